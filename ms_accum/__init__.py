@@ -1,0 +1,12 @@
+"""Gradient accumulation for MindSpore: exact, saving the memory it promises, costing nothing.
+
+    batch - split -> microbatch - value_and_grad -> add - window closed? - no -> next microbatch
+                                                     |         |
+                                                     |        yes
+                                                     v         v
+                       reduce -> normalise -> clip -> optimizer -> reset
+"""
+from .accumulator import Accumulator as Accumulator
+from .runtime import avoid_busy_waiting as avoid_busy_waiting
+
+__version__ = "0.1.0"

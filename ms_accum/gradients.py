@@ -1,0 +1,96 @@
+"""Pure functions on tuples of tensors: what happens to gradients on their way in and out of the buffers."""
+from __future__ import annotations
+
+from math import inf, isfinite
+from numbers import Real
+from typing import Optional, Union
+
+import mindspore as ms
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+Gradients = tuple[Tensor, ...]
+Scalar = Union[float, Tensor]
+
+
+def global_norm(gradients: Gradients) -> Tensor:
+    """The Euclidean norm of all gradients together: float32 Tensor of shape `()`, summed up in float32."""
+    squares = 0.0
+    for gradient in gradients:
+        squares = squares + ops.square(gradient.astype(ms.float32)).sum()
+    return ops.sqrt(squares)
+
+
+def clip_factor(norm: Tensor, clip_norm: float) -> Scalar:
+    """min(1, clip_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`; the constant 1 for infinite `clip_norm`."""
+    if clip_norm == inf:
+        return 1.0
+    return ops.minimum(clip_norm / (norm + 1e-6), Tensor(1.0, ms.float32))
+
+
+def all_finite(gradients: Gradients) -> Tensor:
+    """Whether no element of any gradient is NaN or infinite: bool Tensor of shape `()`."""
+    finite = Tensor(True)
+    for gradient in gradients:
+        finite = ops.logical_and(finite, ops.isfinite(gradient).all())
+    return finite
+
+
+def scaled(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
+    """`gradient * factor` in `dtype`, multiplied in the wider of the two dtypes; the constant 1 costs no kernel."""
+    if isinstance(factor, Tensor) or factor != 1:
+        gradient = ops.mul(gradient.astype(_wider(gradient.dtype, dtype)), factor)
+    return gradient.astype(dtype)
+
+
+def _wider(one: ms.Type, other: ms.Type) -> ms.Type:
+    if one in (ms.float16, ms.bfloat16):
+        return other
+    return one
+
+
+@constexpr
+def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tuple]) -> bool:
+    """Refuse gradients that do not belong to the optimizer's parameters, on the host, before anything is changed.
+
+    A `constexpr`: graph mode runs it while it compiles, so it costs nothing afterwards.
+
+    Args:
+        names: Names of the parameters.
+        expected: Their shapes.
+        got: Shapes of the gradients, None in the place of an entry that is no Tensor; None for no tuple at all.
+    """
+    if got is None:
+        raise TypeError("grads is no tuple of Tensors, expected one gradient for each of the optimizer's "
+                        f"{len(names)} parameters; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
+    if len(got) != len(expected):
+        raise ValueError(f"grads holds {len(got)} gradients, expected {len(expected)}: one for each parameter of the "
+                         "optimizer; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
+    for name, parameter_shape, shape in zip(names, expected, got):
+        if shape is None:
+            raise TypeError(f"the gradient of {name} is no Tensor, expected one of shape {parameter_shape}; "
+                            "is the parameter part of the loss?")
+        if tuple(shape) != tuple(parameter_shape):
+            raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
+                             "give the gradients in the order of `optimizer.parameters`")
+    return True
+
+
+@constexpr
+def require_weight(weight: object, shape: Optional[tuple]) -> bool:
+    """Refuse a weight that is neither a finite number >= 0 nor a Tensor of one element; see `require_gradients`.
+
+    Args:
+        weight: The number, or None where it is a Tensor or not known while graph mode compiles.
+        shape: The Tensor's shape, or None.
+    """
+    remedy = "give the number of samples or unmasked tokens in the microbatch"
+    if shape is not None and tuple(shape) not in ((), (1,)):
+        raise ValueError(f"weight is a Tensor of shape {tuple(shape)}, expected shape (); {remedy}")
+    if weight is None:
+        return True
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        raise TypeError(f"weight is {weight!r}, expected a number or a Tensor of shape (); {remedy}")
+    if not isfinite(weight) or weight < 0:
+        raise ValueError(f"weight is {weight}, expected a finite number >= 0; {remedy}")
+    return True

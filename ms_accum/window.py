@@ -1,0 +1,99 @@
+"""When a window closes: an int, a schedule `{update_step: n}`, or a callable of the update count."""
+from __future__ import annotations
+
+from operator import index
+from typing import Callable, Mapping, Union
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]]]
+
+_REMEDY = "give an int >= 1, a dict {update_step: n} that holds 0, or a function of the update count"
+
+
+@ms.jit_class
+class Window:
+    """The length of the window that leads to the next update.
+
+        length(update_step) = accumulate_step                                    # int
+                            = n of the largest start <= update_step              # {start: n}, piecewise constant
+                            = accumulate_step(update_step)                       # callable
+
+    `update_step` only changes when a window closes, so a window keeps its length from its first
+    microbatch to its last. The dict form is Lightning's `GradientAccumulationScheduler`, counted in updates
+    instead of epochs; the callable is that of `optax.MultiSteps(every_k_schedule=...)`.
+
+    Args:
+        accumulate_step: Microbatches in a window, each >= 1. A callable takes the number of updates done
+            (int32 Tensor of shape `()`) and returns an int or an integer Tensor of shape `()`; it is compiled and
+            called once here, with 0, to refuse what graph mode cannot run.
+
+    Raises:
+        TypeError: If `accumulate_step`, or a key or value of it, is no integer (bool and float included), or the
+            callable cannot be compiled or returns no integer.
+        ValueError: If a length is below 1, a key is negative, or a dict is empty or lacks the key 0.
+    """
+
+    def __init__(self, accumulate_step: AccumulateStep) -> None:
+        self.schedule = None
+        self.stages = ((0, 1),)
+        if isinstance(accumulate_step, Mapping):
+            self.stages = _stages(accumulate_step)
+        elif callable(accumulate_step):
+            self.schedule = _checked_schedule(accumulate_step)
+        else:
+            self.stages = ((0, _length(accumulate_step, "accumulate_step")),)
+
+    def length(self, update_step: Tensor) -> Union[int, Tensor]:
+        """Microbatches in the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
+        if self.schedule is not None:
+            return self.schedule(update_step)
+        length = self.stages[0][1]
+        for start, stage_length in self.stages[1:]:
+            length = ops.where(update_step >= start, stage_length, length)
+        return length
+
+
+def _integer(value: object, name: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected an integer; {_REMEDY}") from None
+
+
+def _length(value: object, name: str) -> int:
+    length = _integer(value, name)
+    if length < 1:
+        raise ValueError(f"{name} is {length}, but a window holds at least 1 microbatch; {_REMEDY}")
+    return length
+
+
+def _stages(schedule: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+    stages = {}
+    for start, length in schedule.items():
+        start = _integer(start, "a key of accumulate_step")
+        if start < 0:
+            raise ValueError(f"accumulate_step has the key {start}, but updates are counted from 0; {_REMEDY}")
+        stages[start] = _length(length, f"accumulate_step[{start}]")
+    if 0 not in stages:
+        raise ValueError(f"accumulate_step is {dict(schedule)!r}, which says nothing about update 0; {_REMEDY}")
+    return tuple(sorted(stages.items()))
+
+
+def _checked_schedule(schedule: Callable) -> Callable:
+    name = f"accumulate_step={getattr(schedule, '__name__', schedule)!r}"
+    try:
+        first = ms.jit(schedule)(Tensor(0, ms.int32))
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise TypeError(f"{name} cannot be compiled in graph mode ({reason}); "
+                        "define it with `def`, on tensors, without NumPy or print") from error
+    if isinstance(first, Tensor):
+        if first.shape != ():
+            raise TypeError(f"{name} returned a Tensor of shape {first.shape} for update 0, expected shape (); {_REMEDY}")
+        first = first.asnumpy().item()
+    _length(first, f"{name} at update 0")
+    return schedule

@@ -1,0 +1,65 @@
+"""What every test shares: the modes, a network to train, and a scratch folder for what MindSpore drops into the cwd."""
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn
+
+from ms_accum import avoid_busy_waiting
+
+avoid_busy_waiting()
+
+# "jit": a jitted function in MindSpore's default context. "graph": everything in GRAPH_MODE. "pynative": op by op.
+MODES = {"jit": ms.PYNATIVE_MODE, "graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
+
+
+@pytest.fixture(autouse=True)
+def _scratch_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=["jit", "graph", "pynative"])
+def mode(request):
+    """A name in MODES; the context is set for the test and put back after it."""
+    with_mode(request.param)
+    yield request.param
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def with_mode(mode):
+    ms.set_context(mode=MODES[mode])
+
+
+def compiled(function, mode):
+    """`function` as the mode runs it."""
+    return function if mode == "pynative" else ms.jit(function)
+
+
+class MLP(nn.Cell):
+    """The network of tests/reference.py, with the same initial weights for the same seed."""
+
+    def __init__(self, features=6, hidden=5, classes=3, seed=0):
+        super().__init__()
+        self.first = nn.Dense(features, hidden)
+        self.second = nn.Dense(hidden, classes)
+        rng = np.random.default_rng(seed)
+        for parameter in self.trainable_params():
+            parameter.set_data(ms.Tensor(rng.normal(0, 0.5, parameter.shape), ms.float32))
+
+    def construct(self, x):
+        return self.second(ms.ops.tanh(self.first(x)))
+
+
+def values(parameters):
+    """Parameters or Tensors as float64 arrays."""
+    return [np.array(p.asnumpy(), np.float64) for p in parameters]
+
+
+def difference(got, expected):
+    """Largest difference, relative to the largest magnitude of each array; the difference itself where that is 0."""
+    return max(np.abs(g - e).max() / (np.abs(e).max() or 1.0) for g, e in zip(got, expected))
+
+
+def batches(sizes, features=6, classes=3, seed=1):
+    """[(x float64 (n, features), y int (n,))] for each n in sizes."""
+    rng = np.random.default_rng(seed)
+    return [(rng.normal(size=(n, features)), rng.integers(0, classes, n)) for n in sizes]

@@ -1,0 +1,112 @@
+"""The oracle: gradient accumulation in slow, obvious NumPy and float64. Shares no code with the package."""
+import numpy as np
+
+
+def network(parameters, x):
+    """Logits of Dense(tanh) -> Dense; weights are (out, in) as MindSpore's."""
+    w1, b1, w2, b2 = parameters
+    hidden = np.tanh(x @ w1.T + b1)
+    return hidden, hidden @ w2.T + b2
+
+
+def loss_and_gradients(parameters, x, y):
+    """Mean cross entropy over the rows of x, and its gradient for each parameter."""
+    w1, b1, w2, b2 = parameters
+    hidden, logits = network(parameters, x)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    probability = np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True)
+    rows = np.arange(len(x))
+    loss = -np.log(probability[rows, y]).mean()
+
+    d_logits = probability.copy()
+    d_logits[rows, y] -= 1
+    d_logits /= len(x)
+    d_w2 = d_logits.T @ hidden
+    d_b2 = d_logits.sum(axis=0)
+    d_hidden = (d_logits @ w2) * (1 - hidden ** 2)
+    d_w1 = d_hidden.T @ x
+    d_b1 = d_hidden.sum(axis=0)
+    return loss, [d_w1, d_b1, d_w2, d_b2]
+
+
+class SGD:
+    def __init__(self, lr, momentum=0.0, weight_decay=0.0):
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.velocity = None
+        self.calls = 0
+
+    def __call__(self, parameters, gradients):
+        lr = self.lr(self.calls) if callable(self.lr) else self.lr
+        gradients = [g + self.weight_decay * p for g, p in zip(gradients, parameters)]
+        if self.velocity is None:
+            self.velocity = [np.zeros_like(p) for p in parameters]
+        self.velocity = [self.momentum * v + g for v, g in zip(self.velocity, gradients)]
+        self.calls += 1
+        return [p - lr * v for p, v in zip(parameters, self.velocity)]
+
+
+class Adam:
+    def __init__(self, lr, beta1=0.9, beta2=0.999, eps=1e-8):
+        self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
+        self.m = self.v = None
+        self.calls = 0
+
+    def __call__(self, parameters, gradients):
+        if self.m is None:
+            self.m = [np.zeros_like(p) for p in parameters]
+            self.v = [np.zeros_like(p) for p in parameters]
+        self.calls += 1
+        self.m = [self.beta1 * m + (1 - self.beta1) * g for m, g in zip(self.m, gradients)]
+        self.v = [self.beta2 * v + (1 - self.beta2) * g ** 2 for v, g in zip(self.v, gradients)]
+        rate = self.lr * np.sqrt(1 - self.beta2 ** self.calls) / (1 - self.beta1 ** self.calls)
+        return [p - rate * m / (np.sqrt(v) + self.eps) for p, m, v in zip(parameters, self.m, self.v)]
+
+
+def window_length(accumulate_step, update_step):
+    if isinstance(accumulate_step, dict):
+        return accumulate_step[max(start for start in accumulate_step if start <= update_step)]
+    if callable(accumulate_step):
+        return int(accumulate_step(update_step))
+    return accumulate_step
+
+
+class Accumulation:
+    """Keeps every weighted gradient of the open window in a list and looks at them when the window closes."""
+
+    def __init__(self, parameters, optimizer, accumulate_step, reduction="sum", clip_norm=None, on_nonfinite="apply"):
+        self.parameters = [np.array(p, np.float64) for p in parameters]
+        self.optimizer, self.accumulate_step = optimizer, accumulate_step
+        self.reduction, self.clip_norm, self.on_nonfinite = reduction, clip_norm, on_nonfinite
+        self.window = []
+        self.update_step = self.skipped = 0
+        self.grad_norm = 0.0
+
+    @property
+    def mini_step(self):
+        return len(self.window)
+
+    def __call__(self, gradients, weight=1.0):
+        if self.on_nonfinite == "skip_microbatch" and not all(np.isfinite(g).all() for g in gradients):
+            self.skipped += 1
+            return False
+        self.window.append((weight, [np.array(g, np.float64) for g in gradients]))
+        if len(self.window) < window_length(self.accumulate_step, self.update_step):
+            return False
+        return self.flush()
+
+    def flush(self):
+        if not self.window:
+            return False
+        total = [sum(w * g[i] for w, g in self.window) for i in range(len(self.parameters))]
+        if self.reduction == "mean":
+            total = [g / sum(w for w, _ in self.window) for g in total]
+        self.window = []
+        if self.on_nonfinite == "skip_window" and not all(np.isfinite(g).all() for g in total):
+            self.skipped += 1
+            return True
+        if self.clip_norm is not None:
+            self.grad_norm = np.sqrt(sum((g ** 2).sum() for g in total))
+            total = [g * min(1.0, self.clip_norm / (self.grad_norm + 1e-6)) for g in total]
+        self.parameters = self.optimizer(self.parameters, total)
+        self.update_step += 1
+        return True
