@@ -1,13 +1,15 @@
 """The accumulator: one buffer for each parameter, filled by microbatches and emptied by an update."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from math import isnan
 from numbers import Real
-from typing import Callable, Optional
+from typing import Optional
+from weakref import ref
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 
 from .gradients import Gradients, Scalar, all_finite, clip_factor, global_norm, require_gradients, require_weight, scaled
@@ -16,6 +18,7 @@ from .window import AccumulateStep, Window
 _REDUCTIONS = ("sum", "mean")
 _ON_NONFINITE = ("apply", "skip_microbatch", "skip_window")
 _instances = count()
+_named_by: dict[str, ref] = {}
 
 
 @ms.jit_class
@@ -34,7 +37,8 @@ class Accumulator:
     and a short last window.
 
     Args:
-        optimizer: A MindSpore optimizer. Gradients come in the order of `optimizer.parameters`.
+        optimizer: A MindSpore optimizer. Gradients come in the order of `optimizer.parameters`. State that it names
+            like an earlier accumulator's optimizer (`global_step`) is renamed, so that both fit into one graph.
         accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a callable; see `window.Window`.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
@@ -104,6 +108,7 @@ class Accumulator:
         self._dtypes = tuple(p.dtype for p in parameters)
 
         prefix = f"accumulator{next(_instances)}"
+        _name_optimizer_state(optimizer, parameters, prefix)
         self.buffers = ParameterTuple([
             _state(f"{prefix}.{p.name}", p.shape, _buffer_dtype(buffer_dtype, p.dtype)) for p in parameters])
         self.weight_sum = _state(f"{prefix}.weight_sum", (), ms.float32)
@@ -193,7 +198,7 @@ class Accumulator:
 
     def _accumulate(self, grads: Gradients, weight: Scalar) -> None:
         for buffer, gradient in zip(self.buffers, grads):
-            ops.assign_add(buffer, scaled(gradient, weight, buffer.dtype))
+            _add_to(buffer, scaled(gradient, weight, buffer.dtype))
         ops.assign_add(self.mini_step, 1)
         if self.reduction == "mean":
             ops.assign_add(self.weight_sum, weight)
@@ -223,6 +228,14 @@ def _on_one_device(gradients: Gradients, weight: Tensor) -> tuple[Gradients, Ten
     return gradients, weight
 
 
+def _add_to(buffer: Parameter, gradient: Tensor) -> None:
+    if buffer.dtype in (ms.float16, ms.bfloat16):
+        # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
+        ops.assign(buffer, buffer + gradient)
+    else:
+        ops.assign_add(buffer, gradient)
+
+
 def _state(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parameter:
     return Parameter(initializer("zeros", shape, dtype), name=name, requires_grad=False)
 
@@ -235,6 +248,16 @@ def _optimizer_parameters(optimizer: object) -> tuple[Parameter, ...]:
     if not parameters:
         raise ValueError("optimizer holds no parameters, expected at least one; give it network.trainable_params()")
     return tuple(parameters)
+
+
+def _name_optimizer_state(optimizer: Callable, parameters: tuple[Parameter, ...], prefix: str) -> None:
+    """Rename what two optimizers both call `global_step`: graph mode refuses a name that it meets twice in one graph."""
+    network = {id(p) for p in parameters}
+    for state in optimizer.get_parameters() if isinstance(optimizer, nn.Cell) else ():
+        if id(state) in network:
+            continue
+        if _named_by.setdefault(state.name, ref(optimizer))() is not optimizer:
+            state.name = f"{prefix}.{state.name}"
 
 
 def _checked_clip_norm(clip_norm: object) -> Optional[float]:

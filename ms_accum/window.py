@@ -1,8 +1,9 @@
 """When a window closes: an int, a schedule `{update_step: n}`, or a callable of the update count."""
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from operator import index
-from typing import Callable, Mapping, Union
+from typing import Union
 
 import mindspore as ms
 from mindspore import Tensor, ops

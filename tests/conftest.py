@@ -5,6 +5,7 @@ import pytest
 from mindspore import nn
 
 from ms_accum import avoid_busy_waiting
+from ms_accum.mnist.data import load
 
 avoid_busy_waiting()
 
@@ -63,3 +64,11 @@ def batches(sizes, features=6, classes=3, seed=1):
     """[(x float64 (n, features), y int (n,))] for each n in sizes."""
     rng = np.random.default_rng(seed)
     return [(rng.normal(size=(n, features)), rng.integers(0, classes, n)) for n in sizes]
+
+
+@pytest.fixture(scope="session")
+def mnist_microbatches():
+    """200 microbatches of 32 embedded digits, normalised: [(float64 (32, 784), int (32,))]."""
+    digits = load("embedded").train
+    images = (digits.images.reshape(-1, 784) / 255 - 0.1307) / 0.3081
+    return [(images[i:i + 32], digits.labels[i:i + 32]) for i in range(0, 200 * 32, 32)]

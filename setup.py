@@ -1,0 +1,36 @@
+"""Metadata of ms_accum."""
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "ms_accum" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+setup(
+    name="ms_accum",
+    version=VERSION,
+    description="Gradient accumulation for MindSpore: exact, saving the memory it promises, costing nothing",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["ms_accum", "ms_accum.*"]),
+    package_data={"ms_accum": ["py.typed"], "ms_accum.mnist": ["digits/*", "digits/*/*"]},
+    python_requires=">=3.10,<3.13",
+    # MindSpore's wheels are compiled against NumPy 1 and crash with NumPy 2. `download` brings tqdm, which draws the progress bars.
+    install_requires=["mindspore>=2.7", "numpy<2", "download"],
+    extras_require={
+        "plot": ["matplotlib"],
+        "test": ["pytest", "hypothesis", "matplotlib", "ruff"],
+        "tutorials": ["notebook", "matplotlib"],
+    },
+    entry_points={"console_scripts": ["ms-accum = ms_accum.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,68 @@
+"""Window: when a window closes, for each form of accumulate_step; wrong integers are refused in test_accumulator.py too."""
+import functools
+
+import mindspore as ms
+import numpy as np
+import pytest
+from conftest import compiled
+from mindspore import Tensor, ops
+
+from ms_accum.window import Window
+
+
+def by_branch(update_step):
+    if update_step < 2:
+        return 3
+    return 5
+
+
+def by_ops(update_step):
+    return ops.minimum(update_step + 1, 4)
+
+
+def to_float(update_step):
+    return update_step * 0.5 + 1.5
+
+
+def to_zero(update_step):
+    return update_step
+
+
+def to_vector(update_step):
+    return ops.stack([update_step + 1, update_step + 2])
+
+
+@pytest.mark.parametrize(("accumulate_step", "expected"), [
+    (4, [4, 4, 4, 4, 4]),
+    (np.int64(4), [4, 4, 4, 4, 4]),
+    ({0: 2}, [2, 2, 2, 2, 2]),
+    ({3: 1, 0: 2, 1: 7}, [2, 7, 7, 1, 1]),
+    (by_branch, [3, 3, 5, 5, 5]),
+    (by_ops, [1, 2, 3, 4, 4]),
+    (functools.partial(ops.add, 2), [2, 3, 4, 5, 6]),
+], ids=["int", "numpy", "dict of one", "dict", "branch", "ops", "partial"])
+def test_length(mode, accumulate_step, expected):
+    window = Window(accumulate_step)
+
+    def length(update_step):
+        return window.length(update_step) + 0 * update_step
+
+    length = compiled(length, mode)
+    assert [int(length(Tensor(u, ms.int32))) for u in range(5)] == expected
+
+
+@pytest.mark.parametrize(("error", "message", "accumulate_step"), [
+    (TypeError, r"a key of accumulate_step is '0' of type str", {"0": 2}),
+    (TypeError, r"a key of accumulate_step is 1\.0", {0: 1, 1.0: 2.0, 2: 2}),
+    (ValueError, r"accumulate_step has the key -1, but updates are counted from 0", {0: 1, -1: 2}),
+    (TypeError, r"accumulate_step\[2\] is 1\.5", {0: 1, 2: 1.5}),
+    (ValueError, r"accumulate_step\[2\] is 0, but a window holds at least 1", {0: 1, 2: 0}),
+    (TypeError, r"accumulate_step='to_float' at update 0 is 1\.5 of type float", to_float),
+    (ValueError, r"accumulate_step='to_zero' at update 0 is 0", to_zero),
+    (TypeError, r"accumulate_step='to_vector' returned a Tensor of shape \(2,\)", to_vector),
+    (TypeError, r"accumulate_step='<lambda>' cannot be compiled in graph mode \(.*define it with `def`",
+     (lambda update_step: 0, lambda u: 1)[1]),
+])
+def test_bad_schedules_are_refused_by_the_host(error, message, accumulate_step):
+    with pytest.raises(error, match=message):
+        Window(accumulate_step)
