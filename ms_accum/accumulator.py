@@ -17,6 +17,7 @@ from .window import AccumulateStep, Window
 
 _REDUCTIONS = ("sum", "mean")
 _ON_NONFINITE = ("apply", "skip_microbatch", "skip_window")
+_multiply_no_nan = ops.MulNoNan()
 _instances = count()
 _named_by: dict[str, ref] = {}
 
@@ -181,10 +182,9 @@ class Accumulator:
         ops.assign(self.mini_step, 0)
         ops.assign(self.weight_sum, 0.0)
         for buffer in self.buffers:
-            # Broadcast from a Parameter: graph mode folds zeros_like(buffer) to a constant, a second copy of the
-            # buffers that stays in memory (measured: 400 MB of constants for 400 MB of buffers).
-            zero = self.weight_sum.astype(buffer.dtype)
-            ops.assign(buffer, ops.broadcast_to(zero, buffer.shape))
+            # buffer * 0, where NaN * 0 is 0. Of 258 MB of buffers, graph mode keeps a second copy for zeros_like(buffer)
+            # (a constant) and for a broadcast 0 (all at once, and 3 x slower); this takes two temporary parameters.
+            ops.assign(buffer, _multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
 
     def _require(self, grads: Gradients, weight: Scalar) -> None:
         if isinstance(grads, (tuple, list)):
