@@ -134,22 +134,42 @@ class Accumulator:
             TypeError, ValueError: If `grads` or `weight` do not fit (in graph mode: when the graph is compiled).
                 Nothing is changed then.
         """
-        skipped = self.skipped + 0
         self.add(grads, weight)
-        if self.mini_step >= self.window.length(self.update_step):
-            self.apply()
-        return self._closed_since(skipped)
+        return self.close_if_due()
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window; never updates. Arguments and errors as in a call."""
         self._require(grads, weight)
+        weighted = tuple([scaled(g, weight, buffer.dtype) for g, buffer in zip(grads, self.buffers)])
+        ops.assign_add(self.mini_step, self.take(weighted, weight))
+
+    def take(self, weighted_grads: Gradients, weight: Scalar) -> Tensor:
+        """Add gradients that are already multiplied by `weight`, and leave `mini_step` alone; for drivers.
+
+        Returns:
+            Whether they were taken: int32 Tensor of shape `()`, 1 unless `on_nonfinite="skip_microbatch"` made it 0.
+        """
         if self.on_nonfinite == "skip_microbatch":
-            if all_finite(grads):
-                self._accumulate(grads, weight)
+            skipped = self.skipped + 0
+            if all_finite(weighted_grads):
+                self._store(weighted_grads, weight)
             else:
                 ops.assign_add(self.skipped, 1)
-        else:
-            self._accumulate(grads, weight)
+            return (self.skipped == skipped).astype(ms.int32)
+        self._store(weighted_grads, weight)
+        return Tensor(1, ms.int32)
+
+    def due(self) -> Tensor:
+        """Whether the open window holds all its microbatches: bool Tensor of shape `()`."""
+        return self.mini_step >= self.window.length(self.update_step)
+
+    def close_if_due(self) -> Tensor:
+        """Update if the window holds all its microbatches; whether it did: bool Tensor of shape `()`."""
+        mini_step = self.mini_step + 0
+        if self.due():
+            self.apply()
+        # From the state after the branch: graph mode can drop a branch that what is returned does not depend on.
+        return self.mini_step < mini_step
 
     def apply(self) -> None:
         """Close the window now, whatever it holds: reduce, normalise, clip, optimizer, reset.
@@ -196,10 +216,9 @@ class Accumulator:
         else:
             require_weight(weight, None)
 
-    def _accumulate(self, grads: Gradients, weight: Scalar) -> None:
-        for buffer, gradient in zip(self.buffers, grads):
-            _add_to(buffer, scaled(gradient, weight, buffer.dtype))
-        ops.assign_add(self.mini_step, 1)
+    def _store(self, weighted_grads: Gradients, weight: Scalar) -> None:
+        for buffer, gradient in zip(self.buffers, weighted_grads):
+            _add_to(buffer, gradient.astype(buffer.dtype))
         if self.reduction == "mean":
             ops.assign_add(self.weight_sum, weight)
 
@@ -217,11 +236,6 @@ class Accumulator:
             return 1.0
         # A window without weight (every token masked) has the gradient 0, not 0/0.
         return 1.0 / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
-
-    def _closed_since(self, skipped: Tensor) -> Tensor:
-        if self.on_nonfinite == "skip_microbatch":
-            return ops.logical_and(self.mini_step == 0, self.skipped == skipped)
-        return self.mini_step == 0
 
 
 def _on_one_device(gradients: Gradients, weight: Tensor) -> tuple[Gradients, Tensor]:
