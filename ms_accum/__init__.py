@@ -8,5 +8,6 @@
 """
 from .accumulator import Accumulator as Accumulator
 from .runtime import avoid_busy_waiting as avoid_busy_waiting
+from .train_step import make_train_step as make_train_step
 
 __version__ = "0.1.0"

@@ -1,8 +1,12 @@
 """What every test shares: the modes, a network to train, and a scratch folder for what MindSpore drops into the cwd."""
+import subprocess
+import sys
+from pathlib import Path
+
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_accum import avoid_busy_waiting
 from ms_accum.mnist.data import load
@@ -48,6 +52,30 @@ class MLP(nn.Cell):
 
     def construct(self, x):
         return self.second(ms.ops.tanh(self.first(x)))
+
+
+class Counting(nn.Cell):
+    """An optimizer that counts its calls and keeps what it was given, in graph mode too."""
+
+    def __init__(self, weights):
+        super().__init__()
+        self.parameters = weights
+        self.seen = ParameterTuple([Parameter(Tensor(np.zeros(p.shape), p.dtype), name=f"seen.{p.name}") for p in weights])
+        self.calls = Parameter(Tensor(0, ms.int32), name="calls")
+
+    def construct(self, grads):
+        for seen, grad in zip(self.seen, grads):
+            ops.assign(seen, grad)
+        ops.assign_add(self.calls, 1)
+        return True
+
+
+def run_python(code, *arguments):
+    """The output of a new process; a file, because graph mode compiles from source."""
+    Path("script.py").write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, "script.py", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def values(parameters):

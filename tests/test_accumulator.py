@@ -1,13 +1,11 @@
 """The contract of Accumulator, line by line, on gradients given by hand; training is held against the oracle in test_oracle.py."""
 import math
-import subprocess
 import sys
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, batches, compiled, difference, values
+from conftest import MLP, Counting, batches, compiled, difference, run_python, values
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_accum import Accumulator
@@ -33,22 +31,6 @@ def applied(accumulator):
     first = -accumulator.optimizer.parameters[0].asnumpy().astype(np.float64)
     assert all((-p.asnumpy() == first[0, 0]).all() for p in accumulator.optimizer.parameters)
     return first[0, 0]
-
-
-class Counting(nn.Cell):
-    """An optimizer that counts its calls and keeps what it was given, in graph mode too."""
-
-    def __init__(self, weights):
-        super().__init__()
-        self.parameters = weights
-        self.seen = ParameterTuple([Parameter(Tensor(np.zeros(p.shape), p.dtype), name=f"seen.{p.name}") for p in weights])
-        self.calls = Parameter(Tensor(0, ms.int32), name="calls")
-
-    def construct(self, grads):
-        for seen, grad in zip(self.seen, grads):
-            ops.assign(seen, grad)
-        ops.assign_add(self.calls, 1)
-        return True
 
 
 def calling(accumulator):
@@ -482,14 +464,6 @@ def test_names_are_the_same_in_a_new_process():
     assert first == second
     assert "accumulator0.weight" in first
     assert "accumulator1.weight" in first
-
-
-def run_python(code, *arguments):
-    """The output of a new process; a file, because graph mode compiles from source."""
-    Path("script.py").write_text(code, encoding="utf-8")
-    done = subprocess.run([sys.executable, "script.py", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 MEASURE_MEMORY = """

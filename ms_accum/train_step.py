@@ -1,0 +1,239 @@
+"""Train steps: cut a batch, run value_and_grad on each piece, feed the accumulator, give back the loss itself."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import index
+from typing import Any, Optional, Union
+
+import mindspore as ms
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+from .accumulator import Accumulator
+from .gradients import Scalar, require_weight
+
+_STRATEGIES = ("fused", "split")
+
+
+def make_train_step(
+    forward_fn: Callable,
+    acc: Accumulator,
+    *,
+    micro_size: int = 1,
+    weight_fn: Optional[Callable] = None,
+    strategy: str = "fused",
+    has_aux: bool = False,
+) -> TrainStep:
+    """A compiled train step over a batch: forward, backward, add, and the update when the window closes.
+
+        train_step = make_train_step(forward_fn, Accumulator(optimizer, 4, reduction="mean"))
+        for data, label in dataset:
+            loss = train_step(data, label)  # the mean loss of this batch, never loss / 4
+        train_step.flush()                  # closes a short last window
+
+    Args:
+        forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`.
+            With `has_aux`, `(*batch) -> (loss, aux)`.
+        acc: An accumulator with `reduction="mean"`.
+        micro_size: Pieces that one call's batch is cut into, inside the compiled function; the activations in memory are
+            those of one piece. The batch size n is the length of axis 0 of the first Tensor that has axes. Tensors
+            whose axis 0 has length n are cut, all other arguments go to every piece whole. Pieces have ceil(n / micro_size)
+            samples; where that does not divide n, the last one is shorter and weighs less. One call is one microbatch of
+            the accumulator, however it is cut: a window holds `accumulate_step` calls.
+        weight_fn: `(*piece) -> weight`: what a piece counts, a number or a Tensor of shape `()`; it has to be what the mean in
+            `forward_fn` divides by, e.g. the unmasked tokens. None: the samples.
+        strategy: "fused": one graph holds forward, backward, add and the update at the boundary. "split": one graph for
+            forward, backward and add, a second one for the update, invoked once per window (RATEX's scheme); the host
+            reads one flag after each call to know when.
+        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `micro_size=1` only: the pieces' aux has no meaning in common.
+
+    Returns:
+        `train_step(*batch) -> loss` or `(loss, aux)`; the loss is the weighted mean over the pieces, a float32 Tensor of shape `()`.
+        `train_step.flush()` closes a short window, `train_step.accumulator` is `acc`.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If `acc` sums up instead of averaging, or an argument is out of range.
+
+    The loss is multiplied by the weight before the backward pass, so that weights cost no pass over the gradients (in
+    float16 it acts like a loss scale of that size). Numbers among the batch are constants of the graph: each new value
+    compiles anew, so give what changes as a Tensor.
+    """
+    _require_callable("forward_fn", forward_fn)
+    if weight_fn is not None:
+        _require_callable("weight_fn", weight_fn)
+    _require_mean(acc)
+    micro_size = _checked_micro_size(micro_size)
+    if strategy not in _STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(map(repr, _STRATEGIES))}")
+    if has_aux and micro_size > 1:
+        raise ValueError(f"has_aux with micro_size={micro_size}: the pieces' aux has no meaning in common; "
+                         "give micro_size=1 and cut the batch outside, or return the loss alone")
+    return TrainStep(forward_fn, acc, micro_size, weight_fn, strategy, has_aux)
+
+
+class TrainStep:
+    """What `make_train_step` returns: see there.
+
+    Attributes:
+        accumulator: The accumulator it feeds.
+        micro_size: Pieces that a batch is cut into.
+        strategy: "fused" or "split".
+    """
+
+    def __init__(self, forward_fn: Callable, acc: Accumulator, micro_size: int, weight_fn: Optional[Callable],
+                 strategy: str, has_aux: bool) -> None:
+        self.accumulator = acc
+        self.micro_size = micro_size
+        self.strategy = strategy
+        accumulate = _accumulate_fn(forward_fn, acc, micro_size, weight_fn, has_aux)
+
+        def depend(result: Any, closed: Tensor) -> Any:
+            # Graph mode drops the update if nothing that is returned depends on it.
+            if has_aux:
+                return ops.depend(result[0], closed), result[1]
+            return ops.depend(result, closed)
+
+        def accumulate_and_update(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
+            result = accumulate(samples, cut, *batch)
+            closed = acc.close_if_due()
+            return depend(result, closed)
+
+        def accumulate_only(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
+            result = accumulate(samples, cut, *batch)
+            return result, acc.due()
+
+        def update() -> Tensor:
+            acc.apply()
+            return acc.update_step + 0
+
+        def flush() -> Tensor:
+            return acc.flush()
+
+        self._fused = ms.jit(accumulate_and_update)
+        self._accumulate = ms.jit(accumulate_only)
+        self._update = ms.jit(update)
+        self._flush = ms.jit(flush)
+
+    def __call__(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Any]]:
+        """Train on a batch: the loss, or `(loss, aux)`.
+
+        Raises:
+            ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
+        """
+        samples, cut = _layout(batch)
+        if self.strategy == "fused":
+            return self._fused(samples, cut, *batch)
+        result, due = self._accumulate(samples, cut, *batch)
+        if due:
+            self._update()
+        return result
+
+    def flush(self) -> Tensor:
+        """Close a short window, if one is open; whether one was: bool Tensor of shape `()`."""
+        return self._flush()
+
+
+def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weight_fn: Optional[Callable], has_aux: bool) -> Callable:
+    """`(samples, cut, *batch) -> loss` or `(loss, aux)`: all of a train step but the update."""
+
+    def weighted_loss(weight: Scalar, *piece: Any) -> tuple:
+        if has_aux:
+            loss, aux = forward_fn(*piece)
+        else:
+            loss = forward_fn(*piece)
+            aux = loss
+        require_loss(loss.shape)
+        return loss.astype(ms.float32) * weight, loss, aux
+
+    grad_fn = ms.value_and_grad(weighted_loss, None, acc.optimizer.parameters, has_aux=True)
+
+    def weight_of(samples: int, *piece: Any) -> Scalar:
+        weight = samples if weight_fn is None else weight_fn(*piece)
+        if isinstance(weight, Tensor):
+            require_weight(None, weight.shape)
+            return weight.reshape(()).astype(ms.float32)
+        require_weight(weight, None)
+        return weight
+
+    def whole(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
+        weight = weight_of(samples, *batch)
+        (_, loss, aux), gradients = grad_fn(weight, *batch)
+        ops.assign_add(acc.mini_step, acc.take(gradients, weight))
+        loss = loss.astype(ms.float32)
+        return (loss, aux) if has_aux else loss
+
+    def take(samples: int, *piece: Any) -> tuple:
+        weight = weight_of(samples, *piece)
+        (weighted, _, _), gradients = grad_fn(weight, *piece)
+        return weighted, weight, acc.take(gradients, weight)
+
+    def pieces(samples: int, cut: tuple[bool, ...], *batch: Any) -> Tensor:
+        rows = -(-samples // micro_size)
+        full = samples // rows
+        piece = Tensor(0, ms.int32)
+        loss, weight, taken = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32), Tensor(0, ms.int32)
+        # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
+        while piece < full:
+            inputs = select_rows(piece * rows + ops.arange(rows), cut, batch)
+            piece_loss, piece_weight, piece_taken = take(rows, *inputs)
+            loss, weight, taken = loss + piece_loss, weight + piece_weight, taken + piece_taken
+            piece = piece + 1
+        if full * rows < samples:
+            inputs = select_rows(ops.arange(full * rows, samples), cut, batch)
+            piece_loss, piece_weight, piece_taken = take(samples - full * rows, *inputs)
+            loss, weight, taken = loss + piece_loss, weight + piece_weight, taken + piece_taken
+        ops.assign_add(acc.mini_step, ops.minimum(taken, 1))
+        return loss / weight
+
+    def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
+        inputs = ()
+        for argument, is_cut in zip(batch, cut):
+            inputs = (*inputs, ops.gather(argument, rows, 0) if is_cut else argument)
+        return inputs
+
+    return whole if micro_size == 1 else pieces
+
+
+def _layout(batch: tuple) -> tuple[int, tuple[bool, ...]]:
+    """Samples in a batch, and which of its arguments hold one row for each."""
+    lengths = [len(argument) if isinstance(argument, Tensor) and argument.ndim else None for argument in batch]
+    samples = next((length for length in lengths if length is not None), None)
+    if not samples:
+        raise ValueError(f"the batch is {tuple(type(a).__name__ for a in batch)} with {samples or 'no'} samples, expected at least one "
+                         "Tensor with axes and one row; axis 0 of the first one is the batch")
+    return samples, tuple(length == samples for length in lengths)
+
+
+@constexpr
+def require_loss(shape: tuple) -> bool:
+    """Refuse a loss that is no scalar: value_and_grad would silently differentiate the sum of its elements."""
+    if tuple(shape) != ():
+        raise ValueError(f"forward_fn returned a loss of shape {tuple(shape)}, expected shape (); give the mean over the samples")
+    return True
+
+
+def _require_callable(name: str, function: object) -> None:
+    if not callable(function):
+        raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
+
+
+def _require_mean(acc: object) -> None:
+    if not isinstance(acc, Accumulator):
+        raise TypeError(f"acc is of type {type(acc).__name__}, expected an Accumulator; "
+                        'give Accumulator(optimizer, accumulate_step, reduction="mean")')
+    if acc.reduction != "mean":
+        raise ValueError(f'acc has reduction={acc.reduction!r}, expected "mean": a train step hands over the loss undivided, and the '
+                         'sum of N such gradients is N times too large; give Accumulator(..., reduction="mean")')
+
+
+def _checked_micro_size(micro_size: object) -> int:
+    try:
+        if isinstance(micro_size, bool):
+            raise TypeError
+        micro_size = index(micro_size)
+    except TypeError:
+        raise TypeError(f"micro_size is {micro_size!r}, expected an int >= 1: the pieces a batch is cut into") from None
+    if micro_size < 1:
+        raise ValueError(f"micro_size is {micro_size}, expected an int >= 1: the pieces a batch is cut into")
+    return micro_size

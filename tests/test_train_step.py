@@ -1,0 +1,353 @@
+"""make_train_step: every strategy against the oracle, token-weighted exactness, memory, compilations, refusals."""
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+import reference
+from conftest import MLP, Counting, batches, difference, run_python, values, with_mode
+from mindspore import Tensor, nn, ops
+from mindspore.graph import api
+
+from ms_accum import Accumulator, make_train_step
+
+LOSS = nn.CrossEntropyLoss()
+SIZES = [6, 6, 7, 6, 7, 6, 2]
+
+
+@pytest.fixture(params=["jit", "graph", "pynative"])
+def any_mode(request, monkeypatch):
+    """As `mode`; a train step compiles itself, so MindSpore's own switch makes it run op by op."""
+    if request.param == "pynative":
+        monkeypatch.setenv("MS_JIT", "0")
+    with_mode(request.param)
+    yield request.param
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def mean_loss(network):
+    def forward_fn(x, y):
+        return LOSS(network(x), y)
+    return forward_fn
+
+
+def tensors(x, y):
+    return Tensor(x, ms.float32), Tensor(y, ms.int32)
+
+
+def follow(sizes=SIZES, accumulate_step=2, clip_norm=0.7, **options):
+    """Train with the step and the oracle; compare losses and counters at every call, return the parameters' difference."""
+    network = MLP()
+    acc = Accumulator(nn.Momentum(network.trainable_params(), 0.1, 0.9), accumulate_step, clip_norm, reduction="mean")
+    train_step = make_train_step(mean_loss(network), acc, **options)
+    oracle = reference.Accumulation(values(network.trainable_params()), reference.SGD(0.1, 0.9), accumulate_step, "mean", clip_norm)
+    for x, y in batches(sizes):
+        loss = train_step(*tensors(x, y))
+        expected, gradients = reference.loss_and_gradients(oracle.parameters, x, y)
+        oracle(gradients, len(x))
+        assert float(loss) == pytest.approx(expected, rel=1e-5)
+        assert (int(acc.mini_step), int(acc.update_step)) == (oracle.mini_step, oracle.update_step)
+    assert bool(train_step.flush()) == oracle.flush()
+    assert not bool(train_step.flush())
+    assert (int(acc.mini_step), int(acc.update_step)) == (0, oracle.update_step)
+    assert float(acc.grad_norm) == pytest.approx(oracle.grad_norm, rel=1e-5)
+    return difference(values(network.trainable_params()), oracle.parameters)
+
+
+@pytest.mark.parametrize("micro_size", [1, 3])
+@pytest.mark.parametrize("strategy", ["fused", "split"])
+def test_every_strategy_follows_the_oracle(any_mode, strategy, micro_size):
+    assert follow(strategy=strategy, micro_size=micro_size) <= 1e-6
+
+
+@pytest.mark.parametrize("micro_size", [2, 4, 7, 9])
+def test_any_cut_gives_the_same(micro_size):
+    """Ragged pieces, as many pieces as samples, more pieces than samples."""
+    assert follow(sizes=[7, 7, 7], micro_size=micro_size) <= 1e-6
+
+
+@pytest.mark.parametrize("accumulate_step", [{0: 1, 2: 3}, 1])
+def test_schedules(any_mode, accumulate_step):
+    assert follow(accumulate_step=accumulate_step, micro_size=3) <= 1e-6
+
+
+def test_wrong_weights_are_seen():
+    """Negative control: pieces of 7 = 3 + 3 + 1 that all count the same are not the undivided batch."""
+    def equal(x, y):
+        return 1.0
+    with pytest.raises(AssertionError):
+        follow(sizes=[7, 7], micro_size=3, weight_fn=equal)
+
+
+def gradient_of(forward_fn, network, batch, **options):
+    """The gradient that one call hands to the optimizer, and the call's loss."""
+    acc = Accumulator(Counting(ms.ParameterTuple(network.trainable_params())), 1, reduction="mean")
+    loss = make_train_step(forward_fn, acc, **options)(*batch)
+    assert int(acc.optimizer.calls) == 1
+    return values(acc.optimizer.seen), loss
+
+
+# --- what is cut ---------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_with_one_row_per_sample_are_cut_and_all_else_passes_through(any_mode):
+    network, (x, y) = MLP(), batches([6])[0]
+    class_weights = Tensor([1.0, 2.0, 0.5], ms.float32)  # 3 rows: no batch
+    temperature = Tensor(2.0)                            # no axes
+    rows = []
+
+    def forward_fn(x, y, class_weights, temperature, scale, use_scale):
+        rows.append(x.shape[0])
+        logits = network(x) / temperature
+        if use_scale:
+            logits = logits * scale
+        return (ops.log_softmax(logits, 1) * ops.one_hot(y, 3) * class_weights).sum() / -len(x)
+
+    batch = (*tensors(x, y), class_weights, temperature, 1.5, True)
+    whole, loss = gradient_of(forward_fn, network, batch)
+    cut, cut_loss = gradient_of(forward_fn, network, batch, micro_size=3)
+    assert difference(cut, whole) <= 1e-6
+    assert float(cut_loss) == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_pieces_really_are_pieces():
+    """A loss that is not a mean over samples shows the cut: here, the number of rows the forward function sees."""
+    network, (x, y) = MLP(), batches([8])[0]
+
+    def forward_fn(x, y):
+        return LOSS(network(x), y) * 0 + len(x)
+
+    assert float(gradient_of(forward_fn, network, tensors(x, y), micro_size=4)[1]) == 2.0
+    assert float(gradient_of(forward_fn, network, tensors(x, y))[1]) == 8.0
+
+
+def test_has_aux(any_mode):
+    network, (x, y) = MLP(), batches([6])[0]
+
+    def forward_fn(x, y):
+        logits = network(x)
+        return LOSS(logits, y), logits
+
+    for strategy in ("fused", "split"):
+        _, (loss, logits) = gradient_of_aux(forward_fn, network, tensors(x, y), strategy)
+        expected_loss, _ = reference.loss_and_gradients(values(MLP().trainable_params()), x, y)
+        _, expected_logits = reference.network(values(MLP().trainable_params()), x)
+        assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+        np.testing.assert_allclose(logits.asnumpy(), expected_logits, rtol=1e-5, atol=1e-6)
+
+
+def gradient_of_aux(forward_fn, network, batch, strategy):
+    acc = Accumulator(Counting(ms.ParameterTuple(network.trainable_params())), 1, reduction="mean")
+    result = make_train_step(forward_fn, acc, strategy=strategy, has_aux=True)(*batch)
+    assert int(acc.optimizer.calls) == 1
+    return acc, result
+
+
+# --- token-weighted exactness ------------------------------------------------------------------------------------------
+
+IGNORE = -100
+
+
+class TinyTransformer(nn.Cell):
+    """Causal language model: one attention block, one feed-forward block, logits of shape (n, t, vocabulary)."""
+
+    def __init__(self, vocabulary=11, width=8, length=7):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.query, self.key, self.value = (nn.Dense(width, width) for _ in range(3))
+        self.norm = nn.LayerNorm((width,))
+        self.up, self.down = nn.Dense(width, 4 * width), nn.Dense(4 * width, width)
+        self.head = nn.Dense(width, vocabulary)
+        self.mask = Tensor(np.triu(np.full((length, length), -1e9), 1), ms.float32)
+        rng = np.random.default_rng(3)
+        for parameter in self.trainable_params():
+            parameter.set_data(Tensor(rng.normal(0, 0.4, parameter.shape), ms.float32))
+
+    def construct(self, tokens):
+        x = self.embedding(tokens)
+        scores = ops.matmul(self.query(x), self.key(x).swapaxes(1, 2)) / 8**0.5 + self.mask
+        x = x + ops.matmul(ops.softmax(scores, -1), self.value(x))
+        x = x + self.down(ops.tanh(self.up(self.norm(x))))
+        return self.head(x)
+
+
+def padded_sequences():
+    """8 sequences of 2 to 7 tokens, padded to 7: tokens and next tokens, int32 (8, 7)."""
+    rng = np.random.default_rng(5)
+    tokens, targets = rng.integers(1, 11, (8, 7)), rng.integers(1, 11, (8, 7))
+    for row, length in enumerate([7, 2, 3, 2, 7, 6, 2, 4]):
+        tokens[row, length:], targets[row, length:] = 0, IGNORE
+    return Tensor(tokens, ms.int32), Tensor(targets, ms.int32)
+
+
+def token_count(tokens, targets):
+    return (targets != IGNORE).astype(ms.int32).sum()
+
+
+@pytest.mark.parametrize("micro_size", [4, 3])
+def test_accumulated_token_mean_is_that_of_the_undivided_batch(any_mode, micro_size):
+    network, batch = TinyTransformer(), padded_sequences()
+
+    def forward_fn(tokens, targets):
+        logits = network(tokens)
+        return ops.cross_entropy(logits.reshape(-1, 11), targets.reshape(-1), ignore_index=IGNORE)
+
+    whole, loss = gradient_of(forward_fn, network, batch)
+    exact, exact_loss = gradient_of(forward_fn, network, batch, micro_size=micro_size, weight_fn=token_count)
+    mean_of_means, wrong_loss = gradient_of(forward_fn, network, batch, micro_size=micro_size)
+    assert relative(exact, whole) <= 1e-6
+    assert float(exact_loss) == pytest.approx(float(loss), rel=1e-6)
+    assert relative(mean_of_means, whole) > 1e-2  # what transformers did until #34191
+    assert abs(float(wrong_loss) - float(loss)) > 1e-3
+
+
+def relative(got, expected):
+    """Norm of the difference over the norm, of all gradients together."""
+    return np.sqrt(sum(((g - e) ** 2).sum() for g, e in zip(got, expected)) / sum((e**2).sum() for e in expected))
+
+
+# --- non-finite pieces -------------------------------------------------------------------------------------------------
+
+
+def test_a_bad_piece_is_skipped_alone(any_mode):
+    network, (x, y) = MLP(), batches([6])[0]
+    x[2] = np.nan  # in the second of three pieces
+    acc = Accumulator(Counting(ms.ParameterTuple(network.trainable_params())), 1, reduction="mean", on_nonfinite="skip_microbatch")
+    train_step = make_train_step(mean_loss(network), acc, micro_size=3)
+    train_step(*tensors(x, y))
+    kept = [0, 1, 4, 5]
+    _, expected = reference.loss_and_gradients(values(network.trainable_params()), x[kept], y[kept])
+    assert (int(acc.skipped), int(acc.update_step)) == (1, 1)
+    assert relative(values(acc.optimizer.seen), expected) <= 1e-5  # a gradient of 4 samples, in float32 against float64
+
+    train_step(*tensors(np.full_like(x, np.nan), y))
+    assert (int(acc.skipped), int(acc.mini_step), int(acc.update_step)) == (4, 0, 1)
+
+
+# --- cost --------------------------------------------------------------------------------------------------------------
+
+
+def test_split_invokes_the_update_once_per_window(any_mode, monkeypatch):
+    network = MLP()
+    acc = Accumulator(Counting(ms.ParameterTuple(network.trainable_params())), 4, reduction="mean")
+    train_step = make_train_step(mean_loss(network), acc, strategy="split")
+    calls = []
+    update = train_step._update
+    monkeypatch.setattr(train_step, "_update", lambda: calls.append(int(acc.mini_step)) or update())
+    for x, y in batches([4] * 12):
+        train_step(*tensors(x, y))
+    assert calls == [4, 4, 4]
+    assert int(acc.optimizer.calls) == 3
+
+
+@pytest.mark.parametrize(("strategy", "micro_size", "graphs"), [("fused", 1, 2), ("split", 1, 3), ("fused", 2, 2)])
+def test_compilations_stay_constant(strategy, micro_size, graphs):
+    """A graph for the step and one for flush ("split": and one for the update), whatever the epochs; one more for a ragged batch."""
+    network = MLP()
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean")
+    train_step = make_train_step(mean_loss(network), acc, strategy=strategy, micro_size=micro_size)
+
+    def epoch(sizes):
+        before = len(api.ms_compile_cache)
+        for x, y in batches(sizes):
+            train_step(*tensors(x, y))
+        train_step.flush()
+        return len(api.ms_compile_cache) - before
+
+    assert epoch([4] * 5) == graphs
+    assert [epoch([4] * 5) for _ in range(3)] == [0, 0, 0]
+    assert epoch([4] * 4 + [3]) == 1
+    assert epoch([4] * 4 + [3]) == 0
+
+
+MEASURE_PEAK = """
+import resource, sys
+import mindspore as ms, numpy as np
+from mindspore import Tensor, nn
+from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
+avoid_busy_waiting()
+layers = [nn.Dense(784, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 10)]
+network, loss_fn = nn.SequentialCell(*layers), nn.CrossEntropyLoss()
+def forward_fn(x, y):
+    return loss_fn(network(x), y)
+acc = Accumulator(nn.SGD(network.trainable_params(), 0.01), 2, reduction="mean")
+train_step = make_train_step(forward_fn, acc, micro_size=int(sys.argv[1]))
+rng = np.random.default_rng(0)
+def train(n):
+    data, label = Tensor(rng.random((n, 784), np.float32)), Tensor(rng.integers(0, 10, n), ms.int32)
+    for _ in range(4):
+        loss = float(train_step(data, label))
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+train(16)
+before = peak()
+train(16384)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only, and no peak elsewhere")
+def test_peak_memory_is_that_of_one_piece():
+    """Growth of peak RSS over a tiny batch, MLP 784-512x3-10, 16,384 samples in 8 pieces: <= 0.65 x the undivided batch."""
+    assert int(run_python(MEASURE_PEAK, "8")) <= 0.65 * int(run_python(MEASURE_PEAK, "1"))
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def build(**options):
+    network = MLP()
+    options.setdefault("acc", Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean"))
+    options.setdefault("forward_fn", mean_loss(network))
+    return make_train_step(options.pop("forward_fn"), options.pop("acc"), **options)
+
+
+@pytest.mark.parametrize(("error", "message", "options"), [
+    (TypeError, r"forward_fn is of type int, expected a function", {"forward_fn": 3}),
+    (TypeError, r"weight_fn is of type float, expected a function", {"weight_fn": 2.0}),
+    (TypeError, r"acc is of type NoneType, expected an Accumulator; give Accumulator\(optimizer", {"acc": None}),
+    (ValueError, r"micro_size is 0, expected an int >= 1", {"micro_size": 0}),
+    (TypeError, r"micro_size is True, expected an int >= 1", {"micro_size": True}),
+    (TypeError, r"micro_size is 2\.0, expected an int >= 1", {"micro_size": 2.0}),
+    (ValueError, r"strategy is 'lazy', expected one of 'fused', 'split'", {"strategy": "lazy"}),
+    (ValueError, r"has_aux with micro_size=2: the pieces' aux has no meaning in common", {"has_aux": True, "micro_size": 2}),
+])
+def test_bad_arguments_are_refused(error, message, options):
+    with pytest.raises(error, match=message):
+        build(**options)
+
+
+def test_an_accumulator_that_sums_is_refused():
+    acc = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2)
+    with pytest.raises(ValueError, match=r"acc has reduction='sum', expected \"mean\": .* N times too large"):
+        build(acc=acc)
+
+
+@pytest.mark.parametrize("batch", [(), (3, "x"), (Tensor(1.0),), (Tensor(np.zeros((0, 6)), ms.float32),)])
+def test_a_batch_without_samples_is_refused(batch):
+    with pytest.raises(ValueError, match=r"expected at least one Tensor with axes and one row"):
+        build()(*batch)
+
+
+def test_a_loss_with_axes_is_refused_and_changes_nothing(any_mode):
+    network, (x, y) = MLP(), batches([4])[0]
+
+    def forward_fn(x, y):
+        return ops.cross_entropy(network(x), y, reduction="none")
+
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean")
+    with pytest.raises(ValueError, match=r"forward_fn returned a loss of shape \(4,\), expected shape \(\)"):
+        make_train_step(forward_fn, acc)(*tensors(x, y))
+    assert int(acc.mini_step) == 0
+
+
+def test_a_bad_weight_is_refused():
+    def negative(x, y):
+        return -1.0
+
+    def vector(x, y):
+        return ops.ones(4)
+
+    for weight_fn, message in ((negative, "weight is -1"), (vector, r"weight is a Tensor of shape \(4,\)")):
+        with pytest.raises(ValueError, match=message):
+            build(weight_fn=weight_fn)(*tensors(*batches([4])[0]))
