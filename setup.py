@@ -21,7 +21,7 @@ setup(
     install_requires=["mindspore>=2.7", "numpy<2", "download"],
     extras_require={
         "plot": ["matplotlib"],
-        "test": ["pytest", "hypothesis", "matplotlib", "ruff"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff"],
         "tutorials": ["notebook", "matplotlib"],
     },
     entry_points={"console_scripts": ["ms-accum = ms_accum.cli:main"]},

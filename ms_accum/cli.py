@@ -1,0 +1,63 @@
+"""The command `ms-accum`: one subcommand for each thing it does."""
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, Optional
+
+from . import __version__
+from .mnist import command as mnist
+from .runtime import avoid_busy_waiting
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run `ms-accum` with `argv` (default: `sys.argv[1:]`).
+
+    Returns:
+        Exit status: 0; 1 if something failed on the way; 2 for a bad command line; 130 after Ctrl-C.
+    """
+    try:
+        options = _parser().parse_args(argv)
+        avoid_busy_waiting()
+        with _termination_as_interrupt():
+            options.run(options)
+    except SystemExit as stop:
+        return stop.code or 0
+    except KeyboardInterrupt:
+        print("ms-accum: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read stdout is gone; without this, Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    # Whenever MindSpore runs a graph it puts a handler of its own on SIGINT, which turns Ctrl-C into SIGTERM (seen in 2.10).
+    # Python's handler for that one stays.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="ms-accum", description="Gradient accumulation for MindSpore.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"ms_accum {__version__}")
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    mnist.add_parser(subcommands)
+    return parser

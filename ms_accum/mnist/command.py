@@ -1,0 +1,244 @@
+"""`ms-accum mnist`: its options, and what it runs in which order."""
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .settings import MODES, OPTIMIZERS, Settings
+
+if TYPE_CHECKING:
+    from .data import Mnist
+    from .network import Network
+    from .train import Epoch
+
+DEVICES = ("CPU", "GPU", "Ascend")
+LARGEST_COUNT = 2 ** 31 - 1
+
+DESCRIPTION = """\
+Train the network of MindSpore's gradient accumulation tutorial (784-512-512-10, ReLU, cross entropy) on handwritten
+digits, in microbatches whose gradients are accumulated, and test it after each epoch. The last window of an epoch is
+flushed: no gradient is lost and none leaks into the next epoch."""
+
+EXAMPLES = """\
+examples:
+  ms-accum mnist                                 # the digits in the package, no network needed
+  ms-accum mnist --data full --compare           # all of MNIST, against the undivided batch
+  ms-accum mnist --batch-size 16 --accumulate-step 4 --json run.json --plot run.png"""
+
+
+def add_parser(subcommands: argparse._SubParsersAction) -> None:
+    """Add `mnist` to the commands of `ms-accum`."""
+    parser = subcommands.add_parser(
+        "mnist", help="train on handwritten digits with accumulated gradients", description=DESCRIPTION, epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    _add_training_options(parser)
+    _add_output_options(parser)
+    parser.set_defaults(run=partial(run, parser))
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--data", default="embedded", metavar="{embedded,full,DIR}",
+        help="embedded: 10,000 + 2,000 digits of MNIST in the package; full: all 60,000 + 10,000, fetched once into the "
+             "user's cache; DIR: a folder that holds train/ and test/ with the idx files (default: %(default)s)")
+    training.add_argument("--batch-size", type=_count, default=Settings.batch_size, metavar="N",
+                          help="digits in a microbatch (default: %(default)s)")
+    training.add_argument("--accumulate-step", type=_count, default=Settings.accumulate_step, metavar="N",
+                          help="microbatches in a window, that is, for one update (default: %(default)s)")
+    training.add_argument("--epochs", type=_count, default=Settings.epochs, metavar="N", help="(default: %(default)s)")
+    training.add_argument("--lr", type=_learning_rate, default=Settings.lr, metavar="RATE",
+                          help="learning rate (default: %(default)s)")
+    training.add_argument("--momentum", type=_momentum, metavar="M",
+                          help="0 <= M < 1 (default: 0 with sgd, 0.9 with momentum; adam takes none)")
+    training.add_argument("--optimizer", choices=OPTIMIZERS, default=Settings.optimizer,
+                          help="nn.SGD, nn.Momentum or nn.Adam (default: %(default)s)")
+    training.add_argument("--clip-norm", type=_clip_norm, metavar="NORM",
+                          help="clip the accumulated gradient to this global norm, once an update (default: no clipping)")
+    training.add_argument("--seed", type=_seed, default=Settings.seed, metavar="N",
+                          help="of the initial weights and the order of digits (default: %(default)s)")
+    training.add_argument("--device-target", choices=DEVICES, default="CPU", help="(default: %(default)s)")
+    training.add_argument("--mode", choices=MODES, default=Settings.mode,
+                          help="graph: jitted; pynative: op by op (default: %(default)s)")
+    training.add_argument("--compare", action="store_true",
+                          help="also train with each window as one undivided batch, from the same weights and on the same "
+                               "order of digits, and print the largest difference between the parameters; both "
+                               "trainings then compute gradients in float64 (float32 on Ascend), which takes some times longer")
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write every figure and option")
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw loss and accuracy; needs matplotlib")
+    output.add_argument("--save", type=Path, metavar="FILE.ckpt", help="write a checkpoint of the trained network")
+
+
+def _number(convert: Callable[[str], float], accepted: Callable[[float], bool], expected: str, text: str) -> float:
+    try:
+        value = convert(text)
+    except ValueError:
+        value = None
+    if value is None or not accepted(value):
+        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return value
+
+
+_count = partial(_number, int, lambda n: 1 <= n <= LARGEST_COUNT, f"a whole number from 1 to {LARGEST_COUNT}")
+_seed = partial(_number, int, lambda n: n >= 0, "a whole number from 0")
+_learning_rate = partial(_number, float, lambda x: isfinite(x) and x > 0, "a finite number > 0")
+_momentum = partial(_number, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+_clip_norm = partial(_number, float, lambda x: x > 0, "a number > 0")
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Check, train, report, write.
+
+    Raises:
+        SystemExit: With a line on stderr; status 2 for a bad value, 1 if digits cannot be fetched or a file not be written.
+    """
+    from .data import load
+    from .fetch import FetchError
+
+    try:
+        settings = settings_of(options)
+        require_outputs(options)
+        use_device(options.device_target)
+        mnist = load(options.data)
+        require_microbatch(settings, mnist)
+    except FetchError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    network, runs, figures = train_all(settings, mnist, options)
+    try:
+        write_all(options, network, runs, figures)
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """The settings that the options name. Raises ValueError if they contradict each other."""
+    if options.optimizer == "adam" and options.momentum is not None:
+        raise ValueError("argument --momentum: adam takes none; leave it out, or choose --optimizer sgd or momentum")
+    # No float64 on Ascend's matrix units.
+    comparable = options.compare and options.device_target != "Ascend"
+    return Settings(
+        batch_size=options.batch_size,
+        accumulate_step=options.accumulate_step,
+        epochs=options.epochs,
+        lr=options.lr,
+        optimizer=options.optimizer,
+        momentum=options.momentum,
+        clip_norm=options.clip_norm,
+        seed=options.seed,
+        mode=options.mode,
+        gradients="float64" if comparable else "float32",
+    )
+
+
+def require_outputs(options: argparse.Namespace) -> None:
+    """Raise ValueError unless every file that is to be written can be."""
+    from .output import require_writable
+
+    if options.plot and find_spec("matplotlib") is None:
+        raise ValueError("argument --plot: matplotlib is not installed; pip install 'ms_accum[plot]'")
+    for name, suffix in (("json", ""), ("plot", ".png"), ("save", ".ckpt")):
+        path = getattr(options, name)
+        if path is not None:
+            try:
+                require_writable(path, suffix)
+            except ValueError as error:
+                raise ValueError(f"argument --{name}: {error}") from error
+
+
+def use_device(target: str) -> None:
+    """Make `target` MindSpore's device. Raises ValueError if this build of MindSpore or this machine has none."""
+    import mindspore as ms
+
+    if ms.get_context("device_target") == target:
+        return  # MindSpore refuses even the same device once it has run something.
+    # On refusal MindSpore also logs a line for every library that it misses.
+    logged = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        ms.set_device(target)
+    except RuntimeError as error:
+        reason = str(error).split("Please")[0].strip()
+        raise ValueError(f"argument --device-target: {target} cannot be used here ({reason}); try --device-target CPU") from error
+    finally:
+        logging.disable(logged)
+
+
+def require_microbatch(settings: Settings, mnist: Mnist) -> None:
+    """Raise ValueError if there are too few digits for one microbatch."""
+    if settings.batch_size > len(mnist.train):
+        raise ValueError(f"argument --batch-size: a microbatch of {settings.batch_size} digits cannot be filled from "
+                         f"{len(mnist.train)}; choose at most {len(mnist.train)}")
+
+
+def train_all(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> tuple[Network, dict[str, list[Epoch]], dict]:
+    """Train, with --compare both ways, and print; the network, the epochs of each run by name, and every figure."""
+    from . import report
+    from .network import largest_difference
+
+    print(report.header(settings, mnist, options.data, options.device_target), flush=True)
+    network, epochs = _train(settings, mnist)
+    runs = {"accumulated": epochs}
+    figures = report.figures(settings, epochs)
+    if options.compare:
+        print(f"undivided: {report.batch(settings.undivided())}", flush=True)
+        other, runs["undivided"] = _train(settings.undivided(), mnist)
+        difference = largest_difference(network, other)
+        print(report.comparison(settings, epochs, runs["undivided"], difference), flush=True)
+        figures["max_parameter_difference"] = difference
+        figures["undivided"] = report.figures(settings.undivided(), runs["undivided"])
+    return network, runs, {**figures, **_circumstances(settings, mnist, options)}
+
+
+def write_all(options: argparse.Namespace, network: Network, runs: dict[str, list[Epoch]], figures: dict) -> None:
+    """Write the files that the options name. Raises OSError if one cannot be written after all."""
+    from .output import write_checkpoint, write_json
+
+    if options.json:
+        write_json(options.json, figures)
+    if options.plot:
+        from .plot import write_plot
+        write_plot(options.plot, runs)
+    if options.save:
+        write_checkpoint(options.save, network)
+
+
+def _train(settings: Settings, mnist: Mnist) -> tuple[Network, list[Epoch]]:
+    from . import report
+    from .network import Network
+    from .train import train
+
+    network = Network(settings.seed)
+    epochs = []
+    progress = report.progress(settings, mnist)
+    try:
+        for epoch in train(mnist, network, settings, progress):
+            print(report.epoch_line(epoch, settings), flush=True)
+            epochs.append(epoch)
+    finally:
+        progress.close()
+    return network, epochs
+
+
+def _circumstances(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> dict:
+    from . import report
+
+    named = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items() if name != "run"}
+    return {
+        "options": named,
+        "gradients": settings.gradients,
+        "device": options.device_target,
+        "data": {"source": options.data, "train_digits": len(mnist.train), "test_digits": len(mnist.test)},
+        "versions": report.versions(),
+    }

@@ -1,0 +1,46 @@
+"""What a run is made of."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Optional
+
+OPTIMIZERS = ("sgd", "momentum", "adam")
+MODES = ("graph", "pynative")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices that decide what a run computes; the defaults are the tutorial's.
+
+    Attributes:
+        batch_size: Digits in a microbatch.
+        accumulate_step: Microbatches in a window.
+        epochs: Passes over the training digits.
+        lr: Learning rate.
+        optimizer: One of `OPTIMIZERS`.
+        momentum: Of the optimizer; None: 0 with "sgd", 0.9 with "momentum". "adam" takes none.
+        clip_norm: Largest global norm of the accumulated gradient; None: no clipping.
+        seed: Of the initial weights and of the order of digits.
+        mode: "graph": jitted functions. "pynative": op by op.
+        gradients: "float32", or "float64" to compare two runs; see `step.Float64TrainStep`.
+    """
+
+    batch_size: int = 32
+    accumulate_step: int = 2
+    epochs: int = 3
+    lr: float = 1e-2
+    optimizer: str = "sgd"
+    momentum: Optional[float] = None
+    clip_norm: Optional[float] = None
+    seed: int = 42
+    mode: str = "graph"
+    gradients: str = "float32"
+
+    @property
+    def effective_batch(self) -> int:
+        """Digits in a full window."""
+        return self.batch_size * self.accumulate_step
+
+    def undivided(self) -> Settings:
+        """The same run with each window's digits as one batch."""
+        return replace(self, batch_size=self.effective_batch, accumulate_step=1)
