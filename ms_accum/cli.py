@@ -33,7 +33,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         with _termination_as_interrupt():
             options.run(options)
     except SystemExit as stop:
-        return stop.code or 0
+        return int(stop.code or 0)
     except KeyboardInterrupt:
         print("ms-accum: interrupted", file=sys.stderr)
         return 130

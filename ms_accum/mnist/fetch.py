@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, NamedTuple
+from typing import IO, NamedTuple, Union
 from urllib.parse import urlsplit
 
 
@@ -125,7 +125,7 @@ def _fetch_packed_files(base_url: str, unpacked: Path, files: Mapping[str, Known
             _unpack(source, unpacked / name, known)
 
 
-def _unpack(source: BinaryIO, target: Path, known: Known) -> None:
+def _unpack(source: Union[IO[bytes], gzip.GzipFile], target: Path, known: Known) -> None:
     # One byte more than expected is enough to see that a file is too long, however far it would unpack.
     data = source.read(known.size + 1)
     md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()

@@ -11,7 +11,6 @@ from matplotlib.ticker import MaxNLocator
 from .output import whole
 from .train import Epoch
 
-
 # The second run lies on the first where they agree: dashes and crosses leave it visible.
 STYLES = ("o-", "x--")
 

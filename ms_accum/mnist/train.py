@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Union
 
 import mindspore as ms
 import numpy as np
@@ -109,13 +108,20 @@ def cut(order: np.ndarray, batch_size: int) -> list[np.ndarray]:
 
 
 def train_epoch(
-    train_step: TrainStep,
+    train_step: Callable[..., Tensor],
     accumulator: Accumulator,
     digits: Digits,
     microbatches: list[np.ndarray],
     on_microbatch: Callable[[int, Tensor], None],
 ) -> np.ndarray:
     """Train on the rows of each microbatch in turn and close the last window.
+
+    Args:
+        train_step: See `step.TrainStep`, compiled or not.
+        accumulator: The one that `train_step` fills.
+        digits: Digits to train on.
+        microbatches: Rows of `digits`, as from `cut`.
+        on_microbatch: Called after each microbatch: `(digits trained on, loss of the microbatch)`.
 
     Returns:
         Mean loss of each microbatch, float64 `(microbatches,)`.
@@ -133,13 +139,13 @@ def train_epoch(
     return np.array([loss.asnumpy() for loss in losses], np.float64)
 
 
-def evaluate(count_correct: CountCorrect, digits: Digits) -> float:
-    """Accuracy on all digits, per cent."""
+def evaluate(count_correct: Callable[..., Tensor], digits: Digits) -> float:
+    """Accuracy on all digits, per cent, counted by a `step.CountCorrect`, compiled or not."""
     correct = [
         count_correct(Tensor(digits.images[rows]), Tensor(digits.labels[rows]))
         for rows in cut(np.arange(len(digits)), TEST_BATCH)]
     return 100 * sum(int(count.asnumpy()) for count in correct) / len(digits)
 
 
-def _compiled(cell: nn.Cell, mode: str) -> Union[nn.Cell, Callable]:
+def _compiled(cell: nn.Cell, mode: str) -> Callable[..., Tensor]:
     return ms.jit(cell) if mode == "graph" else cell
