@@ -104,7 +104,7 @@ def test_json_holds_every_figure_and_option(run, digits):
     assert figures["versions"].keys() == {"ms_accum", "mindspore", "numpy", "python"}
     assert figures["options"] == {
         "data": digits, "batch_size": 16, "accumulate_step": 4, "epochs": 2, "lr": 0.05, "momentum": 0.5, "optimizer": "sgd",
-        "clip_norm": None, "seed": 7, "device_target": "CPU", "mode": "pynative", "compare": False,
+        "clip_norm": None, "seed": 7, "device_target": "CPU", "mode": "pynative", "strategy": "fused", "micro_size": 1, "compare": False,
         "json": "run.json", "plot": None, "save": None}
     assert "max_parameter_difference" not in figures
     assert f"accuracy {figures['accuracy']:.2f} %" in out[-1]
@@ -113,10 +113,10 @@ def test_json_holds_every_figure_and_option(run, digits):
 def test_every_option_arrives_in_the_settings():
     options = cli._parser().parse_args([
         "mnist", "--batch-size", "8", "--accumulate-step", "3", "--epochs", "4", "--lr", "0.5", "--momentum", "0.25",
-        "--optimizer", "momentum", "--clip-norm", "inf", "--seed", "0", "--mode", "pynative"])
+        "--optimizer", "momentum", "--clip-norm", "inf", "--seed", "0", "--mode", "pynative", "--strategy", "split", "--micro-size", "2"])
     assert command.settings_of(options) == Settings(
         batch_size=8, accumulate_step=3, epochs=4, lr=0.5, momentum=0.25, optimizer="momentum", clip_norm=float("inf"), seed=0,
-        mode="pynative")
+        mode="pynative", strategy="split", micro_size=2)
     assert command.settings_of(cli._parser().parse_args(["mnist"])) == Settings()
     compared = cli._parser().parse_args(["mnist", "--compare"])
     assert command.settings_of(compared) == Settings(gradients="float64")
@@ -158,14 +158,10 @@ def test_compare_agrees_with_the_undivided_batch(run, mode):
 
 
 def test_compare_shows_a_wrong_divisor(run, monkeypatch):
-    make = train.make_accumulator
+    def divided_twice(self, weight):
+        return 1 / (weight * self.accumulate_step)
 
-    def summing(optimizer, settings):
-        accumulator = make(optimizer, settings)
-        accumulator.reduction = "sum"
-        return accumulator
-
-    monkeypatch.setattr(train, "make_accumulator", summing)
+    monkeypatch.setattr(ms_accum.Accumulator, "_normaliser", divided_twice)
     status, _, _ = run("--compare", "--json", "run.json")
     assert status == 0
     assert strict(Path("run.json").read_text())["max_parameter_difference"] > 1e-3

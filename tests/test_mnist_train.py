@@ -1,11 +1,15 @@
 """The reference run: network, order, windows, losses, accuracy; accumulated against undivided; graph against PyNative."""
+import os
 from dataclasses import replace
+from functools import partial
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
+from mindspore.graph import api
 
+from ms_accum import Accumulator
 from ms_accum.mnist import data, step, train
 from ms_accum.mnist.data import Digits, Mnist
 from ms_accum.mnist.network import Network, largest_difference
@@ -90,17 +94,16 @@ def test_largest_difference_is_of_any_parameter_and_absolute():
 
 
 class Recorder:
-    """Stands for both train step and accumulator: notes what it is given."""
+    """Stands for the train step: notes what it is given."""
 
     def __init__(self):
-        self.rows, self.weights, self.events = [], [], []
+        self.rows, self.events = [], []
 
-    def __call__(self, images, labels, weight):
+    def __call__(self, images, labels):
         assert images.dtype == ms.uint8
         assert labels.dtype == ms.int32
         assert (images.asnumpy()[:, 0, 0] == labels.asnumpy()).all()
         self.rows.append(labels.asnumpy().tolist())
-        self.weights.append(weight)
         self.events.append("microbatch")
         return Tensor(float(len(self.rows)), ms.float32)
 
@@ -116,13 +119,13 @@ def numbered(count):
     return Digits(images, numbers.astype(np.int32))
 
 
-def test_an_epoch_takes_every_row_once_weighs_by_size_and_flushes_at_the_end():
+def test_an_epoch_takes_every_row_once_and_flushes_at_the_end():
     recorder, progress = Recorder(), []
     order = np.random.default_rng(0).permutation(90)
     losses = train.train_epoch(
-        recorder, recorder, numbered(90), train.cut(order, 16), lambda done, loss: progress.append((done, float(loss))))
+        recorder, numbered(90), train.cut(order, 16), lambda done, loss: progress.append((done, float(loss))))
     assert [row for rows in recorder.rows for row in rows] == order.tolist()
-    assert recorder.weights == [1.0] * 5 + [10 / 16]
+    assert [len(rows) for rows in recorder.rows] == [16] * 5 + [10]
     assert recorder.events == ["microbatch"] * 6 + ["flush"]
     assert losses.tolist() == [1, 2, 3, 4, 5, 6]
     assert progress == [(16, 1), (32, 2), (48, 3), (64, 4), (80, 5), (90, 6)]
@@ -137,7 +140,7 @@ def test_cut(count, size, sizes):
 
 def test_each_epoch_has_its_seeded_order(mnist, monkeypatch):
     orders = []
-    monkeypatch.setattr(train, "train_epoch", lambda step, accumulator, digits, microbatches, call: (
+    monkeypatch.setattr(train, "train_epoch", lambda step, digits, microbatches, call: (
         orders.append(np.concatenate(microbatches).tolist()), np.zeros(len(microbatches)))[1])
     for settings in (replace(FEW, epochs=2), replace(FEW, epochs=2).undivided(), replace(FEW, epochs=2, seed=7)):
         list(train.train(mnist, Network(0), settings))
@@ -225,21 +228,9 @@ def test_accumulated_is_undivided_with_momentum_adam_and_clipping(mnist, optimiz
     assert largest_difference(accumulated, unclipped) > 1e-4
 
 
-class WrongWeight(step.TrainStep):
-    """Every microbatch counts the same, however few digits are in it."""
-
-    def construct(self, images, labels, weight):
-        loss, gradients = self.value_and_grad(images, labels)
-        self.accumulator(gradients, 1.0)
-        return loss
-
-
-def summing(make):
-    def make_accumulator(optimizer, settings):
-        accumulator = make(optimizer, settings)
-        accumulator.reduction = "sum"
-        return accumulator
-    return make_accumulator
+def all_equal(images, labels):
+    """The weight of a microbatch, however few digits are in it."""
+    return 1.0
 
 
 @pytest.mark.parametrize("mistake", ["weight", "divisor", "no flush"])
@@ -247,11 +238,11 @@ def test_a_mistake_shows_in_the_comparison(mnist, monkeypatch, mistake):
     settings = replace(FEW, lr=0.1)
     right, _ = trained(mnist, settings.undivided())
     if mistake == "weight":
-        monkeypatch.setattr(train, "TrainStep", WrongWeight)
+        monkeypatch.setattr(train, "make_train_step", partial(train.make_train_step, weight_fn=all_equal))
     elif mistake == "divisor":
-        monkeypatch.setattr(train, "make_accumulator", summing(train.make_accumulator))
+        monkeypatch.setattr(Accumulator, "_normaliser", lambda self, weight: 1.0)
     else:
-        monkeypatch.setattr("ms_accum.accumulator.Accumulator.flush", lambda self: None)
+        monkeypatch.setattr(Accumulator, "flush", lambda self: Tensor(False))
     wrong, _ = trained(mnist, settings)
     assert largest_difference(wrong, right) > 1e-4
 
@@ -289,12 +280,24 @@ def test_graph_and_pynative_give_the_same_numbers(mnist, optimizer):
 
 
 def test_graph_mode_compiles_and_pynative_does_not(mnist, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(ms, "jit", lambda cell: compiled.append(type(cell)) or cell)
-    trained(mnist, replace(FEW, mode="graph"))
-    assert compiled == [step.TrainStep, step.CountCorrect]
+    monkeypatch.delenv("MS_JIT", raising=False)
+    before = len(api.ms_compile_cache)
     trained(mnist, FEW)
-    assert len(compiled) == 2
+    assert len(api.ms_compile_cache) == before
+    assert "MS_JIT" not in os.environ
+    trained(mnist, replace(FEW, mode="graph"))
+    assert len(api.ms_compile_cache) > before
+
+
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.parametrize(("strategy", "micro_size"), [("split", 1), ("fused", 3), ("split", 3)])
+def test_strategies_and_pieces_give_the_same_numbers(mnist, mode, strategy, micro_size):
+    plain, (expected,) = trained(mnist, FEW)
+    network, (epoch,) = trained(mnist, replace(FEW, mode=mode, strategy=strategy, micro_size=micro_size))
+    assert largest_difference(plain, Network(42)) > 1e-4
+    assert largest_difference(network, plain) <= 1e-6
+    assert epoch.loss == pytest.approx(expected.loss, abs=1e-5)
+    assert epoch.update_step == expected.update_step
 
 
 def test_settings():

@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .settings import MODES, OPTIMIZERS, Settings
+from .settings import MODES, OPTIMIZERS, STRATEGIES, Settings
 
 if TYPE_CHECKING:
     from .data import Mnist
@@ -66,6 +66,12 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--device-target", choices=DEVICES, default="CPU", help="(default: %(default)s)")
     training.add_argument("--mode", choices=MODES, default=Settings.mode,
                           help="graph: jitted; pynative: op by op (default: %(default)s)")
+    training.add_argument("--strategy", choices=STRATEGIES, default=Settings.strategy,
+                          help="fused: one graph for all; split: a second graph for the update, invoked once per window "
+                               "(default: %(default)s)")
+    training.add_argument("--micro-size", type=_count, default=Settings.micro_size, metavar="K",
+                          help="pieces that each microbatch is cut into inside the compiled function; memory is that of one "
+                               "piece (default: %(default)s)")
     training.add_argument("--compare", action="store_true",
                           help="also train with each window as one undivided batch, from the same weights and on the same "
                                "order of digits, and print the largest difference between the parameters; both "
@@ -138,6 +144,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         clip_norm=options.clip_norm,
         seed=options.seed,
         mode=options.mode,
+        strategy=options.strategy,
+        micro_size=options.micro_size,
         gradients="float64" if comparable else "float32",
     )
 

@@ -41,9 +41,14 @@ def header(settings: Settings, mnist: Mnist, source: str, device: str) -> str:
         f"versions   {names}",
         f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, gradients in {settings.gradients}",
         f"data       {source}: {len(mnist.train):,} digits to train on, {len(mnist.test):,} to test on",
-        f"batch      {batch(settings)}",
+        f"batch      {batch(settings)}{_cut(settings)}",
         f"optimizer  {settings.optimizer}, learning rate {settings.lr:g}{clipped}, seed {settings.seed}",
     ))
+
+
+def _cut(settings: Settings) -> str:
+    cut = "" if settings.micro_size == 1 else f", each microbatch in {settings.micro_size:,} pieces"
+    return cut + ("" if settings.strategy == "fused" else f", strategy {settings.strategy}")
 
 
 def batch(settings: Settings) -> str:
@@ -76,6 +81,8 @@ def figures(settings: Settings, epochs: list[Epoch]) -> dict:
         "update_step": epochs[-1].update_step,
         "batch_size": settings.batch_size,
         "accumulate_step": settings.accumulate_step,
+        "micro_size": settings.micro_size,
+        "strategy": settings.strategy,
         "effective_batch": settings.effective_batch,
         "epochs": [_without_curve(epoch) for epoch in epochs],
     }

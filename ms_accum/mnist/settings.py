@@ -6,6 +6,7 @@ from typing import Optional
 
 OPTIMIZERS = ("sgd", "momentum", "adam")
 MODES = ("graph", "pynative")
+STRATEGIES = ("fused", "split")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class Settings:
         clip_norm: Largest global norm of the accumulated gradient; None: no clipping.
         seed: Of the initial weights and of the order of digits.
         mode: "graph": jitted functions. "pynative": op by op.
-        gradients: "float32", or "float64" to compare two runs; see `step.Float64TrainStep`.
+        strategy: "fused" or "split"; see `make_train_step`.
+        micro_size: Pieces that each microbatch is cut into inside the compiled function; see `make_train_step`.
+        gradients: "float32", or "float64" to compare two runs; see `step.Float64Optimizer`.
     """
 
     batch_size: int = 32
@@ -34,6 +37,8 @@ class Settings:
     clip_norm: Optional[float] = None
     seed: int = 42
     mode: str = "graph"
+    strategy: str = "fused"
+    micro_size: int = 1
     gradients: str = "float32"
 
     @property
@@ -43,4 +48,4 @@ class Settings:
 
     def undivided(self) -> Settings:
         """The same run with each window's digits as one batch."""
-        return replace(self, batch_size=self.effective_batch, accumulate_step=1)
+        return replace(self, batch_size=self.effective_batch, accumulate_step=1, micro_size=1, strategy="fused")

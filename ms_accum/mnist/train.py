@@ -1,7 +1,9 @@
 """Train and test: microbatches in seeded order, one update per window, the last window of an epoch flushed."""
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -11,11 +13,12 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_accum.accumulator import Accumulator
+from ms_accum.train_step import TrainStep, make_train_step
 
 from .data import Digits, Mnist
 from .network import Network
 from .settings import Settings
-from .step import CountCorrect, Float64TrainStep, TrainStep
+from .step import CountCorrect, Float64Optimizer, make_forward
 
 TEST_BATCH = 1000
 DEFAULT_MOMENTUM = {"sgd": 0.0, "momentum": 0.9}
@@ -55,16 +58,17 @@ def train(mnist: Mnist, network: Network, settings: Settings, on_microbatch: OnM
         settings: The run.
         on_microbatch: Called after each microbatch: `(epoch, digits trained on in this epoch, loss of the microbatch)`.
     """
-    accumulator = make_accumulator(make_optimizer(network, settings), settings)
-    step_type = Float64TrainStep if settings.gradients == "float64" else TrainStep
-    train_step = _compiled(step_type(network, accumulator), settings.mode)
-    count_correct = _compiled(CountCorrect(network), settings.mode)
+    train_step = make_step(network, settings)
+    count_correct = CountCorrect(network)
+    if settings.mode == "graph":
+        count_correct = ms.jit(count_correct)
     for epoch in range(1, settings.epochs + 1):
         order = np.random.default_rng([settings.seed, epoch]).permutation(len(mnist.train))
         microbatches = cut(order, settings.batch_size)
 
         start = perf_counter()
-        losses = train_epoch(train_step, accumulator, mnist.train, microbatches, partial(on_microbatch, epoch))
+        with _jit(settings.mode):
+            losses = train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch))
         trained = perf_counter()
         accuracy = evaluate(count_correct, mnist.test)
         tested = perf_counter()
@@ -75,9 +79,19 @@ def train(mnist: Mnist, network: Network, settings: Settings, on_microbatch: OnM
             accuracy=accuracy,
             train_seconds=trained - start,
             test_seconds=tested - trained,
-            update_step=int(accumulator.update_step.asnumpy()),
+            update_step=int(train_step.accumulator.update_step.asnumpy()),
             microbatch_losses=losses,
         )
+
+
+def make_step(network: Network, settings: Settings) -> TrainStep:
+    """The train step that the settings describe."""
+    optimizer = make_optimizer(network, settings)
+    if settings.gradients == "float64":
+        network = Network(seed=0, dtype=ms.float64)
+        optimizer = Float64Optimizer(optimizer, network)
+    accumulator = Accumulator(optimizer, settings.accumulate_step, settings.clip_norm, reduction="mean")
+    return make_train_step(make_forward(network), accumulator, micro_size=settings.micro_size, strategy=settings.strategy)
 
 
 def make_optimizer(network: Network, settings: Settings) -> nn.Optimizer:
@@ -91,25 +105,13 @@ def make_optimizer(network: Network, settings: Settings) -> nn.Optimizer:
     return nn.SGD(parameters, settings.lr, momentum)
 
 
-def make_accumulator(optimizer: nn.Optimizer, settings: Settings) -> Accumulator:
-    """The accumulator that the settings describe, for mean losses and weights relative to a full microbatch."""
-    return Accumulator(
-        optimizer,
-        settings.accumulate_step,
-        settings.clip_norm,
-        reduction="mean",
-        buffer_dtype=ms.float64 if settings.gradients == "float64" else None,
-    )
-
-
 def cut(order: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """`order`, int `(n,)`, in pieces of `batch_size`; the last one may be shorter."""
     return [order[start:start + batch_size] for start in range(0, len(order), batch_size)]
 
 
 def train_epoch(
-    train_step: Callable[..., Tensor],
-    accumulator: Accumulator,
+    train_step: TrainStep,
     digits: Digits,
     microbatches: list[np.ndarray],
     on_microbatch: Callable[[int, Tensor], None],
@@ -117,8 +119,7 @@ def train_epoch(
     """Train on the rows of each microbatch in turn and close the last window.
 
     Args:
-        train_step: See `step.TrainStep`, compiled or not.
-        accumulator: The one that `train_step` fills.
+        train_step: As from `make_step`.
         digits: Digits to train on.
         microbatches: Rows of `digits`, as from `cut`.
         on_microbatch: Called after each microbatch: `(digits trained on, loss of the microbatch)`.
@@ -126,16 +127,14 @@ def train_epoch(
     Returns:
         Mean loss of each microbatch, float64 `(microbatches,)`.
     """
-    # Relative to a full microbatch, whose weight is the constant 1: it costs no multiplication.
-    full = len(microbatches[0])
     losses = []
     done = 0
     for rows in microbatches:
         # The losses stay on the device until the end of the epoch: reading one here would wait for it.
-        losses.append(train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows]), len(rows) / full))
+        losses.append(train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows])))
         done += len(rows)
         on_microbatch(done, losses[-1])
-    accumulator.flush()
+    train_step.flush()
     return np.array([loss.asnumpy() for loss in losses], np.float64)
 
 
@@ -147,5 +146,16 @@ def evaluate(count_correct: Callable[..., Tensor], digits: Digits) -> float:
     return 100 * sum(int(count.asnumpy()) for count in correct) / len(digits)
 
 
-def _compiled(cell: nn.Cell, mode: str) -> Callable[..., Tensor]:
-    return ms.jit(cell) if mode == "graph" else cell
+@contextmanager
+def _jit(mode: str) -> Iterator[None]:
+    """In "pynative" mode, jitted functions run op by op, by MindSpore's own switch for that."""
+    before = os.environ.get("MS_JIT")
+    if mode == "pynative":
+        os.environ["MS_JIT"] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("MS_JIT", None)
+        else:
+            os.environ["MS_JIT"] = before
