@@ -6,7 +6,7 @@ from operator import index
 from typing import Any, Optional, Union
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
@@ -110,15 +110,16 @@ class TrainStep:
         def flush() -> Tensor:
             return acc.flush()
 
-        self._fused = ms.jit(accumulate_and_update)
-        self._accumulate = ms.jit(accumulate_only)
-        self._update = ms.jit(update)
-        self._flush = ms.jit(flush)
+        self._fused = _compiled(accumulate_and_update)
+        self._accumulate = _compiled(accumulate_only)
+        self._update = _compiled(update)
+        self._flush = _compiled(flush)
 
     def __call__(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Any]]:
         """Train on a batch: the loss, or `(loss, aux)`.
 
         Raises:
+            TypeError: If an argument is a tuple, list or dict.
             ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
         """
         samples, cut = _layout(batch)
@@ -132,6 +133,21 @@ class TrainStep:
     def flush(self) -> Tensor:
         """Close a short window, if one is open; whether one was: bool Tensor of shape `()`."""
         return self._flush()
+
+
+class _Graph(nn.Cell):
+    """A function as a Cell: of a jitted function MindSpore warns when a second train step compiles it, of a Cell it does not."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__(auto_prefix=False)
+        self.function = function
+
+    def construct(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+
+def _compiled(function: Callable) -> Callable:
+    return ms.jit(_Graph(function))
 
 
 def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weight_fn: Optional[Callable], has_aux: bool) -> Callable:
@@ -158,9 +174,10 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
 
     def whole(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
         weight = weight_of(samples, *batch)
-        (_, loss, aux), gradients = grad_fn(weight, *batch)
+        (weighted, loss, aux), gradients = grad_fn(weight, *batch)
         ops.assign_add(acc.mini_step, acc.take(gradients, weight))
-        loss = loss.astype(ms.float32)
+        # All outputs of grad_fn are used, or MindSpore warns of "side effect nodes eliminated by mistake".
+        loss = ops.depend(loss, weighted).astype(ms.float32)
         return (loss, aux) if has_aux else loss
 
     def take(samples: int, *piece: Any) -> tuple:
@@ -172,7 +189,9 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
         rows = -(-samples // micro_size)
         full = samples // rows
         piece = Tensor(0, ms.int32)
-        loss, weight, taken = Tensor(0.0, ms.float32), Tensor(0.0, ms.float32), Tensor(0, ms.int32)
+        # Not the constant 0.0: MindSpore would try to fold 0 / 0 while it compiles, and warn.
+        zero = acc.weight_sum * 0.0
+        loss, weight, taken = zero, zero, Tensor(0, ms.int32)
         # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
         while piece < full:
             inputs = select_rows(piece * rows + ops.arange(rows), cut, batch)
@@ -197,6 +216,11 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
 
 def _layout(batch: tuple) -> tuple[int, tuple[bool, ...]]:
     """Samples in a batch, and which of its arguments hold one row for each."""
+    nested = next((a for a in batch if isinstance(a, (tuple, list, dict))), None)
+    if nested is not None:
+        # Graph mode would take the Tensors in it for constants, and compile anew for each batch.
+        raise TypeError(f"the batch holds a {type(nested).__name__}, expected Tensors and plain values; "
+                        "give each Tensor as an argument of its own")
     lengths = [len(argument) if isinstance(argument, Tensor) and argument.ndim else None for argument in batch]
     samples = next((length for length in lengths if length is not None), None)
     if not samples:

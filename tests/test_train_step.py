@@ -329,6 +329,27 @@ def test_a_batch_without_samples_is_refused(batch):
         build()(*batch)
 
 
+@pytest.mark.parametrize("nested", [(Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)}])
+def test_tensors_in_a_container_are_refused(nested):
+    with pytest.raises(TypeError, match=rf"the batch holds a {type(nested).__name__}, expected Tensors .* as an argument of its own"):
+        build()(Tensor(np.zeros((4, 6)), ms.float32), nested)
+
+
+def test_nothing_is_warned_of(capfd):
+    """Neither a second train step, nor pieces, nor a ragged batch makes MindSpore warn."""
+    for options in ({}, {}, {"micro_size": 2}, {"micro_size": 2, "weight_fn": rows}, {"strategy": "split"}):
+        train_step = build(**options)
+        for x, y in batches([4, 4, 3]):
+            train_step(*tensors(x, y))
+        train_step.flush()
+    warned = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line.upper() and "CommManager" not in line]
+    assert warned == []
+
+
+def rows(x, y):
+    return ops.ones(len(x)).sum()
+
+
 def test_a_loss_with_axes_is_refused_and_changes_nothing(any_mode):
     network, (x, y) = MLP(), batches([4])[0]
 
