@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from operator import index
 from typing import Any, Optional, Union
 
@@ -94,14 +95,17 @@ class TrainStep:
                 return ops.depend(result[0], closed), result[1]
             return ops.depend(result, closed)
 
-        def accumulate_and_update(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
-            result = accumulate(samples, cut, *batch)
-            closed = acc.close_if_due()
-            return depend(result, closed)
+        def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
+            def accumulate_and_update(*batch: Any) -> Any:
+                result = accumulate(samples, cut, *batch)
+                closed = acc.close_if_due()
+                return depend(result, closed)
 
-        def accumulate_only(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
-            result = accumulate(samples, cut, *batch)
-            return result, acc.due()
+            def accumulate_only(*batch: Any) -> Any:
+                result = accumulate(samples, cut, *batch)
+                return result, acc.due()
+
+            return _compiled(accumulate_and_update if strategy == "fused" else accumulate_only)
 
         def update() -> Tensor:
             acc.apply()
@@ -110,8 +114,8 @@ class TrainStep:
         def flush() -> Tensor:
             return acc.flush()
 
-        self._fused = _compiled(accumulate_and_update)
-        self._accumulate = _compiled(accumulate_only)
+        # One graph for each layout of a batch: as arguments, samples and cut would cost 16 us a call.
+        self._graph_for = cache(graph_for)
         self._update = _compiled(update)
         self._flush = _compiled(flush)
 
@@ -122,10 +126,10 @@ class TrainStep:
             TypeError: If an argument is a tuple, list or dict.
             ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
         """
-        samples, cut = _layout(batch)
+        graph = self._graph_for(*_layout(batch))
         if self.strategy == "fused":
-            return self._fused(samples, cut, *batch)
-        result, due = self._accumulate(samples, cut, *batch)
+            return graph(*batch)
+        result, due = graph(*batch)
         if due:
             self._update()
         return result
