@@ -12,7 +12,7 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 
-from .gradients import Gradients, Scalar, all_finite, clip_factor, global_norm, require_gradients, require_weight, scaled
+from .gradients import Gradients, Scalar, all_finite, as_weight, clip_factor, global_norm, require_gradients, scaled
 from .window import AccumulateStep, Window
 
 _REDUCTIONS = ("sum", "mean")
@@ -39,7 +39,7 @@ class Accumulator:
 
     Args:
         optimizer: A MindSpore optimizer. Gradients come in the order of `optimizer.parameters`. State that it names
-            like an earlier accumulator's optimizer (`global_step`) is renamed, so that both fit into one graph.
+            like another accumulator's living optimizer (`global_step`) is renamed, so that both fit into one graph.
         accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a callable; see `window.Window`.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
@@ -108,10 +108,11 @@ class Accumulator:
         self._shapes = tuple(tuple(p.shape) for p in parameters)
         self._dtypes = tuple(p.dtype for p in parameters)
 
+        dtypes = [_buffer_dtype(buffer_dtype, p.dtype) for p in parameters]
         prefix = f"accumulator{next(_instances)}"
         _name_optimizer_state(optimizer, parameters, prefix)
         self.buffers = ParameterTuple([
-            _state(f"{prefix}.{p.name}", p.shape, _buffer_dtype(buffer_dtype, p.dtype)) for p in parameters])
+            _state(f"{prefix}.{p.name}", p.shape, dtype) for p, dtype in zip(parameters, dtypes)])
         self.weight_sum = _state(f"{prefix}.weight_sum", (), ms.float32)
         self.mini_step = _state(f"{prefix}.mini_step", (), ms.int32)
         self.update_step = _state(f"{prefix}.update_step", (), ms.int32)
@@ -135,41 +136,50 @@ class Accumulator:
                 Nothing is changed then.
         """
         self.add(grads, weight)
-        return self.close_if_due()
+        return self.close_if(self.due())
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
-        """Add one microbatch to the open window; never updates. Arguments and errors as in a call."""
-        self._require(grads, weight)
+        """Add one microbatch to the open window; never updates. Arguments and errors as in a call, `close_if` to go on."""
+        self._require(grads)
+        weight = as_weight(weight)
         weighted = tuple([scaled(g, weight, buffer.dtype) for g, buffer in zip(grads, self.buffers)])
         ops.assign_add(self.mini_step, self.take(weighted, weight))
 
     def take(self, weighted_grads: Gradients, weight: Scalar) -> Tensor:
-        """Add gradients that are already multiplied by `weight`, and leave `mini_step` alone; for drivers.
+        """Add gradients that are already multiplied by `weight`, and leave `mini_step` alone.
+
+        For code that cuts a microbatch further, such as `make_train_step`. A weight of 0 adds nothing, be the gradient NaN,
+        as that of a mean over no unmasked token is.
+
+        Args:
+            weighted_grads: As `grads` in `add`, unchecked.
+            weight: As from `gradients.as_weight`.
 
         Returns:
             Whether they were taken: int32 Tensor of shape `()`, 1 unless `on_nonfinite="skip_microbatch"` made it 0.
         """
-        if self.on_nonfinite == "skip_microbatch":
-            skipped = self.skipped + 0
-            if all_finite(weighted_grads):
-                self._store(weighted_grads, weight)
-            else:
-                ops.assign_add(self.skipped, 1)
-            return (self.skipped == skipped).astype(ms.int32)
-        self._store(weighted_grads, weight)
-        return Tensor(1, ms.int32)
+        skipped = self.skipped + 0
+        if weight > 0:
+            self._store_finite(weighted_grads, weight)
+        return (self.skipped == skipped).astype(ms.int32)
 
     def due(self) -> Tensor:
         """Whether the open window holds all its microbatches: bool Tensor of shape `()`."""
         return self.mini_step >= self.window.length(self.update_step)
 
-    def close_if_due(self) -> Tensor:
-        """Update if the window holds all its microbatches; whether it did: bool Tensor of shape `()`."""
+    def close_if(self, condition: Tensor) -> Tensor:
+        """Close the window by your own rule: update if `condition`, a bool Tensor of shape `()`, is true.
+
+        Inside `ms.jit`, prefer it to an `if` of your own around `apply`: graph mode silently drops a branch that
+        nothing depends on, as in `if done: acc.apply()` before `return done`.
+
+        Returns:
+            Whether a window with microbatches in it was closed: bool Tensor of shape `()`.
+        """
         mini_step = self.mini_step + 0
-        if self.due():
+        if condition:
             self.apply()
-        # From the state after the branch: graph mode can drop a branch that what is returned does not depend on.
-        return self.mini_step < mini_step
+        return self.mini_step < mini_step  # from the state after the branch, which keeps the branch
 
     def apply(self) -> None:
         """Close the window now, whatever it holds: reduce, normalise, clip, optimizer, reset.
@@ -192,10 +202,7 @@ class Accumulator:
         Returns:
             Whether a window was closed: bool Tensor of shape `()`.
         """
-        mini_step = self.mini_step + 0
-        if self.mini_step > 0:
-            self.apply()
-        return self.mini_step < mini_step
+        return self.close_if(self.mini_step > 0)
 
     def reset(self) -> None:
         """Forget the open window: empty the buffers and `mini_step`; the counts of the past stay."""
@@ -206,15 +213,20 @@ class Accumulator:
             # (a constant) and for a broadcast 0 (all at once, and 3 x slower); this takes two temporary parameters.
             ops.assign(buffer, _multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
 
-    def _require(self, grads: Gradients, weight: Scalar) -> None:
+    def _require(self, grads: Gradients) -> None:
         if isinstance(grads, (tuple, list)):
             require_gradients(self._names, self._shapes, tuple([g.shape if isinstance(g, Tensor) else None for g in grads]))
         else:
             require_gradients(self._names, self._shapes, None)
-        if isinstance(weight, Tensor):
-            require_weight(None, weight.shape)
+
+    def _store_finite(self, weighted_grads: Gradients, weight: Scalar) -> None:
+        if self.on_nonfinite == "skip_microbatch":
+            if all_finite(weighted_grads):
+                self._store(weighted_grads, weight)
+            else:
+                ops.assign_add(self.skipped, 1)
         else:
-            require_weight(weight, None)
+            self._store(weighted_grads, weight)
 
     def _store(self, weighted_grads: Gradients, weight: Scalar) -> None:
         for buffer, gradient in zip(self.buffers, weighted_grads):
@@ -270,7 +282,10 @@ def _name_optimizer_state(optimizer: Callable, parameters: tuple[Parameter, ...]
     for state in optimizer.get_parameters() if isinstance(optimizer, nn.Cell) else ():
         if id(state) in network:
             continue
-        if _named_by.setdefault(state.name, ref(optimizer))() is not optimizer:
+        owner = _named_by.get(state.name, ref(optimizer))()
+        if owner is None or owner is optimizer:
+            _named_by[state.name] = ref(optimizer)
+        else:
             state.name = f"{prefix}.{state.name}"
 
 

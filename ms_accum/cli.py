@@ -41,6 +41,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         # Whoever read stdout is gone; without this, Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a full disk behind stdout, say
+        print(f"ms-accum: error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

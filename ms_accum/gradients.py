@@ -76,21 +76,44 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
     return True
 
 
+def as_weight(weight: Scalar) -> Scalar:
+    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`.
+
+    Raises:
+        TypeError: If it is no number and no Tensor.
+        ValueError: If a number is negative, infinite or NaN, or a Tensor has more than one element.
+    """
+    if isinstance(weight, Tensor):
+        require_weight_shape(weight.shape)
+        return weight.reshape(()).astype(ms.float32)
+    require_weight_number(weight is None, weight)
+    # A large int would become an int32 of the graph, and wrap around.
+    return float(weight)
+
+
+_WEIGHT_REMEDY = "give the number of samples or unmasked tokens in the microbatch"
+
+
 @constexpr
-def require_weight(weight: object, shape: Optional[tuple]) -> bool:
-    """Refuse a weight that is neither a finite number >= 0 nor a Tensor of one element; see `require_gradients`.
+def require_weight_shape(shape: tuple) -> bool:
+    """Refuse a Tensor of more than one element as a weight; see `require_gradients`."""
+    if tuple(shape) not in ((), (1,)):
+        raise ValueError(f"weight is a Tensor of shape {tuple(shape)}, expected shape (); {_WEIGHT_REMEDY}")
+    return True
+
+
+@constexpr
+def require_weight_number(is_none: bool, weight: object) -> bool:
+    """Refuse a weight that is no finite number >= 0; see `require_gradients`.
 
     Args:
-        weight: The number, or None where it is a Tensor or not known while graph mode compiles.
-        shape: The Tensor's shape, or None.
+        is_none: Whether it is None, which is also what a constexpr sees of a number that changes from call to call.
+        weight: The weight.
     """
-    remedy = "give the number of samples or unmasked tokens in the microbatch"
-    if shape is not None and tuple(shape) not in ((), (1,)):
-        raise ValueError(f"weight is a Tensor of shape {tuple(shape)}, expected shape (); {remedy}")
-    if weight is None:
+    if weight is None and not is_none:
         return True
     if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(f"weight is {weight!r}, expected a number or a Tensor of shape (); {remedy}")
+        raise TypeError(f"weight is {weight!r}, expected a number or a Tensor of shape (); {_WEIGHT_REMEDY}")
     if not isfinite(weight) or weight < 0:
-        raise ValueError(f"weight is {weight}, expected a finite number >= 0; {remedy}")
+        raise ValueError(f"weight is {weight}, expected a finite number >= 0; {_WEIGHT_REMEDY}")
     return True

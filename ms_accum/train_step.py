@@ -7,11 +7,12 @@ from operator import index
 from typing import Any, Optional, Union
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
-from .gradients import Scalar, require_weight
+from .gradients import Scalar, as_weight, scaled
 
 _STRATEGIES = ("fused", "split")
 
@@ -56,9 +57,9 @@ def make_train_step(
         TypeError: If an argument is of the wrong kind.
         ValueError: If `acc` sums up instead of averaging, or an argument is out of range.
 
-    The loss is multiplied by the weight before the backward pass, so that weights cost no pass over the gradients (in
-    float16 it acts like a loss scale of that size). Numbers among the batch are constants of the graph: each new value
-    compiles anew, so give what changes as a Tensor.
+    The loss is multiplied by the weight before the backward pass, so that weights cost no pass over the gradients (but not
+    with float16 parameters, where it might overflow). Pieces of weight 0 count nothing, even if their loss is 0/0.
+    Numbers among the batch are constants of the graph: each new value compiles anew, so give what changes as a Tensor.
     """
     _require_callable("forward_fn", forward_fn)
     if weight_fn is not None:
@@ -98,7 +99,7 @@ class TrainStep:
         def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
             def accumulate_and_update(*batch: Any) -> Any:
                 result = accumulate(samples, cut, *batch)
-                closed = acc.close_if_due()
+                closed = acc.close_if(acc.due())
                 return depend(result, closed)
 
             def accumulate_only(*batch: Any) -> Any:
@@ -157,37 +158,40 @@ def _compiled(function: Callable) -> Callable:
 def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weight_fn: Optional[Callable], has_aux: bool) -> Callable:
     """`(samples, cut, *batch) -> loss` or `(loss, aux)`: all of a train step but the update."""
 
+    # In float16, a loss multiplied by thousands of tokens would overflow in the backward pass; there the weight waits.
+    early = all(p.dtype not in (ms.float16, ms.bfloat16) for p in acc.optimizer.parameters)
+
     def weighted_loss(weight: Scalar, *piece: Any) -> tuple:
         if has_aux:
-            loss, aux = forward_fn(*piece)
+            result = forward_fn(*piece)
+            if isinstance(result, tuple):
+                require_aux(len(result))
+                loss, aux = result[0], result[1]
+            else:
+                require_aux(None)
+                loss, aux = result, result
         else:
             loss = forward_fn(*piece)
+            require_loss(loss.shape if isinstance(loss, Tensor) else None)
             aux = loss
         require_loss(loss.shape)
-        return loss.astype(ms.float32) * weight, loss, aux
+        return (loss.astype(ms.float32) * weight if early else loss), loss, aux
 
     grad_fn = ms.value_and_grad(weighted_loss, None, acc.optimizer.parameters, has_aux=True)
 
-    def weight_of(samples: int, *piece: Any) -> Scalar:
-        weight = samples if weight_fn is None else weight_fn(*piece)
-        if isinstance(weight, Tensor):
-            require_weight(None, weight.shape)
-            return weight.reshape(()).astype(ms.float32)
-        require_weight(weight, None)
-        return weight
-
-    def whole(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
-        weight = weight_of(samples, *batch)
-        (weighted, loss, aux), gradients = grad_fn(weight, *batch)
-        ops.assign_add(acc.mini_step, acc.take(gradients, weight))
-        # All outputs of grad_fn are used, or MindSpore warns of "side effect nodes eliminated by mistake".
-        loss = ops.depend(loss, weighted).astype(ms.float32)
-        return (loss, aux) if has_aux else loss
-
     def take(samples: int, *piece: Any) -> tuple:
-        weight = weight_of(samples, *piece)
-        (weighted, _, _), gradients = grad_fn(weight, *piece)
-        return weighted, weight, acc.take(gradients, weight)
+        weight = as_weight(samples if weight_fn is None else weight_fn(*piece))
+        (weighted, loss, aux), gradients = grad_fn(weight, *piece)
+        if not early:
+            gradients = tuple([scaled(g, weight, buffer.dtype) for g, buffer in zip(gradients, acc.buffers)])
+        return ops.depend(loss, weighted).astype(ms.float32), weight, acc.take(gradients, weight), aux
+
+    # Below, `depend` uses what take returns and nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+    def whole(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
+        loss, weight, taken, aux = take(samples, *batch)
+        ops.assign_add(acc.mini_step, taken)
+        loss = ops.depend(loss, weight)
+        return (loss, aux) if has_aux else loss
 
     def pieces(samples: int, cut: tuple[bool, ...], *batch: Any) -> Tensor:
         rows = -(-samples // micro_size)
@@ -199,15 +203,21 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
         # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
         while piece < full:
             inputs = select_rows(piece * rows + ops.arange(rows), cut, batch)
-            piece_loss, piece_weight, piece_taken = take(rows, *inputs)
-            loss, weight, taken = loss + piece_loss, weight + piece_weight, taken + piece_taken
+            loss, weight, taken = add_piece(loss, weight, taken, rows, inputs)
             piece = piece + 1
         if full * rows < samples:
             inputs = select_rows(ops.arange(full * rows, samples), cut, batch)
-            piece_loss, piece_weight, piece_taken = take(samples - full * rows, *inputs)
-            loss, weight, taken = loss + piece_loss, weight + piece_weight, taken + piece_taken
+            loss, weight, taken = add_piece(loss, weight, taken, samples - full * rows, inputs)
         ops.assign_add(acc.mini_step, ops.minimum(taken, 1))
-        return loss / weight
+        return loss / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+
+    def add_piece(loss: Tensor, weight: Tensor, taken: Tensor, samples: int, inputs: tuple) -> tuple:
+        piece_loss, piece_weight, piece_taken, aux = take(samples, *inputs)
+        piece_loss = ops.depend(piece_loss, aux) * piece_weight
+        if isinstance(piece_weight, Tensor):
+            # The mean over no unmasked token is 0/0; it counts nothing.
+            piece_loss = ops.where(piece_weight == 0, Tensor(0.0, ms.float32), piece_loss)
+        return loss + piece_loss, weight + piece_weight, taken + piece_taken
 
     def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
         inputs = ()
@@ -227,6 +237,9 @@ def _layout(batch: tuple) -> tuple[int, tuple[bool, ...]]:
                         "give each Tensor as an argument of its own")
     lengths = [len(argument) if isinstance(argument, Tensor) and argument.ndim else None for argument in batch]
     samples = next((length for length in lengths if length is not None), None)
+    array = next((a for a in batch if isinstance(a, np.ndarray)), None)
+    if array is not None:
+        raise TypeError(f"the batch holds a NumPy array of shape {array.shape}, expected Tensors; wrap it: mindspore.Tensor(array)")
     if not samples:
         raise ValueError(f"the batch is {tuple(type(a).__name__ for a in batch)} with {samples or 'no'} samples, expected at least one "
                          "Tensor with axes and one row; axis 0 of the first one is the batch")
@@ -234,10 +247,21 @@ def _layout(batch: tuple) -> tuple[int, tuple[bool, ...]]:
 
 
 @constexpr
-def require_loss(shape: tuple) -> bool:
+def require_loss(shape: Optional[tuple]) -> bool:
     """Refuse a loss that is no scalar: value_and_grad would silently differentiate the sum of its elements."""
+    if shape is None:
+        raise TypeError("forward_fn returned no Tensor, expected the loss alone; give has_aux=True if it returns (loss, aux)")
     if tuple(shape) != ():
         raise ValueError(f"forward_fn returned a loss of shape {tuple(shape)}, expected shape (); give the mean over the samples")
+    return True
+
+
+@constexpr
+def require_aux(length: Optional[int]) -> bool:
+    """Refuse what is no pair: graph mode would silently drop a third value."""
+    if length != 2:
+        got = "no tuple" if length is None else f"{length} values"
+        raise TypeError(f"forward_fn returned {got}, expected (loss, aux), as has_aux=True says; aux may be a tuple")
     return True
 
 

@@ -22,16 +22,26 @@ def _scratch_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture(params=["jit", "graph", "pynative"])
-def mode(request):
-    """A name in MODES; the context is set for the test and put back after it."""
-    with_mode(request.param)
-    yield request.param
+@pytest.fixture
+def mode_named():
+    """Sets the context for a name in MODES; it is put back after the test."""
+    def set_mode(mode):
+        ms.set_context(mode=MODES[mode])
+        return mode
+
+    yield set_mode
     ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
-def with_mode(mode):
-    ms.set_context(mode=MODES[mode])
+@pytest.fixture(params=["jit", "pynative"])
+def mode(request, mode_named):
+    return mode_named(request.param)
+
+
+@pytest.fixture(params=["jit", "graph", "pynative"])
+def every_mode(request, mode_named):
+    """For what differs between a jitted function in PyNative and GRAPH_MODE: calls from the host."""
+    return mode_named(request.param)
 
 
 def compiled(function, mode):

@@ -1,4 +1,5 @@
 """The contract of Accumulator, line by line, on gradients given by hand; training is held against the oracle in test_oracle.py."""
+import gc
 import math
 import sys
 
@@ -42,9 +43,9 @@ def calling(accumulator):
 # --- windows -----------------------------------------------------------------------------------------------------------
 
 
-def test_returns_a_bool_tensor_that_says_whether_the_window_closed(mode):
+def test_returns_a_bool_tensor_that_says_whether_the_window_closed(every_mode):
     accumulator = descend(3)
-    step = compiled(calling(accumulator), mode)
+    step = compiled(calling(accumulator), every_mode)
     closed = [step(gradients(1.0)) for _ in range(7)]
     assert all(isinstance(c, Tensor) and c.dtype == ms.bool_ and c.shape == () for c in closed)
     assert [bool(c) for c in closed] == [False, False, True, False, False, True, False]
@@ -99,13 +100,13 @@ def test_apply_on_an_empty_window_hands_over_zeros(mode):
 
 
 @pytest.mark.parametrize("where", ["host", "jitted"])
-def test_flush_closes_a_short_window_and_does_nothing_on_an_empty_one(mode, where):
+def test_flush_closes_a_short_window_and_does_nothing_on_an_empty_one(every_mode, where):
     accumulator = Accumulator(Counting(parameters()), 4, reduction="mean")
 
     def flush():
         return accumulator.flush()
 
-    flush = compiled(flush, mode) if where == "jitted" else flush
+    flush = compiled(flush, every_mode) if where == "jitted" else flush
     assert not bool(flush())
     assert int(accumulator.optimizer.calls) == 0
     for value in (1.0, 2.0, 6.0):
@@ -121,14 +122,14 @@ def test_flush_closes_a_short_window_and_does_nothing_on_an_empty_one(mode, wher
 
 
 @pytest.mark.parametrize("where", ["host", "jitted"])
-def test_reset_forgets_the_open_window(mode, where):
+def test_reset_forgets_the_open_window(every_mode, where):
     accumulator = Accumulator(Counting(parameters()), 2, reduction="mean")
 
     def reset():
         accumulator.reset()
         return accumulator.mini_step + 0
 
-    reset = compiled(reset, mode) if where == "jitted" else reset
+    reset = compiled(reset, every_mode) if where == "jitted" else reset
     assert int(reset()) == 0
     accumulator(gradients(5.0), 3.0)
     assert int(reset()) == 0
@@ -169,6 +170,71 @@ def test_integer_tensor_weights_count_tokens(mode):
     step(gradients(1.0), Tensor(30, ms.int32))
     step(gradients(3.0), Tensor(10, ms.int32))
     assert applied(accumulator) == pytest.approx(1.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [ms.float16, ms.float64, ms.int64])
+def test_tensor_weights_of_any_dtype(mode, dtype):
+    accumulator = descend(2, reduction="mean")
+
+    def step(grads, weight):
+        return accumulator(grads, weight)
+
+    step = compiled(step, mode)
+    step(gradients(1.0), Tensor(3, dtype))
+    step(gradients(5.0), Tensor([1], dtype))
+    assert applied(accumulator) == pytest.approx(2.0, rel=1e-6)
+
+
+def test_a_large_int_weight_does_not_wrap_around(mode):
+    accumulator = descend(1, reduction="mean")
+
+    def step(grads):
+        return accumulator(grads, 10**12)
+
+    compiled(step, mode)(gradients(2.0))
+    assert applied(accumulator) == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["apply", "skip_microbatch", "skip_window"])
+def test_a_weight_of_zero_counts_nothing_even_if_the_gradient_is_nan(mode, on_nonfinite):
+    """The gradient of a mean over no unmasked token is 0/0."""
+    accumulator = descend(3, reduction="mean", on_nonfinite=on_nonfinite)
+
+    def step(grads, weight):
+        return accumulator(grads, weight)
+
+    step = compiled(step, mode)
+    closed = [bool(step(gradients(g), Tensor(w))) for g, w in ((1.0, 2.0), (NAN, 0.0), (4.0, 1.0))]
+    assert closed == [False, False, True]
+    assert applied(accumulator) == pytest.approx(2.0, rel=1e-6)
+    assert int(accumulator.skipped) == 0
+
+
+def test_a_constant_weight_of_zero_counts_nothing(mode):
+    accumulator = descend(2)
+
+    def step(bad, good):
+        accumulator(bad, 0)
+        return accumulator(good)
+
+    assert bool(compiled(step, mode)(gradients(NAN), gradients(3.0)))
+    assert applied(accumulator) == 3.0
+
+
+def test_close_if_closes_by_the_scripts_own_rule_inside_a_graph(every_mode):
+    """Update once the gradients seen so far are large enough; the flag is what an `if` of the script's own would lose."""
+    accumulator = descend(100)
+
+    def step(grads):
+        accumulator.add(grads)
+        enough = accumulator.buffers[0].sum() > 20.0
+        closed = accumulator.close_if(enough)
+        return enough, closed
+
+    step = compiled(step, every_mode)
+    assert [tuple(map(bool, step(gradients(2.0)))) for _ in range(4)] == [(False, False), (True, True)] * 2
+    assert applied(accumulator) == 8.0
+    assert int(accumulator.update_step) == 2
 
 
 def test_a_window_without_weight_is_a_zero_gradient_not_nan(mode):
@@ -504,7 +570,7 @@ def test_emptying_the_buffers_holds_no_second_copy_of_them():
     assert zeros_like > ours + 0.5
 
 
-def test_two_accumulators_in_one_function(mode):
+def test_two_accumulators_in_one_function(every_mode):
     """A GAN's two optimizers: different windows, one jitted function."""
     one, two = parameters(count=1), ParameterTuple([Parameter(Tensor(np.zeros((2, 3)), ms.float32), name="q")])
     first, second = Accumulator(nn.SGD(one, 1.0), 2), Accumulator(nn.SGD(two, 1.0), 3, reduction="mean")
@@ -512,7 +578,7 @@ def test_two_accumulators_in_one_function(mode):
     def both(grads):
         return first(grads), second(grads)
 
-    step = compiled(both, mode)
+    step = compiled(both, every_mode)
     flags = [tuple(map(bool, step(gradients(1.0, count=1)))) for _ in range(6)]
     assert flags == [(False, False), (True, False), (False, True), (True, False), (False, False), (True, True)]
     np.testing.assert_allclose(one[0].asnumpy(), -6.0)
@@ -531,6 +597,26 @@ def test_optimizer_state_is_renamed_only_where_it_would_collide():
     Accumulator(first, 2)
     assert first.global_step.name == "unheard_of_step"
     assert [p.name for p in first.parameters] == ["p0", "p1"]
+
+
+def test_a_dead_optimizer_gives_its_names_back():
+    for _ in range(2):
+        optimizer = nn.Momentum(parameters(), 0.1, 0.9)
+        optimizer.global_step.name = "step_of_a_notebook_cell"
+        Accumulator(optimizer, 2)
+        assert optimizer.global_step.name == "step_of_a_notebook_cell"
+        del optimizer
+        gc.collect()
+
+
+def test_a_refused_accumulator_takes_no_number_and_renames_nothing():
+    optimizer = nn.SGD(parameters(), 0.1)
+    number = int(descend(2).mini_step.name.removeprefix("accumulator").removesuffix(".mini_step"))
+    names = [p.name for p in optimizer.get_parameters()]
+    with pytest.raises(ValueError, match="buffer_dtype is Int32"):
+        Accumulator(optimizer, 2, buffer_dtype=ms.int32)
+    assert [p.name for p in optimizer.get_parameters()] == names
+    assert descend(2).mini_step.name == f"accumulator{number + 1}.mini_step"
 
 
 def test_one_accumulator_in_two_jitted_functions(mode):
@@ -673,6 +759,7 @@ BAD_CALLS = {
     "vector weight": (ValueError, r"weight is a Tensor of shape \(3,\), expected shape \(\)", gradients(1.0), Tensor([1.0] * 3)),
     "negative weight": (ValueError, r"weight is -1.*, expected a finite number >= 0", gradients(1.0), -1.0),
     "nan weight": (ValueError, r"weight is nan", gradients(1.0), NAN),
+    "no weight": (TypeError, r"weight is None, expected a number", gradients(1.0), None),
     "bool weight": (TypeError, r"weight is True, expected a number", gradients(1.0), True),
     "text weight": (TypeError, r"weight is '1', expected a number", gradients(1.0), "1"),
 }

@@ -289,7 +289,7 @@ def test_plot_without_matplotlib_is_refused_before_training(run, monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     status, _, err = run("--plot", "run.png")
     assert (status, len(err)) == (2, 1)
-    assert "matplotlib is not installed; pip install 'ms_accum[plot]'" in err[0]
+    assert "matplotlib is not installed; install it, e.g. with " in err[0]
 
 
 @pytest.mark.parametrize("target", ["GPU", "Ascend"])

@@ -3,7 +3,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, batches, compiled, difference, values, with_mode
+from conftest import MLP, batches, compiled, difference, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor, nn
@@ -95,20 +95,14 @@ def tolerance(optimizer, gradient_dtype):
 @pytest.mark.parametrize("clip_norm", [None, 0.7], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("run_mode", ["jit", "pynative"])
-def test_training_follows_the_oracle(run_mode, reduction, schedule, clip_norm, optimizer, gradient_dtype):
-    with_mode(run_mode)
-    worst = follow(run_mode, optimizer, SCHEDULES[schedule], reduction, clip_norm, gradient_dtype)
+def test_training_follows_the_oracle(mode, reduction, schedule, clip_norm, optimizer, gradient_dtype):
+    worst = follow(mode, optimizer, SCHEDULES[schedule], reduction, clip_norm, gradient_dtype)
     assert worst <= tolerance(optimizer, gradient_dtype)
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
-def test_training_follows_the_oracle_in_graph_context(schedule):
-    with_mode("graph")
-    try:
-        assert follow("graph", "momentum", SCHEDULES[schedule], "mean", 0.7, ms.float32) <= 2e-6
-    finally:
-        with_mode("jit")
+def test_training_follows_the_oracle_in_graph_context(mode_named, schedule):
+    assert follow(mode_named("graph"), "momentum", SCHEDULES[schedule], "mean", 0.7, ms.float32) <= 2e-6
 
 
 def test_wrong_denominator_is_seen(mode):
@@ -181,14 +175,12 @@ def test_any_window_sizes_and_weights(accumulate_step, microbatches, reduction):
     sizes, weights = map(list, zip(*microbatches))
     total = 1.0 if reduction == "mean" else sum(weights)
     weights = [w / total for w in weights]
-    with_mode("jit")
     assert follow("pynative", "sgd", accumulate_step, reduction, None, ms.float32, sizes, weights) <= 5e-6
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(accumulate_step=st.integers(1, 5), weights=st.lists(st.floats(0.01, 100.0), min_size=1, max_size=9))
 def test_any_window_and_weights_in_graph_mode(accumulate_step, weights):
-    with_mode("jit")
     assert follow("jit", "momentum", accumulate_step, "mean", None, ms.float32, [4] * len(weights), weights) <= 5e-6
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -75,7 +76,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--compare", action="store_true",
                           help="also train with each window as one undivided batch, from the same weights and on the same "
                                "order of digits, and print the largest difference between the parameters; both "
-                               "trainings then compute gradients in float64 (float32 on Ascend), which takes some times longer")
+                               "trainings then compute gradients in float64 (float32 on Ascend), several times slower")
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +156,11 @@ def require_outputs(options: argparse.Namespace) -> None:
     from .output import require_writable
 
     if options.plot and find_spec("matplotlib") is None:
-        raise ValueError("argument --plot: matplotlib is not installed; pip install 'ms_accum[plot]'")
+        raise ValueError("argument --plot: matplotlib is not installed; install it, e.g. with "
+                         f"{sys.executable} -m pip install matplotlib")
+    named = [path.resolve() for path in (options.json, options.plot, options.save) if path is not None]
+    if len(set(named)) < len(named):
+        raise ValueError("arguments --json, --plot and --save: two of them name the same file; name each another one")
     for name, suffix in (("json", ""), ("plot", ".png"), ("save", ".ckpt")):
         path = getattr(options, name)
         if path is not None:

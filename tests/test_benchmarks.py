@@ -1,0 +1,147 @@
+"""tutorials/benchmarks: a smoke run of every suite, who is caught, skipped or reported, records and their report."""
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "tutorials" / "benchmarks"
+ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'=:(])/[\w.]""")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peak RSS is read from /proc")
+
+
+def run(script, *arguments, env=None):
+    """A script of the benchmarks in a process of its own."""
+    return subprocess.run([sys.executable, BENCHMARKS / script, *map(str, arguments)], capture_output=True, text=True, check=False,
+                          env={**os.environ, **(env or {})})
+
+
+def quick(suite, folder, *arguments, env=None):
+    """A quick run of a suite: what its last line says, and its record."""
+    done = run("run.py", "--suite", suite, "--quick", "--output", folder, *arguments, env=env)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), json.loads((folder / f"{suite}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory):
+    """A quick run of the suite mlp in which torch is missing and jax brings its process down: (summary, record, record's file)."""
+    packages = tmp_path_factory.mktemp("packages")
+    (packages / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')", encoding="utf-8")
+    (packages / "jax.py").write_text("import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)",
+                                     encoding="utf-8")
+    folder = tmp_path_factory.mktemp("records")
+    names = "fused,tutorial,wrong-denominator,pytorch-eager,jax-scan"
+    return *quick("mlp", folder, "--contestants", names, env={"PYTHONPATH": str(packages)}), folder / "mlp.json"
+
+
+def test_mlp_agrees_and_is_timed(mlp):
+    summary, record, _ = mlp
+    group, = summary["groups"].values()
+    assert group["base"] in ("floor", "floor-branch")
+    for name in ("fused", "tutorial"):
+        assert group["status"][name] == "agreed"
+        assert group["ratios"][name] > 0
+    contestants = record["groups"][0]["contestants"]
+    assert contestants["fused"]["difference"] <= 1e-5
+    assert len(contestants["fused"]["samples"]) == 3
+    assert contestants["fused"]["state_bytes"] / contestants["fused"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
+    assert contestants["tutorial"]["state_bytes"] / contestants["tutorial"]["parameter_bytes"] == pytest.approx(2, abs=0.01)
+
+
+def test_wrong_contestant_is_caught(mlp):
+    """Negative control: a contestant that forgets to divide is reported and not timed."""
+    summary, record, _ = mlp
+    group, = summary["groups"].values()
+    assert group["status"]["wrong-denominator"] == "disagreed"
+    assert re.search(r"parameters differ by \S+ after 3 windows, allowed 1e-05", group["messages"]["wrong-denominator"])
+    assert "samples" not in record["groups"][0]["contestants"]["wrong-denominator"]
+
+
+@pytest.mark.parametrize(("contestant", "products"), [("floor", 8), ("floor-branch", 8), ("forward", 3)])
+def test_floors_compute_their_gradients(contestant, products, tmp_path):
+    """What MindSpore executes for three layers: 3 products forward, 3 for the weights' gradients and 2 for the activations'."""
+    job = {"contestant": contestant, "case": {"network": "mlp-784-32-32-10", "batch": 32}}
+    command = {"do": "agree", "windows": 1, "file": str(tmp_path / "parameters.npz")}
+    done = subprocess.run([sys.executable, BENCHMARKS / "worker.py", json.dumps(job)], input=json.dumps(command) + "\n", text=True,
+                          capture_output=True, check=False, cwd=tmp_path,
+                          env={**os.environ, "MS_DEV_SAVE_GRAPHS": "3", "MS_DEV_SAVE_GRAPHS_PATH": str(tmp_path / "graphs")})
+    assert '"digest"' in done.stdout, done.stderr
+    # Beside the graph there are some of single operations.
+    executed = [file.read_text(encoding="utf-8") for file in (tmp_path / "graphs").glob("*_execute_*.ir")]
+    assert max(len(re.findall(r" = PrimFunc_MatMul\(", graph)) for graph in executed) == products
+
+
+def test_missing_package_is_skipped_by_name(mlp):
+    group, = mlp[0]["groups"].values()
+    assert group["status"]["pytorch-eager"] == "skipped"
+    assert group["messages"]["pytorch-eager"] == "package torch is not installed"
+
+
+def test_crash_is_reported_by_name_with_its_last_line(mlp):
+    group, = mlp[0]["groups"].values()
+    assert group["status"]["jax-scan"] == "crashed"
+    assert group["messages"]["jax-scan"] == "jax went wrong.so (exit status 7)"
+
+
+def test_record_tells_circumstances_but_no_paths(mlp):
+    _, record, file = mlp
+    assert {"date", "commit", "cores", "memory_gib", "versions", "command", "groups"} <= record.keys()
+    assert record["versions"].keys() >= {"python", "mindspore", "numpy", "ms_accum"}
+    assert record["command"].startswith("python tutorials/benchmarks/run.py --suite mlp --quick")
+    assert not ABSOLUTE_PATH.search(file.read_text(encoding="utf-8"))
+
+
+def test_report_needs_nothing_but_records(mlp, tmp_path):
+    done = run("report.py", mlp[2], "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert done.stdout.strip() == table.strip()
+    assert re.search(r"^\|\*\*fused\*\*\|[\d.]+\|", table, re.MULTILINE)
+    assert "wrong-denominator: disagreed: parameters differ" in table
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory(tmp_path):
+    summary, record = quick("memory", tmp_path, "--contestants", "fused")
+    assert {group["status"]["fused"] for group in summary["groups"].values()} == {"agreed"}
+    assert summary["groups"]["8 pieces"]["base"] == "undivided"
+    assert all(group["contestants"]["fused"]["samples"][0] > 0 for group in record["groups"])
+
+
+def test_scaling(tmp_path):
+    summary, record = quick("scaling", tmp_path, "--rounds", "1", "--contestants", "fused")
+    assert {group["status"]["fused"] for group in summary["groups"].values()} == {"agreed"}
+    assert {group["case"]["network"].split("-")[0] for group in record["groups"]} == {"mlp", "cnn", "transformer"}
+    assert run("report.py", tmp_path / "scaling.json", "--output", tmp_path).returncode == 0
+
+
+def test_mnist(tmp_path):
+    summary, record = quick("mnist", tmp_path, "--contestants", "reference,tutorial-loop")
+    group, = summary["groups"].values()
+    assert group["status"] == {"reference": "agreed", "tutorial-loop": "agreed"}
+    assert group["ratios"]["tutorial-loop"] > 0
+    assert not ABSOLUTE_PATH.search(json.dumps(record))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--suite", "speed"], r"argument --suite: invalid choice: 'speed'"),
+    (["--suite", "mlp", "--rounds", "0"], r"argument --rounds: expected a whole number from 1, got '0'"),
+    (["--suite", "mlp", "--contestants", "fused,fast"], r"argument --contestants: unknown contestant 'fast'; choose from floor, "),
+    (["--suite", "memory", "--contestants", "boost"], r"argument --contestants: 'boost' is not in suite memory; choose from undivided, "),
+])
+def test_bad_arguments_are_refused_in_one_line(arguments, message):
+    done = run("run.py", *arguments)
+    assert done.returncode == 2
+    assert re.fullmatch(rf"run\.py: error: {message}.*\n", done.stderr)
+
+
+def test_report_refuses_what_is_no_record(tmp_path):
+    (tmp_path / "notes.json").write_text("[]", encoding="utf-8")
+    done = run("report.py", tmp_path / "notes.json", "--output", tmp_path)
+    assert done.returncode == 2
+    assert re.fullmatch(r"report\.py: error: \S+notes\.json is no record of run\.py .*\n", done.stderr)
