@@ -1,0 +1,97 @@
+"""What a contestant is given: a network by name, a window of data, initial weights. NumPy only, the same for every framework."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod, sqrt
+
+import numpy as np
+
+CLASSES = 10
+TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        network: "mlp-784-512-512-10": layer sizes. "cnn-64x2": channels and blocks of a first stage.
+            "transformer-384x6": width and blocks.
+        batch: Samples in a microbatch.
+        accumulate_step: Microbatches in a window.
+        lr: Learning rate of plain SGD.
+        seed: Of the data and the initial weights.
+    """
+
+    network: str
+    batch: int
+    accumulate_step: int = 4
+    lr: float = 1e-2
+    seed: int = 0
+
+    @property
+    def kind(self) -> str:
+        """"mlp", "cnn" or "transformer"."""
+        return self.network.split("-")[0]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers in the network's name."""
+        return tuple(int(size) for size in self.network.partition("-")[2].replace("x", "-").split("-"))
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample."""
+        return {"mlp": (self.sizes[0],), "cnn": (3, 32, 32), "transformer": (TOKENS, self.sizes[0])}[self.kind]
+
+
+def samples(case: Case, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Normal inputs, float32 `(count, *input_shape)`, and labels, int32 `(count,)`."""
+    rng = np.random.default_rng(case.seed)
+    labels = rng.integers(0, CLASSES, count).astype(np.int32)
+    return rng.standard_normal((count, *case.input_shape), dtype=np.float32), labels
+
+
+def mlp_shapes(case: Case) -> list[tuple[int, ...]]:
+    """Shapes of an MLP's parameters: weight `(outputs, inputs)` and bias `(outputs,)` of each layer in turn."""
+    return [shape for inputs, outputs in pairwise(case.sizes) for shape in ((outputs, inputs), (outputs,))]
+
+
+def initial_weights(shapes: list[tuple[int, ...]], seed: int) -> list[np.ndarray]:
+    """Matrices and kernels uniform in ±1/sqrt(inputs), vectors zero; float32."""
+    rng = np.random.default_rng(seed)
+    return [_initial(shape, rng) for shape in shapes]
+
+
+def _initial(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    if len(shape) < 2:
+        return np.zeros(shape, np.float32)
+    bound = 1 / sqrt(prod(shape[1:]))
+    return rng.uniform(-bound, bound, shape).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class EpochCase:
+    """An epoch over digits on disk, in the layout of `ms_accum.mnist.data.load_folder`, with the tutorial's MLP.
+
+    Attributes:
+        folder: Holds `train/` and `test/` with plain IDX files.
+        batch, accumulate_step, lr, seed: As in `Case`.
+    """
+
+    folder: str
+    batch: int = 32
+    accumulate_step: int = 2
+    lr: float = 1e-2
+    seed: int = 0
+
+    @property
+    def mlp(self) -> Case:
+        """The network and the window, without the digits."""
+        return Case("mlp-784-512-512-10", self.batch, self.accumulate_step, self.lr, self.seed)
+
+    @property
+    def window(self) -> int:
+        """Digits in a window."""
+        return self.batch * self.accumulate_step

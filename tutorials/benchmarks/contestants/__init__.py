@@ -1,0 +1,21 @@
+"""Contestants by name, and where to find them; no framework is imported before a contestant of it is built."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+_MODULES = {
+    "mindspore_": ("floor", "floor-branch", "forward", "fused", "split", "in-step", "bare", "undivided", "unrolled", "tutorial", "boost",
+                   "parallel-nn", "mindcv-style", "mindone-style", "wrong-denominator"),
+    "pytorch_": ("pytorch-eager", "pytorch-compiled"),
+    "jax_": ("jax-multisteps", "jax-scan"),
+    "mnist_mindspore": ("reference", "tutorial-loop", "tutorial-loop-blocking"),
+    "mnist_pytorch": ("pytorch-dataset", "pytorch-tensors"),
+}
+MODULES = {name: module for module, names in _MODULES.items() for name in names}
+PACKAGES = ("mindspore", "ms_accum", "torch", "jax", "optax")
+
+
+def builder(name: str) -> Callable:
+    """`(case) -> contestant`, of an epoch's contestant `(epoch case) -> contestant`. Raises ModuleNotFoundError without its framework."""
+    return import_module(f"contestants.{MODULES[name]}").CONTESTANTS[name]

@@ -1,0 +1,70 @@
+"""The one signature behind which every contestant stands."""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from case import Case, samples
+
+
+class Contestant(ABC):
+    """Trains a network on windows.
+
+    Attributes:
+        whole_window: Whether a call takes a window as one batch; otherwise a call takes one microbatch.
+    """
+
+    whole_window = False
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.batches: list[tuple[Any, Any]] = []
+
+    @abstractmethod
+    def batch(self, inputs: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
+        """The framework's tensors of a batch."""
+
+    @abstractmethod
+    def call(self, inputs: Any, labels: Any) -> Any:
+        """Train on one batch; a loss of any scale."""
+
+    @abstractmethod
+    def wait(self, loss: Any) -> None:
+        """Return when all that was asked for is done: read the loss, and an updated parameter."""
+
+    @abstractmethod
+    def parameters(self) -> list[np.ndarray]:
+        """In the order of `case.initial_weights`."""
+
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes of accumulated gradients and all that lives beside them from call to call; without the optimizer's own."""
+
+    def load(self, batch: int, distinct: bool) -> None:
+        """Take microbatches of `batch` samples: a window of them, or (as from a data loader) one that is given again and again."""
+        pieces = self.case.accumulate_step if self.whole_window or distinct else 1
+        rows = batch * pieces if self.whole_window else batch
+        inputs, labels = samples(self.case, batch * pieces)
+        self.batches = [self.batch(inputs[i:i + rows], labels[i:i + rows]) for i in range(0, len(labels), rows)]
+
+    def run(self, microbatches: int) -> None:
+        """Train on whole windows and wait for the end."""
+        calls = microbatches // self.case.accumulate_step if self.whole_window else microbatches
+        for i in range(calls):
+            loss = self.call(*self.batches[i % len(self.batches)])
+        self.wait(loss)
+
+    def agree(self, windows: int) -> list[np.ndarray]:
+        """Parameters after the first `windows` windows; empty if this contestant never updates."""
+        self.load(self.case.batch, distinct=True)
+        self.run(windows * self.case.accumulate_step)
+        return self.parameters()
+
+    def time(self, microbatches: int) -> float:
+        """Seconds that `microbatches` take, one window after the caches are warm again."""
+        self.run(self.case.accumulate_step)
+        start = perf_counter()
+        self.run(microbatches)
+        return perf_counter() - start

@@ -1,0 +1,120 @@
+"""An epoch over digits in MindSpore: the reference run of ms_accum.mnist, and the tutorial's own loop."""
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+
+import mindspore as ms
+import numpy as np
+from case import EpochCase, initial_weights, mlp_shapes
+from mindspore import Tensor, dataset, nn, ops
+from mindspore.dataset import transforms, vision
+
+from ms_accum import avoid_busy_waiting
+from ms_accum.mnist.data import Digits, Mnist, load_folder
+from ms_accum.mnist.network import MEAN, STD, Network
+from ms_accum.mnist.settings import Settings
+from ms_accum.mnist.train import train
+
+from .mindspore_ import TwoBuffers
+
+ENDLESS = 10**6
+
+
+def network_of(case: EpochCase) -> Network:
+    """The tutorial's network with the case's initial weights."""
+    network = Network(case.seed)
+    for parameter, value in zip(network.trainable_params(), initial_weights(mlp_shapes(case.mlp), case.seed)):
+        parameter.set_data(Tensor(value))
+    return network
+
+
+class Reference:
+    """The reference run as `ms-accum mnist` does it, its test digits left out of the time."""
+
+    def __init__(self, case: EpochCase) -> None:
+        avoid_busy_waiting()
+        self.case = case
+        self.digits = load_folder(Path(case.folder))
+        self.settings = Settings(batch_size=case.batch, accumulate_step=case.accumulate_step, epochs=ENDLESS, lr=case.lr)
+        self.epochs = train(self.digits, network_of(case), self.settings)
+
+    def agree(self, windows: int) -> list[np.ndarray]:
+        """Parameters after as many epochs of one window: whatever the order within it, the update is the same."""
+        network = network_of(self.case)
+        one_window = Digits(self.digits.train.images[:self.case.window], self.digits.train.labels[:self.case.window])
+        for _ in islice(train(Mnist(one_window, self.digits.test), network, self.settings), windows):
+            pass
+        return [p.asnumpy() for p in network.trainable_params()]
+
+    def time(self, microbatches: int) -> float:
+        """Seconds of the next epoch; `microbatches` is how many it has."""
+        return next(self.epochs).train_seconds
+
+
+class TutorialLoop:
+    """A pipeline of one map per transform, a compiled train step around the tutorial's accumulator, the loss divided by N."""
+
+    def __init__(self, blocking: bool, case: EpochCase) -> None:
+        if blocking:
+            avoid_busy_waiting()
+        self.case = case
+        self.images = str(Path(case.folder) / "train")
+        self.network, self.train_step = self.build()
+        self.dataset = self.pipeline(None)
+
+    def build(self) -> tuple[nn.Cell, ms.jit]:
+        """The network with its initial weights, and a train step of its own: its accumulator's counter never realigns."""
+        pieces = self.case.accumulate_step
+        layers = [nn.Flatten(), nn.Dense(784, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 10)]
+        network = nn.SequentialCell(layers)
+        for parameter, value in zip(network.trainable_params(), initial_weights(mlp_shapes(self.case.mlp), self.case.seed)):
+            parameter.set_data(Tensor(value))
+        loss_fn = nn.CrossEntropyLoss()
+        accumulator = TwoBuffers(nn.SGD(network.trainable_params(), self.case.lr), pieces)
+
+        def forward_fn(images: Tensor, labels: Tensor) -> Tensor:
+            return loss_fn(network(images), labels) / pieces
+
+        grad_fn = ms.value_and_grad(forward_fn, None, network.trainable_params())
+
+        @ms.jit
+        def train_step(images: Tensor, labels: Tensor) -> Tensor:
+            loss, grads = grad_fn(images, labels)
+            return ops.depend(loss, accumulator(grads))
+
+        return network, train_step
+
+    def pipeline(self, digits: int | None) -> dataset.Dataset:
+        """Shuffled microbatches of all digits, or of the first `digits` in order."""
+        source = dataset.MnistDataset(self.images, num_samples=digits, shuffle=digits is None)
+        for transform in (vision.Rescale(1 / 255, 0), vision.Normalize(mean=(MEAN,), std=(STD,)), vision.HWC2CHW()):
+            source = source.map(transform, "image")
+        return source.map(transforms.TypeCast(ms.int32), "label").batch(self.case.batch)
+
+    def epoch(self, train_step: ms.jit, source: dataset.Dataset) -> None:
+        for images, labels in source.create_tuple_iterator():
+            loss = train_step(images, labels)
+        loss.asnumpy()
+
+    def agree(self, windows: int) -> list[np.ndarray]:
+        """As `Reference.agree`."""
+        network, train_step = self.build()
+        for _ in range(windows):
+            self.epoch(train_step, self.pipeline(self.case.window))
+        return [p.asnumpy() for p in network.trainable_params()]
+
+    def time(self, microbatches: int) -> float:
+        """Seconds of an epoch."""
+        start = perf_counter()
+        self.epoch(self.train_step, self.dataset)
+        return perf_counter() - start
+
+
+CONTESTANTS = {
+    "reference": Reference,
+    "tutorial-loop": partial(TutorialLoop, False),
+    "tutorial-loop-blocking": partial(TutorialLoop, True),
+}

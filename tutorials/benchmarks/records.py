@@ -1,0 +1,104 @@
+"""What is kept of a run: circumstances, raw samples, and the medians and paired ratios drawn from them."""
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median, quantiles
+
+PACKAGES = ("ms_accum", "mindspore", "numpy", "torch", "jax", "jaxlib", "optax")
+HERE = Path(__file__).parent
+
+
+def make(suite: str, quick: bool, command: str, groups: list[dict]) -> dict:
+    """A record; the groups are completed with their statistics."""
+    return {"suite": suite, "quick": quick, "command": command, **circumstances(), "groups": [summarised(group) for group in groups]}
+
+
+def circumstances() -> dict:
+    """Date, commit, machine in numbers, versions: no names of machines, users or folders."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if (status := _git("status", "--porcelain")) is None else bool(status),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "machine": platform.machine(),
+        "versions": {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _version(name))}},
+    }
+
+
+def summarised(group: dict) -> dict:
+    """The group with `median`, quartiles and the ratio to the base, paired round by round, of whoever has samples."""
+    base = fastest(group)
+    group = {**group, "base": base}
+    for figures in group["contestants"].values():
+        if figures.get("samples"):
+            figures["spread"] = spread(figures["samples"])
+            if base:
+                pairs = zip(figures["samples"], group["contestants"][base]["samples"])
+                figures["ratio"] = spread([sample / floor for sample, floor in pairs])
+    return group
+
+
+def fastest(group: dict) -> str | None:
+    """The base with the lowest median."""
+    there = [name for name in group["base"] if group["contestants"].get(name, {}).get("samples")]
+    return min(there, key=lambda name: median(group["contestants"][name]["samples"]), default=None)
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """Median, quartiles, smallest and largest."""
+    low, _, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+    return {"median": median(samples), "q1": low, "q3": high, "min": min(samples), "max": max(samples)}
+
+
+def summary(record: dict, file: str | None) -> dict:
+    """What the runner prints as its last line."""
+    groups = {}
+    for group in record["groups"]:
+        contestants = group["contestants"]
+        groups[group["name"]] = {
+            "base": group["base"],
+            "status": {name: figures.get("status") for name, figures in contestants.items()},
+            "messages": {name: figures["message"] for name, figures in contestants.items() if "message" in figures},
+            "medians": {name: figures["spread"]["median"] for name, figures in contestants.items() if "spread" in figures},
+            "ratios": {name: round(figures["ratio"]["median"], 4) for name, figures in contestants.items() if "ratio" in figures},
+        }
+    return {"suite": record["suite"], "quick": record["quick"], "record": file, "groups": groups}
+
+
+def write(record: dict, file: Path) -> None:
+    """Write a record, creating its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def read(file: Path) -> dict:
+    """Read a record. Raises ValueError if the file is none."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is no record of run.py ({type(error).__name__})") from error
+    if not isinstance(record, dict) or not {"suite", "groups", "versions"} <= record.keys():
+        raise ValueError(f"{file} is no record of run.py (no suite, groups and versions in it)")
+    return record
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

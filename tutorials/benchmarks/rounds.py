@@ -1,0 +1,150 @@
+"""A group's way through a suite: agree, then be timed in alternating rounds, or have its peak memory taken."""
+from __future__ import annotations
+
+import os
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import oracle
+from fleet import Unavailable, Worker, fleet
+from suites import REFEREE, Group
+
+WINDOWS = 3
+TOLERANCE = 1e-5
+PEAK_WINDOWS = 2
+
+
+class Results(dict):
+    """Figures of each contestant by name; `status` is "agreed" until a measurement or a failure replaces it."""
+
+    def of(self, name: str) -> dict:
+        return self.setdefault(name, {})
+
+    def unavailable(self, name: str, error: Unavailable) -> None:
+        """Report a contestant that cannot go on."""
+        self.of(name).update(status=error.reason, message=str(error))
+        say(f"  {name}: {error.reason}: {error}")
+
+
+def time_group(group: Group, rounds: int, scratch: Path) -> dict:
+    """The group's record: seconds for a microbatch of each contestant, round by round."""
+    results = Results()
+    say(f"{group.name}: building {len(group.contestants)} contestants")
+    with fleet(group.contestants, group.case, scratch, results.unavailable) as workers:
+        agreed = agree(group, workers, results, scratch)
+        if not group.microbatches:
+            for name, worker in agreed.items():
+                _ask(results, name, lambda name=name, worker=worker: results.of(name).update(worker.ask("state")))
+        microbatches = group.microbatches or _microbatches(group, agreed, results)
+        _alternate(agreed, results, rounds, microbatches, group.name)
+    return _record(group, results, microbatches=microbatches, base=list(group.base))
+
+
+def weigh_group(group: Group, rounds: int, scratch: Path) -> dict:
+    """The group's record: growth of peak RSS of each contestant, in a fresh process each round."""
+    results = Results()
+    for i in range(rounds):
+        say(f"{group.name}: round {i + 1} of {rounds}")
+        names = [name for name in group.contestants if "message" not in results.of(name)]
+        folder = scratch / str(i)
+        with fleet(names, group.case, folder, results.unavailable) as workers:
+            for name, worker in agree(group, workers, results, folder).items():
+                _ask(results, name, lambda worker=worker, name=name: _weigh(group, worker, results.of(name)))
+    return _record(group, results, piece=group.piece, base=list(group.base))
+
+
+def agree(group: Group, workers: dict[str, Worker], results: Results, scratch: Path) -> dict[str, Worker]:
+    """The workers whose parameters are the referee's after a few windows, and those that have no update to judge."""
+    def train(name: str) -> list[np.ndarray] | None:
+        file = scratch / f"{name}.npz"
+        try:
+            results.of(name)["digest"] = workers[name].ask("agree", windows=WINDOWS, file=str(file))["digest"]
+        except Unavailable as error:
+            results.unavailable(name, error)
+            return None
+        with np.load(file) as arrays:
+            return [arrays[key] for key in arrays.files]
+
+    # Nothing is timed yet, and most of it is compiling.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        trained = {name: parameters for name, parameters in zip(workers, pool.map(train, workers)) if parameters is not None}
+    expected = group.referee(WINDOWS) if group.referee else trained.get(REFEREE)
+    return {name: workers[name] for name, parameters in trained.items() if _judge(name, parameters, expected, results)}
+
+
+def _judge(name: str, parameters: list[np.ndarray], expected: list[np.ndarray] | None, results: Results) -> bool:
+    figures = results.of(name)
+    if not parameters:
+        figures["status"] = "no update"
+        return True
+    if expected is None:
+        figures.update(status="crashed", message=f"no referee: {REFEREE} is not there")
+        return False
+    figures["difference"] = oracle.difference(parameters, expected)
+    agreed = figures["difference"] <= TOLERANCE
+    figures["status"] = "agreed" if agreed else "disagreed"
+    if not agreed:
+        figures["message"] = f"parameters differ by {figures['difference']:.1e} after {WINDOWS} windows, allowed {TOLERANCE:.0e}"
+        say(f"  {name}: disagreed: {figures['message']}")
+    return agreed
+
+
+def _microbatches(group: Group, workers: dict[str, Worker], results: Results) -> int:
+    """Whole windows that take the base about `group.seconds`, measured once everybody is warm."""
+    pieces = group.case["accumulate_step"]
+    probe = pieces * max(1, 8 // pieces)
+    for worker in (workers[name] for name in group.base if name in workers):
+        try:
+            worker.ask("time", microbatches=probe)
+            seconds = worker.ask("time", microbatches=probe)["seconds"]
+            return pieces * max(1, round(group.seconds / seconds * probe / pieces))
+        except Unavailable as error:
+            results.unavailable(worker.contestant, error)
+    return probe
+
+
+def _alternate(workers: dict[str, Worker], results: Results, rounds: int, microbatches: int, title: str) -> None:
+    order = list(workers)
+    for name in order:
+        results.of(name)["samples"] = []
+    # Round 0 warms up.
+    for i in range(rounds + 1):
+        say(f"{title}: round {i} of {rounds}")
+        random.Random(i).shuffle(order)
+        for name in order:
+            if "message" not in results.of(name):
+                _ask(results, name, lambda name=name, i=i: _sample(workers[name], results.of(name), microbatches, warm_up=i == 0))
+
+
+def _sample(worker: Worker, figures: dict, microbatches: int, warm_up: bool) -> None:
+    seconds = worker.ask("time", microbatches=microbatches)["seconds"]
+    if not warm_up:
+        figures["samples"].append(seconds / microbatches)
+
+
+def _weigh(group: Group, worker: Worker, figures: dict) -> None:
+    figures.update(worker.ask("state"))
+    peak = worker.ask("peak", batch=group.piece, windows=PEAK_WINDOWS)
+    figures["data_bytes"] = peak["data"]
+    figures.setdefault("samples", []).append(peak["after"] - peak["before"])
+
+
+def _ask(results: Results, name: str, question: object) -> None:
+    try:
+        question()
+    except Unavailable as error:
+        results.unavailable(name, error)
+
+
+def _record(group: Group, results: Results, **what: object) -> dict:
+    # An epoch's case holds the folder that the digits were unpacked into, which is gone by now.
+    case = {key: value for key, value in group.case.items() if key != "folder"}
+    return {"name": group.name, "case": case, **what, "contestants": {name: results.of(name) for name in group.contestants}}
+
+
+def say(line: str) -> None:
+    """Progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,104 @@
+"""What each suite compares: groups of contestants on one case."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import oracle
+from case import Case, EpochCase, samples
+
+FLOOR = ("floor", "floor-branch")
+OURS = ("fused", "split", "in-step")
+MEMORY = ("undivided", "in-step", "unrolled", "parallel-nn", "fused", "tutorial")
+MINDSPORE = (*FLOOR, "forward", *OURS, "bare", "undivided", "unrolled", "tutorial", "boost", "parallel-nn", "mindcv-style", "mindone-style")
+PEERS = ("pytorch-eager", "pytorch-compiled", "jax-multisteps", "jax-scan")
+# A network that NumPy's oracle does not know is judged by its undivided batch.
+REFEREE = "undivided"
+
+Referee = Callable[[int], list[np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Contestants that are compared with each other.
+
+    Attributes:
+        name: Unique in its suite.
+        case: The case, as what its class is made of.
+        contestants: By name.
+        base: What the others are held against; of several, the one with the lowest median.
+        seconds: How long the base shall take for a round's microbatches.
+        microbatches: In a round; 0: as many as take `seconds`.
+        piece: For memory: samples in a microbatch when the peak is taken.
+        referee: `(windows) -> parameters`; None: the contestant `REFEREE` is.
+    """
+
+    name: str
+    case: dict
+    contestants: tuple[str, ...]
+    base: tuple[str, ...]
+    seconds: float = 0.25
+    microbatches: int = 0
+    piece: int = 0
+    referee: Referee | None = None
+
+
+def mlp(quick: bool, digits: Path) -> list[Group]:
+    """Every contestant on one MLP."""
+    case = Case("mlp-784-32-32-10" if quick else "mlp-784-512-512-10", 32)
+    return [_timed("MLP, N = 4", case, (*MINDSPORE, *PEERS), quick)]
+
+
+def memory(quick: bool, digits: Path) -> list[Group]:
+    """Growth of peak RSS over a batch of 16 samples: of 16,384 in 8 pieces, and of ever more pieces of the same size."""
+    network, piece = ("mlp-784-32-32-32-10", 256) if quick else ("mlp-784-512-512-512-10", 2048)
+    groups = [_weighed("8 pieces", Case(network, 2, 8), MEMORY, piece)]
+    return groups + [_weighed(f"N = {n}", Case(network, 2, n), ("fused", "in-step"), piece) for n in ((1, 16) if quick else (1, 4, 16, 64))]
+
+
+def scaling(quick: bool, digits: Path) -> list[Group]:
+    """The cost of a microbatch against the window's length, and on other networks."""
+    names = (*FLOOR, "fused", "in-step") if quick else (*FLOOR, *OURS, "tutorial")
+    network = "mlp-784-32-32-10" if quick else "mlp-784-512-512-10"
+    groups = [_timed(f"MLP, N = {n}", Case(network, 32, n), names, quick) for n in ((1, 4) if quick else (1, 2, 4, 8, 16, 32, 64))]
+    others = [("CNN", "cnn-8x1", 1), ("transformer", "transformer-32x1", 2)] if quick else [
+        # A quarter of ResNet-18's channels: at 64, a microbatch of 4 takes 9 s (Conv2d on CPU: 440 ms, PyTorch's 1 ms).
+        ("CNN", "cnn-16x2", 2), ("transformer", "transformer-384x6", 4)]
+    names = (REFEREE, "floor", "fused") if quick else (REFEREE, *names)
+    return groups + [_timed(f"{label}, N = 4", Case(other, batch), names, quick) for label, other, batch in others]
+
+
+def mnist(quick: bool, digits: Path) -> list[Group]:
+    """A whole epoch of the reference run against the tutorial's own loop and PyTorch."""
+    case = EpochCase(str(digits))
+    images = np.fromfile(digits / "train" / "train-images-idx3-ubyte", np.uint8, offset=16).reshape(-1, 784)
+    labels = np.fromfile(digits / "train" / "train-labels-idx1-ubyte", np.uint8, offset=8)
+    window = (images[:case.window] / 255 - 0.1307) / 0.3081
+
+    def referee(windows: int) -> list[np.ndarray]:
+        return oracle.trained(case.mlp, window, labels[:case.window], windows)
+
+    names = ("reference", "tutorial-loop", "tutorial-loop-blocking", "pytorch-dataset", "pytorch-tensors")
+    return [Group("an epoch, N = 2", asdict(case), names, ("reference",), microbatches=-(-len(labels) // case.batch), referee=referee)]
+
+
+SUITES = {"mlp": mlp, "memory": memory, "scaling": scaling, "mnist": mnist}
+ROUNDS = {"mlp": 30, "memory": 3, "scaling": 12, "mnist": 7}
+QUICK_ROUNDS = {"mlp": 3, "memory": 1, "scaling": 2, "mnist": 1}
+
+
+def _timed(name: str, case: Case, contestants: tuple[str, ...], quick: bool) -> Group:
+    return Group(name, asdict(case), contestants, FLOOR, seconds=0.02 if quick else 0.25, referee=_oracle(case))
+
+
+def _weighed(name: str, case: Case, contestants: tuple[str, ...], piece: int) -> Group:
+    base = (REFEREE,) if REFEREE in contestants else ()
+    return Group(name, asdict(case), contestants, base, piece=piece, referee=_oracle(case))
+
+
+def _oracle(case: Case) -> Referee | None:
+    if case.kind != "mlp":
+        return None
+    return lambda windows: oracle.trained(case, *samples(case, case.batch * case.accumulate_step), windows)
