@@ -10,7 +10,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "ms_accum" / "__init__.py
 setup(
     name="ms_accum",
     version=VERSION,
-    description="Gradient accumulation for MindSpore: exact, saving the memory it promises, costing nothing",
+    description="Exact gradient accumulation for MindSpore, with one buffer for each parameter",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -22,7 +22,7 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff"],
-        "tutorials": ["notebook", "matplotlib"],
+        "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],
     },
     entry_points={"console_scripts": ["ms-accum = ms_accum.cli:main"]},
     classifiers=[

@@ -1,4 +1,4 @@
-"""Gradient accumulation for MindSpore: exact, saving the memory it promises, costing nothing.
+"""Exact gradient accumulation for MindSpore, with one buffer for each parameter.
 
     batch - split -> microbatch - value_and_grad -> add - window closed? - no -> next microbatch
                                                      |         |
