@@ -91,7 +91,7 @@ class TrainStep:
         accumulate = _accumulate_fn(forward_fn, acc, micro_size, weight_fn, has_aux)
 
         def depend(result: Any, closed: Tensor) -> Any:
-            # Graph mode drops the update if nothing that is returned depends on it.
+            # Graph mode can drop a branch that nothing returned depends on: `close_if` guards against it, this makes sure.
             if has_aux:
                 return ops.depend(result[0], closed), result[1]
             return ops.depend(result, closed)

@@ -99,6 +99,19 @@ def test_apply_on_an_empty_window_hands_over_zeros(mode):
     assert not np.any(accumulator.optimizer.seen[0].asnumpy())
 
 
+def test_close_if_on_an_empty_window_closes_none(mode):
+    accumulator = Accumulator(Counting(parameters()), 2)
+
+    def close(condition):
+        return accumulator.close_if(condition)
+
+    close = compiled(close, mode)
+    assert not bool(close(Tensor(False)))
+    assert int(accumulator.optimizer.calls) == 0
+    assert not bool(close(Tensor(True)))  # the optimizer ran on zeros, as with apply
+    assert int(accumulator.optimizer.calls) == 1
+
+
 @pytest.mark.parametrize("where", ["host", "jitted"])
 def test_flush_closes_a_short_window_and_does_nothing_on_an_empty_one(every_mode, where):
     accumulator = Accumulator(Counting(parameters()), 4, reduction="mean")
