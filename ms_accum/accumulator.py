@@ -159,7 +159,7 @@ class Accumulator:
             Whether they were taken: int32 Tensor of shape `()`, 1 unless `on_nonfinite="skip_microbatch"` made it 0.
         """
         skipped = self.skipped + 0
-        if weight > 0:
+        if weight != 0:
             self._store_finite(weighted_grads, weight)
         return (self.skipped == skipped).astype(ms.int32)
 

@@ -18,6 +18,7 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage in front of it."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and `message` in one line on stderr."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 

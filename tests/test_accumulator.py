@@ -223,6 +223,20 @@ def test_a_weight_of_zero_counts_nothing_even_if_the_gradient_is_nan(mode, on_no
     assert int(accumulator.skipped) == 0
 
 
+@pytest.mark.parametrize(("weight", "expected"), [(-0.5, 2 * 1.0 - 0.5 * 4.0), (NAN, NAN)])
+def test_a_wrong_tensor_weight_is_not_dropped_in_silence(mode, weight, expected):
+    """A graph cannot refuse a value: a negative weight subtracts, as the formula says, and NaN shows."""
+    accumulator = descend(2)
+
+    def step(grads, weight):
+        return accumulator(grads, weight)
+
+    step = compiled(step, mode)
+    step(gradients(1.0), Tensor(2.0))
+    assert bool(step(gradients(4.0), Tensor(weight)))
+    np.testing.assert_allclose(-accumulator.optimizer.parameters[0].asnumpy(), np.full((2, 3), expected), atol=1e-6)
+
+
 def test_a_constant_weight_of_zero_counts_nothing(mode):
     accumulator = descend(2)
 

@@ -122,6 +122,7 @@ class Bar:
             self.close()
 
     def close(self) -> None:
+        """Take the bar away; the next epoch draws its own."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -151,6 +152,7 @@ class Lines:
             self.close()
 
     def close(self) -> None:
+        """Begin anew with the next epoch."""
         self.parts = 0
         self.first = 0
 

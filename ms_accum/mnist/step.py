@@ -44,6 +44,7 @@ class Float64Optimizer(nn.Cell):
             parameter.set_data(original.value().astype(ms.float64))
 
     def construct(self, gradients: tuple[Tensor, ...]) -> bool:
+        """Update the originals by `gradients`, float64, and bring the copy up to date."""
         self.optimizer(tuple([gradient.astype(ms.float32) for gradient in gradients]))
         for parameter, original in zip(self.parameters, self.originals):
             ops.assign(parameter, original.astype(ms.float64))
@@ -58,4 +59,5 @@ class CountCorrect(nn.Cell):
         self.network = network
 
     def construct(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The count, see the class."""
         return (self.network(images).argmax(axis=1) == labels).astype(ms.int32).sum()
