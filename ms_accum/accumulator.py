@@ -9,7 +9,7 @@ from typing import Optional
 from weakref import ref
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 from mindspore.common.initializer import initializer
 
 from .gradients import Gradients, Scalar, all_finite, as_weight, clip_factor, global_norm, require_gradients, scaled
@@ -54,7 +54,7 @@ class Accumulator:
     Attributes:
         mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
         update_step: Updates done: int32 Parameter of shape `()`.
-        skipped: Microbatches or windows skipped by `on_nonfinite`: int32 Parameter of shape `()`.
+        skipped: Microbatches or windows skipped by `on_nonfinite` or a loss scaler: int32 Parameter of shape `()`.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`; stays 0 while
             `clip_norm` is None.
         parameters: ParameterTuple of all state, for checkpoints. Names are unique in the process and the same
@@ -103,13 +103,14 @@ class Accumulator:
         self.reduction = _one_of("reduction", reduction, _REDUCTIONS)
         self.on_nonfinite = _one_of("on_nonfinite", on_nonfinite, _ON_NONFINITE)
         self.reducer = _checked_reducer(reducer)
+        self.loss_scaler = None
         self.accumulate_step = accumulate_step
         self._names = tuple(p.name for p in parameters)
         self._shapes = tuple(tuple(p.shape) for p in parameters)
         self._dtypes = tuple(p.dtype for p in parameters)
 
         dtypes = [_buffer_dtype(buffer_dtype, p.dtype) for p in parameters]
-        prefix = f"accumulator{next(_instances)}"
+        self._prefix = prefix = f"accumulator{next(_instances)}"
         _name_optimizer_state(optimizer, parameters, prefix)
         self.buffers = ParameterTuple([
             _state(f"{prefix}.{p.name}", p.shape, dtype) for p, dtype in zip(parameters, dtypes)])
@@ -187,11 +188,14 @@ class Accumulator:
         Of an empty window the gradient is zero, and the optimizer runs on it; `flush` is the form that asks first.
         """
         gradients, weight = self.reducer(self.buffers, self.weight_sum)
-        if self.on_nonfinite == "skip_window":
-            if all_finite(gradients):
+        if self.on_nonfinite == "skip_window" or self.loss_scaler is not None:
+            finite = all_finite(gradients)
+            if finite:
                 self._update(gradients, weight)
             else:
                 ops.assign_add(self.skipped, 1)
+            if self.loss_scaler is not None:
+                self.loss_scaler.adjust(finite)
         else:
             self._update(gradients, weight)
         self.reset()
@@ -212,6 +216,38 @@ class Accumulator:
             # buffer * 0, where NaN * 0 is 0. Of 258 MB of buffers, graph mode keeps a second copy for zeros_like(buffer)
             # (a constant) and for a broadcast 0 (all at once, and 3 x slower); this takes two temporary parameters.
             ops.assign(buffer, _multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
+
+    def unscale_by(self, loss_scaler: amp.LossScaler) -> None:
+        """Expect gradients of losses multiplied by `loss_scaler.scale_value`; for drivers, which multiply them.
+
+        The scale is divided out once per window, in the factor that normalises and clips. Then the scaler is adjusted, also
+        once: if a gradient of the window overflowed, the window is dropped and counted in `skipped`. The scaler's Parameters
+        become state of the accumulator, under its names.
+
+        Args:
+            loss_scaler: A `mindspore.amp.StaticLossScaler`, `DynamicLossScaler` or other `LossScaler` with a `scale_value`.
+
+        Raises:
+            TypeError: If it is no such loss scaler.
+            ValueError: If there is another one already, or `on_nonfinite` is "skip_microbatch": an overflowing microbatch
+                would be skipped, and skipped again, because the scale only changes when a window closes.
+        """
+        if not isinstance(loss_scaler, amp.LossScaler) or not isinstance(getattr(loss_scaler, "scale_value", None), Tensor):
+            raise TypeError(f"loss_scaler is of type {type(loss_scaler).__name__}, expected a mindspore.amp.LossScaler; "
+                            "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
+        if self.loss_scaler is loss_scaler:
+            return
+        if self.loss_scaler is not None:
+            raise ValueError("the accumulator already has another loss_scaler, whose scale its buffers carry; give that one")
+        if self.on_nonfinite == "skip_microbatch":
+            raise ValueError('loss_scaler with on_nonfinite="skip_microbatch": the scale only changes when a window closes, so that an '
+                             'overflowing microbatch would be skipped for ever; give "apply" or "skip_window", which both drop the window')
+        self.loss_scaler = loss_scaler
+        state = {name: value for name, value in vars(loss_scaler).items() if isinstance(value, Parameter)}
+        for name, parameter in state.items():
+            # In one graph, the Parameters of two scalers would have the same names.
+            parameter.name = f"{self._prefix}.loss_scaler.{name}"
+        self.parameters = ParameterTuple([*self.parameters, *state.values()])
 
     def _require(self, grads: Gradients) -> None:
         if isinstance(grads, (tuple, list)):
@@ -236,6 +272,8 @@ class Accumulator:
 
     def _update(self, gradients: Gradients, weight: Tensor) -> None:
         factor = self._normaliser(weight)
+        if self.loss_scaler is not None:
+            factor = factor / self.loss_scaler.scale_value
         if self.clip_norm is not None:
             norm = global_norm(gradients) * factor
             ops.assign(self.grad_norm, norm)

@@ -7,12 +7,12 @@ from operator import index
 from typing import Any, Optional, Union
 
 import mindspore as ms
-import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, amp, nn, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
 from .gradients import Scalar, as_weight, scaled
+from .pieces import counted, empty_aux, join_aux, layout, select_rows, whole_aux
 
 _STRATEGIES = ("fused", "split")
 
@@ -23,6 +23,7 @@ def make_train_step(
     *,
     micro_size: int = 1,
     weight_fn: Optional[Callable] = None,
+    loss_scaler: Optional[amp.LossScaler] = None,
     strategy: str = "fused",
     has_aux: bool = False,
 ) -> TrainStep:
@@ -44,10 +45,15 @@ def make_train_step(
             the accumulator, however it is cut: a window holds `accumulate_step` calls.
         weight_fn: `(*piece) -> weight`: what a piece counts, a number or a Tensor of shape `()`; it has to be what the mean in
             `forward_fn` divides by, e.g. the unmasked tokens. None: the samples.
+        loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16. Its scale
+            multiplies the loss before the backward pass and is divided out once per window, in the factor that normalises and
+            clips; it is adjusted once per window. A window with an overflow in it is dropped. See `Accumulator.unscale_by`.
         strategy: "fused": one graph holds forward, backward, add and the update at the boundary. "split": one graph for
             forward, backward and add, a second one for the update, invoked once per window (RATEX's scheme); the host
             reads one flag after each call to know when.
-        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `micro_size=1` only: the pieces' aux has no meaning in common.
+        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `micro_size > 1`, aux is a Tensor or a tuple of Tensors; those of
+            shape `()` come back as their weighted mean (float32), those with one row for each sample of the piece as the rows of
+            the whole batch.
 
     Returns:
         `train_step(*batch) -> loss` or `(loss, aux)`; the loss is the weighted mean over the pieces, a float32 Tensor of shape `()`.
@@ -58,7 +64,7 @@ def make_train_step(
         ValueError: If `acc` sums up instead of averaging, or an argument is out of range.
 
     The loss is multiplied by the weight before the backward pass, so that weights cost no pass over the gradients (but not
-    with float16 parameters, where it might overflow). Pieces of weight 0 count nothing, even if their loss is 0/0.
+    with float16 parameters or a loss scaler, where it might overflow). Pieces of weight 0 count nothing, even if their loss is 0/0.
     Numbers among the batch are constants of the graph: each new value compiles anew, so give what changes as a Tensor.
     """
     _require_callable("forward_fn", forward_fn)
@@ -68,9 +74,10 @@ def make_train_step(
     micro_size = _checked_micro_size(micro_size)
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(map(repr, _STRATEGIES))}")
-    if has_aux and micro_size > 1:
-        raise ValueError(f"has_aux with micro_size={micro_size}: the pieces' aux has no meaning in common; "
-                         "give micro_size=1 and cut the batch outside, or return the loss alone")
+    if loss_scaler is not None:
+        acc.unscale_by(loss_scaler)
+    elif acc.loss_scaler is not None:
+        raise ValueError("acc has a loss_scaler, whose scale it divides by; give make_train_step the same one")
     return TrainStep(forward_fn, acc, micro_size, weight_fn, strategy, has_aux)
 
 
@@ -127,7 +134,7 @@ class TrainStep:
             TypeError: If an argument is a tuple, list or dict.
             ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
         """
-        graph = self._graph_for(*_layout(batch))
+        graph = self._graph_for(*layout(batch))
         if self.strategy == "fused":
             return graph(*batch)
         result, due = graph(*batch)
@@ -159,7 +166,8 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
     """`(samples, cut, *batch) -> loss` or `(loss, aux)`: all of a train step but the update."""
 
     # In float16, a loss multiplied by thousands of tokens would overflow in the backward pass; there the weight waits.
-    early = all(p.dtype not in (ms.float16, ms.bfloat16) for p in acc.optimizer.parameters)
+    scaler = acc.loss_scaler
+    early = scaler is None and all(p.dtype not in (ms.float16, ms.bfloat16) for p in acc.optimizer.parameters)
 
     def weighted_loss(weight: Scalar, *piece: Any) -> tuple:
         if has_aux:
@@ -175,6 +183,8 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
             require_loss(loss.shape if isinstance(loss, Tensor) else None)
             aux = loss
         require_loss(loss.shape)
+        if scaler is not None:
+            return loss.astype(ms.float32) * scaler.scale_value, loss, aux
         return (loss.astype(ms.float32) * weight if early else loss), loss, aux
 
     grad_fn = ms.value_and_grad(weighted_loss, None, acc.optimizer.parameters, has_aux=True)
@@ -193,57 +203,44 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
         loss = ops.depend(loss, weight)
         return (loss, aux) if has_aux else loss
 
-    def pieces(samples: int, cut: tuple[bool, ...], *batch: Any) -> Tensor:
+    def pieces(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
         rows = -(-samples // micro_size)
         full = samples // rows
-        piece = Tensor(0, ms.int32)
         # Not the constant 0.0: MindSpore would try to fold 0 / 0 while it compiles, and warn.
         zero = acc.weight_sum * 0.0
-        loss, weight, taken = zero, zero, Tensor(0, ms.int32)
+        totals = (zero, zero, Tensor(0, ms.int32))
+        aux, aux_totals = (), ()
+        piece = Tensor(0, ms.int32)
+        if has_aux:
+            # The first piece shows what is to be joined. Without aux, it is a turn of the loop like any other.
+            indices = ops.arange(rows)
+            totals, aux, weight = add_piece(totals, rows, select_rows(indices, cut, batch))
+            aux_totals = join_aux(empty_aux(aux, samples, rows), aux, indices, weight)
+            piece = piece + 1
         # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
         while piece < full:
-            inputs = select_rows(piece * rows + ops.arange(rows), cut, batch)
-            loss, weight, taken = add_piece(loss, weight, taken, rows, inputs)
+            indices = piece * rows + ops.arange(rows)
+            totals, piece_aux, weight = add_piece(totals, rows, select_rows(indices, cut, batch))
+            if has_aux:
+                aux_totals = join_aux(aux_totals, piece_aux, indices, weight)
             piece = piece + 1
         if full * rows < samples:
-            inputs = select_rows(ops.arange(full * rows, samples), cut, batch)
-            loss, weight, taken = add_piece(loss, weight, taken, samples - full * rows, inputs)
+            indices = ops.arange(full * rows, samples)
+            totals, piece_aux, weight = add_piece(totals, samples - full * rows, select_rows(indices, cut, batch))
+            if has_aux:
+                aux_totals = join_aux(aux_totals, piece_aux, indices, weight)
+        loss, weight, taken = totals
         ops.assign_add(acc.mini_step, ops.minimum(taken, 1))
-        return loss / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+        divisor = ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+        return (loss / divisor, whole_aux(aux_totals, aux, divisor)) if has_aux else loss / divisor
 
-    def add_piece(loss: Tensor, weight: Tensor, taken: Tensor, samples: int, inputs: tuple) -> tuple:
+    def add_piece(totals: tuple, samples: int, inputs: tuple) -> tuple:
+        loss, weight, taken = totals
         piece_loss, piece_weight, piece_taken, aux = take(samples, *inputs)
-        piece_loss = ops.depend(piece_loss, aux) * piece_weight
-        if isinstance(piece_weight, Tensor):
-            # The mean over no unmasked token is 0/0; it counts nothing.
-            piece_loss = ops.where(piece_weight == 0, Tensor(0.0, ms.float32), piece_loss)
-        return loss + piece_loss, weight + piece_weight, taken + piece_taken
-
-    def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
-        inputs = ()
-        for argument, is_cut in zip(batch, cut):
-            inputs = (*inputs, ops.gather(argument, rows, 0) if is_cut else argument)
-        return inputs
+        piece_loss = counted(ops.depend(piece_loss, aux), piece_weight)
+        return (loss + piece_loss, weight + piece_weight, taken + piece_taken), aux, piece_weight
 
     return whole if micro_size == 1 else pieces
-
-
-def _layout(batch: tuple) -> tuple[int, tuple[bool, ...]]:
-    """Samples in a batch, and which of its arguments hold one row for each."""
-    nested = next((a for a in batch if isinstance(a, (tuple, list, dict))), None)
-    if nested is not None:
-        # Graph mode would take the Tensors in it for constants, and compile anew for each batch.
-        raise TypeError(f"the batch holds a {type(nested).__name__}, expected Tensors and plain values; "
-                        "give each Tensor as an argument of its own")
-    lengths = [len(argument) if isinstance(argument, Tensor) and argument.ndim else None for argument in batch]
-    samples = next((length for length in lengths if length is not None), None)
-    array = next((a for a in batch if isinstance(a, np.ndarray)), None)
-    if array is not None:
-        raise TypeError(f"the batch holds a NumPy array of shape {array.shape}, expected Tensors; wrap it: mindspore.Tensor(array)")
-    if not samples:
-        raise ValueError(f"the batch is {tuple(type(a).__name__ for a in batch)} with {samples or 'no'} samples, expected at least one "
-                         "Tensor with axes and one row; axis 0 of the first one is the batch")
-    return samples, tuple(length == samples for length in lengths)
 
 
 @constexpr

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import MLP, Counting, batches, difference, run_python, values
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, amp, nn, ops
 from mindspore.graph import api
 
 from ms_accum import Accumulator, make_train_step
@@ -131,18 +131,142 @@ def test_has_aux(any_mode):
         return LOSS(logits, y), logits
 
     for strategy in ("fused", "split"):
-        _, (loss, logits) = gradient_of_aux(forward_fn, network, tensors(x, y), strategy)
+        _, (loss, logits) = gradient_of_aux(forward_fn, network, tensors(x, y), strategy=strategy)
         expected_loss, _ = reference.loss_and_gradients(values(MLP().trainable_params()), x, y)
         _, expected_logits = reference.network(values(MLP().trainable_params()), x)
         assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
         np.testing.assert_allclose(logits.asnumpy(), expected_logits, rtol=1e-5, atol=1e-6)
 
 
-def gradient_of_aux(forward_fn, network, batch, strategy):
+def gradient_of_aux(forward_fn, network, batch, **options):
     acc = Accumulator(Counting(ms.ParameterTuple(network.trainable_params())), 1, reduction="mean")
-    result = make_train_step(forward_fn, acc, strategy=strategy, has_aux=True)(*batch)
+    result = make_train_step(forward_fn, acc, has_aux=True, **options)(*batch)
     assert int(acc.optimizer.calls) == 1
     return acc, result
+
+
+@pytest.mark.parametrize("micro_size", [2, 3, 7])
+def test_aux_of_pieces_is_that_of_the_batch(any_mode, micro_size):
+    """Rows in the order of the batch, scalars as weighted means; the shape of a piece's aux, tuple or not."""
+    network, (x, y) = MLP(), batches([7])[0]
+    weights = values(network.trainable_params())
+
+    def forward_fn(x, y):
+        logits = network(x)
+        return LOSS(logits, y), (logits, (logits.argmax(1) == y).astype(ms.float32).mean(), y)
+
+    def logits_only(x, y):
+        logits = network(x)
+        return LOSS(logits, y), logits
+
+    _, logits = reference.network(weights, x)
+    expected_loss, _ = reference.loss_and_gradients(weights, x, y)
+    acc, (loss, (rows, accuracy, labels)) = gradient_of_aux(forward_fn, network, tensors(x, y), micro_size=micro_size)
+    assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+    np.testing.assert_allclose(rows.asnumpy(), logits, rtol=1e-5, atol=1e-6)
+    assert float(accuracy) == pytest.approx((logits.argmax(1) == y).mean(), rel=1e-6)
+    assert labels.asnumpy().tolist() == y.tolist()
+    assert labels.dtype == ms.int32
+    assert relative(values(acc.optimizer.seen), reference.loss_and_gradients(weights, x, y)[1]) <= 1e-5
+
+    _, (_, rows) = gradient_of_aux(logits_only, network, tensors(x, y), micro_size=micro_size)
+    np.testing.assert_allclose(rows.asnumpy(), logits, rtol=1e-5, atol=1e-6)
+
+
+def test_aux_of_a_masked_piece_counts_nothing(any_mode):
+    network, (x, y) = MLP(), batches([6])[0]
+    y[2:] = IGNORE
+    loss_fn = nn.CrossEntropyLoss(ignore_index=IGNORE)
+
+    def forward_fn(x, y):
+        loss = loss_fn(network(x), y)
+        return loss, loss
+
+    _, (loss, aux) = gradient_of_aux(forward_fn, network, tensors(x, y), micro_size=3, weight_fn=token_count)
+    assert float(aux) == float(loss)
+    assert np.isfinite(float(aux))
+
+
+# --- loss scaling ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "split"}, {"micro_size": 3}])
+def test_a_static_scale_changes_nothing(any_mode, options):
+    """Losses, clipping, norms and parameters are those of the oracle, which knows no scale."""
+    assert follow(loss_scaler=amp.StaticLossScaler(1024), **options) <= 1e-6
+
+
+class Overflowing(nn.Cell):
+    """y = w x, where a float16 gradient of 2**15 x 2 overflows on the way back and 2**15 x 0.5 does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = ms.Parameter(Tensor([1.0], ms.float32), name="w")
+
+    def construct(self, x):
+        return (self.w.astype(ms.float16) * x.astype(ms.float16)).astype(ms.float32).mean()
+
+
+@pytest.mark.parametrize("strategy", ["fused", "split"])
+@pytest.mark.parametrize("on_nonfinite", ["apply", "skip_window"])
+def test_an_overflow_drops_the_window_and_halves_the_scale_once(any_mode, strategy, on_nonfinite):
+    network = Overflowing()
+    scaler = amp.DynamicLossScaler(2**15, 2, 2)
+    acc = Accumulator(nn.Momentum(network.trainable_params(), 0.5, 0.9), 3, reduction="mean", on_nonfinite=on_nonfinite)
+    train_step = make_train_step(network, acc, loss_scaler=scaler, strategy=strategy)
+    seen = []
+    for x in [0.25, 2.0, 0.25] + [0.5] * 3 + [0.25] * 7:
+        loss = train_step(Tensor([x], ms.float32))
+        assert float(loss) == pytest.approx(float(network.w.asnumpy()[0]) * x, rel=2e-3) or int(acc.mini_step) == 0
+        seen.append((float(scaler.scale_value), int(scaler.counter), int(acc.update_step), int(acc.skipped)))
+    start = (2**15, 0, 0, 0)       # the second microbatch overflows: its gradient is 2 * 2**15
+    dropped = (2**14, 0, 0, 1)
+    assert seen == [start] * 2 + [dropped] * 3 + [(2**14, 1, 1, 1)] * 3 + [(2**15, 0, 2, 1)] * 3 + [(2**15, 1, 3, 1)] * 2
+    assert int(acc.mini_step) == 1
+    velocity, w = 0.0, 1.0
+    for gradient in (0.5, 0.25, 0.25):
+        velocity = 0.9 * velocity + gradient
+        w -= 0.5 * velocity
+    assert float(network.w.asnumpy()[0]) == pytest.approx(w, rel=1e-6)
+
+
+def test_without_a_scaler_the_overflow_reaches_the_parameters():
+    """Control for the test above."""
+    network = Overflowing()
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.5), 1, reduction="mean")
+
+    def forward_fn(x):
+        return network(x) * 2**16
+
+    make_train_step(forward_fn, acc)(Tensor([2.0], ms.float32))
+    assert not np.isfinite(network.w.asnumpy()).all()
+
+
+@pytest.mark.parametrize(("scaler", "expected"), [(None, 0.0), (amp.StaticLossScaler(2**14), 1e-8)])
+def test_a_scale_saves_what_float16_would_flush_to_zero(any_mode, scaler, expected):
+    """A gradient of 1e-8 is 0 in float16, and is there with a scale of 2**14."""
+    network = Overflowing()
+    acc = Accumulator(Counting(ms.ParameterTuple(network.trainable_params())), 2, reduction="mean")
+
+    def forward_fn(x):
+        return network(x) * 1e-8
+
+    train_step = make_train_step(forward_fn, acc, loss_scaler=scaler)
+    for _ in range(2):
+        train_step(Tensor([1.0], ms.float32))
+    assert float(acc.optimizer.seen[0].asnumpy()[0]) == pytest.approx(expected, rel=2e-3)
+
+
+def test_a_scaler_is_state_of_the_accumulator():
+    scalers = amp.DynamicLossScaler(8, 2, 5), amp.DynamicLossScaler(8, 2, 5)
+    accumulators = [Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="mean") for _ in scalers]
+    for acc, scaler in zip(accumulators, scalers):
+        make_train_step(LOSS, acc, loss_scaler=scaler)
+        make_train_step(LOSS, acc, loss_scaler=scaler, strategy="split")
+        assert [p.name.split(".", 1)[1] for p in acc.parameters[-2:]] == ["loss_scaler.scale_value", "loss_scaler.counter"]
+        assert acc.parameters[-2] is scaler.scale_value
+    names = [p.name for acc in accumulators for p in acc.parameters]
+    assert len(set(names)) == len(names)
 
 
 # --- token-weighted exactness ------------------------------------------------------------------------------------------
@@ -352,7 +476,6 @@ def build(**options):
     (TypeError, r"micro_size is True, expected an int >= 1", {"micro_size": True}),
     (TypeError, r"micro_size is 2\.0, expected an int >= 1", {"micro_size": 2.0}),
     (ValueError, r"strategy is 'lazy', expected one of 'fused', 'split'", {"strategy": "lazy"}),
-    (ValueError, r"has_aux with micro_size=2: the pieces' aux has no meaning in common", {"has_aux": True, "micro_size": 2}),
 ])
 def test_bad_arguments_are_refused(error, message, options):
     with pytest.raises(error, match=message):
@@ -424,6 +547,48 @@ def test_nothing_is_warned_of(capfd):
 
 def rows(x, y):
     return ops.ones(len(x)).sum()
+
+
+BAD_AUX = """
+import mindspore as ms, numpy as np
+from mindspore import Tensor, nn
+from ms_accum import Accumulator, make_train_step
+network = nn.Dense(2, 1)
+def vector(x):
+    y = network(x)
+    return y.mean(), y.mean(0)
+def number(x):
+    return network(x).mean(), (network(x), 3)
+for forward_fn in (vector, number):
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean")
+    try:
+        make_train_step(forward_fn, acc, micro_size=2, has_aux=True)(Tensor(np.ones((4, 2)), ms.float32))
+        print("accepted")
+    except (TypeError, ValueError) as error:
+        print(type(error).__name__, str(error).splitlines()[0])
+"""
+
+
+def test_aux_that_cannot_be_joined_is_refused():
+    remedy = "return Tensors of shape () or with one row for each sample, or give micro_size=1"
+    assert run_python(BAD_AUX).splitlines() == [
+        f"ValueError forward_fn returned aux of shape (1,) for a piece of 2 samples; {remedy}",
+        f"TypeError forward_fn returned aux that holds no Tensor, which pieces cannot be joined into; {remedy}"]
+
+
+def test_bad_loss_scalers_are_refused():
+    scaler = amp.StaticLossScaler(8)
+    with pytest.raises(TypeError, match=r"loss_scaler is of type int, expected a mindspore.amp.LossScaler; give e.g. amp"):
+        build(loss_scaler=1024)
+    acc = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="mean")
+    build(acc=acc, loss_scaler=scaler)
+    with pytest.raises(ValueError, match=r"already has another loss_scaler"):
+        build(acc=acc, loss_scaler=amp.StaticLossScaler(8))
+    with pytest.raises(ValueError, match=r"acc has a loss_scaler, .* give make_train_step the same one"):
+        build(acc=acc)
+    acc = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="mean", on_nonfinite="skip_microbatch")
+    with pytest.raises(ValueError, match=r"loss_scaler with on_nonfinite=\"skip_microbatch\": .* skipped for ever"):
+        build(acc=acc, loss_scaler=scaler)
 
 
 def test_a_loss_with_axes_is_refused_and_changes_nothing(any_mode):

@@ -1,0 +1,87 @@
+"""A batch and its pieces: which arguments are cut, the rows of one piece, and how the pieces' aux becomes the batch's."""
+from __future__ import annotations
+
+from typing import Optional, Union
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+from .gradients import Scalar
+
+Aux = Union[Tensor, tuple[Tensor, ...]]
+
+
+def layout(batch: tuple) -> tuple[int, tuple[bool, ...]]:
+    """Samples in a batch, and which of its arguments hold one row for each."""
+    nested = next((a for a in batch if isinstance(a, (tuple, list, dict))), None)
+    if nested is not None:
+        # Graph mode would take the Tensors in it for constants, and compile anew for each batch.
+        raise TypeError(f"the batch holds a {type(nested).__name__}, expected Tensors and plain values; "
+                        "give each Tensor as an argument of its own")
+    array = next((a for a in batch if isinstance(a, np.ndarray)), None)
+    if array is not None:
+        raise TypeError(f"the batch holds a NumPy array of shape {array.shape}, expected Tensors; wrap it: mindspore.Tensor(array)")
+    lengths = [len(argument) if isinstance(argument, Tensor) and argument.ndim else None for argument in batch]
+    samples = next((length for length in lengths if length is not None), None)
+    if not samples:
+        raise ValueError(f"the batch is {tuple(type(a).__name__ for a in batch)} with {samples or 'no'} samples, expected at least one "
+                         "Tensor with axes and one row; axis 0 of the first one is the batch")
+    return samples, tuple(length == samples for length in lengths)
+
+
+def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
+    """The arguments of one piece: `rows` (int Tensor) of those that are cut, the others whole."""
+    inputs = ()
+    for argument, is_cut in zip(batch, cut):
+        inputs = (*inputs, ops.gather(argument, rows, 0) if is_cut else argument)
+    return inputs
+
+
+def empty_aux(aux: Aux, samples: int, rows: int) -> tuple[Tensor, ...]:
+    """What `join_aux` starts from: zeros for a batch of `samples`, after the aux of a piece of `rows`."""
+    totals = ()
+    for value in _values(aux):
+        require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows)
+        totals = (*totals, ops.zeros((samples, *value.shape[1:]), value.dtype) if value.ndim else Tensor(0.0, ms.float32))
+    return totals
+
+
+def join_aux(totals: tuple[Tensor, ...], aux: Aux, rows: Tensor, weight: Scalar) -> tuple[Tensor, ...]:
+    """The totals with the aux of one piece: its rows in their place, its scalars added up, each times `weight`."""
+    joined = ()
+    # By index: to graph mode's zip, a tuple that went through a loop is one of unknown length.
+    for i, value in enumerate(_values(aux)):
+        total = totals[i]
+        joined = (*joined, ops.tensor_scatter_update(total, rows.reshape(-1, 1), value) if value.ndim else total + counted(value, weight))
+    return joined
+
+
+def whole_aux(totals: tuple[Tensor, ...], aux: Aux, divisor: Tensor) -> Aux:
+    """The batch's aux in the form of a piece's: all rows, and the scalars' weighted means."""
+    whole = ()
+    for i, value in enumerate(_values(aux)):
+        whole = (*whole, totals[i] if value.ndim else totals[i] / divisor)
+    return whole if isinstance(aux, tuple) else whole[0]
+
+
+def counted(value: Tensor, weight: Scalar) -> Tensor:
+    """`value * weight` in float32; 0 for a weight of 0, be the value NaN as the mean over no unmasked token is."""
+    product = value.astype(ms.float32) * weight
+    return ops.where(weight == 0, Tensor(0.0, ms.float32), product) if isinstance(weight, Tensor) else product
+
+
+def _values(aux: Aux) -> tuple[Tensor, ...]:
+    return aux if isinstance(aux, tuple) else (aux,)
+
+
+@constexpr
+def require_aux_shape(shape: Optional[tuple], rows: int) -> bool:
+    """Refuse aux that is neither a scalar nor a row for each sample: what it is of the whole batch, nobody knows."""
+    remedy = "return Tensors of shape () or with one row for each sample, or give micro_size=1"
+    if shape is None:
+        raise TypeError(f"forward_fn returned aux that holds no Tensor, which pieces cannot be joined into; {remedy}")
+    if len(shape) and shape[0] != rows:
+        raise ValueError(f"forward_fn returned aux of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
+    return True
