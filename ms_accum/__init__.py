@@ -7,6 +7,7 @@
                        reduce -> normalise -> clip -> optimizer -> reset
 """
 from .accumulator import Accumulator as Accumulator
+from .distributed import DataParallel as DataParallel
 from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step
 

@@ -10,8 +10,8 @@ from weakref import ref
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
-from mindspore.common.initializer import initializer
 
+from .distributed import DataParallel, Layout, OneDevice, empty_parameter
 from .gradients import Gradients, Scalar, all_finite, as_weight, clip_factor, global_norm, require_gradients, scaled
 from .window import AccumulateStep, Window
 
@@ -48,12 +48,12 @@ class Accumulator:
         on_nonfinite: What NaN and infinity do. "apply": nothing special. "skip_microbatch": that microbatch adds nothing
             and the window stays open for another one (`optax.skip_not_finite`). "skip_window": the window is dropped
             when it closes, the optimizer untouched.
-        reducer: Joins the ranks before an update: a function `(gradients, weight) -> (gradients, weight)` of the
-            buffers and, with "mean", the sum of the weights (float32 Tensor of shape `()`). None: one device.
+        reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
 
     Attributes:
         mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
         update_step: Updates done: int32 Parameter of shape `()`.
+        buffer_dtypes: dtype of each parameter's accumulated gradient.
         skipped: Microbatches or windows skipped by `on_nonfinite` or a loss scaler: int32 Parameter of shape `()`.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`; stays 0 while
             `clip_norm` is None.
@@ -94,7 +94,7 @@ class Accumulator:
         reduction: str = "sum",
         buffer_dtype: Optional[ms.Type] = None,
         on_nonfinite: str = "apply",
-        reducer: Optional[Callable] = None,
+        reducer: Optional[DataParallel] = None,
     ) -> None:
         parameters = _optimizer_parameters(optimizer)
         self.optimizer = optimizer
@@ -102,23 +102,25 @@ class Accumulator:
         self.clip_norm = _checked_clip_norm(clip_norm)
         self.reduction = _one_of("reduction", reduction, _REDUCTIONS)
         self.on_nonfinite = _one_of("on_nonfinite", on_nonfinite, _ON_NONFINITE)
-        self.reducer = _checked_reducer(reducer)
         self.loss_scaler = None
         self.accumulate_step = accumulate_step
         self._names = tuple(p.name for p in parameters)
         self._shapes = tuple(tuple(p.shape) for p in parameters)
         self._dtypes = tuple(p.dtype for p in parameters)
 
-        dtypes = [_buffer_dtype(buffer_dtype, p.dtype) for p in parameters]
+        self.buffer_dtypes = tuple(_buffer_dtype(buffer_dtype, p.dtype) for p in parameters)
+        settings = {"accumulate_step": self.window.describe(), "clip_norm": repr(self.clip_norm), "reduction": reduction,
+                    "on_nonfinite": on_nonfinite}
+        layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", settings)
+        self.reducer = OneDevice(layout) if reducer is None else _checked_reducer(reducer).bind(layout)
         self._prefix = prefix = f"accumulator{next(_instances)}"
         _name_optimizer_state(optimizer, parameters, prefix)
-        self.buffers = ParameterTuple([
-            _state(f"{prefix}.{p.name}", p.shape, dtype) for p, dtype in zip(parameters, dtypes)])
-        self.weight_sum = _state(f"{prefix}.weight_sum", (), ms.float32)
-        self.mini_step = _state(f"{prefix}.mini_step", (), ms.int32)
-        self.update_step = _state(f"{prefix}.update_step", (), ms.int32)
-        self.skipped = _state(f"{prefix}.skipped", (), ms.int32)
-        self.grad_norm = _state(f"{prefix}.grad_norm", (), ms.float32)
+        self.buffers = ParameterTuple(self.reducer.new_buffers(prefix))
+        self.weight_sum = empty_parameter(f"{prefix}.weight_sum", (), ms.float32)
+        self.mini_step = empty_parameter(f"{prefix}.mini_step", (), ms.int32)
+        self.update_step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
+        self.skipped = empty_parameter(f"{prefix}.skipped", (), ms.int32)
+        self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32)
         self.parameters = ParameterTuple(
             [*self.buffers, self.weight_sum, self.mini_step, self.update_step, self.skipped, self.grad_norm])
 
@@ -143,7 +145,7 @@ class Accumulator:
         """Add one microbatch to the open window; never updates. Arguments and errors as in a call, `close_if` to go on."""
         self._require(grads)
         weight = as_weight(weight)
-        weighted = tuple([scaled(g, weight, buffer.dtype) for g, buffer in zip(grads, self.buffers)])
+        weighted = tuple([scaled(g, weight, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
         ops.assign_add(self.mini_step, self.take(weighted, weight))
 
     def take(self, weighted_grads: Gradients, weight: Scalar) -> Tensor:
@@ -159,10 +161,8 @@ class Accumulator:
         Returns:
             Whether they were taken: int32 Tensor of shape `()`, 1 unless `on_nonfinite="skip_microbatch"` made it 0.
         """
-        skipped = self.skipped + 0
-        if weight != 0:
-            self._store_finite(weighted_grads, weight)
-        return (self.skipped == skipped).astype(ms.int32)
+        taken, _ = self._take(weighted_grads, weight, 1.0)
+        return taken
 
     def due(self) -> Tensor:
         """Whether the open window holds all its microbatches: bool Tensor of shape `()`."""
@@ -187,26 +187,31 @@ class Accumulator:
 
         Of an empty window the gradient is zero, and the optimizer runs on it; `flush` is the form that asks first.
         """
-        gradients, weight = self.reducer(self.buffers, self.weight_sum)
-        if self.on_nonfinite == "skip_window" or self.loss_scaler is not None:
-            finite = all_finite(gradients)
-            if finite:
-                self._update(gradients, weight)
-            else:
-                ops.assign_add(self.skipped, 1)
-            if self.loss_scaler is not None:
-                self.loss_scaler.adjust(finite)
-        else:
-            self._update(gradients, weight)
-        self.reset()
+        self._close(1.0)
 
     def flush(self) -> Tensor:
         """Close a short window, if one is open: with "mean" it is divided by the weights that are really in it.
 
+        With several ranks, each has to call it, and it returns when all have: a rank that has more microbatches goes on, and this
+        one takes part in its windows with weight 0.
+
         Returns:
             Whether a window was closed: bool Tensor of shape `()`.
         """
-        return self.close_if(self.mini_step > 0)
+        windows = self._windows()
+        others = 1.0
+        if self.reducer.each_microbatch:
+            while others > 0:
+                nothing = tuple([_multiply_no_nan(p.astype(dtype), 0) for p, dtype in zip(self.optimizer.parameters, self.buffer_dtypes)])
+                taken, others = self._take(nothing, 0.0, 0.0)
+                if others > 0:
+                    ops.assign_add(self.mini_step, taken)
+                    self.close_if(self.due())
+            self._close(0.0)
+        else:
+            while others > 0:
+                others = self._close(0.0)
+        return self._windows() > windows  # from the state after the branches, which keeps them
 
     def reset(self) -> None:
         """Forget the open window: empty the buffers and `mini_step`; the counts of the past stay."""
@@ -255,20 +260,51 @@ class Accumulator:
         else:
             require_gradients(self._names, self._shapes, None)
 
-    def _store_finite(self, weighted_grads: Gradients, weight: Scalar) -> None:
+    def _take(self, weighted_grads: Gradients, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
+        """Add a microbatch of all ranks: whether it was taken (int32 0 or 1), and how many ranks had one (`present`: 1 of this one)."""
+        bad = 0.0
         if self.on_nonfinite == "skip_microbatch":
-            if all_finite(weighted_grads):
-                self._store(weighted_grads, weight)
+            bad = ops.logical_and(ops.logical_not(all_finite(weighted_grads)), weight != 0).astype(ms.float32)
+        gradients, (weight, bad, present) = self.reducer.microbatch(weighted_grads, (weight, bad, present))
+        if self.on_nonfinite == "skip_microbatch":
+            taken = (bad == 0).astype(ms.int32)
+            ops.assign_add(self.skipped, 1 - taken)
+            if ops.logical_and(taken > 0, weight != 0):
+                self._store(gradients, weight)
+            return taken, present
+        if weight != 0:
+            self._store(gradients, weight)
+        return Tensor(1, ms.int32), present
+
+    def _close(self, asked: float) -> Scalar:
+        """Close the window of all ranks if one of them asked for it or there is anything in it; how many ranks asked."""
+        header = (self.weight_sum, self.mini_step, asked)
+        gradients, (weight, microbatches, asked) = self.reducer.window(self.buffers, header)
+        if asked > 0 or microbatches > 0:
+            if self.on_nonfinite == "skip_window" or self.loss_scaler is not None:
+                self._update_finite(gradients, weight)
             else:
-                ops.assign_add(self.skipped, 1)
-        else:
-            self._store(weighted_grads, weight)
+                self._update(gradients, weight)
+        self.reset()
+        return asked
+
+    def _windows(self) -> Tensor:
+        return self.update_step + self.skipped if self.on_nonfinite != "skip_microbatch" else self.update_step + 0
 
     def _store(self, weighted_grads: Gradients, weight: Scalar) -> None:
         for buffer, gradient in zip(self.buffers, weighted_grads):
             _add_to(buffer, gradient.astype(buffer.dtype))
         if self.reduction == "mean":
             ops.assign_add(self.weight_sum, weight)
+
+    def _update_finite(self, gradients: Gradients, weight: Tensor) -> None:
+        finite = all_finite(gradients)
+        if finite:
+            self._update(gradients, weight)
+        else:
+            ops.assign_add(self.skipped, 1)
+        if self.loss_scaler is not None:
+            self.loss_scaler.adjust(finite)
 
     def _update(self, gradients: Gradients, weight: Tensor) -> None:
         factor = self._normaliser(weight)
@@ -283,13 +319,9 @@ class Accumulator:
 
     def _normaliser(self, weight: Tensor) -> Scalar:
         if self.reduction == "sum":
-            return 1.0
+            return 1.0 / self.reducer.ranks
         # A window without weight (every token masked) has the gradient 0, not 0/0.
         return 1.0 / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
-
-
-def _on_one_device(gradients: Gradients, weight: Tensor) -> tuple[Gradients, Tensor]:
-    return gradients, weight
 
 
 def _add_to(buffer: Parameter, gradient: Tensor) -> None:
@@ -298,10 +330,6 @@ def _add_to(buffer: Parameter, gradient: Tensor) -> None:
         ops.assign(buffer, buffer + gradient)
     else:
         ops.assign_add(buffer, gradient)
-
-
-def _state(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parameter:
-    return Parameter(initializer("zeros", shape, dtype), name=name, requires_grad=False)
 
 
 def _optimizer_parameters(optimizer: object) -> tuple[Parameter, ...]:
@@ -344,12 +372,10 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
     return value
 
 
-def _checked_reducer(reducer: object) -> Callable:
-    if reducer is None:
-        return _on_one_device
-    if not callable(reducer):
-        raise TypeError(f"reducer is of type {type(reducer).__name__}, expected a function (gradients, weight) -> "
-                        "(gradients, weight), or None for one device")
+def _checked_reducer(reducer: object) -> DataParallel:
+    if not isinstance(reducer, DataParallel):
+        raise TypeError(f"reducer is of type {type(reducer).__name__}, expected a DataParallel, or None for one device; "
+                        "give e.g. DataParallel()")
     return reducer
 
 

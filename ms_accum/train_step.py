@@ -74,6 +74,10 @@ def make_train_step(
     micro_size = _checked_micro_size(micro_size)
     if strategy not in _STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(map(repr, _STRATEGIES))}")
+    if micro_size > 1 and acc.reducer.each_microbatch:
+        raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", or '
+                         'on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give sync="window" and '
+                         '"skip_window", or micro_size=1 and smaller batches')
     if loss_scaler is not None:
         acc.unscale_by(loss_scaler)
     elif acc.loss_scaler is not None:
@@ -193,7 +197,7 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
         weight = as_weight(samples if weight_fn is None else weight_fn(*piece))
         (weighted, loss, aux), gradients = grad_fn(weight, *piece)
         if not early:
-            gradients = tuple([scaled(g, weight, buffer.dtype) for g, buffer in zip(gradients, acc.buffers)])
+            gradients = tuple([scaled(g, weight, dtype) for g, dtype in zip(gradients, acc.buffer_dtypes)])
         return ops.depend(loss, weighted).astype(ms.float32), weight, acc.take(gradients, weight), aux
 
     # Below, `depend` uses what take returns and nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".

@@ -46,6 +46,10 @@ class Window:
         else:
             self.stages = ((0, _length(accumulate_step, "accumulate_step")),)
 
+    def describe(self) -> str:
+        """The same text for the same lengths; of a function, no more than its name can be told."""
+        return repr(self.stages) if self.schedule is None else getattr(self.schedule, "__qualname__", "a callable")
+
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Microbatches in the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
         if self.schedule is not None:

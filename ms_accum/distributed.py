@@ -1,0 +1,387 @@
+"""Reducers: how the gradients of several ranks become one. A single device is the plain case.
+
+    rank 0:  add, add, ... ─┐
+    rank 1:  add, add, ... ─┼─ one exchange for each window ─► the same update on every rank       sync="window"
+    rank 2:  add, add, ... ─┘
+
+An exchange carries the gradients in few large buckets, and a header of three numbers that tells what the ranks have in common: the
+weight, how many microbatches there are, and who still has data. A rank that has run out takes part with zeros until all have.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from typing import Union
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+from mindspore.common.initializer import initializer
+from mindspore.communication import GlobalComm, get_group_size, get_rank
+
+from .gradients import Gradients, Scalar
+
+_SYNC = ("window", "microbatch")
+_MEBIBYTE = 2**20
+Header = tuple[Scalar, Scalar, Scalar]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is accumulated: the optimizer's parameters, and the dtypes of their buffers.
+
+    Attributes:
+        parameters: The optimizer's parameters.
+        dtypes: Of the buffers, one for each parameter.
+        flags: Whether ranks have to agree about each microbatch (`on_nonfinite="skip_microbatch"`).
+        settings: What has to be the same on every rank, by name, as text.
+    """
+
+    parameters: tuple[Parameter, ...]
+    dtypes: tuple[ms.Type, ...]
+    flags: bool
+    settings: dict[str, str]
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Every rank trains on its own part of the batch, and all make the same update. Given as `Accumulator(reducer=DataParallel())`.
+
+    Start the script with `msrun` and call `mindspore.communication.init()` first. Without that, or with one rank, the same script
+    accumulates on one device.
+
+    With `reduction="mean"`, the sum of the gradients of all ranks is divided by the weights of all ranks, so that they may hold
+    different numbers of samples or tokens; with "sum", it is averaged over the ranks, as PyTorch's DistributedDataParallel does.
+    Ranks may have different numbers of microbatches: `flush` waits for the others, and takes part in their exchanges with weight 0
+    until every rank has called it. So each rank has to call it, at the end of an epoch.
+
+    Args:
+        sync: "window": one exchange for each window, when it closes (what `no_sync` of PyTorch's DDP and of Colossal-AI's booster
+            are for); `add` does not communicate, but for one flag with `on_nonfinite="skip_microbatch"`, which every rank has to
+            decide alike. "microbatch": each microbatch is exchanged (as with Colossal-AI's Gemini).
+        shard: With `sync="microbatch"`: each rank keeps 1/n of the accumulated gradients (ZeRO-2). They are gathered when a window
+            closes, so the optimizer and its state stay whole; see README for sharding those. Where the backend has no
+            ReduceScatter (CPU), an AllReduce of which each rank keeps its part: the same memory, twice the traffic.
+        broadcast: Whether parameters are copied from rank 0 at the start. If False, they have to be the same already.
+        bucket_mib: Mebibytes of gradients in one collective.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument is out of range, `shard` comes with `sync="window"` (the gradients of a rank are whole until they
+            are exchanged), or, when the Accumulator is made, ranks hold different parameters or settings.
+    """
+
+    sync: str = "window"
+    shard: bool = False
+    broadcast: bool = True
+    bucket_mib: float = 32
+
+    def __post_init__(self) -> None:
+        if self.sync not in _SYNC:
+            raise ValueError(f"sync is {self.sync!r}, expected one of {', '.join(map(repr, _SYNC))}")
+        for name in ("shard", "broadcast"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}, expected True or False")
+        if self.shard and self.sync == "window":
+            raise ValueError('shard=True with sync="window": until they are exchanged, the gradients of a rank are whole; '
+                             'give sync="microbatch"')
+        if isinstance(self.bucket_mib, bool) or not isinstance(self.bucket_mib, (int, float)):
+            raise TypeError(f"bucket_mib is {self.bucket_mib!r}, expected a number of mebibytes > 0")
+        if not self.bucket_mib > 0:
+            raise ValueError(f"bucket_mib is {self.bucket_mib}, expected a number of mebibytes > 0")
+
+    def bind(self, layout: Layout) -> Reducer:
+        """The reducer of one accumulator. Raises ValueError if ranks are not alike."""
+        ranks = world_size()
+        if ranks == 1:
+            return OneDevice(layout)
+        settings = {**layout.settings, "DataParallel": f"{self.sync} {self.shard} {self.bucket_mib}"}
+        facts = {"parameters (names, shapes, dtypes)": _describe(layout), **settings}
+        require_alike(facts, "give every rank the same network and arguments")
+        if self.broadcast:
+            broadcast_parameters(layout.parameters)
+        else:
+            require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in layout.parameters},
+                          "give every rank the same seed, or broadcast=True")
+        buckets = Buckets(layout, int(self.bucket_mib * _MEBIBYTE), ranks)
+        if self.shard:
+            return ShardedSync(layout, buckets, ranks)
+        return MicrobatchSync(layout, buckets, ranks) if self.sync == "microbatch" else WindowSync(layout, buckets, ranks)
+
+
+# --- reducers: what an accumulator asks at each microbatch and when a window closes ---------------------------------------
+
+
+@ms.jit_class
+class OneDevice:
+    """Nobody to exchange with.
+
+    Every reducer has these methods and attributes.
+
+    Attributes:
+        ranks: How many there are.
+        each_microbatch: Whether ranks exchange something at each microbatch.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.ranks = 1
+        self.each_microbatch = False
+        self.layout = layout
+
+    def new_buffers(self, prefix: str) -> list[Parameter]:
+        """Empty buffers for accumulated gradients."""
+        return _whole_buffers(self.layout, prefix)
+
+    def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """What to add to the buffers. Header: weight, whether this is to be skipped (0 or more), whether any rank has data (0 or more)."""
+        return gradients, header
+
+    def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """The whole gradients of a window. Header: weight, microbatches, whether any rank asks for an update (0 or more)."""
+        return buffers, header
+
+
+@ms.jit_class
+class WindowSync:
+    """One exchange for each window; see `OneDevice` for the methods."""
+
+    def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
+        self.ranks = ranks
+        self.each_microbatch = layout.flags
+        self.layout = layout
+        self.buckets = buckets
+
+    def new_buffers(self, prefix: str) -> list[Parameter]:
+        return _whole_buffers(self.layout, prefix)
+
+    def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        if self.each_microbatch:
+            flags = self.buckets.sum_header(header)
+            header = (header[0], flags[1], flags[2])
+        return gradients, header
+
+    def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
+        return self.buckets.all_reduce(buffers, header)
+
+
+@ms.jit_class
+class MicrobatchSync:
+    """One exchange for each microbatch; see `OneDevice` for the methods."""
+
+    def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
+        self.ranks = ranks
+        self.each_microbatch = True
+        self.layout = layout
+        self.buckets = buckets
+
+    def new_buffers(self, prefix: str) -> list[Parameter]:
+        return _whole_buffers(self.layout, prefix)
+
+    def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        return self.buckets.all_reduce(_counted(gradients, header[0]), header)
+
+    def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
+        return buffers, header
+
+
+@ms.jit_class
+class ShardedSync:
+    """One exchange for each microbatch, of which a rank keeps its part, and one more when a window closes; methods: `OneDevice`."""
+
+    def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
+        self.ranks = ranks
+        self.each_microbatch = True
+        self.buckets = buckets
+
+    def new_buffers(self, prefix: str) -> list[Parameter]:
+        return [empty_parameter(f"{prefix}.shard{i}", (length // self.ranks,), dtype)
+                for i, (length, dtype) in enumerate(zip(self.buckets.lengths, self.buckets.bucket_dtypes))]
+
+    def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        return self.buckets.reduce_scatter(_counted(gradients, header[0]), header)
+
+    def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
+        return self.buckets.all_gather(buffers), header
+
+
+Reducer = Union[OneDevice, WindowSync, MicrobatchSync, ShardedSync]
+
+
+def _whole_buffers(layout: Layout, prefix: str) -> list[Parameter]:
+    return [empty_parameter(f"{prefix}.{p.name}", p.shape, dtype) for p, dtype in zip(layout.parameters, layout.dtypes)]
+
+
+def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parameter:
+    """Zeros that are state, and not trained."""
+    return Parameter(initializer("zeros", shape, dtype), name=name, requires_grad=False)
+
+
+def _counted(gradients: Gradients, weight: Scalar) -> Gradients:
+    """The gradients; zero for a weight of 0, be they NaN as those of a mean over no unmasked token are."""
+    if not isinstance(weight, Tensor):
+        return gradients
+    return tuple([ops.where(weight != 0, g, ops.zeros((), g.dtype)) for g in gradients])
+
+
+# --- buckets: gradients on their way through collectives ------------------------------------------------------------------
+
+
+@ms.jit_class
+class Buckets:
+    """Gradients of one dtype one after another, so that few large collectives carry many parameters.
+
+    Attributes:
+        members: Indices of the parameters in each bucket.
+        lengths: Elements in each bucket, padded to a multiple of the ranks.
+        bucket_dtypes: dtype of each.
+    """
+
+    def __init__(self, layout: Layout, size: int, ranks: int) -> None:
+        self.ranks = ranks
+        self.shapes = tuple(tuple(p.shape) for p in layout.parameters)
+        self.dtypes = layout.dtypes
+        self.sizes = tuple(prod(shape) for shape in self.shapes)
+        self.members = _filled(self.sizes, layout.dtypes, size)
+        places = [i for members in self.members for i in members]
+        self.order = tuple(places.index(i) for i in range(len(places)))
+        self.bucket_dtypes = tuple(layout.dtypes[members[0]] for members in self.members)
+        self.carries_header = self.bucket_dtypes[0] == ms.float32
+        self.totals = tuple(sum(self.sizes[i] for i in members) for members in self.members)
+        self.lengths = tuple(-(-total // ranks) * ranks for total in self.totals)
+        self.padding = tuple(length - total for length, total in zip(self.lengths, self.totals))
+        self.rank = get_rank()
+        self.scatters = ms.get_context("device_target") != "CPU"
+        self.sum = ops.AllReduce()
+        self.gather = ops.AllGather()
+        self.scatter = ops.ReduceScatter() if self.scatters else None
+
+    # Each collective waits for the one before: left to themselves, those of one graph may start in another order on another rank.
+
+    def all_reduce(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """The sums over all ranks. The header travels behind the first bucket, if that is of float32."""
+        if self.carries_header:
+            first = self.members[0]
+            sums = self.sum(ops.concat((self._flat(gradients, first, 0), _as_tensor(header))))
+            header = _as_header(sums[self.totals[0]:])
+            summed = self._split(sums, first)
+            others = self.members[1:]
+        else:
+            sums = self.sum(_as_tensor(header))
+            header = _as_header(sums)
+            summed = ()
+            others = self.members
+        for members in others:
+            sums = self.sum(ops.depend(self._flat(gradients, members, 0), sums))
+            summed = (*summed, *self._split(sums, members))
+        return tuple([summed[i] for i in self.order]), header
+
+    def reduce_scatter(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """This rank's part of the sums over all ranks, one flat Tensor for each bucket; the sums of the header."""
+        sums = self.sum(_as_tensor(header))
+        header = _as_header(sums)
+        parts = ()
+        for members, length, padding in zip(self.members, self.lengths, self.padding):
+            flat = ops.depend(self._flat(gradients, members, padding), sums)
+            if self.scatters:
+                sums = self.scatter(flat)
+                part = sums
+            else:
+                share = length // self.ranks
+                sums = self.sum(flat)
+                part = sums[self.rank * share:(self.rank + 1) * share]
+            parts = (*parts, part)
+        return parts, header
+
+    def all_gather(self, parts: Gradients) -> Gradients:
+        """Whole gradients from the parts of all ranks."""
+        gathered = ()
+        whole = parts[0]
+        for members, part in zip(self.members, parts):
+            whole = self.gather(ops.depend(part, whole))
+            gathered = (*gathered, *self._split(whole, members))
+        return tuple([gathered[i] for i in self.order])
+
+    def sum_header(self, header: Header) -> Header:
+        """The sums over all ranks of a header alone."""
+        return _as_header(self.sum(_as_tensor(header)))
+
+    def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
+        parts = [gradients[i].reshape(-1).astype(self.dtypes[i]) for i in members]
+        if padding:
+            parts.append(ops.zeros(padding, self.dtypes[members[0]]))
+        return ops.concat(tuple(parts))
+
+    def _split(self, flat: Tensor, members: tuple[int, ...]) -> Gradients:
+        gradients = ()
+        start = 0
+        for i in members:
+            gradients = (*gradients, flat[start:start + self.sizes[i]].reshape(self.shapes[i]))
+            start += self.sizes[i]
+        return gradients
+
+
+def _filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Indices of the parameters in each bucket of at most `limit` bytes (a larger parameter has its own); float32 first."""
+    buckets: list[list[int]] = []
+    for dtype in sorted(set(dtypes), key=lambda dtype: (dtype != ms.float32, str(dtype))):
+        itemsize = np.dtype(ms.dtype_to_nptype(dtype)).itemsize
+        room = 0
+        for i in (i for i, other in enumerate(dtypes) if other == dtype):
+            if not buckets or room < sizes[i] * itemsize or dtypes[buckets[-1][0]] != dtype:
+                buckets.append([])
+                room = limit
+            buckets[-1].append(i)
+            room -= sizes[i] * itemsize
+    return tuple(map(tuple, buckets))
+
+
+def _as_tensor(header: Header) -> Tensor:
+    return ops.concat(tuple([_element(value) for value in header]))
+
+
+def _element(value: Scalar) -> Tensor:
+    return value.reshape(1).astype(ms.float32) if isinstance(value, Tensor) else Tensor([value], ms.float32)
+
+
+def _as_header(sums: Tensor) -> Header:
+    return sums[0], sums[1], sums[2]
+
+
+# --- the start: are all ranks alike? -------------------------------------------------------------------------------------
+
+
+def world_size() -> int:
+    """Ranks in this run; 1 if `mindspore.communication.init()` was not called."""
+    return get_group_size() if GlobalComm.INITED else 1
+
+
+def require_alike(facts: dict[str, Union[str, bytes]], remedy: str) -> None:
+    """Raise ValueError on every rank if the facts are not the same on all of them, naming those that differ."""
+    rows = _gathered(np.array([_digest(fact) for fact in facts.values()], np.int32))
+    differs = rows != rows[0]
+    if differs.any():
+        what = ", ".join(name for name, column in zip(facts, differs.T) if column.any())
+        others = ", ".join(str(rank) for rank, row in enumerate(differs) if row.any())
+        raise ValueError(f"rank {others} and rank 0 differ in {what}; {remedy}")
+
+
+def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
+    """Give every rank the values of rank 0."""
+    broadcast = ops.Broadcast(0)
+    for parameter in parameters:
+        parameter.set_data(broadcast((parameter.value(),))[0])
+
+
+def _gathered(numbers: np.ndarray) -> np.ndarray:
+    """The int32 vectors of all ranks, one in each row."""
+    return ops.AllGather()(Tensor(numbers)).asnumpy().reshape(world_size(), -1)
+
+
+def _digest(fact: Union[str, bytes]) -> int:
+    data = fact if isinstance(fact, bytes) else fact.encode()
+    return int.from_bytes(sha256(data).digest()[:4], "little", signed=True)
+
+
+def _describe(layout: Layout) -> str:
+    return repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype)) for p, dtype in zip(layout.parameters, layout.dtypes)])

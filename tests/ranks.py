@@ -1,0 +1,222 @@
+"""What each rank of a test run does; started by msrun from test_distributed.py: `ranks.py FOLDER SCENARIO...`.
+
+Each scenario leaves arrays; they end up in FOLDER/rank<r>.npz, named "<scenario>/<array>".
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from conftest import MLP, values
+from mindspore import Tensor, amp, nn
+from mindspore.communication import get_group_size, get_rank, init
+
+from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step
+
+N = 2
+SYNCS = {
+    "window": DataParallel(bucket_mib=1e-4),  # 100 bytes: three buckets for four parameters
+    "microbatch": DataParallel(sync="microbatch"),
+    "shard": DataParallel(sync="microbatch", shard=True, bucket_mib=1e-4),
+}
+OPTIMIZERS = {
+    "SGD": lambda parameters: nn.SGD(parameters, 0.1),
+    "Momentum": lambda parameters: nn.Momentum(parameters, 0.1, 0.9),
+    "Adam": lambda parameters: nn.Adam(parameters, 0.01),
+}
+SIZES = {  # samples in the microbatches of rank r
+    "equal": lambda r: [4] * 5,
+    "unequal": lambda r: [3 + r, 4, 5 - r % 2, 2, 1 + r],
+    "uneven": lambda r: [3 + r, 4, 2, 5, 3][:5 - 2 * (r % 2)],  # ranks 1 and 3 run out of data two microbatches early
+}
+
+
+def microbatches(sizes, rank):
+    """[(x float64 (n, 6), y int (n,))] of a rank."""
+    rng = np.random.default_rng(100 + rank)
+    return [(rng.normal(size=(n, 6)), rng.integers(0, 3, n)) for n in SIZES[sizes](rank)]
+
+
+def mean_loss(network):
+    loss_fn = nn.CrossEntropyLoss()
+
+    def forward_fn(x, y):
+        return loss_fn(network(x), y)
+    return forward_fn
+
+
+def tensors(x, y):
+    return Tensor(x, ms.float32), Tensor(y, ms.int32)
+
+
+def train(acc, train_step, batches):
+    losses = [float(train_step(*tensors(x, y))) for x, y in batches]
+    train_step.flush()
+    return losses, [int(acc.update_step), int(acc.mini_step), int(acc.skipped)]
+
+
+def matrix(rank, ranks, sync, sizes, optimizer, strategy="fused", clip_norm=0.5):
+    """Train on this rank's part; each rank starts from weights of its own, which rank 0's replace."""
+    network = MLP(seed=rank)
+    acc = Accumulator(OPTIMIZERS[optimizer](network.trainable_params()), N, clip_norm, reduction="mean", reducer=SYNCS[sync])
+    train_step = make_train_step(mean_loss(network), acc, strategy=strategy)
+    losses, counters = train(acc, train_step, microbatches(sizes, rank))
+    return {"losses": losses, "counters": counters, "grad_norm": float(acc.grad_norm), "buffers": sum(b.nbytes for b in acc.buffers),
+            **{f"parameter{i}": value for i, value in enumerate(values(network.trainable_params()))}}
+
+
+def summed(rank, ranks, sync):
+    """reduction="sum", driven by hand."""
+    network = MLP(seed=0)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), N, reducer=SYNCS[sync])
+    forward_fn = mean_loss(network)
+
+    def divided(x, y):
+        return forward_fn(x, y) / N
+
+    grad_fn = ms.value_and_grad(divided, None, acc.optimizer.parameters)
+
+    @ms.jit
+    def train_step(x, y):
+        loss, grads = grad_fn(x, y)
+        return loss, acc(grads)
+
+    for x, y in microbatches("equal", rank):
+        train_step(*tensors(x, y))
+    acc.flush()
+    return {f"parameter{i}": value for i, value in enumerate(values(network.trainable_params()))}
+
+
+def article(rank, ranks):
+    """Rank r takes the rows r::2 of the published 8 x 8 numbers; no division, as DDP averages."""
+    rows = np.array(json.loads((Path(__file__).parent / "article_rand8x8.json").read_text(encoding="utf-8"))["rows"], np.float32)
+    network = nn.Dense(8, 1, weight_init="ones", has_bias=False)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), 1, reducer=DataParallel())
+    return {"weights": train_article(network, acc, [rows[rank::ranks]])}
+
+
+def train_article(network, acc, microbatches, divisor=1):
+    """2 epochs; loss: the sum of the outputs, divided."""
+    def forward_fn(x):
+        return network(x).sum() / divisor
+
+    grad_fn = ms.value_and_grad(forward_fn, None, acc.optimizer.parameters)
+
+    @ms.jit
+    def train_step(x):
+        loss, grads = grad_fn(x)
+        return loss, acc(grads)
+
+    for _ in range(2):
+        for x in microbatches:
+            train_step(Tensor(x))
+    return network.weight.asnumpy().reshape(-1)
+
+
+def unchanged_between_boundaries(rank, ranks):
+    """Colossal-AI's check: the first ten elements after each of 8 microbatches, N = 4."""
+    network = MLP(seed=0)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 4, reduction="mean", reducer=DataParallel())
+    train_step = make_train_step(mean_loss(network), acc)
+    seen = [network.first.weight.asnumpy().reshape(-1)[:10].copy()]
+    for x, y in microbatches("equal", rank) + microbatches("unequal", rank)[:3]:
+        train_step(*tensors(x, y))
+        seen.append(network.first.weight.asnumpy().reshape(-1)[:10].copy())
+    return {"seen": np.array(seen)}
+
+
+def nonfinite(rank, ranks, sync, on_nonfinite):
+    """One rank's second microbatch holds a NaN."""
+    network = MLP(seed=0)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), N, 0.5, reduction="mean", on_nonfinite=on_nonfinite, reducer=SYNCS[sync])
+    train_step = make_train_step(mean_loss(network), acc)
+    batches = [(x.copy(), y) for x, y in microbatches("uneven", rank)]
+    if rank == 1:
+        batches[1][0][0, 0] = np.nan
+    _, counters = train(acc, train_step, batches)
+    return {"counters": counters, **{f"parameter{i}": value for i, value in enumerate(values(network.trainable_params()))}}
+
+
+def overflow(rank, ranks):
+    """A loss scaler, and an overflow on one rank: the same scale on all of them afterwards."""
+    network = MLP(seed=0)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), N, reduction="mean", reducer=DataParallel())
+    scaler = amp.DynamicLossScaler(1024, 2, 1000)
+    train_step = make_train_step(mean_loss(network), acc, loss_scaler=scaler)
+    batches = [(x.copy(), y) for x, y in microbatches("equal", rank)]
+    if rank == 0:
+        batches[0][0][0, 0] = np.inf
+    _, counters = train(acc, train_step, batches)
+    return {"scale": float(scaler.scale_value), "counters": counters, "finite": np.isfinite(network.first.weight.asnumpy()).all()}
+
+
+def traffic(rank, ranks, sync, accumulate_step=8):
+    """Collectives and bytes of 16 microbatches, counted op by op."""
+    network = MLP(seed=0)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), accumulate_step, reduction="mean", reducer=DataParallel(sync=sync))
+    buckets = acc.reducer.buckets
+    sent = []
+    all_reduce = buckets.sum
+
+    def counted(x):
+        sent.append(x.nbytes)
+        return all_reduce(x)
+
+    buckets.sum = counted
+    train_step = make_train_step(mean_loss(network), acc)
+    jit, os.environ["MS_JIT"] = os.environ.get("MS_JIT", "1"), "0"
+    try:
+        for x, y in microbatches("equal", rank)[:4] * 4:
+            train_step(*tensors(x, y))
+    finally:
+        os.environ["MS_JIT"] = jit
+    return {"collectives": len(sent), "bytes": sum(sent), "parameters": sum(p.nbytes for p in network.trainable_params())}
+
+
+def refusals(rank, ranks):
+    """What every rank says where they are not alike."""
+    said = []
+    for accumulate_step, seed, reducer in ((2 + rank, 0, DataParallel()), (2, rank, DataParallel(broadcast=False)),
+                                           (2, 0, DataParallel(broadcast=False))):
+        network = MLP(hidden=5, seed=seed)
+        try:
+            Accumulator(nn.SGD(network.trainable_params(), 0.1), accumulate_step, reduction="mean", reducer=reducer)
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    acc = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="mean", reducer=DataParallel(sync="microbatch"))
+    try:
+        make_train_step(mean_loss(MLP()), acc, micro_size=2)
+    except ValueError as error:
+        said.append(str(error))
+    return {"said": np.array(said)}
+
+
+SCENARIOS = {function.__name__: function for function in (
+    matrix, summed, article, unchanged_between_boundaries, nonfinite, overflow, traffic, refusals)}
+
+
+def main(folder, *scenarios):
+    avoid_busy_waiting()
+    ms.set_device("CPU")
+    init()
+    rank, ranks = get_rank(), get_group_size()
+    arrays = {}
+    for scenario in scenarios:
+        name, *arguments = scenario.split(":")
+        mode = arguments.pop() if arguments and arguments[-1] in ("graph", "pynative") else "jit"
+        os.environ["MS_JIT"] = "0" if mode == "pynative" else "1"
+        ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+        for key, value in SCENARIOS[name](rank, ranks, *arguments).items():
+            arrays[f"{scenario}/{key}"] = np.array(value)
+        print(f"rank {rank}: {scenario}", flush=True)
+    np.savez(Path(folder) / f"rank{rank}.npz", **arrays)
+    # A rank that ends while another still communicates makes it fail.
+    acc_end = Accumulator(nn.SGD(nn.Dense(1, 1).trainable_params(), 0.1), 1, reducer=DataParallel())
+    assert int(acc_end.mini_step) == 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,314 @@
+"""DataParallel in real processes, started by msrun: 2 and 4 ranks against NumPy on the undivided batch, traffic, refusals, a killed rank."""
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks as workers
+import reference
+from conftest import MLP, difference, values
+from mindspore import nn
+
+from ms_accum import Accumulator, DataParallel, make_train_step
+
+RANKS = Path(workers.__file__)
+ARTICLE = [0.9472, 0.9440, 0.9527, 0.9687, 0.9570, 0.9343, 0.9411, 0.9186]  # published
+
+pytestmark = pytest.mark.skipif(shutil.which("msrun", path=Path(sys.executable).parent) is None, reason="MindSpore without msrun")
+
+MATRIX = {
+    2: ["matrix:window:equal:Momentum", "matrix:window:unequal:Adam:split", "matrix:window:uneven:Momentum",
+        "matrix:microbatch:equal:SGD", "matrix:microbatch:unequal:Adam", "matrix:microbatch:uneven:Momentum:split",
+        "matrix:shard:equal:Momentum", "matrix:shard:unequal:SGD:split", "matrix:shard:uneven:Adam",
+        "matrix:window:uneven:Momentum:pynative", "matrix:microbatch:uneven:SGD:pynative", "matrix:shard:uneven:Adam:pynative",
+        "matrix:window:unequal:Momentum:graph", "matrix:shard:unequal:Momentum:graph"],
+    4: ["matrix:window:equal:SGD", "matrix:window:uneven:Adam", "matrix:microbatch:unequal:Momentum", "matrix:shard:uneven:Momentum"],
+}
+OTHERS = {
+    2: ["article", "refusals", "summed:window", "summed:shard", "traffic:window", "traffic:microbatch", "unchanged_between_boundaries",
+        "overflow", "nonfinite:window:skip_window", "nonfinite:window:skip_microbatch", "nonfinite:shard:skip_microbatch",
+        "nonfinite:microbatch:skip_window", "nonfinite:window:apply"],
+    4: ["nonfinite:window:skip_microbatch:pynative"],
+}
+
+
+def msrun(count, folder, *arguments, **options):
+    """`msrun` with `count` ranks in `folder`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [Path(sys.executable).parent / "msrun", f"--worker_num={count}", f"--local_worker_num={count}", f"--master_port={port}",
+               "--join=True", f"--log_dir={folder / 'logs'}", *arguments]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, text=True, start_new_session=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """`run(count)`: the arrays that every scenario of `count` ranks left, by rank; all of the session's processes share one run."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    def results(count):
+        folder = shared / f"ranks{count}"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "status").exists():
+                process = msrun(count, folder, RANKS, folder, *MATRIX[count], *OTHERS[count])
+                output, _ = process.communicate(timeout=400)
+                (folder / "status").write_text(f"{process.returncode}\n{output[-3000:]}", encoding="utf-8")
+        status = (folder / "status").read_text(encoding="utf-8")
+        assert status.startswith("0\n"), status
+        return [dict(np.load(folder / f"rank{rank}.npz")) for rank in range(count)]
+
+    return results
+
+
+def of(results, scenario):
+    """What a scenario left on each rank."""
+    found = [{key.rsplit("/", 1)[1]: value for key, value in arrays.items() if key.rsplit("/", 1)[0] == scenario} for arrays in results]
+    assert all(found), f"{scenario} left nothing"
+    return found
+
+
+def parameters(arrays):
+    return [arrays[f"parameter{i}"] for i in range(4)]
+
+
+def scenarios(kind):
+    return [(count, scenario) for count in (2, 4) for scenario in (*MATRIX[count], *OTHERS[count]) if scenario.startswith(kind)]
+
+
+def windows_of(sizes, count, skipped=()):
+    """The undivided batches: what all ranks have in each window, without microbatches (by index) that all of them skip."""
+    batches = [workers.microbatches(sizes, rank) for rank in range(count)]
+    kept = [i for i in range(max(map(len, batches))) if i not in skipped]
+    groups = [kept[i:i + workers.N] for i in range(0, len(kept), workers.N)]
+    pairs = [[batches[rank][i] for rank in range(count) for i in group if i < len(batches[rank])] for group in groups]
+    return [tuple(map(np.concatenate, zip(*window))) for window in pairs]
+
+
+ORACLES = {
+    "SGD": lambda: reference.SGD(0.1),
+    "Momentum": lambda: reference.SGD(0.1, 0.9),
+    "Adam": lambda: reference.Adam(0.01),
+}
+
+
+def undivided(windows, optimizer, clip_norm=0.5):
+    """The oracle: one process, each window as one batch."""
+    oracle = reference.Accumulation(values(MLP(seed=0).trainable_params()), ORACLES[optimizer](), 1, "mean", clip_norm)
+    for x, y in windows:
+        oracle(reference.loss_and_gradients(oracle.parameters, x, y)[1])
+    return oracle
+
+
+@pytest.mark.parametrize(("count", "scenario"), scenarios("matrix"))
+def test_ranks_train_as_one_process_on_the_undivided_batch(run, count, scenario):
+    """{window, microbatch, shard} x {equal, unequal weights, uneven numbers of microbatches} x short last window x clipping."""
+    _, sync, sizes, optimizer, *_ = scenario.split(":")
+    oracle = undivided(windows_of(sizes, count), optimizer)
+    results = of(run(count), scenario)
+    for rank, arrays in enumerate(results):
+        assert difference(parameters(arrays), oracle.parameters) <= (1e-5 if optimizer == "Adam" else 1e-6), f"rank {rank}"
+        assert arrays["counters"].tolist() == [3, 0, 0]
+        assert float(arrays["grad_norm"]) == pytest.approx(oracle.grad_norm, rel=1e-5)
+        for mine, others in zip(parameters(arrays), parameters(results[0])):
+            assert np.array_equal(mine, others), "ranks hold different parameters"
+
+
+def test_wrong_weights_are_seen():
+    """Negative control: ranks with unequal samples that all count the same are not the undivided batch."""
+    windows = windows_of("unequal", 2)
+    right = undivided(windows, "SGD")
+    wrong = undivided([(np.concatenate([x, x[:2]]), np.concatenate([y, y[:2]])) for x, y in windows], "SGD")
+    assert difference(wrong.parameters, right.parameters) > 1e-4
+
+
+@pytest.mark.parametrize("sync", ["window", "shard"])
+def test_sum_is_averaged_over_ranks(run, sync):
+    batches = [workers.microbatches("equal", rank) for rank in range(2)]
+    oracle = reference.Accumulation(values(MLP(seed=0).trainable_params()), reference.SGD(0.1), workers.N)
+    for pieces in zip(*batches):
+        gradients = [reference.loss_and_gradients(oracle.parameters, x, y)[1] for x, y in pieces]
+        oracle([sum(g) / 2 / workers.N for g in zip(*gradients)])
+    oracle.flush()
+    for arrays in of(run(2), f"summed:{sync}"):
+        assert difference(parameters(arrays), oracle.parameters) <= 1e-6
+
+
+def test_shards_are_a_part_of_the_buffers(run):
+    whole = sum(p.nbytes for p in MLP().trainable_params())
+    for count, scenario in scenarios("matrix"):
+        for arrays in of(run(count), scenario):
+            held = int(arrays["buffers"])
+            if ":shard:" in scenario:
+                assert whole / count <= held <= whole / count + 3 * 4  # padding: at most one element for each of three buckets
+            else:
+                assert held == whole
+
+
+# --- the published experiment, and Colossal-AI's check -------------------------------------------------------------------
+
+
+def test_article_in_two_processes(run):
+    for arrays in of(run(2), "article"):
+        assert [f"{w:.4f}" for w in arrays["weights"]] == [f"{w:.4f}" for w in ARTICLE]
+
+
+@pytest.mark.parametrize(("divisor", "same"), [(2, True), (1, False)])
+def test_article_in_one_process(divisor, same):
+    """Two microbatches, loss / 2; control: without the division the weights are others."""
+    rows = np.array(json.loads((RANKS.parent / "article_rand8x8.json").read_text(encoding="utf-8"))["rows"], np.float32)
+    network = nn.Dense(8, 1, weight_init="ones", has_bias=False)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), 2)
+    weights = workers.train_article(network, acc, [rows[0::2], rows[1::2]], divisor)
+    assert ([f"{w:.4f}" for w in weights] == [f"{w:.4f}" for w in ARTICLE]) == same
+
+
+def test_parameters_stand_still_between_boundaries(run):
+    for arrays in of(run(2), "unchanged_between_boundaries"):
+        seen = arrays["seen"]
+        assert seen.shape == (9, 10)
+        assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(8)] == [False, False, False, True] * 2
+
+
+# --- decisions are the same on every rank ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "scenario"), scenarios("nonfinite"))
+def test_one_ranks_nan_is_everybodys(run, count, scenario):
+    """Rank 1's second microbatch holds a NaN: all skip that microbatch, or all drop that window."""
+    _, _, on_nonfinite, *_ = scenario.split(":")
+    results = of(run(count), scenario)
+    if on_nonfinite == "apply":  # control: there is something to skip
+        assert all(np.isnan(p).any() for arrays in results for p in parameters(arrays))
+        return
+    windows = windows_of("uneven", count, skipped=(1,)) if on_nonfinite == "skip_microbatch" else windows_of("uneven", count)[1:]
+    oracle = undivided(windows, "SGD")
+    for arrays in results:
+        assert arrays["counters"].tolist() == [len(windows), 0, 1]
+        assert difference(parameters(arrays), oracle.parameters) <= 1e-6
+
+
+def test_one_ranks_overflow_halves_everybodys_scale(run):
+    for arrays in of(run(2), "overflow"):
+        assert float(arrays["scale"]) == 512
+        assert arrays["counters"].tolist() == [2, 0, 1]
+        assert arrays["finite"]
+
+
+# --- traffic -------------------------------------------------------------------------------------------------------------
+
+
+def test_traffic_of_a_window_is_that_of_one_microbatch(run):
+    """16 microbatches, N = 8, counted where the collectives are called: one bucket a window, the gradients and a header of 12 bytes."""
+    window, microbatch = (of(run(2), f"traffic:{sync}")[0] for sync in ("window", "microbatch"))
+    assert (int(window["collectives"]), int(microbatch["collectives"])) == (2, 16)
+    assert int(window["bytes"]) == 2 * (int(window["parameters"]) + 12)
+    assert int(window["bytes"]) * 8 == int(microbatch["bytes"])
+
+
+# --- refusals, and one rank ----------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_are_not_alike_are_refused(run):
+    for arrays in of(run(2), "refusals"):
+        schedule, seed, same, pieces = arrays["said"].tolist()
+        assert schedule == "rank 1 and rank 0 differ in accumulate_step; give every rank the same network and arguments"
+        assert seed.startswith("rank 1 and rank 0 differ in the values of first.weight, the values of first.bias, ")
+        assert seed.endswith("give every rank the same seed, or broadcast=True")
+        assert same == "accepted"
+        assert pieces.startswith("micro_size=2 with an accumulator whose ranks exchange each microbatch")
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), [
+    (ValueError, r"sync is 'epoch', expected one of 'window', 'microbatch'", {"sync": "epoch"}),
+    (TypeError, r"shard is 1, expected True or False", {"shard": 1}),
+    (TypeError, r"broadcast is None, expected True or False", {"broadcast": None}),
+    (ValueError, r"shard=True with sync=\"window\": .* give sync=\"microbatch\"", {"shard": True}),
+    (ValueError, r"bucket_mib is 0, expected a number of mebibytes > 0", {"bucket_mib": 0}),
+    (ValueError, r"bucket_mib is nan, expected", {"bucket_mib": float("nan")}),
+    (TypeError, r"bucket_mib is '1', expected", {"bucket_mib": "1"}),
+])
+def test_bad_arguments_are_refused(error, message, arguments):
+    with pytest.raises(error, match=message):
+        DataParallel(**arguments)
+
+
+@pytest.mark.parametrize("sync", workers.SYNCS)
+def test_without_other_ranks_it_accumulates_on_one(mode, sync):
+    """No process group: the same script, the same parameters to the bit as without a reducer."""
+    trained = []
+    for reducer in (None, workers.SYNCS[sync]):
+        network = MLP(seed=0)
+        acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, 0.5, reduction="mean", reducer=reducer)
+        train_step = make_train_step(workers.mean_loss(network), acc)
+        _, counters = workers.train(acc, train_step, workers.microbatches("unequal", 0))
+        assert counters == [3, 0, 0]
+        trained.append(values(network.trainable_params()))
+    assert all(np.array_equal(a, b) for a, b in zip(*trained))
+
+
+# --- a rank dies ---------------------------------------------------------------------------------------------------------
+
+DYING = """
+import os, signal, sys
+import mindspore as ms, numpy as np
+from mindspore import nn, Tensor
+from mindspore.communication import init, get_rank
+from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step
+avoid_busy_waiting()
+init()
+network = nn.Dense(4, 1)
+def forward_fn(x):
+    return network(x).mean()
+acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean", reducer=DataParallel())
+train_step = make_train_step(forward_fn, acc)
+for i in range(1000000):
+    train_step(Tensor(np.ones((2, 4)), ms.float32))
+    if i == 100:
+        print("training", flush=True)
+        if get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_rank_ends_the_run(tmp_path):
+    """With a message and a non-zero status, within the cluster's timeout, and nobody left behind."""
+    (tmp_path / "dying.py").write_text(DYING, encoding="utf-8")
+    start = time.monotonic()
+    process = msrun(2, tmp_path, tmp_path / "dying.py")
+    try:
+        output, _ = process.communicate(timeout=300)
+    finally:
+        alive = processes_of(process.pid)
+        if alive:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode not in (0, None)
+    assert "training" in (tmp_path / "logs" / "worker_1.log").read_text(encoding="utf-8")
+    assert any(word in output.lower() for word in ("exit", "fail", "error")), output
+    assert alive == [], f"{time.monotonic() - start:.0f} s"
+
+
+def processes_of(session):
+    """Processes of a session that are still there."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session:
+            found.append(int(stat.parent.name))
+    return found
