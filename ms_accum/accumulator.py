@@ -161,8 +161,8 @@ class Accumulator:
         Returns:
             Whether they were taken: int32 Tensor of shape `()`, 1 unless `on_nonfinite="skip_microbatch"` made it 0.
         """
-        taken, _ = self._take(weighted_grads, weight, 1.0)
-        return taken
+        taken, present = self._take(weighted_grads, weight, 1.0)
+        return ops.depend(taken, present)  # uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake"
 
     def due(self) -> Tensor:
         """Whether the open window holds all its microbatches: bool Tensor of shape `()`."""
@@ -204,10 +204,8 @@ class Accumulator:
             while others > 0:
                 nothing = tuple([_multiply_no_nan(p.astype(dtype), 0) for p, dtype in zip(self.optimizer.parameters, self.buffer_dtypes)])
                 taken, others = self._take(nothing, 0.0, 0.0)
-                if others > 0:
-                    ops.assign_add(self.mini_step, taken)
-                    self.close_if(self.due())
-            self._close(0.0)
+                ops.assign_add(self.mini_step, taken * (others > 0))
+                self.close_if(ops.logical_or(self.due(), ops.logical_and(others == 0, self.mini_step > 0)))
         else:
             while others > 0:
                 others = self._close(0.0)

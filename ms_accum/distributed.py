@@ -358,7 +358,7 @@ def world_size() -> int:
 
 def require_alike(facts: dict[str, Union[str, bytes]], remedy: str) -> None:
     """Raise ValueError on every rank if the facts are not the same on all of them, naming those that differ."""
-    rows = _gathered(np.array([_digest(fact) for fact in facts.values()], np.int32))
+    rows = gather(np.array([_digest(fact) for fact in facts.values()], np.int32))
     differs = rows != rows[0]
     if differs.any():
         what = ", ".join(name for name, column in zip(facts, differs.T) if column.any())
@@ -373,9 +373,10 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
         parameter.set_data(broadcast((parameter.value(),))[0])
 
 
-def _gathered(numbers: np.ndarray) -> np.ndarray:
-    """The int32 vectors of all ranks, one in each row."""
-    return ops.AllGather()(Tensor(numbers)).asnumpy().reshape(world_size(), -1)
+def gather(numbers: np.ndarray) -> np.ndarray:
+    """A row of numbers (1 axis, of the same length everywhere) from each rank: of shape `(ranks, length)`; returns when all are there."""
+    bits = np.ascontiguousarray(numbers).view(np.int32)
+    return ops.AllGather()(Tensor(bits)).asnumpy().reshape(world_size(), -1).view(numbers.dtype)
 
 
 def _digest(fact: Union[str, bytes]) -> int:

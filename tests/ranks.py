@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from time import perf_counter
 
 import mindspore as ms
 import numpy as np
@@ -14,6 +15,7 @@ from mindspore import Tensor, amp, nn
 from mindspore.communication import get_group_size, get_rank, init
 
 from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step
+from ms_accum.distributed import require_alike
 
 N = 2
 SYNCS = {
@@ -209,13 +211,12 @@ def main(folder, *scenarios):
         mode = arguments.pop() if arguments and arguments[-1] in ("graph", "pynative") else "jit"
         os.environ["MS_JIT"] = "0" if mode == "pynative" else "1"
         ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+        start = perf_counter()
         for key, value in SCENARIOS[name](rank, ranks, *arguments).items():
             arrays[f"{scenario}/{key}"] = np.array(value)
-        print(f"rank {rank}: {scenario}", flush=True)
+        print(f"rank {rank}: {scenario}  {perf_counter() - start:.1f} s", flush=True)
     np.savez(Path(folder) / f"rank{rank}.npz", **arrays)
-    # A rank that ends while another still communicates makes it fail.
-    acc_end = Accumulator(nn.SGD(nn.Dense(1, 1).trainable_params(), 0.1), 1, reducer=DataParallel())
-    assert int(acc_end.mini_step) == 0
+    require_alike({"end": ""}, "")  # a rank that ends while another still communicates makes it fail
 
 
 if __name__ == "__main__":

@@ -3,15 +3,17 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .settings import MODES, OPTIMIZERS, STRATEGIES, Settings
+from .settings import MODES, OPTIMIZERS, STRATEGIES, SYNCS, Settings
 
 if TYPE_CHECKING:
     from .data import Mnist
@@ -30,7 +32,8 @@ EXAMPLES = """\
 examples:
   ms-accum mnist                                 # the digits in the package, no network needed
   ms-accum mnist --data full --compare           # all of MNIST, against the undivided batch
-  ms-accum mnist --batch-size 16 --accumulate-step 4 --json run.json --plot run.png"""
+  ms-accum mnist --batch-size 16 --accumulate-step 4 --json run.json --plot run.png
+  msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks --tail_worker_log=0 python -m ms_accum mnist"""
 
 
 def add_parser(subcommands: argparse._SubParsersAction) -> None:
@@ -73,6 +76,11 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--micro-size", type=_count, default=Settings.micro_size, metavar="K",
                           help="pieces that each microbatch is cut into inside the compiled function; memory is that of one "
                                "piece (default: %(default)s)")
+    training.add_argument("--sync", choices=SYNCS, default=Settings.sync,
+                          help="with several ranks (see the examples): exchange gradients once a window or at each microbatch "
+                               "(default: %(default)s)")
+    training.add_argument("--shard", action="store_true",
+                          help="with several ranks and --sync microbatch: each keeps a part of the accumulated gradients")
     training.add_argument("--compare", action="store_true",
                           help="also train with each window as one undivided batch, from the same weights and on the same "
                                "order of digits, and print the largest difference between the parameters; both "
@@ -116,6 +124,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         settings = settings_of(options)
         require_outputs(options)
         use_device(options.device_target)
+        settings = join_ranks(settings)
         mnist = load(options.data)
         require_microbatch(settings, mnist)
     except FetchError as error:
@@ -124,15 +133,23 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(str(error))
     network, runs, figures = train_all(settings, mnist, options)
     try:
-        write_all(options, network, runs, figures)
+        if settings.rank == 0:
+            write_all(options, network, runs, figures)
     except OSError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
+    finally:
+        part_ranks(settings)
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """The settings that the options name. Raises ValueError if they contradict each other."""
     if options.optimizer == "adam" and options.momentum is not None:
         raise ValueError("argument --momentum: adam takes none; leave it out, or choose --optimizer sgd or momentum")
+    if options.shard and options.sync == "window":
+        raise ValueError("argument --shard: gradients of a rank are whole until they are exchanged; add --sync microbatch")
+    if options.micro_size > 1 and options.sync == "microbatch":
+        raise ValueError("argument --micro-size: ranks that exchange each microbatch cannot cut it; leave out --sync microbatch, "
+                         "or choose a smaller --batch-size")
     # No float64 on Ascend's matrix units.
     comparable = options.compare and options.device_target != "Ascend"
     return Settings(
@@ -147,6 +164,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         mode=options.mode,
         strategy=options.strategy,
         micro_size=options.micro_size,
+        sync=options.sync,
+        shard=options.shard,
         gradients="float64" if comparable else "float32",
     )
 
@@ -188,11 +207,33 @@ def use_device(target: str) -> None:
         logging.disable(logged)
 
 
+def join_ranks(settings: Settings) -> Settings:
+    """Under msrun, join the other ranks; the settings of this one. Only rank 0 goes on printing."""
+    if "MS_ROLE" not in os.environ:
+        return settings
+    from mindspore.communication import get_group_size, get_rank, init
+
+    init()
+    settings = replace(settings, ranks=get_group_size(), rank=get_rank())
+    if settings.rank > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    return settings
+
+
+def part_ranks(settings: Settings) -> None:
+    """Wait for all ranks: one that ends while another still communicates makes that one fail."""
+    if settings.ranks > 1:
+        from ms_accum.distributed import require_alike
+
+        require_alike({"the end of the run": ""}, "")
+
+
 def require_microbatch(settings: Settings, mnist: Mnist) -> None:
-    """Raise ValueError if there are too few digits for one microbatch."""
-    if settings.batch_size > len(mnist.train):
+    """Raise ValueError if there are too few digits for one microbatch on each rank."""
+    digits = len(mnist.train) // settings.ranks
+    if settings.batch_size > digits:
         raise ValueError(f"argument --batch-size: a microbatch of {settings.batch_size} digits cannot be filled from "
-                         f"{len(mnist.train)}; choose at most {len(mnist.train)}")
+                         f"{digits}; choose at most {digits}")
 
 
 def train_all(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> tuple[Network, dict[str, list[Epoch]], dict]:

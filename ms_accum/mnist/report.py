@@ -48,12 +48,15 @@ def header(settings: Settings, mnist: Mnist, source: str, device: str) -> str:
 
 def _cut(settings: Settings) -> str:
     cut = "" if settings.micro_size == 1 else f", each microbatch in {settings.micro_size:,} pieces"
-    return cut + ("" if settings.strategy == "fused" else f", strategy {settings.strategy}")
+    strategy = "" if settings.strategy == "fused" else f", strategy {settings.strategy}"
+    shards = " in shards" if settings.shard else ""
+    return cut + strategy + ("" if settings.ranks == 1 else f", gradients exchanged each {settings.sync}{shards}")
 
 
 def batch(settings: Settings) -> str:
     """The effective batch and how it is made up."""
-    return f"{settings.batch_size:,} x {settings.accumulate_step:,} = {settings.effective_batch:,} digits an update"
+    ranks = "" if settings.ranks == 1 else f" x {settings.ranks} ranks"
+    return f"{settings.batch_size:,} x {settings.accumulate_step:,}{ranks} = {settings.effective_batch:,} digits an update"
 
 
 def epoch_line(epoch: Epoch, settings: Settings) -> str:
@@ -83,6 +86,9 @@ def figures(settings: Settings, epochs: list[Epoch]) -> dict:
         "accumulate_step": settings.accumulate_step,
         "micro_size": settings.micro_size,
         "strategy": settings.strategy,
+        "ranks": settings.ranks,
+        "sync": settings.sync,
+        "shard": settings.shard,
         "effective_batch": settings.effective_batch,
         "epochs": [_without_curve(epoch) for epoch in epochs],
     }

@@ -7,6 +7,7 @@ from typing import Optional
 OPTIMIZERS = ("sgd", "momentum", "adam")
 MODES = ("graph", "pynative")
 STRATEGIES = ("fused", "split")
+SYNCS = ("window", "microbatch")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Settings:
         mode: "graph": jitted functions. "pynative": op by op.
         strategy: "fused" or "split"; see `make_train_step`.
         micro_size: Pieces that each microbatch is cut into inside the compiled function; see `make_train_step`.
+        ranks: Processes that train together, each on its own microbatches.
+        rank: Which of them this is.
+        sync: When ranks exchange gradients, "window" or "microbatch"; see `DataParallel`.
+        shard: Whether each rank keeps a part of the accumulated gradients; see `DataParallel`.
         gradients: "float32", or "float64" to compare two runs; see `step.Float64Optimizer`.
     """
 
@@ -39,13 +44,17 @@ class Settings:
     mode: str = "graph"
     strategy: str = "fused"
     micro_size: int = 1
+    ranks: int = 1
+    rank: int = 0
+    sync: str = "window"
+    shard: bool = False
     gradients: str = "float32"
 
     @property
     def effective_batch(self) -> int:
-        """Digits in a full window."""
-        return self.batch_size * self.accumulate_step
+        """Digits in a full window, of all ranks."""
+        return self.batch_size * self.accumulate_step * self.ranks
 
     def undivided(self) -> Settings:
-        """The same run with each window's digits as one batch."""
-        return replace(self, batch_size=self.effective_batch, accumulate_step=1, micro_size=1, strategy="fused")
+        """The same run with each window's digits as one batch, in one process."""
+        return replace(self, batch_size=self.effective_batch, accumulate_step=1, micro_size=1, strategy="fused", ranks=1, rank=0)
