@@ -7,6 +7,8 @@
                        reduce -> normalise -> clip -> optimizer -> reset
 """
 from .accumulator import Accumulator as Accumulator
+from .checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint import save_checkpoint as save_checkpoint
 from .distributed import DataParallel as DataParallel
 from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step

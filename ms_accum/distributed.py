@@ -120,12 +120,12 @@ class OneDevice:
     Every reducer has these methods and attributes.
 
     Attributes:
-        ranks: How many there are.
+        rank, ranks: Which one this is, of how many.
         each_microbatch: Whether ranks exchange something at each microbatch.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.ranks = 1
+        self.rank, self.ranks = 0, 1
         self.each_microbatch = False
         self.layout = layout
 
@@ -147,7 +147,7 @@ class WindowSync:
     """One exchange for each window; see `OneDevice` for the methods."""
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
-        self.ranks = ranks
+        self.rank, self.ranks = buckets.rank, ranks
         self.each_microbatch = layout.flags
         self.layout = layout
         self.buckets = buckets
@@ -170,7 +170,7 @@ class MicrobatchSync:
     """One exchange for each microbatch; see `OneDevice` for the methods."""
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
-        self.ranks = ranks
+        self.rank, self.ranks = buckets.rank, ranks
         self.each_microbatch = True
         self.layout = layout
         self.buckets = buckets
@@ -190,7 +190,7 @@ class ShardedSync:
     """One exchange for each microbatch, of which a rank keeps its part, and one more when a window closes; methods: `OneDevice`."""
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
-        self.ranks = ranks
+        self.rank, self.ranks = buckets.rank, ranks
         self.each_microbatch = True
         self.buckets = buckets
 

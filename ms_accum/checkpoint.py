@@ -1,0 +1,306 @@
+"""Checkpoints: everything that training in the middle of a window consists of, whole or not at all.
+
+A checkpoint is a file in one of MindSpore's own formats. The network's parameters have their own names in it, so that
+`mindspore.load_checkpoint` reads them; beside them are "optimizer:<name>" and "accumulator:<name>", and "ms_accum", which holds what
+they are, as JSON, and the SHA-256 of the file. With several ranks each has a file, and rank 0's names the generation of the others'.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Optional, Union
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from .accumulator import Accumulator
+from .distributed import gather
+
+SUFFIXES = (".ckpt", ".safetensors")
+_ABOUT = "ms_accum"
+_VERSION = 1
+_MARK = b'{"ms_accum checkpoint, sha256": "'
+_DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
+_BLANK = _MARK + b"0" * 64
+_INSTANCE = re.compile(r"^accumulator\d+\.")
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be resumed from. Nothing was loaded."""
+
+
+def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumulator, *, extra: Any = None) -> None:
+    """Save all state, also in the middle of a window, so that `load_checkpoint` goes on bit-identically.
+
+    Saved are the parameters of the network, the optimizer's state (moments, update count, a learning rate that is a Parameter), the
+    accumulator's buffers, weights and counters, its loss scaler, and `extra`. Not saved is MindSpore's random state: give random
+    layers a seed that follows from `extra` (the epoch, the position in the data).
+
+    The file is written beside `path`, flushed to the disk and renamed: whoever is killed at any moment leaves the old file or the
+    new one, whole. (`mindspore.save_checkpoint` removes the old file first.) With several ranks every rank has to call it, with
+    the same path; theirs are `<stem>.rank<r>of<n>-<generation><suffix>`, and rank 0's renaming makes all of them valid at once.
+
+    Args:
+        path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
+        network: The network whose parameters the optimizer updates.
+        acc: Its accumulator.
+        extra: Whatever JSON can hold: epoch, position in the data, seed. NaN and infinity are kept.
+
+    Raises:
+        TypeError: If `extra` cannot be written as JSON, or comes back from it as something else (tuples, keys that are no str).
+        ValueError: If the suffix is another one, or a parameter of the network is called like an entry of the file.
+        OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
+    """
+    path = _checked_path(path)
+    text = _as_json(extra)
+    entries = _entries(network, acc)
+    ranks = acc.reducer.ranks
+    if ranks == 1:
+        _write(path, entries, _about(acc, entries, text, 0, ""))
+        return
+    rank = acc.reducer.rank
+    generation = _generation_of_rank_0(token_hex(8))
+    mine = _of_rank(path, rank, ranks, generation)
+    part = path.with_name(f".{path.name}.{generation}") if rank == 0 else mine
+    _together(lambda: _write(part, entries, _about(acc, entries, text, rank, generation), suffix=path.suffix))
+    _together(lambda: _rename(part, path) if rank == 0 else None)
+    if rank > 0:
+        for old in path.parent.glob(_of_rank(path, rank, ranks, "*").name):
+            if old != mine:
+                old.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumulator) -> Any:
+    """Load what `save_checkpoint` saved, into a network and an accumulator that were built like those that were saved.
+
+    Everything is checked before anything is loaded. Nothing in the file is executed.
+
+    Args:
+        path, network, acc: As in `save_checkpoint`.
+
+    Returns:
+        `extra`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network, optimizer,
+            `accumulate_step`, `reduction`, `on_nonfinite`, or number of ranks; it names the entry. With several ranks, on all of them.
+    """
+    path = _checked_path(path)
+    ranks = acc.reducer.ranks
+    if ranks == 1:
+        loaded, about = _read_checked(path, network, acc, 0)
+    else:
+        rank = acc.reducer.rank
+        generation = _generation_of_rank_0(_together(lambda: _generation(path, acc) if rank == 0 else ""))
+        mine = path if rank == 0 else _of_rank(path, rank, ranks, generation)
+        loaded, about = _together(lambda: _read_checked(mine, network, acc, rank))
+    for name, parameter in _entries(network, acc).items():
+        parameter.set_data(loaded[name])
+    return about["extra"]
+
+
+# --- what is in a checkpoint -----------------------------------------------------------------------------------------------
+
+
+def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:
+    """All state by its name in the file."""
+    entries = {p.name: p for p in network.get_parameters()}
+    known = {id(p) for p in entries.values()}
+    if len(entries) < len(list(network.get_parameters())):
+        raise ValueError("two parameters of the network have the same name; build its layers as attributes of one Cell")
+    state = acc.optimizer.get_parameters() if isinstance(acc.optimizer, nn.Cell) else ()
+    for kind, parameters in (("optimizer", [*acc.optimizer.parameters, *state]), ("accumulator", acc.parameters)):
+        for parameter in parameters:
+            if id(parameter) in known:
+                continue
+            known.add(id(parameter))
+            # The number of an accumulator says how many were built before it, which may be others in the next process.
+            name = f"{kind}:{_INSTANCE.sub('', parameter.name)}"
+            if name in entries:
+                raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
+            entries[name] = parameter
+    if _ABOUT in entries:
+        raise ValueError(f"a parameter of the network is called {_ABOUT}, which the checkpoint needs for itself; rename it")
+    return entries
+
+
+def _about(acc: Accumulator, entries: dict[str, Parameter], extra: str, rank: int, generation: str) -> dict:
+    return {
+        "version": _VERSION,
+        "mindspore": ms.__version__,
+        **_settings(acc),
+        "rank": rank,
+        "generation": generation,
+        "entries": {name: [list(p.shape), str(p.dtype)] for name, p in entries.items()},
+        "extra": extra,
+    }
+
+
+def _settings(acc: Accumulator) -> dict[str, Union[str, int]]:
+    """What has to be the same to go on."""
+    return {
+        "accumulate_step": acc.window.describe(),
+        "reduction": acc.reduction,
+        "clip_norm": repr(acc.clip_norm),
+        "on_nonfinite": acc.on_nonfinite,
+        "ranks": acc.reducer.ranks,
+        "reducer": type(acc.reducer).__name__,
+    }
+
+
+def _as_json(extra: Any) -> str:
+    try:
+        text = json.dumps(extra)
+        same = _same(json.loads(text), extra)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"extra cannot be written as JSON ({error}); give dicts, lists, str, numbers, bool and None") from error
+    if not same:
+        raise TypeError("extra would come back from JSON as something else; give lists for tuples, and str for keys")
+    return text
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and (one == other or one != one)
+
+
+# --- one file ----------------------------------------------------------------------------------------------------------------
+
+
+def _checked_path(path: Union[str, os.PathLike]) -> Path:
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, MindSpore's formats")
+    return path
+
+
+def _write(path: Path, entries: dict[str, Parameter], about: dict, suffix: Optional[str] = None) -> None:
+    """Write a file beside `path`, whole and on the disk, then give it that name."""
+    suffix = suffix or path.suffix
+    part = path.with_name(f".{path.name}.part{suffix}")
+    text = _BLANK + b'"}' + json.dumps(about).encode()
+    saved = [{"name": name, "data": p} for name, p in entries.items()]
+    saved.append({"name": _ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
+    try:
+        _remove(part)
+        try:
+            ms.save_checkpoint(saved, str(part), format=suffix[1:])
+        except RuntimeError as error:  # MindSpore's word for any OSError
+            raise OSError(f"{path} cannot be written ({' '.join(str(error).split())[:200]})") from error
+        os.chmod(part, 0o644)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
+        with part.open("r+b") as file:
+            data = file.read()
+            file.seek(data.index(_BLANK) + len(_MARK))
+            file.write(sha256(data).hexdigest().encode())
+            file.flush()
+            os.fsync(file.fileno())
+        _rename(part, path)
+    finally:
+        _remove(part)
+
+
+def _rename(part: Path, path: Path) -> None:
+    os.replace(part, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # or the name may be lost with the power
+    finally:
+        os.close(folder)
+
+
+def _remove(part: Path) -> None:
+    """Remove what an earlier, killed run may have left, MindSpore's own unfinished file included."""
+    for left in (part, part.with_suffix(".tmp")):
+        left.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict]:
+    """The entries of a file, and what it says about them; whole, or CheckpointError."""
+    data = path.read_bytes()
+    found = _DIGEST.search(data)
+    if found is None:
+        raise CheckpointError(f"{path} is truncated, or no checkpoint of ms_accum; give a file that save_checkpoint wrote")
+    blank = data[:found.start()] + _BLANK + data[found.end():]
+    if sha256(blank).hexdigest().encode() != found.group(1):
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is another one than it says; restore it from a copy")
+    try:
+        loaded = ms.load_checkpoint(str(path), format=path.suffix[1:])
+        text = loaded.pop(_ABOUT).asnumpy().tobytes()
+        about = json.loads(text[len(_BLANK) + 2:])
+        about["extra"] = json.loads(about["extra"])
+        if about["version"] != _VERSION:
+            raise CheckpointError(f"{path} is of version {about['version']}, expected {_VERSION}; load it with the ms_accum that wrote it")
+    # A file with a right checksum and wrong contents was made to be so; whatever MindSpore says to it, it is refused.
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
+    return loaded, about
+
+
+def _read_checked(path: Path, network: nn.Cell, acc: Accumulator, rank: int) -> tuple[dict[str, Tensor], dict]:
+    """As `_read`; CheckpointError unless the file is one of this network, this accumulator and this rank."""
+    loaded, about = _read(path)
+    for name, expected in {**_settings(acc), "rank": rank}.items():
+        if about.get(name) != expected:
+            raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; build it alike")
+    entries = _entries(network, acc)
+    for name in entries:
+        if name not in loaded:
+            raise CheckpointError(f"{path} has no entry {name}, which this run needs; build network, optimizer and accumulator alike")
+    for name, value in loaded.items():
+        if name not in entries:
+            raise CheckpointError(f"{path} has the entry {name}, which this run does not know; build network, optimizer and "
+                                  "accumulator alike")
+        wanted = entries[name]
+        if tuple(value.shape) != tuple(wanted.shape):
+            raise CheckpointError(f"{path}: {name} has shape {tuple(value.shape)}, but this run's has {tuple(wanted.shape)}")
+        if value.dtype != wanted.dtype:
+            raise CheckpointError(f"{path}: {name} is of {value.dtype}, but this run's of {wanted.dtype}")
+    return loaded, about
+
+
+# --- several ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
+    return path.with_name(f"{path.stem}.rank{rank}of{ranks}-{generation}{path.suffix}")
+
+
+def _generation(path: Path, acc: Accumulator) -> str:
+    """Of rank 0's file. CheckpointError if it is one of another number of ranks."""
+    _, about = _read(path)
+    if about["ranks"] != acc.reducer.ranks:
+        raise CheckpointError(f"{path} was saved with ranks {about['ranks']}, but this run has {acc.reducer.ranks}; build it alike")
+    return about["generation"]
+
+
+def _generation_of_rank_0(mine: str) -> str:
+    """Rank 0's, on every rank: 16 hexadecimal digits."""
+    return gather(np.frombuffer((mine or "0" * 16).encode(), np.int32).copy())[0].tobytes().decode()
+
+
+def _together(do: Callable[[], Any]) -> Any:
+    """What `do` returns here, once it has been done on every rank; if it failed on one, an error on all of them."""
+    result, error = None, None
+    try:
+        result = do()
+    # Whatever it is, the other ranks must hear of it before it is raised: they wait.
+    except Exception as caught:
+        error = caught
+    failed = np.flatnonzero(gather(np.array([error is not None], np.int32))[:, 0])
+    if error is not None:
+        raise error
+    if len(failed):
+        raise CheckpointError(f"rank {', '.join(map(str, failed))} failed, and so nothing was done on this one; see its message")
+    return result
