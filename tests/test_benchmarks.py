@@ -35,7 +35,7 @@ def mlp(tmp_path_factory):
     (packages / "jax.py").write_text("import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)",
                                      encoding="utf-8")
     folder = tmp_path_factory.mktemp("records")
-    names = "fused,tutorial,wrong-denominator,pytorch-eager,jax-scan"
+    names = "fused,one-buffer,tutorial,wrong-denominator,pytorch-eager,jax-scan"
     return *quick("mlp", folder, "--contestants", names, env={"PYTHONPATH": str(packages)}), folder / "mlp.json"
 
 
@@ -43,7 +43,7 @@ def test_mlp_agrees_and_is_timed(mlp):
     summary, record, _ = mlp
     group, = summary["groups"].values()
     assert group["base"] in ("floor", "floor-branch")
-    for name in ("fused", "tutorial"):
+    for name in ("fused", "one-buffer", "tutorial"):
         assert group["status"][name] == "agreed"
         assert group["ratios"][name] > 0
     contestants = record["groups"][0]["contestants"]
@@ -51,6 +51,7 @@ def test_mlp_agrees_and_is_timed(mlp):
     assert len(contestants["fused"]["samples"]) == 3
     assert contestants["fused"]["state_bytes"] / contestants["fused"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
     assert contestants["tutorial"]["state_bytes"] / contestants["tutorial"]["parameter_bytes"] == pytest.approx(2, abs=0.01)
+    assert contestants["one-buffer"]["state_bytes"] / contestants["one-buffer"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
 
 
 def test_wrong_contestant_is_caught(mlp):
@@ -74,6 +75,43 @@ def test_floors_compute_their_gradients(contestant, products, tmp_path):
     # Beside the graph there are some of single operations.
     executed = [file.read_text(encoding="utf-8") for file in (tmp_path / "graphs").glob("*_execute_*.ir")]
     assert max(len(re.findall(r" = PrimFunc_MatMul\(", graph)) for graph in executed) == products
+
+
+LIMITS = """
+import numpy as np, contestants, oracle
+from case import Case, initial_weights, mlp_shapes, samples
+from mindspore import Tensor
+case = Case("mlp-784-32-32-10", 8)
+start = [p.astype(np.float64) for p in initial_weights(mlp_shapes(case), case.seed)]
+inputs, labels = samples(case, 32)
+gradients = [oracle.mean_gradients(start, inputs[i:i + 8].astype(np.float64), labels[i:i + 8]) for i in range(0, 32, 8)]
+def built(name):
+    contestant = contestants.builder(name)(case)
+    contestant.load(8, distinct=True)
+    return contestant
+def sums_after_a_window(name):
+    contestant = built(name)
+    contestant.run(4)
+    assert contestant.parameters() == [] and all((p.asnumpy() == q).all() for p, q in zip(contestant.trained, start))
+    return [p.asnumpy() for p in contestant.way.state]
+total = [sum(g) for g in zip(*gradients)]
+assert oracle.difference(sums_after_a_window("write-only"), gradients[-1]) < 1e-5 < oracle.difference(gradients[0], gradients[-1])
+assert oracle.difference(sums_after_a_window("add-only"), total) < 1e-5
+assert oracle.difference(sums_after_a_window("loop-add-only"), total) < 1e-5
+update = built("update-only")
+for sums in update.way.state:
+    sums.set_data(Tensor(np.ones(sums.shape, np.float32)))
+update.run(4)
+assert oracle.difference([p.asnumpy() for p in update.trained], [p - case.lr for p in start]) < 1e-6
+assert not any(sums.asnumpy().any() for sums in update.way.state)
+"""
+
+
+def test_limits_do_what_they_say(tmp_path):
+    """Buffers hold the last gradient, or the window's sum; an update moves the parameters by it and leaves zeros."""
+    done = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=False, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])})
+    assert done.returncode == 0, done.stderr
 
 
 def test_missing_package_is_skipped_by_name(mlp):

@@ -10,9 +10,11 @@ import oracle
 from case import Case, EpochCase, samples
 
 FLOOR = ("floor", "floor-branch")
+LIMITS = ("write-only", "add-only", "update-only", "loop-add-only", "one-buffer")
 OURS = ("fused", "split", "in-step")
 MEMORY = ("undivided", "in-step", "unrolled", "parallel-nn", "fused", "tutorial")
-MINDSPORE = (*FLOOR, "forward", *OURS, "bare", "undivided", "unrolled", "tutorial", "boost", "parallel-nn", "mindcv-style", "mindone-style")
+MINDSPORE = (*FLOOR, "forward", *LIMITS, *OURS, "bare", "undivided", "unrolled", "tutorial", "boost", "parallel-nn",
+             "mindcv-style", "mindone-style")
 PEERS = ("pytorch-eager", "pytorch-compiled", "jax-multisteps", "jax-scan")
 # A network that NumPy's oracle does not know is judged by its undivided batch.
 REFEREE = "undivided"
