@@ -20,6 +20,13 @@ def run(script, *arguments, env=None):
                           env={**os.environ, **(env or {})})
 
 
+def run_here(code, **options):
+    """Python code that imports from the benchmarks, in a process of its own."""
+    path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": path}, **options)
+
+
 def quick(suite, folder, *arguments, env=None):
     """A quick run of a suite: what its last line says, and its record."""
     done = run("run.py", "--suite", suite, "--quick", "--output", folder, *arguments, env=env)
@@ -109,8 +116,7 @@ assert not any(sums.asnumpy().any() for sums in update.way.state)
 
 def test_limits_do_what_they_say(tmp_path):
     """Buffers hold the last gradient, or the window's sum; an update moves the parameters by it and leaves zeros."""
-    done = subprocess.run([sys.executable, "-c", LIMITS], capture_output=True, text=True, check=False, cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])})
+    done = run_here(LIMITS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -152,10 +158,46 @@ def test_memory(tmp_path):
 
 
 def test_scaling(tmp_path):
-    summary, record = quick("scaling", tmp_path, "--rounds", "1", "--contestants", "fused")
+    summary, record = quick("scaling", tmp_path, "--rounds", "1", "--contestants", "fused,update-only")
     assert {group["status"]["fused"] for group in summary["groups"].values()} == {"agreed"}
     assert {group["case"]["network"].split("-")[0] for group in record["groups"]} == {"mlp", "cnn", "transformer"}
-    assert run("report.py", tmp_path / "scaling.json", "--output", tmp_path).returncode == 0
+    done = run("report.py", tmp_path / "scaling.json", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    without_update = []
+    for group in record["groups"][:2]:
+        fused, update, base = (group["contestants"][name]["samples"][0] for name in ("fused", "update-only", group["base"]))
+        without_update.append(f"{(fused - update) / base:.2f}")
+    assert f"|fused less update-only|{'|'.join(without_update)}|" in done.stdout
+
+
+SEEDS = """
+import numpy as np, oracle
+from dataclasses import replace
+from case import Case, initial_weights, mlp_shapes, samples
+case, windows = Case("mlp-6-5-4-10", 4, 2, lr=0.5), 3
+def obvious_margin(case):
+    inputs, labels = samples(case, 8)
+    margins = []
+    for trained in range(windows):
+        w0, b0, w1, b1, _, _ = oracle.trained(case, inputs, labels, trained)
+        for row in inputs.astype(np.float64):
+            first = [row @ w + b for w, b in zip(w0, b0)]
+            second = [np.maximum(first, 0) @ w + b for w, b in zip(w1, b1)]
+            margins += [abs(value) for value in first + second]
+    return min(margins)
+margins = {seed: obvious_margin(replace(case, seed=seed)) for seed in range(4)}
+assert all(abs(oracle.kink_margin(replace(case, seed=seed), windows) - margin) < 1e-12 for seed, margin in margins.items())
+best = max(margins, key=margins.get)
+assert oracle.clearest(case, range(4), windows) == replace(case, seed=best)
+others = [seed for seed in margins if seed != best]
+assert oracle.clearest(case, others, windows).seed == max(others, key=margins.get) and len(set(margins.values())) == 4
+"""
+
+
+def test_seed_with_the_widest_margin_is_taken():
+    """The oracle's margin is that of a loop over samples and units; the chosen seed has the largest, and without it the next."""
+    done = run_here(SEEDS)
+    assert done.returncode == 0, done.stderr
 
 
 def test_mnist(tmp_path):

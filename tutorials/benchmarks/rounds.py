@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import oracle
 from fleet import Unavailable, Worker, fleet
-from suites import REFEREE, Group
+from suites import REFEREE, WINDOWS, Group
 
-WINDOWS = 3
 TOLERANCE = 1e-5
 PEAK_WINDOWS = 2
 

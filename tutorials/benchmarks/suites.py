@@ -18,6 +18,10 @@ MINDSPORE = (*FLOOR, "forward", *LIMITS, *OURS, "bare", "undivided", "unrolled",
 PEERS = ("pytorch-eager", "pytorch-compiled", "jax-multisteps", "jax-scan")
 # A network that NumPy's oracle does not know is judged by its undivided batch.
 REFEREE = "undivided"
+# What contestants train on before their parameters are compared.
+WINDOWS = 3
+# To choose from where a window is long: the more samples, the likelier is one at a kink.
+SEEDS = range(5)
 
 Referee = Callable[[int], list[np.ndarray]]
 
@@ -62,13 +66,15 @@ def memory(quick: bool, digits: Path) -> list[Group]:
 
 def scaling(quick: bool, digits: Path) -> list[Group]:
     """The cost of a microbatch against the window's length, and on other networks."""
-    names = (*FLOOR, "fused", "in-step") if quick else (*FLOOR, *OURS, "tutorial")
+    names = ("fused", "in-step") if quick else (*OURS, "tutorial")
+    parts = ("add-only", "update-only")
     network = "mlp-784-32-32-10" if quick else "mlp-784-512-512-10"
-    groups = [_timed(f"MLP, N = {n}", Case(network, 32, n), names, quick) for n in ((1, 4) if quick else (1, 2, 4, 8, 16, 32, 64))]
+    groups = [_timed(f"MLP, N = {n}", oracle.clearest(Case(network, 32, n), SEEDS, WINDOWS), (*FLOOR, *parts, *names), quick)
+              for n in ((1, 4) if quick else (1, 2, 4, 8, 16, 32, 64))]
     others = [("CNN", "cnn-8x1", 1), ("transformer", "transformer-32x1", 2)] if quick else [
         # A quarter of ResNet-18's channels: at 64, a microbatch of 4 takes 9 s (Conv2d on CPU: 440 ms, PyTorch's 1 ms).
         ("CNN", "cnn-16x2", 2), ("transformer", "transformer-384x6", 4)]
-    names = (REFEREE, "floor", "fused") if quick else (REFEREE, *names)
+    names = (REFEREE, "floor", "fused") if quick else (REFEREE, *FLOOR, *names)
     return groups + [_timed(f"{label}, N = 4", Case(other, batch), names, quick) for label, other, batch in others]
 
 
