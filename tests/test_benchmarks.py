@@ -155,6 +155,44 @@ def test_memory(tmp_path):
     assert {group["status"]["fused"] for group in summary["groups"].values()} == {"agreed"}
     assert summary["groups"]["8 pieces"]["base"] == "undivided"
     assert all(group["contestants"]["fused"]["samples"][0] > 0 for group in record["groups"])
+    # A window as one batch grows the process at least by that batch.
+    undivided = record["groups"][0]["contestants"]["undivided"]
+    assert undivided["samples"][0] > undivided["data_bytes"] == 8 * 1024 * 784 * 4
+
+
+GROWTH = """
+from contextlib import contextmanager
+from pathlib import Path
+import rounds
+from suites import Group
+asked, broken = [], []
+class Worker:
+    def __init__(self, name):
+        self.name, self.asked = name, []
+        asked.append(self.asked)
+    def ask(self, do, **arguments):
+        self.asked.append((self.name, do, arguments.get("batch")))
+        if do == "peak" and arguments["batch"] == 512 and self.name in broken:
+            raise rounds.Unavailable("crashed", "out of memory")
+        return {"peak": {2: 100, 512: 350}[arguments["batch"]], "data": 7} if do == "peak" else {}
+@contextmanager
+def fleet(names, case, scratch, unavailable):
+    yield {name: Worker(name) for name in names}
+rounds.fleet, rounds.agree = fleet, lambda group, workers, results, scratch: workers
+group = Group("a group", {"batch": 2}, ("whole", "cut"), (), piece=512)
+figures = rounds.weigh_group(group, 3, Path())["contestants"]
+assert all(figures[name]["samples"] == [250] * 3 and figures[name]["data_bytes"] == 7 for name in ("whole", "cut")), figures
+trained = [commands for commands in asked if ("peak" in str(commands))]
+assert sorted(trained) == sorted([[(name, "peak", batch)] for name in ("whole", "cut") for batch in (2, 512)] * 3), trained
+broken.append("cut")
+figures = rounds.weigh_group(group, 2, Path())["contestants"]
+assert figures["whole"]["samples"] == [250] * 2 and "samples" not in figures["cut"] and figures["cut"]["status"] == "crashed"
+"""
+
+
+def test_growth_is_between_processes_that_trained_on_one_size_only():
+    done = run_here(GROWTH)
+    assert done.returncode == 0, done.stderr
 
 
 def test_scaling(tmp_path):

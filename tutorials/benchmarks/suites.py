@@ -37,7 +37,7 @@ class Group:
         base: What the others are held against; of several, the one with the lowest median.
         seconds: How long the base shall take for a round's microbatches.
         microbatches: In a round; 0: as many as take `seconds`.
-        piece: For memory: samples in a microbatch when the peak is taken.
+        piece: For memory: samples in a large microbatch; a small one has the case's.
         referee: `(windows) -> parameters`; None: the contestant `REFEREE` is.
     """
 
@@ -58,10 +58,10 @@ def mlp(quick: bool, digits: Path) -> list[Group]:
 
 
 def memory(quick: bool, digits: Path) -> list[Group]:
-    """Growth of peak RSS over a batch of 16 samples: of 16,384 in 8 pieces, and of ever more pieces of the same size."""
-    network, piece = ("mlp-784-32-32-32-10", 256) if quick else ("mlp-784-512-512-512-10", 2048)
+    """Growth of peak RSS from a batch of 16 samples to one of 16,384, in 8 pieces, and of ever more pieces of the same size."""
+    network, piece = ("mlp-784-32-32-32-10", 1024) if quick else ("mlp-784-512-512-512-10", 2048)
     groups = [_weighed("8 pieces", Case(network, 2, 8), MEMORY, piece)]
-    return groups + [_weighed(f"N = {n}", Case(network, 2, n), ("fused", "in-step"), piece) for n in ((1, 16) if quick else (1, 4, 16, 64))]
+    return groups + [_weighed(f"N = {n}", Case(network, 2, n), ("fused", "in-step"), piece) for n in ((16,) if quick else (1, 4, 16, 64))]
 
 
 def scaling(quick: bool, digits: Path) -> list[Group]:
