@@ -20,6 +20,13 @@ def run(script, *arguments, env=None):
                           env={**os.environ, **(env or {})})
 
 
+def run_here(code, **options):
+    """Python code that imports from the benchmarks, in a process of its own."""
+    path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": path}, **options)
+
+
 def quick(suite, folder, *arguments, env=None):
     """A quick run of a suite: what its last line says, and its record."""
     done = run("run.py", "--suite", suite, "--quick", "--output", folder, *arguments, env=env)
@@ -35,7 +42,7 @@ def mlp(tmp_path_factory):
     (packages / "jax.py").write_text("import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)",
                                      encoding="utf-8")
     folder = tmp_path_factory.mktemp("records")
-    names = "fused,tutorial,wrong-denominator,pytorch-eager,jax-scan"
+    names = "fused,one-buffer,tutorial,wrong-denominator,pytorch-eager,jax-scan"
     return *quick("mlp", folder, "--contestants", names, env={"PYTHONPATH": str(packages)}), folder / "mlp.json"
 
 
@@ -43,7 +50,7 @@ def test_mlp_agrees_and_is_timed(mlp):
     summary, record, _ = mlp
     group, = summary["groups"].values()
     assert group["base"] in ("floor", "floor-branch")
-    for name in ("fused", "tutorial"):
+    for name in ("fused", "one-buffer", "tutorial"):
         assert group["status"][name] == "agreed"
         assert group["ratios"][name] > 0
     contestants = record["groups"][0]["contestants"]
@@ -51,6 +58,7 @@ def test_mlp_agrees_and_is_timed(mlp):
     assert len(contestants["fused"]["samples"]) == 3
     assert contestants["fused"]["state_bytes"] / contestants["fused"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
     assert contestants["tutorial"]["state_bytes"] / contestants["tutorial"]["parameter_bytes"] == pytest.approx(2, abs=0.01)
+    assert contestants["one-buffer"]["state_bytes"] / contestants["one-buffer"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
 
 
 def test_wrong_contestant_is_caught(mlp):
@@ -74,6 +82,42 @@ def test_floors_compute_their_gradients(contestant, products, tmp_path):
     # Beside the graph there are some of single operations.
     executed = [file.read_text(encoding="utf-8") for file in (tmp_path / "graphs").glob("*_execute_*.ir")]
     assert max(len(re.findall(r" = PrimFunc_MatMul\(", graph)) for graph in executed) == products
+
+
+LIMITS = """
+import numpy as np, contestants, oracle
+from case import Case, initial_weights, mlp_shapes, samples
+from mindspore import Tensor
+case = Case("mlp-784-32-32-10", 8)
+start = [p.astype(np.float64) for p in initial_weights(mlp_shapes(case), case.seed)]
+inputs, labels = samples(case, 32)
+gradients = [oracle.mean_gradients(start, inputs[i:i + 8].astype(np.float64), labels[i:i + 8]) for i in range(0, 32, 8)]
+def built(name):
+    contestant = contestants.builder(name)(case)
+    contestant.load(8, distinct=True)
+    return contestant
+def sums_after_a_window(name):
+    contestant = built(name)
+    contestant.run(4)
+    assert contestant.parameters() == [] and all((p.asnumpy() == q).all() for p, q in zip(contestant.trained, start))
+    return [p.asnumpy() for p in contestant.way.state]
+total = [sum(g) for g in zip(*gradients)]
+assert oracle.difference(sums_after_a_window("write-only"), gradients[-1]) < 1e-5 < oracle.difference(gradients[0], gradients[-1])
+assert oracle.difference(sums_after_a_window("add-only"), total) < 1e-5
+assert oracle.difference(sums_after_a_window("loop-add-only"), total) < 1e-5
+update = built("update-only")
+for sums in update.way.state:
+    sums.set_data(Tensor(np.ones(sums.shape, np.float32)))
+update.run(4)
+assert oracle.difference([p.asnumpy() for p in update.trained], [p - case.lr for p in start]) < 1e-6
+assert not any(sums.asnumpy().any() for sums in update.way.state)
+"""
+
+
+def test_limits_do_what_they_say(tmp_path):
+    """Buffers hold the last gradient, or the window's sum; an update moves the parameters by it and leaves zeros."""
+    done = run_here(LIMITS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_missing_package_is_skipped_by_name(mlp):
@@ -111,13 +155,87 @@ def test_memory(tmp_path):
     assert {group["status"]["fused"] for group in summary["groups"].values()} == {"agreed"}
     assert summary["groups"]["8 pieces"]["base"] == "undivided"
     assert all(group["contestants"]["fused"]["samples"][0] > 0 for group in record["groups"])
+    # A window as one batch grows the process at least by that batch.
+    undivided = record["groups"][0]["contestants"]["undivided"]
+    assert undivided["samples"][0] > undivided["data_bytes"] == 8 * 1024 * 784 * 4
+
+
+GROWTH = """
+from contextlib import contextmanager
+from pathlib import Path
+import rounds
+from suites import Group
+asked, broken = [], []
+class Worker:
+    def __init__(self, name):
+        self.name, self.asked = name, []
+        asked.append(self.asked)
+    def ask(self, do, **arguments):
+        self.asked.append((self.name, do, arguments.get("batch")))
+        if do == "peak" and arguments["batch"] == 512 and self.name in broken:
+            raise rounds.Unavailable("crashed", "out of memory")
+        return {"peak": {2: 100, 512: 350}[arguments["batch"]], "data": 7} if do == "peak" else {}
+@contextmanager
+def fleet(names, case, scratch, unavailable):
+    yield {name: Worker(name) for name in names}
+rounds.fleet, rounds.agree = fleet, lambda group, workers, results, scratch: workers
+group = Group("a group", {"batch": 2}, ("whole", "cut"), (), piece=512)
+figures = rounds.weigh_group(group, 3, Path())["contestants"]
+assert all(figures[name]["samples"] == [250] * 3 and figures[name]["data_bytes"] == 7 for name in ("whole", "cut")), figures
+trained = [commands for commands in asked if ("peak" in str(commands))]
+assert sorted(trained) == sorted([[(name, "peak", batch)] for name in ("whole", "cut") for batch in (2, 512)] * 3), trained
+broken.append("cut")
+figures = rounds.weigh_group(group, 2, Path())["contestants"]
+assert figures["whole"]["samples"] == [250] * 2 and "samples" not in figures["cut"] and figures["cut"]["status"] == "crashed"
+"""
+
+
+def test_growth_is_between_processes_that_trained_on_one_size_only():
+    done = run_here(GROWTH)
+    assert done.returncode == 0, done.stderr
 
 
 def test_scaling(tmp_path):
-    summary, record = quick("scaling", tmp_path, "--rounds", "1", "--contestants", "fused")
+    summary, record = quick("scaling", tmp_path, "--rounds", "1", "--contestants", "fused,update-only")
     assert {group["status"]["fused"] for group in summary["groups"].values()} == {"agreed"}
     assert {group["case"]["network"].split("-")[0] for group in record["groups"]} == {"mlp", "cnn", "transformer"}
-    assert run("report.py", tmp_path / "scaling.json", "--output", tmp_path).returncode == 0
+    done = run("report.py", tmp_path / "scaling.json", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    without_update = []
+    for group in record["groups"][:2]:
+        fused, update, base = (group["contestants"][name]["samples"][0] for name in ("fused", "update-only", group["base"]))
+        without_update.append(f"{(fused - update) / base:.2f}")
+    assert f"|fused less update-only|{'|'.join(without_update)}|" in done.stdout
+
+
+SEEDS = """
+import numpy as np, oracle
+from dataclasses import replace
+from case import Case, initial_weights, mlp_shapes, samples
+case, windows = Case("mlp-6-5-4-10", 4, 2, lr=0.5), 3
+def obvious_margin(case):
+    inputs, labels = samples(case, 8)
+    margins = []
+    for trained in range(windows):
+        w0, b0, w1, b1, _, _ = oracle.trained(case, inputs, labels, trained)
+        for row in inputs.astype(np.float64):
+            first = [row @ w + b for w, b in zip(w0, b0)]
+            second = [np.maximum(first, 0) @ w + b for w, b in zip(w1, b1)]
+            margins += [abs(value) for value in first + second]
+    return min(margins)
+margins = {seed: obvious_margin(replace(case, seed=seed)) for seed in range(4)}
+assert all(abs(oracle.kink_margin(replace(case, seed=seed), windows) - margin) < 1e-12 for seed, margin in margins.items())
+best = max(margins, key=margins.get)
+assert oracle.clearest(case, range(4), windows) == replace(case, seed=best)
+others = [seed for seed in margins if seed != best]
+assert oracle.clearest(case, others, windows).seed == max(others, key=margins.get) and len(set(margins.values())) == 4
+"""
+
+
+def test_seed_with_the_widest_margin_is_taken():
+    """The oracle's margin is that of a loop over samples and units; the chosen seed has the largest, and without it the next."""
+    done = run_here(SEEDS)
+    assert done.returncode == 0, done.stderr
 
 
 def test_mnist(tmp_path):

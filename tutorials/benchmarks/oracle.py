@@ -1,23 +1,50 @@
 """The referee: an MLP trained on undivided windows in slow, obvious NumPy and float64."""
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+
 import numpy as np
-from case import Case, initial_weights, mlp_shapes
+from case import Case, initial_weights, mlp_shapes, samples
 
 
 def trained(case: Case, inputs: np.ndarray, labels: np.ndarray, windows: int) -> list[np.ndarray]:
     """Parameters of the case's MLP after `windows` updates, each on the same window as one batch; float64."""
+    return next(islice(trajectory(case, inputs, labels), windows, None))
+
+
+def trajectory(case: Case, inputs: np.ndarray, labels: np.ndarray) -> Iterator[list[np.ndarray]]:
+    """Parameters of the case's MLP before the first update and after each; float64, without end."""
     parameters = [p.astype(np.float64) for p in initial_weights(mlp_shapes(case), case.seed)]
-    for _ in range(windows):
+    while True:
+        yield parameters
         gradients = mean_gradients(parameters, inputs.astype(np.float64), labels)
         parameters = [p - case.lr * g for p, g in zip(parameters, gradients)]
-    return parameters
+
+
+def clearest(case: Case, seeds: Iterable[int], windows: int) -> Case:
+    """The case with the one of `seeds` that keeps its network furthest from ReLU's kink."""
+    return max((replace(case, seed=seed) for seed in seeds), key=lambda case: kink_margin(case, windows))
+
+
+def kink_margin(case: Case, windows: int) -> float:
+    """Smallest magnitude of what a hidden unit's ReLU is given, over a window's samples and `windows` updates; float64.
+
+    A float32 network rounds by some 1e-7. If that reaches over the kink, a sample counts for the unit's weights in one
+    computation and not in the other, and two networks that do the same part by up to 1e-2.
+    """
+    inputs, labels = samples(case, case.batch * case.accumulate_step)
+    return min(float(np.abs(hidden).min())
+               for parameters in islice(trajectory(case, inputs, labels), windows)
+               for hidden in _layers(parameters, inputs.astype(np.float64))[:-1])
 
 
 def mean_gradients(parameters: list[np.ndarray], inputs: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
     """Gradients of the mean cross entropy over the rows of `inputs`."""
-    activations = _activations(parameters, inputs)
-    upstream = _probabilities(activations.pop())
+    *hidden, logits = _layers(parameters, inputs)
+    activations = [inputs, *(np.maximum(layer, 0) for layer in hidden)]
+    upstream = _probabilities(logits)
     upstream[np.arange(len(labels)), labels] -= 1
     upstream /= len(labels)
     gradients = []
@@ -34,13 +61,13 @@ def difference(got: list[np.ndarray], expected: list[np.ndarray]) -> float:
     return max(float(np.abs(g - e).max() / np.abs(e).max()) for g, e in zip(got, expected))
 
 
-def _activations(parameters: list[np.ndarray], inputs: np.ndarray) -> list[np.ndarray]:
-    """Inputs of each layer in turn, then the logits."""
-    activations = [inputs]
+def _layers(parameters: list[np.ndarray], inputs: np.ndarray) -> list[np.ndarray]:
+    """What each layer gives, before its ReLU; at last the logits."""
+    layers = []
     for weight, bias in zip(parameters[::2], parameters[1::2]):
-        activations.append(np.maximum(activations[-1] @ weight.T + bias, 0))
-    activations[-1] = activations[-2] @ parameters[-2].T + parameters[-1]
-    return activations
+        below = np.maximum(layers[-1], 0) if layers else inputs
+        layers.append(below @ weight.T + bias)
+    return layers
 
 
 def _probabilities(logits: np.ndarray) -> np.ndarray:

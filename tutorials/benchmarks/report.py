@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib
@@ -110,8 +111,8 @@ def state_cell(figures: dict) -> str:
 
 
 def lengths_table(record: dict) -> str:
-    """Ratio of each contestant against the length of the window."""
-    lines = lengths(record)
+    """Ratio of each contestant against the length of the window; of ours, also without the update that its microbatches share."""
+    lines = {**lengths(record), **lengths_without_update(record)}
     counts = sorted({n for points in lines.values() for n in points})
     rows = [("x floor at N =", *map(str, counts)), ("-",) * (len(counts) + 1)]
     rows += [(name, *(f"{points[n]['median']:.2f}" if n in points else "" for n in counts)) for name, points in lines.items()]
@@ -121,11 +122,30 @@ def lengths_table(record: dict) -> str:
 def lengths(record: dict) -> dict[str, dict[int, dict]]:
     """Of the scaling suite: spread of the ratio by contestant and length of the window, on the MLP."""
     points: dict[str, dict[int, dict]] = {}
-    for group in record["groups"]:
-        for name, figures in group["contestants"].items():
-            if group["case"]["network"].startswith("mlp") and "ratio" in figures:
-                points.setdefault(name, {})[group["case"]["accumulate_step"]] = figures["ratio"]
+    for length, _, contestants in _mlps(record):
+        for name, figures in contestants.items():
+            points.setdefault(name, {})[length] = figures["ratio"]
     return points
+
+
+def lengths_without_update(record: dict) -> dict[str, dict[int, dict]]:
+    """As `lengths`, of ours less the update alone, each difference taken within a round."""
+    points: dict[str, dict[int, dict]] = {}
+    for length, base, contestants in _mlps(record):
+        for name in OURS:
+            if name in contestants and "update-only" in contestants:
+                rounds = zip(*(contestants[who]["samples"] for who in (name, "update-only", base)))
+                points.setdefault(f"{name} less update-only", {})[length] = records.spread(
+                    [(sample - update) / floor for sample, update, floor in rounds])
+    return points
+
+
+def _mlps(record: dict) -> Iterator[tuple[int, str, dict]]:
+    """`(length of the window, base, figures by name)` of whoever was timed on an MLP."""
+    for group in record["groups"]:
+        if group["case"]["network"].startswith("mlp"):
+            measured = {name: figures for name, figures in group["contestants"].items() if "ratio" in figures}
+            yield group["case"]["accumulate_step"], group["base"], measured
 
 
 # --- plot ------------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import oracle
 from fleet import Unavailable, Worker, fleet
-from suites import REFEREE, Group
+from suites import REFEREE, WINDOWS, Group
 
-WINDOWS = 3
 TOLERANCE = 1e-5
 PEAK_WINDOWS = 2
 
@@ -44,15 +43,27 @@ def time_group(group: Group, rounds: int, scratch: Path) -> dict:
 
 
 def weigh_group(group: Group, rounds: int, scratch: Path) -> dict:
-    """The group's record: growth of peak RSS of each contestant, in a fresh process each round."""
+    """The group's record: how much peak RSS grows from microbatches of the case's size to those of `group.piece` samples.
+
+    Each peak is a fresh process that trains on one size only, so that what compiling a graph takes is on both sides.
+    """
     results = Results()
+    with fleet(group.contestants, group.case, scratch / "agree", results.unavailable) as workers:
+        agreed = agree(group, workers, results, scratch)
+        for name, worker in agreed.items():
+            _ask(results, name, lambda name=name, worker=worker: results.of(name).update(worker.ask("state")))
+    sizes = (group.case["batch"], group.piece)
     for i in range(rounds):
         say(f"{group.name}: round {i + 1} of {rounds}")
-        names = [name for name in group.contestants if "message" not in results.of(name)]
-        folder = scratch / str(i)
-        with fleet(names, group.case, folder, results.unavailable) as workers:
-            for name, worker in agree(group, workers, results, folder).items():
-                _ask(results, name, lambda worker=worker, name=name: _weigh(group, worker, results.of(name)))
+        jobs = [(name, size) for name in agreed for size in sizes if "message" not in results.of(name)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            answers = pool.map(lambda job, i=i: _peak(group, *job, scratch / f"{i}-{job[0]}-{job[1]}", results), jobs)
+            peaks = {job: answer for job, answer in zip(jobs, answers) if answer}
+        for name in agreed:
+            if all((name, size) in peaks for size in sizes):
+                small, large = (peaks[name, size] for size in sizes)
+                results.of(name)["data_bytes"] = large["data"]
+                results.of(name).setdefault("samples", []).append(large["peak"] - small["peak"])
     return _record(group, results, piece=group.piece, base=list(group.base))
 
 
@@ -125,11 +136,13 @@ def _sample(worker: Worker, figures: dict, microbatches: int, warm_up: bool) -> 
         figures["samples"].append(seconds / microbatches)
 
 
-def _weigh(group: Group, worker: Worker, figures: dict) -> None:
-    figures.update(worker.ask("state"))
-    peak = worker.ask("peak", batch=group.piece, windows=PEAK_WINDOWS)
-    figures["data_bytes"] = peak["data"]
-    figures.setdefault("samples", []).append(peak["after"] - peak["before"])
+def _peak(group: Group, name: str, batch: int, scratch: Path, results: Results) -> dict:
+    """A new worker's answer, empty if it fails."""
+    answer: dict = {}
+    with fleet([name], group.case, scratch, results.unavailable) as workers:
+        for worker in workers.values():
+            _ask(results, name, lambda worker=worker: answer.update(worker.ask("peak", batch=batch, windows=PEAK_WINDOWS)))
+    return answer
 
 
 def _ask(results: Results, name: str, question: object) -> None:

@@ -6,7 +6,7 @@ It builds the contestant and says {"ready": true}; from then on it sleeps until 
 
     {"do": "agree", "windows": 3, "file": F}     parameters after 3 windows, in F (.npz)   -> {"digest": ...}
     {"do": "time", "microbatches": 64}           train on that many, wait for the end      -> {"seconds": ...}
-    {"do": "peak", "batch": 2048, "windows": 2}  peak RSS before and after                 -> {"before": ..., "after": ..., "data": ...}
+    {"do": "peak", "batch": 2048, "windows": 2}  train on microbatches of that size        -> {"peak": ..., "data": ...}
     {"do": "state"}                                                                        -> {"state_bytes": ..., "parameter_bytes": ...}
 
 What goes wrong is answered as {"missing": package} or {"error": line}.
@@ -57,13 +57,12 @@ def time(contestant: Any, microbatches: int) -> dict:
 
 
 def peak(contestant: Any, batch: int, windows: int) -> dict:
-    """Peak RSS in bytes before a batch of another size is there at all, and after training on it."""
-    before = _peak_rss()
+    """Peak RSS of this process once it has trained on microbatches of `batch` samples, and what it was given at a time; in bytes."""
     contestant.load(batch, distinct=False)
     contestant.run(windows * contestant.case.accumulate_step)
     pieces = contestant.case.accumulate_step if contestant.whole_window else 1
     data = pieces * batch * int(np.prod(contestant.case.input_shape)) * 4
-    return {"before": before, "after": _peak_rss(), "data": data}
+    return {"peak": _peak_rss(), "data": data}
 
 
 def state(contestant: Any) -> dict:

@@ -125,6 +125,107 @@ def forward(start: Start) -> Way:
     return Way(forward_only, updates=False)
 
 
+# --- limits: what the framework takes for each part of accumulation, without our library -------------------------------------
+
+
+def write_only(start: Start) -> Way:
+    """Each gradient written over the last one, and no update."""
+    return _stored(start, ops.assign)
+
+
+def add_only(start: Start) -> Way:
+    """Each gradient added to a buffer, and no update: no accumulation into buffers can do less."""
+    return _stored(start, ops.assign_add)
+
+
+def _stored(start: Start, store: Callable) -> Way:
+    """In a graph with a branch, as floor_branch: in a straight line both took 1.2 x as long."""
+    grad_fn, sums = start.grad_fn(), networks.zero_buffers(start.parameters, "sums")
+    never = Parameter(Tensor(0, ms.int32), name="never")
+
+    @ms.jit
+    def forward_backward(x: Tensor, y: Tensor) -> Tensor:
+        loss, grads = grad_fn(x, y)
+        for total, grad in zip(sums, grads):
+            store(total, grad)
+        if never > 0:
+            ops.assign(never, 0)
+        return loss
+
+    return Way(forward_backward, (*sums,), updates=False)
+
+
+def update_only(start: Start) -> Way:
+    """What closes a window, SGD on the buffers and emptying them in place, without any microbatch; a call is a window.
+
+    In a graph with a branch, as floor_branch: in a straight line it took 1.2 x as long.
+    """
+    one_buffer = OneBuffer(start.optimizer, start.pieces)
+    never = Parameter(Tensor(0, ms.int32), name="never")
+
+    @ms.jit
+    def update() -> Tensor:
+        closed = one_buffer.close()
+        if never > 0:
+            ops.assign(never, 0)
+        return ops.depend(one_buffer.zero + 0.0, closed)
+
+    return Way(lambda x, y: update(), (*one_buffer.sums,), whole_window=True, updates=False)
+
+
+def loop_add_only(start: Start) -> Way:
+    """A window in one call, cut by a loop that stays one in the graph: rows gathered, each gradient added, and no update."""
+    grad_fn, sums, pieces = start.grad_fn(), networks.zero_buffers(start.parameters, "sums"), start.pieces
+
+    @ms.jit
+    def forward_backward(x: Tensor, y: Tensor) -> Tensor:
+        rows = x.shape[0] // pieces
+        loss, piece = Tensor(0.0, ms.float32), Tensor(0, ms.int32)
+        while piece < pieces:
+            chosen = piece * rows + ops.arange(rows)
+            piece_loss, grads = grad_fn(ops.gather(x, chosen, 0), ops.gather(y, chosen, 0))
+            for total, grad in zip(sums, grads):
+                ops.assign_add(total, grad)
+            loss = loss + piece_loss
+            piece = piece + 1
+        return loss
+
+    return Way(forward_backward, (*sums,), whole_window=True, updates=False)
+
+
+@ms.jit_class
+class OneBuffer:
+    """The least that half of the tutorial's memory takes: sums emptied in place, a counter, one branch; the script divides its loss."""
+
+    def __init__(self, optimizer: nn.Optimizer, pieces: int) -> None:
+        self.optimizer = optimizer
+        self.pieces = pieces
+        self.sums = networks.zero_buffers(optimizer.parameters, "sums")
+        self.zero = Parameter(Tensor(0.0, ms.float32), name="zero")
+        self.counter = Parameter(Tensor(1, ms.int32), name="counter")
+        self.multiply = ops.MulNoNan()
+
+    def __call__(self, grads: tuple) -> bool:
+        for total, grad in zip(self.sums, grads):
+            ops.assign_add(total, grad)
+        if self.counter % self.pieces == 0:
+            self.close()
+        ops.assign_add(self.counter, 1)
+        return True
+
+    def close(self) -> bool:
+        self.optimizer(self.sums)
+        for total in self.sums:
+            ops.assign(total, self.multiply(total, self.zero))
+        return True
+
+
+def one_buffer(start: Start) -> Way:
+    accumulator = OneBuffer(start.optimizer, start.pieces)
+    call = _called_with_gradients(start.grad_fn(start.pieces), accumulator)
+    return Way(call, (*accumulator.sums, accumulator.zero, accumulator.counter))
+
+
 # --- ours ------------------------------------------------------------------------------------------------------------------
 
 
@@ -352,6 +453,11 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "floor": floor,
     "floor-branch": floor_branch,
     "forward": forward,
+    "write-only": write_only,
+    "add-only": add_only,
+    "update-only": update_only,
+    "loop-add-only": loop_add_only,
+    "one-buffer": one_buffer,
     "fused": fused,
     "split": split,
     "in-step": in_step,
