@@ -1,10 +1,11 @@
 """The accumulator: one buffer for each parameter, filled by microbatches and emptied by an update."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
-from math import isnan
+from math import inf, prod
 from numbers import Real
+from sys import float_info
 from typing import Optional
 from weakref import ref
 
@@ -12,7 +13,18 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
 from .distributed import DataParallel, Layout, OneDevice, empty_parameter
-from .gradients import Gradients, Scalar, all_finite, as_weight, clip_factor, global_norm, require_gradients, scaled
+from .gradients import (
+    FLOATS,
+    Gradients,
+    Scalar,
+    all_finite,
+    as_weight,
+    clip_factor,
+    global_norm,
+    require_condition,
+    require_gradients,
+    scaled,
+)
 from .window import AccumulateStep, Window
 
 _REDUCTIONS = ("sum", "mean")
@@ -38,8 +50,9 @@ class Accumulator:
     and a short last window.
 
     Args:
-        optimizer: A MindSpore optimizer. Gradients come in the order of `optimizer.parameters`. State that it names
-            like another accumulator's living optimizer (`global_step`) is renamed, so that both fit into one graph.
+        optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without elements.
+            Gradients come in the order of `optimizer.parameters`. State that it names like another accumulator's living
+            optimizer (`global_step`) is renamed, so that both fit into one graph.
         accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a callable; see `window.Window`.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
@@ -176,7 +189,12 @@ class Accumulator:
 
         Returns:
             Whether a window with microbatches in it was closed: bool Tensor of shape `()`.
+
+        Raises:
+            TypeError: If `condition` is no Tensor and no bool.
+            ValueError: If it is a Tensor of more than one element.
         """
+        require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
         mini_step = self.mini_step + 0
         if condition:
             self.apply()
@@ -254,9 +272,11 @@ class Accumulator:
 
     def _require(self, grads: Gradients) -> None:
         if isinstance(grads, (tuple, list)):
-            require_gradients(self._names, self._shapes, tuple([g.shape if isinstance(g, Tensor) else None for g in grads]))
+            shapes = tuple([g.shape if isinstance(g, Tensor) else None for g in grads])
+            dtypes = tuple([g.dtype if isinstance(g, Tensor) else None for g in grads])
+            require_gradients(self._names, self._shapes, shapes, dtypes)
         else:
-            require_gradients(self._names, self._shapes, None)
+            require_gradients(self._names, self._shapes, None, ())
 
     def _take(self, weighted_grads: Gradients, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
         """Add a microbatch of all ranks: whether it was taken (int32 0 or 1), and how many ranks had one (`present`: 1 of this one)."""
@@ -337,7 +357,30 @@ def _optimizer_parameters(optimizer: object) -> tuple[Parameter, ...]:
                         "give e.g. nn.SGD(network.trainable_params(), learning_rate=0.01)")
     if not parameters:
         raise ValueError("optimizer holds no parameters, expected at least one; give it network.trainable_params()")
+    for parameter in parameters:
+        _require_accumulable(parameter)
+    require_trainable(parameters)
+    names = [p.name for p in parameters]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; give it network.trainable_params()")
     return tuple(parameters)
+
+
+def _require_accumulable(parameter: Parameter) -> None:
+    if parameter.dtype not in FLOATS:
+        raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; leave it out of the optimizer")
+    if prod(parameter.shape) == 0:
+        raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element, for MindSpore has no "
+                         "empty parameters; leave it out of the optimizer")
+
+
+def require_trainable(parameters: Iterable[Parameter]) -> None:
+    """Refuse frozen parameters, of which graph mode hands out the gradient nevertheless and PyNative zeros (MindSpore 2.10)."""
+    frozen = next((p for p in parameters if not p.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: graph mode would update "
+                         "it all the same; make the optimizer of network.trainable_params() after freezing")
 
 
 def _name_optimizer_state(optimizer: Callable, parameters: tuple[Parameter, ...], prefix: str) -> None:
@@ -359,13 +402,13 @@ def _checked_clip_norm(clip_norm: object) -> Optional[float]:
         return None
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, Real):
         raise TypeError(f"clip_norm is {clip_norm!r} of type {type(clip_norm).__name__}, expected a number; {remedy}")
-    if isnan(clip_norm) or clip_norm <= 0:
+    if not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}, expected a number > 0; {remedy}")
-    return float(clip_norm)
+    return float(clip_norm) if clip_norm <= float_info.max else inf
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
     return value
 
@@ -380,6 +423,6 @@ def _checked_reducer(reducer: object) -> DataParallel:
 def _buffer_dtype(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:
     if buffer_dtype is None:
         return ms.float32 if parameter_dtype in (ms.float16, ms.bfloat16) else parameter_dtype
-    if buffer_dtype not in (ms.float16, ms.bfloat16, ms.float32, ms.float64):
+    if buffer_dtype not in FLOATS:
         raise ValueError(f"buffer_dtype is {buffer_dtype}, expected a float dtype such as ms.float32, or None")
     return buffer_dtype

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 from . import __version__
 from .mnist import command as mnist
@@ -20,6 +20,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and `message` in one line on stderr."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+    def parse_known_args(self, *arguments: Any) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse does, but without its empty lists."""
+        options, others = super().parse_known_args(*arguments)
+        empty = next((name for name, value in vars(options).items() if value == []), None)
+        if empty is not None:  # up to Python 3.12, argparse takes "--" out of "--json=--" too, and makes it a list
+            self.error(f"argument --{empty.replace('_', '-')}: expected one argument, got '--'")
+        return options, others
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
-from math import prod
+from math import inf, prod
 from typing import Union
 
 import mindspore as ms
@@ -78,7 +78,7 @@ class DataParallel:
     bucket_mib: float = 32
 
     def __post_init__(self) -> None:
-        if self.sync not in _SYNC:
+        if not isinstance(self.sync, str) or self.sync not in _SYNC:
             raise ValueError(f"sync is {self.sync!r}, expected one of {', '.join(map(repr, _SYNC))}")
         for name in ("shard", "broadcast"):
             if not isinstance(getattr(self, name), bool):
@@ -88,8 +88,8 @@ class DataParallel:
                              'give sync="microbatch"')
         if isinstance(self.bucket_mib, bool) or not isinstance(self.bucket_mib, (int, float)):
             raise TypeError(f"bucket_mib is {self.bucket_mib!r}, expected a number of mebibytes > 0")
-        if not self.bucket_mib > 0:
-            raise ValueError(f"bucket_mib is {self.bucket_mib}, expected a number of mebibytes > 0")
+        if not 0 < self.bucket_mib < inf:
+            raise ValueError(f"bucket_mib is {self.bucket_mib}, expected a number of mebibytes > 0 and below infinity")
 
     def bind(self, layout: Layout) -> Reducer:
         """The reducer of one accumulator. Raises ValueError if ranks are not alike."""

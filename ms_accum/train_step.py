@@ -7,11 +7,12 @@ from operator import index
 from typing import Any, Optional, Union
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, amp, nn, ops
 from mindspore.ops import constexpr
 
-from .accumulator import Accumulator
-from .gradients import Scalar, as_weight, scaled
+from .accumulator import Accumulator, require_trainable
+from .gradients import FLOATS, Scalar, as_weight, scaled
 from .pieces import counted, empty_aux, join_aux, layout, select_rows, whole_aux
 
 _STRATEGIES = ("fused", "split")
@@ -61,7 +62,7 @@ def make_train_step(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If `acc` sums up instead of averaging, or an argument is out of range.
+        ValueError: If `acc` sums up instead of averaging, a parameter was frozen since, or an argument is out of range.
 
     The loss is multiplied by the weight before the backward pass, so that weights cost no pass over the gradients (but not
     with float16 parameters or a loss scaler, where it might overflow). Pieces of weight 0 count nothing, even if their loss is 0/0.
@@ -72,8 +73,10 @@ def make_train_step(
         _require_callable("weight_fn", weight_fn)
     _require_mean(acc)
     micro_size = _checked_micro_size(micro_size)
-    if strategy not in _STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(map(repr, _STRATEGIES))}")
+    if not isinstance(has_aux, bool):
+        raise TypeError(f"has_aux is {has_aux!r}, expected True or False: whether forward_fn returns (loss, aux)")
     if micro_size > 1 and acc.reducer.each_microbatch:
         raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", or '
                          'on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give sync="window" and '
@@ -184,9 +187,11 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
                 loss, aux = result, result
         else:
             loss = forward_fn(*piece)
-            require_loss(loss.shape if isinstance(loss, Tensor) else None)
             aux = loss
-        require_loss(loss.shape)
+        if isinstance(loss, Tensor):
+            require_loss(loss.shape, loss.dtype)
+        else:
+            require_loss(None, None)
         if scaler is not None:
             return loss.astype(ms.float32) * scaler.scale_value, loss, aux
         return (loss.astype(ms.float32) * weight if early else loss), loss, aux
@@ -248,12 +253,14 @@ def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weig
 
 
 @constexpr
-def require_loss(shape: Optional[tuple]) -> bool:
-    """Refuse a loss that is no scalar: value_and_grad would silently differentiate the sum of its elements."""
+def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type]) -> bool:
+    """Refuse a loss that is no float scalar: value_and_grad would silently differentiate the sum of its elements, or through a cast."""
     if shape is None:
         raise TypeError("forward_fn returned no Tensor, expected the loss alone; give has_aux=True if it returns (loss, aux)")
     if tuple(shape) != ():
         raise ValueError(f"forward_fn returned a loss of shape {tuple(shape)}, expected shape (); give the mean over the samples")
+    if dtype not in FLOATS:
+        raise TypeError(f"forward_fn returned a loss of {dtype}, expected a float dtype; leave the loss as the network computed it")
     return True
 
 
@@ -275,6 +282,7 @@ def _require_mean(acc: object) -> None:
     if not isinstance(acc, Accumulator):
         raise TypeError(f"acc is of type {type(acc).__name__}, expected an Accumulator; "
                         'give Accumulator(optimizer, accumulate_step, reduction="mean")')
+    require_trainable(acc.optimizer.parameters)
     if acc.reduction != "mean":
         raise ValueError(f'acc has reduction={acc.reduction!r}, expected "mean": a train step hands over the loss undivided, and the '
                          'sum of N such gradients is N times too large; give Accumulator(..., reduction="mean")')
@@ -282,10 +290,10 @@ def _require_mean(acc: object) -> None:
 
 def _checked_micro_size(micro_size: object) -> int:
     try:
-        if isinstance(micro_size, bool):
+        if isinstance(micro_size, (bool, np.bool_)):
             raise TypeError
         micro_size = index(micro_size)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: a Tensor of several elements
         raise TypeError(f"micro_size is {micro_size!r}, expected an int >= 1: the pieces a batch is cut into") from None
     if micro_size < 1:
         raise ValueError(f"micro_size is {micro_size}, expected an int >= 1: the pieces a batch is cut into")

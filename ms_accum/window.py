@@ -6,10 +6,12 @@ from operator import index
 from typing import Union
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, ops
 
 AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]]]
 
+_LARGEST = 2**31 - 1  # counters are int32, and a larger constant would wrap around in the comparison with them
 _REMEDY = "give an int >= 1, a dict {update_step: n} that holds 0, or a function of the update count"
 
 
@@ -33,7 +35,7 @@ class Window:
     Raises:
         TypeError: If `accumulate_step`, or a key or value of it, is no integer (bool and float included), or the
             callable cannot be compiled or returns no integer.
-        ValueError: If a length is below 1, a key is negative, or a dict is empty or lacks the key 0.
+        ValueError: If a length is below 1, a key is negative, either is above 2**31 - 1, or a dict is empty or lacks the key 0.
     """
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
@@ -62,11 +64,14 @@ class Window:
 
 def _integer(value: object, name: str) -> int:
     try:
-        if isinstance(value, bool):
+        if isinstance(value, (bool, np.bool_)):
             raise TypeError
-        return index(value)
-    except TypeError:
+        integer = index(value)
+    except (TypeError, ValueError):  # ValueError: a Tensor of several elements
         raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected an integer; {_REMEDY}") from None
+    if integer > _LARGEST:
+        raise ValueError(f"{name} is {integer}, expected at most {_LARGEST}: counters are int32; {_REMEDY}")
+    return integer
 
 
 def _length(value: object, name: str) -> int:

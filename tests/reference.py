@@ -86,27 +86,39 @@ class Accumulation:
         return len(self.window)
 
     def __call__(self, gradients, weight=1.0):
-        if self.on_nonfinite == "skip_microbatch" and not all(np.isfinite(g).all() for g in gradients):
+        self.add(gradients, weight)
+        return self.close_if(len(self.window) >= window_length(self.accumulate_step, self.update_step))
+
+    def add(self, gradients, weight=1.0):
+        finite = weight == 0 or all(np.isfinite(g).all() for g in gradients)
+        if self.on_nonfinite == "skip_microbatch" and not finite:
             self.skipped += 1
-            return False
-        self.window.append((weight, [np.array(g, np.float64) for g in gradients]))
-        if len(self.window) < window_length(self.accumulate_step, self.update_step):
-            return False
-        return self.flush()
+        else:
+            self.window.append((weight, [np.array(g, np.float64) for g in gradients]))
+
+    def close_if(self, condition):
+        closed = bool(condition and self.window)
+        if condition:
+            self.apply()
+        return closed
 
     def flush(self):
-        if not self.window:
-            return False
-        total = [sum(w * g[i] for w, g in self.window) for i in range(len(self.parameters))]
-        if self.reduction == "mean":
-            total = [g / sum(w for w, _ in self.window) for g in total]
+        return self.close_if(len(self.window) > 0)
+
+    def reset(self):
         self.window = []
+
+    def apply(self):
+        counted = [(w, g) for w, g in self.window if w != 0]
+        total = [sum((w * g[i] for w, g in counted), np.zeros_like(p)) for i, p in enumerate(self.parameters)]
+        if self.reduction == "mean":
+            total = [g / (sum(w for w, _ in counted) or 1.0) for g in total]
+        self.reset()
         if self.on_nonfinite == "skip_window" and not all(np.isfinite(g).all() for g in total):
             self.skipped += 1
-            return True
+            return
         if self.clip_norm is not None:
             self.grad_norm = np.sqrt(sum((g ** 2).sum() for g in total))
-            total = [g * min(1.0, self.clip_norm / (self.grad_norm + 1e-6)) for g in total]
+            total = [g * np.minimum(1.0, self.clip_norm / (self.grad_norm + 1e-6)) for g in total]
         self.parameters = self.optimizer(self.parameters, total)
         self.update_step += 1
-        return True

@@ -1,6 +1,7 @@
 """Where the digits come from: the package itself, a folder, or the network."""
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def load(source: str) -> Mnist:
         return load_folder(EMBEDDED)
     if source == "full":
         return load_folder(fetch.full_set(fetch.cache_folder(), fetch.MIRRORS))
-    return load_folder(Path(source).expanduser())
+    return load_folder(Path(os.path.expanduser(source)))  # of an unknown user, pathlib would raise RuntimeError
 
 
 def load_folder(folder: Path) -> Mnist:

@@ -37,6 +37,7 @@ def header(settings: Settings, mnist: Mnist, source: str, device: str) -> str:
     """Versions, device, data and effective batch, a line each."""
     names = ", ".join(f"{name} {version}" for name, version in versions().items())
     clipped = "" if settings.clip_norm is None else f", clipped to norm {settings.clip_norm:g}"
+    source = source.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8, what is printed has to be
     return "\n".join((
         f"versions   {names}",
         f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, gradients in {settings.gradients}",
