@@ -329,7 +329,7 @@ class Accumulator:
         if self.loss_scaler is not None:
             factor = factor / self.loss_scaler.scale_value
         if self.clip_norm is not None:
-            norm = global_norm(gradients) * factor
+            norm = global_norm(gradients) * abs(factor)  # negative weights can make the factor negative
             ops.assign(self.grad_norm, norm)
             factor = factor * clip_factor(norm, self.clip_norm)
         self.optimizer(tuple([scaled(g, factor, dtype) for g, dtype in zip(gradients, self._dtypes)]))

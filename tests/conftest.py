@@ -6,12 +6,16 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
+from hypothesis import settings
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_accum import avoid_busy_waiting
 from ms_accum.mnist.data import load
 
 avoid_busy_waiting()
+# The same examples in every run, however slow the machine.
+settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+settings.load_profile("suite")
 
 # "jit": a jitted function in MindSpore's default context. "graph": everything in GRAPH_MODE. "pynative": op by op.
 MODES = {"jit": ms.PYNATIVE_MODE, "graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}

@@ -62,6 +62,24 @@ def test_every_truncation_is_refused():
             parse(content[:length], (28, 28), "file")
 
 
+IDX = {item_shape: idx(np.random.default_rng(0).integers(0, 10, (3, *item_shape))) for item_shape in ((), (28, 28))}
+
+
+@given(st.sampled_from(sorted(IDX)), st.integers(0, 19), st.integers(1, 255))
+def test_a_wrong_byte_in_the_header_is_refused(item_shape, place, change):
+    """Magic, sizes: whichever byte is another one, however large an array it asks for."""
+    content = bytearray(IDX[item_shape])
+    content[place % (8 + 4 * len(item_shape))] ^= change
+    with pytest.raises(ValueError, match=r"^file (starts with the magic|holds)"):
+        parse(bytes(content), item_shape, "file")
+
+
+@given(st.sampled_from(sorted(IDX)), st.binary(max_size=64))
+def test_noise_is_refused(item_shape, noise):
+    with pytest.raises(ValueError, match=r"^file (starts with the magic|holds)"):
+        parse(noise, item_shape, "file")
+
+
 def test_a_label_that_is_no_digit_is_refused(tmp_path):
     path = tmp_path / "labels"
     path.write_bytes(idx(np.array([3, 10, 2])))
@@ -382,6 +400,48 @@ def test_a_mirror_that_falls_silent_is_left(server, files, cache, monkeypatch):
     monkeypatch.setattr(BaseHTTPRequestHandler, "end_headers", stall)
     with pytest.raises(FetchError, match="timed out"):
         fetch.full_set(cache, [f"{server.url}/set.zip"], known(files))
+
+
+def test_after_mirrors_that_cut_stall_or_send_garbage_the_next_one_is_asked(server, files, cache, monkeypatch):
+    """And not a byte of what they sent is kept."""
+    monkeypatch.setattr(fetch, "CONNECT_SECONDS", 0.3)
+    good = zipped(files)
+    server.pages.update({"/cut.zip": good, "/stall.zip": good, "/garbage.zip": bytes(range(256)) * 40, "/half.zip": good[:len(good) // 2],
+                         "/good.zip": good})
+    write_response = BaseHTTPRequestHandler.end_headers
+
+    def misbehave(handler):
+        write_response(handler)
+        server.cut = 50 if handler.path == "/cut.zip" else 0
+        if handler.path == "/stall.zip" and server.asked.count("/stall.zip") == 3:
+            time.sleep(1.5)
+
+    monkeypatch.setattr(BaseHTTPRequestHandler, "end_headers", misbehave)
+    names = ["cut", "stall", "garbage", "half", "404"]
+    with pytest.raises(FetchError, match=r"File size is .*timed out.*not a zip file.*not a zip file.*404") as raised:
+        fetch.full_set(cache, [f"{server.url}/{name}.zip" for name in names], known(files))
+    assert str(raised.value).count("127.0.0.1:") == len(names)
+    assert held(cache) == {}
+    server.asked.clear()
+    fetch.full_set(cache, [f"{server.url}/{name}.zip" for name in [*names, "good"]], known(files))
+    assert held(cache) == complete(files)
+    assert list(dict.fromkeys(server.asked)) == [f"/{name}.zip" for name in [*names, "good"]]
+
+
+@pytest.mark.parametrize("change", [
+    lambda data: data[:-30],
+    lambda data: data[100:],
+    lambda data: data.replace(b"PK\x01\x02", b"PK\x09\x09"),
+    lambda data: data.replace(b"\x08\x00", b"\x63\x00"),
+    lambda data: data[:200] + bytes(100) + data[300:],
+    lambda data: bytes(len(data)),
+], ids=["no end", "no start", "no directory", "method 99", "a hole", "zeros"])
+def test_a_damaged_archive_is_refused(server, files, cache, change):
+    server.pages["/bad.zip"] = change(zipped(files))
+    with pytest.raises(FetchError, match=r"could not fetch MNIST \(127\.0\.0\.1:\d+: .+\); use --data embedded") as raised:
+        fetch.full_set(cache, [f"{server.url}/bad.zip"], known(files))
+    assert "\n" not in str(raised.value)
+    assert held(cache) == {}
 
 
 def test_a_cache_that_cannot_be_written_is_named(files, tmp_path):
