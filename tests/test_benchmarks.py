@@ -42,7 +42,7 @@ def mlp(tmp_path_factory):
     (packages / "jax.py").write_text("import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)",
                                      encoding="utf-8")
     folder = tmp_path_factory.mktemp("records")
-    names = "fused,one-buffer,tutorial,wrong-denominator,pytorch-eager,jax-scan"
+    names = "fused,one-buffer,one-buffer-mean,tutorial,wrong-denominator,pytorch-eager,jax-scan"
     return *quick("mlp", folder, "--contestants", names, env={"PYTHONPATH": str(packages)}), folder / "mlp.json"
 
 
@@ -50,7 +50,7 @@ def test_mlp_agrees_and_is_timed(mlp):
     summary, record, _ = mlp
     group, = summary["groups"].values()
     assert group["base"] in ("floor", "floor-branch")
-    for name in ("fused", "one-buffer", "tutorial"):
+    for name in ("fused", "one-buffer", "one-buffer-mean", "tutorial"):
         assert group["status"][name] == "agreed"
         assert group["ratios"][name] > 0
     contestants = record["groups"][0]["contestants"]
@@ -58,7 +58,8 @@ def test_mlp_agrees_and_is_timed(mlp):
     assert len(contestants["fused"]["samples"]) == 3
     assert contestants["fused"]["state_bytes"] / contestants["fused"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
     assert contestants["tutorial"]["state_bytes"] / contestants["tutorial"]["parameter_bytes"] == pytest.approx(2, abs=0.01)
-    assert contestants["one-buffer"]["state_bytes"] / contestants["one-buffer"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
+    for name in ("one-buffer", "one-buffer-mean"):
+        assert contestants[name]["state_bytes"] / contestants[name]["parameter_bytes"] == pytest.approx(1, abs=0.01)
 
 
 def test_wrong_contestant_is_caught(mlp):

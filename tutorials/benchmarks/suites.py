@@ -10,7 +10,7 @@ import oracle
 from case import Case, EpochCase, samples
 
 FLOOR = ("floor", "floor-branch")
-LIMITS = ("write-only", "add-only", "update-only", "loop-add-only", "one-buffer")
+LIMITS = ("write-only", "add-only", "update-only", "loop-add-only", "one-buffer", "one-buffer-mean")
 OURS = ("fused", "split", "in-step")
 MEMORY = ("undivided", "in-step", "unrolled", "parallel-nn", "fused", "tutorial")
 MINDSPORE = (*FLOOR, "forward", *LIMITS, *OURS, "bare", "undivided", "unrolled", "tutorial", "boost", "parallel-nn",
