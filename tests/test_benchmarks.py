@@ -239,6 +239,48 @@ def test_seed_with_the_widest_margin_is_taken():
     assert done.returncode == 0, done.stderr
 
 
+def test_distributed(tmp_path):
+    """Ranks agree with the joint batch, a wrong divisor does not; a window's exchange is one of N; a shard is a half."""
+    summary, record = quick("distributed", tmp_path, "--contestants", "window,microbatch,shard,wrong-denominator")
+    for name, group in summary["groups"].items():
+        status = group["status"]
+        assert status.pop("wrong-denominator") == ("agreed" if name == "1 rank, N = 1" else "disagreed")
+        assert status == dict.fromkeys(("alone",) if name.startswith("1") else ("alone", "window", "microbatch", "shard"), "agreed")
+    one, _, each, whole = record["groups"]
+    assert one["contestants"]["alone"]["collectives"] == 0
+    assert len(whole["contestants"]["shard"]["samples"]) == 1
+    window, microbatch, shard = (whole["contestants"][name] for name in ("window", "microbatch", "shard"))
+    assert window["collectives"] == each["contestants"]["microbatch"]["collectives"] == 1
+    assert microbatch["collectives"] == 4
+    assert 4 * window["collective_bytes"] == microbatch["collective_bytes"] == 4 * (window["parameter_bytes"] + 12)
+    assert shard["state_bytes"] / shard["parameter_bytes"] == pytest.approx(1 / 2, abs=0.01)
+    assert not ABSOLUTE_PATH.search(json.dumps(record))
+
+
+LAUNCH = """
+import launch, sys
+from dataclasses import asdict
+from pathlib import Path
+from case import Case
+from suites import Group
+group = Group("a group", asdict(Case("mlp-784-32-32-10", 8, ranks=2)), ("window",), ("window",))
+def said(folder):
+    record, = launch.time_launch([group], 1, Path(folder))
+    return record["contestants"]["window"]["status"], record["contestants"]["window"]["message"]
+launch.PATIENCE = 2
+assert said("slow") == ("crashed", "no end after 2 s")
+launch.shutil.which = lambda *arguments, **options: None
+assert said("missing") == ("skipped", "msrun is not installed")
+"""
+
+
+def test_ranks_without_msrun_are_skipped_and_late_ones_ended(tmp_path):
+    done = run_here(LAUNCH, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        assert str(tmp_path).encode() not in command.read_bytes()
+
+
 def test_mnist(tmp_path):
     summary, record = quick("mnist", tmp_path, "--contestants", "reference,tutorial-loop")
     group, = summary["groups"].values()
