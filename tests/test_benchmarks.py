@@ -281,6 +281,59 @@ def test_ranks_without_msrun_are_skipped_and_late_ones_ended(tmp_path):
         assert str(tmp_path).encode() not in command.read_bytes()
 
 
+COST_MODEL = """
+import cost_model
+from cost_model import Costs, Run, fitted, relative_errors, seconds
+true = Costs(1e-3, 7e-4, 2e-4, 2e-9, 1.5)
+runs = [Run(mode, ranks, n, 2.7e6, one_machine=True, scatters=False)
+        for ranks in (1, 2, 4) for n in (1, 8) for mode in (("alone", "window", "microbatch", "shard") if ranks > 1 else ("alone",))]
+rows = [(run, seconds(true, run)) for run in runs]
+found = fitted(rows)
+assert max(map(abs, relative_errors(found, rows))) < 1e-9, found
+assert all(abs(a - b) <= 1e-6 * b for a, b in zip(vars(found).values(), vars(true).values())), found
+assert fitted([(run, seconds(Costs(1e-3, 0.0, 0.0, 2e-9), run)) for run in runs]).latency < 1e-9
+# Control: with more ranks faster, which the model cannot be.
+faster = [(run, 1 / run.ranks) for run in runs]
+assert max(map(abs, relative_errors(fitted(faster), faster))) > 0.1
+
+def close(a, b):
+    return abs(a - b) <= 1e-9 * b
+for mode in cost_model.MODES:
+    assert close(seconds(true, Run(mode, 1, 4, 2.7e6)), 1e-3 + 7e-4 / 4), "one rank exchanges nothing"
+long = 10**9
+assert abs(seconds(true, Run("window", 64, long, 2.7e6)) - 1e-3) < 1e-9, "a long window leaves compute and add"
+ring = 2 * 63 * 2e-4 + 2 * 63 / 64 * 2.7e6 * 2e-9
+assert close(seconds(true, Run("window", 64, 1, 2.7e6)), 1e-3 + 7e-4 + ring)
+assert close(seconds(true, Run("microbatch", 64, 8, 2.7e6)), 1e-3 + 7e-4 / 8 + ring)
+assert close(seconds(true, Run("window", 64, 8, 2.7e6)), 1e-3 + 7e-4 / 8 + ring / 8)
+header = 2 * 63 * 2e-4 + 2 * 63 / 64 * 12 * 2e-9
+assert close(seconds(true, Run("shard", 64, 8, 2.7e6)), 1e-3 + 7e-4 / 8 + header + ring / 2 + ring / 2 / 8)
+"""
+
+
+def test_cost_model_finds_the_costs_a_record_was_made_from():
+    """And its limits: one rank, a long window, a ring's AllReduce."""
+    done = run_here(COST_MODEL)
+    assert done.returncode == 0, done.stderr
+
+
+def test_cost_model_prints_its_tables(tmp_path):
+    done = run("cost_model.py", "--ranks", "512", "--n", "4")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\|2\|8\|window\|[\d.]+\|[\d.]+\|[+-]\d+%\|$", done.stdout, re.MULTILINE)
+    assert re.search(r"^\|10 M\|512\|4\|", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([BENCHMARKS / "records" / "mlp.json"], r"cost_model\.py: error: the record is of suite mlp, expected distributed"),
+    (["--latency-us", "0"], r"argument --latency-us: expected a number > 0, got '0'"),
+])
+def test_cost_model_refuses(arguments, message):
+    done = run("cost_model.py", *arguments)
+    assert done.returncode == 2
+    assert re.search(message, done.stderr)
+
+
 def test_mnist(tmp_path):
     summary, record = quick("mnist", tmp_path, "--contestants", "reference,tutorial-loop")
     group, = summary["groups"].values()
