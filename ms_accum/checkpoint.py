@@ -17,7 +17,7 @@ from typing import Any, Optional, Union
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from .accumulator import Accumulator
 from .distributed import gather
@@ -102,7 +102,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         mine = path if rank == 0 else _of_rank(path, rank, ranks, generation)
         loaded, about = _together(lambda: _read_checked(mine, network, acc, rank))
     for name, parameter in _entries(network, acc).items():
-        parameter.set_data(loaded[name])
+        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+        ops.assign(parameter, loaded[name])
     return about["extra"]
 
 
