@@ -196,7 +196,8 @@ def _write(path: Path, entries: dict[str, Parameter], about: dict, suffix: Optio
         _remove(part)
         try:
             ms.save_checkpoint(saved, str(part), format=suffix[1:])
-        except RuntimeError as error:  # MindSpore's word for any OSError
+        # An OSError, a RuntimeError or a SafetensorError: each way of writing has its own word for a full disk.
+        except Exception as error:
             raise OSError(f"{path} cannot be written ({' '.join(str(error).split())[:200]})") from error
         os.chmod(part, 0o644)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
         with part.open("r+b") as file:
@@ -239,13 +240,12 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict]:
         text = loaded.pop(_ABOUT).asnumpy().tobytes()
         about = json.loads(text[len(_BLANK) + 2:])
         about["extra"] = json.loads(about["extra"])
-        if about["version"] != _VERSION:
-            raise CheckpointError(f"{path} is of version {about['version']}, expected {_VERSION}; load it with the ms_accum that wrote it")
+        version = about["version"]
     # A file with a right checksum and wrong contents was made to be so; whatever MindSpore says to it, it is refused.
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
+    if version != _VERSION:
+        raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that wrote it")
     return loaded, about
 
 
