@@ -263,9 +263,9 @@ from dataclasses import asdict
 from pathlib import Path
 from case import Case
 from suites import Group
-group = Group("a group", asdict(Case("mlp-784-32-32-10", 8, ranks=2)), ("window",), ("window",))
+group = Group("a group", asdict(Case("mlp-784-32-32-10", 8, ranks=2)), ("window",), ("window",), microbatches=4)
 def said(folder):
-    record, = launch.time_launch([group], 1, Path(folder))
+    record, = launch.time_launch([group], 10**9, Path.cwd() / folder)
     return record["contestants"]["window"]["status"], record["contestants"]["window"]["message"]
 launch.PATIENCE = 2
 assert said("slow") == ("crashed", "no end after 2 s")
