@@ -70,10 +70,10 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     part = path.with_name(f".{path.name}.{generation}") if rank == 0 else mine
     _together(lambda: _write(part, entries, _about(acc, entries, text, rank, generation), suffix=path.suffix))
     _together(lambda: _rename(part, path) if rank == 0 else None)
-    if rank > 0:
-        for old in path.parent.glob(_of_rank(path, rank, ranks, "*").name):
-            if old != mine:
-                old.unlink(missing_ok=True)
+    # What earlier generations left, those of killed runs included.
+    for old in path.parent.glob(_of_rank(path, rank, ranks, "*").name if rank > 0 else f".{path.name}.*"):
+        if old != mine:
+            old.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumulator) -> Any:
