@@ -60,7 +60,7 @@ class Accumulator:
         buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16.
         on_nonfinite: What NaN and infinity do. "apply": nothing special. "skip_microbatch": that microbatch adds nothing
             and the window stays open for another one (`optax.skip_not_finite`). "skip_window": the window is dropped
-            when it closes, the optimizer untouched.
+            when it closes, the optimizer untouched. See `gradients.all_finite` for what counts as finite.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
 
     Attributes:
@@ -317,10 +317,9 @@ class Accumulator:
 
     def _update_finite(self, gradients: Gradients, weight: Tensor) -> None:
         finite = all_finite(gradients)
+        ops.assign_add(self.skipped, ops.logical_not(finite).astype(ms.int32))
         if finite:
             self._update(gradients, weight)
-        else:
-            ops.assign_add(self.skipped, 1)
         if self.loss_scaler is not None:
             self.loss_scaler.adjust(finite)
 

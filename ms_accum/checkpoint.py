@@ -17,7 +17,7 @@ from typing import Any, Optional, Union
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from .accumulator import Accumulator
 from .distributed import gather
@@ -70,10 +70,10 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     part = path.with_name(f".{path.name}.{generation}") if rank == 0 else mine
     _together(lambda: _write(part, entries, _about(acc, entries, text, rank, generation), suffix=path.suffix))
     _together(lambda: _rename(part, path) if rank == 0 else None)
-    if rank > 0:
-        for old in path.parent.glob(_of_rank(path, rank, ranks, "*").name):
-            if old != mine:
-                old.unlink(missing_ok=True)
+    # What earlier generations left, those of killed runs included.
+    for old in path.parent.glob(_of_rank(path, rank, ranks, "*").name if rank > 0 else f".{path.name}.*"):
+        if old != mine:
+            old.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumulator) -> Any:
@@ -102,7 +102,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         mine = path if rank == 0 else _of_rank(path, rank, ranks, generation)
         loaded, about = _together(lambda: _read_checked(mine, network, acc, rank))
     for name, parameter in _entries(network, acc).items():
-        parameter.set_data(loaded[name])
+        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+        ops.assign(parameter, loaded[name])
     return about["extra"]
 
 
@@ -195,7 +196,8 @@ def _write(path: Path, entries: dict[str, Parameter], about: dict, suffix: Optio
         _remove(part)
         try:
             ms.save_checkpoint(saved, str(part), format=suffix[1:])
-        except RuntimeError as error:  # MindSpore's word for any OSError
+        # An OSError, a RuntimeError or a SafetensorError: each way of writing has its own word for a full disk.
+        except Exception as error:
             raise OSError(f"{path} cannot be written ({' '.join(str(error).split())[:200]})") from error
         os.chmod(part, 0o644)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
         with part.open("r+b") as file:
@@ -238,13 +240,12 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict]:
         text = loaded.pop(_ABOUT).asnumpy().tobytes()
         about = json.loads(text[len(_BLANK) + 2:])
         about["extra"] = json.loads(about["extra"])
-        if about["version"] != _VERSION:
-            raise CheckpointError(f"{path} is of version {about['version']}, expected {_VERSION}; load it with the ms_accum that wrote it")
+        version = about["version"]
     # A file with a right checksum and wrong contents was made to be so; whatever MindSpore says to it, it is refused.
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
+    if version != _VERSION:
+        raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that wrote it")
     return loaded, about
 
 

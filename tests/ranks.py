@@ -14,7 +14,8 @@ from conftest import MLP, values
 from mindspore import Tensor, amp, nn
 from mindspore.communication import get_group_size, get_rank, init
 
-from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step
+from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum.checkpoint import CheckpointError
 from ms_accum.distributed import require_alike
 
 N = 2
@@ -196,11 +197,51 @@ def refusals(rank, ranks):
     return {"said": np.array(said)}
 
 
+def resume(rank, ranks, sync, suffix):
+    """Saved in mid-window, twice; continued, and resumed by others; then with rank 1's file damaged."""
+    path = FOLDER / f"resume-{sync}.{suffix}"
+
+    def build(seed):
+        network = MLP(seed=seed)
+        acc = Accumulator(nn.Momentum(network.trainable_params(), 0.1, 0.9), N, 0.5, reduction="mean", reducer=SYNCS[sync])
+        return network, acc, make_train_step(mean_loss(network), acc)
+
+    def state():
+        return [p.asnumpy().tobytes() for p in (*network.get_parameters(), *acc.optimizer.get_parameters(), *acc.parameters)]
+
+    batches = microbatches("unequal", rank)
+    network, acc, train_step = build(0)
+    train_step(*tensors(*batches[0]))
+    save_checkpoint(path, network, acc, extra="first")
+    for x, y in batches[1:3]:
+        train_step(*tensors(x, y))
+    save_checkpoint(path, network, acc, extra={"rank": rank})
+    mini_step = int(acc.mini_step)
+    train(acc, train_step, batches[3:])
+    uninterrupted = state()
+
+    network, acc, train_step = build(1)
+    extra = load_checkpoint(path, network, acc)
+    train(acc, train_step, batches[3:])
+    same = state() == uninterrupted
+
+    said = "accepted"
+    if rank == 1:
+        mine, = path.parent.glob(f"{path.stem}.rank1of*")
+        mine.write_bytes(mine.read_bytes()[:-1])
+    before = state()
+    try:
+        load_checkpoint(path, network, acc)
+    except CheckpointError as error:
+        said = str(error)
+    return {"mini_step": mini_step, "extra": json.dumps(extra), "same": same, "said": said, "untouched": state() == before}
+
+
 SCENARIOS = {function.__name__: function for function in (
-    matrix, summed, article, unchanged_between_boundaries, nonfinite, overflow, traffic, refusals)}
+    matrix, summed, article, unchanged_between_boundaries, nonfinite, overflow, traffic, refusals, resume)}
 
 
-def main(folder, *scenarios):
+def main(*scenarios):
     avoid_busy_waiting()
     ms.set_device("CPU")
     init()
@@ -215,9 +256,10 @@ def main(folder, *scenarios):
         for key, value in SCENARIOS[name](rank, ranks, *arguments).items():
             arrays[f"{scenario}/{key}"] = np.array(value)
         print(f"rank {rank}: {scenario}  {perf_counter() - start:.1f} s", flush=True)
-    np.savez(Path(folder) / f"rank{rank}.npz", **arrays)
+    np.savez(FOLDER / f"rank{rank}.npz", **arrays)
     require_alike({"end": ""}, "")  # a rank that ends while another still communicates makes it fail
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    FOLDER = Path(sys.argv[1])
+    main(*sys.argv[2:])

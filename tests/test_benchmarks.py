@@ -42,7 +42,7 @@ def mlp(tmp_path_factory):
     (packages / "jax.py").write_text("import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)",
                                      encoding="utf-8")
     folder = tmp_path_factory.mktemp("records")
-    names = "fused,one-buffer,tutorial,wrong-denominator,pytorch-eager,jax-scan"
+    names = "fused,one-buffer,one-buffer-mean,tutorial,wrong-denominator,pytorch-eager,jax-scan"
     return *quick("mlp", folder, "--contestants", names, env={"PYTHONPATH": str(packages)}), folder / "mlp.json"
 
 
@@ -50,7 +50,7 @@ def test_mlp_agrees_and_is_timed(mlp):
     summary, record, _ = mlp
     group, = summary["groups"].values()
     assert group["base"] in ("floor", "floor-branch")
-    for name in ("fused", "one-buffer", "tutorial"):
+    for name in ("fused", "one-buffer", "one-buffer-mean", "tutorial"):
         assert group["status"][name] == "agreed"
         assert group["ratios"][name] > 0
     contestants = record["groups"][0]["contestants"]
@@ -58,7 +58,8 @@ def test_mlp_agrees_and_is_timed(mlp):
     assert len(contestants["fused"]["samples"]) == 3
     assert contestants["fused"]["state_bytes"] / contestants["fused"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
     assert contestants["tutorial"]["state_bytes"] / contestants["tutorial"]["parameter_bytes"] == pytest.approx(2, abs=0.01)
-    assert contestants["one-buffer"]["state_bytes"] / contestants["one-buffer"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
+    for name in ("one-buffer", "one-buffer-mean"):
+        assert contestants[name]["state_bytes"] / contestants[name]["parameter_bytes"] == pytest.approx(1, abs=0.01)
 
 
 def test_wrong_contestant_is_caught(mlp):
@@ -236,6 +237,101 @@ def test_seed_with_the_widest_margin_is_taken():
     """The oracle's margin is that of a loop over samples and units; the chosen seed has the largest, and without it the next."""
     done = run_here(SEEDS)
     assert done.returncode == 0, done.stderr
+
+
+def test_distributed(tmp_path):
+    """Ranks agree with the joint batch, a wrong divisor does not; a window's exchange is one of N; a shard is a half."""
+    summary, record = quick("distributed", tmp_path, "--contestants", "window,microbatch,shard,wrong-denominator")
+    for name, group in summary["groups"].items():
+        status = group["status"]
+        assert status.pop("wrong-denominator") == ("agreed" if name == "1 rank, N = 1" else "disagreed")
+        assert status == dict.fromkeys(("alone",) if name.startswith("1") else ("alone", "window", "microbatch", "shard"), "agreed")
+    one, _, each, whole = record["groups"]
+    assert one["contestants"]["alone"]["collectives"] == 0
+    assert len(whole["contestants"]["shard"]["samples"]) == 1
+    window, microbatch, shard = (whole["contestants"][name] for name in ("window", "microbatch", "shard"))
+    assert window["collectives"] == each["contestants"]["microbatch"]["collectives"] == 1
+    assert microbatch["collectives"] == 4
+    assert 4 * window["collective_bytes"] == microbatch["collective_bytes"] == 4 * (window["parameter_bytes"] + 12)
+    assert shard["state_bytes"] / shard["parameter_bytes"] == pytest.approx(1 / 2, abs=0.01)
+    assert not ABSOLUTE_PATH.search(json.dumps(record))
+
+
+LAUNCH = """
+import launch, sys
+from dataclasses import asdict
+from pathlib import Path
+from case import Case
+from suites import Group
+group = Group("a group", asdict(Case("mlp-784-32-32-10", 8, ranks=2)), ("window",), ("window",), microbatches=4)
+def said(folder):
+    record, = launch.time_launch([group], 10**9, Path.cwd() / folder)
+    return record["contestants"]["window"]["status"], record["contestants"]["window"]["message"]
+launch.PATIENCE = 2
+assert said("slow") == ("crashed", "no end after 2 s")
+launch.shutil.which = lambda *arguments, **options: None
+assert said("missing") == ("skipped", "msrun is not installed")
+"""
+
+
+def test_ranks_without_msrun_are_skipped_and_late_ones_ended(tmp_path):
+    done = run_here(LAUNCH, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        assert str(tmp_path).encode() not in command.read_bytes()
+
+
+COST_MODEL = """
+import cost_model
+from cost_model import Costs, Run, fitted, relative_errors, seconds
+true = Costs(1e-3, 7e-4, 2e-4, 2e-9, 1.5)
+runs = [Run(mode, ranks, n, 2.7e6, one_machine=True, scatters=False)
+        for ranks in (1, 2, 4) for n in (1, 8) for mode in (("alone", "window", "microbatch", "shard") if ranks > 1 else ("alone",))]
+rows = [(run, seconds(true, run)) for run in runs]
+found = fitted(rows)
+assert max(map(abs, relative_errors(found, rows))) < 1e-9, found
+assert all(abs(a - b) <= 1e-6 * b for a, b in zip(vars(found).values(), vars(true).values())), found
+assert fitted([(run, seconds(Costs(1e-3, 0.0, 0.0, 2e-9), run)) for run in runs]).latency < 1e-9
+# Control: with more ranks faster, which the model cannot be.
+faster = [(run, 1 / run.ranks) for run in runs]
+assert max(map(abs, relative_errors(fitted(faster), faster))) > 0.1
+
+def close(a, b):
+    return abs(a - b) <= 1e-9 * b
+for mode in cost_model.MODES:
+    assert close(seconds(true, Run(mode, 1, 4, 2.7e6)), 1e-3 + 7e-4 / 4), "one rank exchanges nothing"
+long = 10**9
+assert abs(seconds(true, Run("window", 64, long, 2.7e6)) - 1e-3) < 1e-9, "a long window leaves compute and add"
+ring = 2 * 63 * 2e-4 + 2 * 63 / 64 * 2.7e6 * 2e-9
+assert close(seconds(true, Run("window", 64, 1, 2.7e6)), 1e-3 + 7e-4 + ring)
+assert close(seconds(true, Run("microbatch", 64, 8, 2.7e6)), 1e-3 + 7e-4 / 8 + ring)
+assert close(seconds(true, Run("window", 64, 8, 2.7e6)), 1e-3 + 7e-4 / 8 + ring / 8)
+header = 2 * 63 * 2e-4 + 2 * 63 / 64 * 12 * 2e-9
+assert close(seconds(true, Run("shard", 64, 8, 2.7e6)), 1e-3 + 7e-4 / 8 + header + ring / 2 + ring / 2 / 8)
+"""
+
+
+def test_cost_model_finds_the_costs_a_record_was_made_from():
+    """And its limits: one rank, a long window, a ring's AllReduce."""
+    done = run_here(COST_MODEL)
+    assert done.returncode == 0, done.stderr
+
+
+def test_cost_model_prints_its_tables(tmp_path):
+    done = run("cost_model.py", "--ranks", "512", "--n", "4")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\|2\|8\|window\|[\d.]+\|[\d.]+\|[+-]\d+%\|$", done.stdout, re.MULTILINE)
+    assert re.search(r"^\|10 M\|512\|4\|", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([BENCHMARKS / "records" / "mlp.json"], r"cost_model\.py: error: the record is of suite mlp, expected distributed"),
+    (["--latency-us", "0"], r"argument --latency-us: expected a number > 0, got '0'"),
+])
+def test_cost_model_refuses(arguments, message):
+    done = run("cost_model.py", *arguments)
+    assert done.returncode == 2
+    assert re.search(message, done.stderr)
 
 
 def test_mnist(tmp_path):

@@ -18,7 +18,8 @@ import reference
 from conftest import MLP, difference, values
 from mindspore import nn
 
-from ms_accum import Accumulator, DataParallel, cli, make_train_step
+from ms_accum import Accumulator, DataParallel, cli, load_checkpoint, make_train_step
+from ms_accum.checkpoint import CheckpointError
 
 RANKS = Path(workers.__file__)
 ARTICLE = [0.9472, 0.9440, 0.9527, 0.9687, 0.9570, 0.9343, 0.9411, 0.9186]  # published
@@ -37,7 +38,8 @@ MATRIX = {
 OTHERS = {
     2: ["article", "refusals", "summed:window", "summed:shard:pynative", "traffic:window", "traffic:microbatch",
         "unchanged_between_boundaries", "overflow:pynative", "nonfinite:window:skip_window", "nonfinite:window:skip_microbatch",
-        "nonfinite:shard:skip_microbatch:pynative", "nonfinite:microbatch:skip_window:pynative", "nonfinite:window:apply:pynative"],
+        "nonfinite:shard:skip_microbatch:pynative", "nonfinite:microbatch:skip_window:pynative", "nonfinite:window:apply:pynative",
+        "resume:window:ckpt:pynative", "resume:microbatch:ckpt:pynative", "resume:shard:safetensors:pynative"],
     4: ["nonfinite:window:skip_microbatch:pynative"],
 }
 
@@ -55,10 +57,15 @@ def msrun(count, folder, *arguments, **options):
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory):
+def shared(tmp_path_factory):
+    """A folder that all of the session's processes share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def run(shared):
     """`run(count)`: the arrays that every scenario of `count` ranks left, by rank; all of the session's processes share one run."""
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
 
     def results(count):
         folder = shared / f"ranks{count}"
@@ -219,6 +226,31 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(run):
     assert (int(window["collectives"]), int(microbatch["collectives"])) == (2, 16)
     assert int(window["bytes"]) == 2 * (int(window["parameters"]) + 12)
     assert int(window["bytes"]) * 8 == int(microbatch["bytes"])
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scenario", [scenario for scenario in OTHERS[2] if scenario.startswith("resume")])
+def test_each_rank_resumes_bit_identically(run, scenario):
+    """In mid-window; and if one rank's file is damaged, nothing is loaded on any."""
+    for rank, arrays in enumerate(of(run(2), scenario)):
+        assert int(arrays["mini_step"]) == 1
+        assert json.loads(str(arrays["extra"])) == {"rank": rank}
+        assert arrays["same"]
+        assert arrays["untouched"]
+        assert ("is truncated" in str(arrays["said"]) or "is damaged" in str(arrays["said"])) if rank == 1 else (
+            str(arrays["said"]) == "rank 1 failed, and so nothing was done on this one; see its message")
+
+
+def test_checkpoints_of_other_numbers_of_ranks_are_refused(run, shared):
+    run(2)
+    folder = shared / "ranks2"
+    assert len(list(folder.glob("resume-window.*"))) == 2, "the first generation is removed"
+    network = MLP()
+    acc = Accumulator(nn.Momentum(network.trainable_params(), 0.1, 0.9), workers.N, 0.5, reduction="mean")
+    with pytest.raises(CheckpointError, match=r"was saved with ranks 2, but this run has 1; build it alike"):
+        load_checkpoint(folder / "resume-window.ckpt", network, acc)
 
 
 # --- refusals, and one rank ----------------------------------------------------------------------------------------------

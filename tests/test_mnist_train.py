@@ -122,13 +122,24 @@ def numbered(count):
 def test_an_epoch_takes_every_row_once_and_flushes_at_the_end():
     recorder, progress = Recorder(), []
     order = np.random.default_rng(0).permutation(90)
-    losses = train.train_epoch(
-        recorder, numbered(90), train.cut(order, 16), lambda done, loss: progress.append((done, float(loss))))
+    losses = []
+    train.train_epoch(
+        recorder, numbered(90), train.cut(order, 16), lambda done, loss: progress.append((done, float(loss))), losses)
     assert [row for rows in recorder.rows for row in rows] == order.tolist()
     assert [len(rows) for rows in recorder.rows] == [16] * 5 + [10]
     assert recorder.events == ["microbatch"] * 6 + ["flush"]
-    assert losses.tolist() == [1, 2, 3, 4, 5, 6]
+    assert losses == [1, 2, 3, 4, 5, 6]
     assert progress == [(16, 1), (32, 2), (48, 3), (64, 4), (80, 5), (90, 6)]
+
+
+def test_an_epoch_goes_on_where_it_stopped_and_saves_on_the_way():
+    recorder, progress, losses, saved = Recorder(), [], [7.0, 7.0], []
+    train.train_epoch(recorder, numbered(90), train.cut(np.arange(90), 16), lambda done, loss: progress.append(done), losses,
+                      range(3, 7, 2), lambda: saved.append(list(losses)))
+    assert [row for rows in recorder.rows for row in rows] == list(range(32, 90))
+    assert losses == [7, 7, 1, 2, 3, 4]
+    assert saved == [[7, 7, 1], [7, 7, 1, 2, 3]]
+    assert progress == [48, 64, 80, 90]
 
 
 @pytest.mark.parametrize(("count", "size", "sizes"), [(7, 3, [3, 3, 1]), (6, 3, [3, 3]), (2, 5, [2]), (1, 1, [1])])
@@ -140,8 +151,8 @@ def test_cut(count, size, sizes):
 
 def test_each_epoch_has_its_seeded_order(mnist, monkeypatch):
     orders = []
-    monkeypatch.setattr(train, "train_epoch", lambda step, digits, microbatches, call: (
-        orders.append(np.concatenate(microbatches).tolist()), np.zeros(len(microbatches)))[1])
+    monkeypatch.setattr(train, "train_epoch", lambda step, digits, microbatches, call, losses, *_: (
+        orders.append(np.concatenate(microbatches).tolist()), losses.extend([0.0] * len(microbatches))))
     for settings in (replace(FEW, epochs=2), replace(FEW, epochs=2).undivided(), replace(FEW, epochs=2, seed=7)):
         list(train.train(mnist, Network(0), settings))
     assert all(sorted(order) == list(range(90)) for order in orders)
@@ -183,7 +194,7 @@ def test_accuracy_counts_every_digit_once(mnist, monkeypatch):
     wrong = 13
     labels[:wrong] = (labels[:wrong] + 1) % 10
     for count_correct in (step.CountCorrect(network), ms.jit(step.CountCorrect(network))):
-        assert train.evaluate(count_correct, Digits(mnist.test.images, labels)) == 100 * (50 - wrong) / 50
+        assert train.evaluate(count_correct, Digits(mnist.test.images, labels), FEW) == 100 * (50 - wrong) / 50
 
 
 def test_epochs_report_times_and_learn(mnist):

@@ -18,7 +18,7 @@ from .settings import MODES, OPTIMIZERS, STRATEGIES, SYNCS, Settings
 if TYPE_CHECKING:
     from .data import Mnist
     from .network import Network
-    from .train import Epoch
+    from .train import Checkpoints, Epoch
 
 DEVICES = ("CPU", "GPU", "Ascend")
 LARGEST_COUNT = 2 ** 31 - 1
@@ -33,6 +33,7 @@ examples:
   ms-accum mnist                                 # the digits in the package, no network needed
   ms-accum mnist --data full --compare           # all of MNIST, against the undivided batch
   ms-accum mnist --batch-size 16 --accumulate-step 4 --json run.json --plot run.png
+  ms-accum mnist --save run.ckpt --save-every 100 # then, whatever happened: the same with --resume run.ckpt
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks --tail_worker_log=0 python -m ms_accum mnist"""
 
 
@@ -91,7 +92,11 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="FILE", help="write every figure and option")
     output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw loss and accuracy; needs matplotlib")
-    output.add_argument("--save", type=Path, metavar="FILE.ckpt", help="write a checkpoint of the trained network")
+    output.add_argument("--save", type=Path, metavar="FILE.ckpt",
+                        help="write a checkpoint of everything at the end; .safetensors is the other format")
+    output.add_argument("--save-every", type=_count, metavar="K", help="write it after every K microbatches, too")
+    output.add_argument("--resume", type=Path, metavar="FILE.ckpt",
+                        help="go on from a checkpoint, with the same options (--epochs may be more), as if it had never stopped")
 
 
 def _number(convert: Callable[[str], float], accepted: Callable[[float], bool], expected: str, text: str) -> float:
@@ -131,11 +136,13 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    network, runs, figures = train_all(settings, mnist, options)
+    from ms_accum.checkpoint import CheckpointError
+
     try:
+        runs, figures = train_all(settings, mnist, options)
         if settings.rank == 0:
-            write_all(options, network, runs, figures)
-    except OSError as error:
+            write_all(options, runs, figures)
+    except (CheckpointError, OSError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     finally:
         part_ranks(settings)
@@ -172,19 +179,29 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 def require_outputs(options: argparse.Namespace) -> None:
     """Raise ValueError unless every file that is to be written can be."""
+    from ms_accum.checkpoint import SUFFIXES
+
     from .output import require_writable
 
+    if options.save_every and not options.save:
+        raise ValueError("argument --save-every: says when, but not where; add --save FILE.ckpt")
+    if options.compare and (options.resume or options.save_every):
+        raise ValueError("argument --compare: a comparison trains twice and cannot be resumed; leave out --save-every and --resume")
+    if options.resume and not options.resume.is_file():
+        raise ValueError(f"argument --resume: there is no file {options.resume}; give one that --save wrote")
+    if options.resume and options.resume.suffix not in SUFFIXES:
+        raise ValueError(f"argument --resume: {options.resume} ends in none of {', '.join(SUFFIXES)}; give a file that --save wrote")
     if options.plot and find_spec("matplotlib") is None:
         raise ValueError("argument --plot: matplotlib is not installed; install it, e.g. with "
                          f"{sys.executable} -m pip install matplotlib")
     named = [path.resolve() for path in (options.json, options.plot, options.save) if path is not None]
     if len(set(named)) < len(named):
         raise ValueError("arguments --json, --plot and --save: two of them name the same file; name each another one")
-    for name, suffix in (("json", ""), ("plot", ".png"), ("save", ".ckpt")):
+    for name, suffixes in (("json", ("",)), ("plot", (".png",)), ("save", SUFFIXES)):
         path = getattr(options, name)
         if path is not None:
             try:
-                require_writable(path, suffix)
+                require_writable(path, *suffixes)
             except ValueError as error:
                 raise ValueError(f"argument --{name}: {error}") from error
 
@@ -236,39 +253,40 @@ def require_microbatch(settings: Settings, mnist: Mnist) -> None:
                          f"{digits}; choose at most {digits}")
 
 
-def train_all(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> tuple[Network, dict[str, list[Epoch]], dict]:
-    """Train, with --compare both ways, and print; the network, the epochs of each run by name, and every figure."""
+def train_all(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> tuple[dict[str, list[Epoch]], dict]:
+    """Train, with --compare both ways, and print; the epochs of each run by name, and every figure."""
     from . import report
     from .network import largest_difference
+    from .train import Checkpoints
 
     print(report.header(settings, mnist, options.data, options.device_target), flush=True)
-    network, epochs = _train(settings, mnist)
+    network, epochs = _train(settings, mnist, Checkpoints(
+        options.save, options.save_every, options.resume,
+        lambda epochs, microbatches: print(f"resumed    {options.resume}: {epochs} epochs and {microbatches:,} microbatches done")))
     runs = {"accumulated": epochs}
     figures = report.figures(settings, epochs)
     if options.compare:
         print(f"undivided: {report.batch(settings.undivided())}", flush=True)
-        other, runs["undivided"] = _train(settings.undivided(), mnist)
+        other, runs["undivided"] = _train(settings.undivided(), mnist, Checkpoints())
         difference = largest_difference(network, other)
         print(report.comparison(settings, epochs, runs["undivided"], difference), flush=True)
         figures["max_parameter_difference"] = difference
         figures["undivided"] = report.figures(settings.undivided(), runs["undivided"])
-    return network, runs, {**figures, **_circumstances(settings, mnist, options)}
+    return runs, {**figures, **_circumstances(settings, mnist, options)}
 
 
-def write_all(options: argparse.Namespace, network: Network, runs: dict[str, list[Epoch]], figures: dict) -> None:
+def write_all(options: argparse.Namespace, runs: dict[str, list[Epoch]], figures: dict) -> None:
     """Write the files that the options name. Raises OSError if one cannot be written after all."""
-    from .output import write_checkpoint, write_json
+    from .output import write_json
 
     if options.json:
         write_json(options.json, figures)
     if options.plot:
         from .plot import write_plot
         write_plot(options.plot, runs)
-    if options.save:
-        write_checkpoint(options.save, network)
 
 
-def _train(settings: Settings, mnist: Mnist) -> tuple[Network, list[Epoch]]:
+def _train(settings: Settings, mnist: Mnist, checkpoints: Checkpoints) -> tuple[Network, list[Epoch]]:
     from . import report
     from .network import Network
     from .train import train
@@ -277,7 +295,7 @@ def _train(settings: Settings, mnist: Mnist) -> tuple[Network, list[Epoch]]:
     epochs = []
     progress = report.progress(settings, mnist)
     try:
-        for epoch in train(mnist, network, settings, progress):
+        for epoch in train(mnist, network, settings, progress, checkpoints):
             print(report.epoch_line(epoch, settings), flush=True)
             epochs.append(epoch)
     finally:

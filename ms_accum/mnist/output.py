@@ -8,16 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import mindspore as ms
-
-from .network import Network
 from .report import as_json
 
 
-def require_writable(path: Path, suffix: str) -> None:
-    """Raise ValueError unless a file named `path`, ending in `suffix`, can be written."""
-    if not path.name.endswith(suffix):
-        raise ValueError(f"{path} does not end in {suffix}; name the file {path.stem or 'name'}{suffix}")
+def require_writable(path: Path, *suffixes: str) -> None:
+    """Raise ValueError unless a file named `path`, ending in one of `suffixes`, can be written."""
+    if not path.name.endswith(suffixes):
+        raise ValueError(f"{path} does not end in {' or '.join(suffixes)}; name the file {path.stem or 'name'}{suffixes[0]}")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file; name a new file or one to overwrite")
     try:
@@ -32,12 +29,6 @@ def write_json(path: Path, figures: dict) -> None:
     """Write `figures`, with null for NaN and infinity."""
     with whole(path) as part:
         part.write_text(json.dumps(as_json(figures), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def write_checkpoint(path: Path, network: Network) -> None:
-    """Write the network's parameters as a MindSpore checkpoint."""
-    with whole(path) as part:
-        ms.save_checkpoint(network, str(part))
 
 
 @contextmanager

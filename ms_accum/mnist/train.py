@@ -4,15 +4,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from time import perf_counter
+from typing import Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
 from ms_accum.accumulator import Accumulator
+from ms_accum.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from ms_accum.distributed import DataParallel, gather
 from ms_accum.train_step import TrainStep, make_train_step
 
@@ -50,40 +53,119 @@ class Epoch:
 OnMicrobatch = Callable[[int, int, Tensor], None]
 
 
-def train(mnist: Mnist, network: Network, settings: Settings, on_microbatch: OnMicrobatch = lambda *_: None) -> Iterator[Epoch]:
-    """Train `network` in place; yields after each epoch.
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a run is saved, and where it goes on from.
+
+    Attributes:
+        save: File to save to at the end; None: nowhere.
+        every: Microbatches (of a rank) after which it is saved, too; None: only at the end.
+        resume: File to go on from; None: from the start.
+        resumed: Called when that is loaded: `(epochs done, microbatches done of the next)`.
+    """
+
+    save: Optional[Path] = None
+    every: Optional[int] = None
+    resume: Optional[Path] = None
+    resumed: Callable[[int, int], None] = lambda epochs, microbatches: None
+
+
+@dataclass
+class Place:
+    """How far a run has come: the epochs that are done, and the losses of the next one's microbatches so far."""
+
+    epochs: list[Epoch] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def as_extra(self, settings: Settings, mnist: Mnist) -> dict:
+        """What a checkpoint holds of it."""
+        epochs = [{**asdict(epoch), "microbatch_losses": epoch.microbatch_losses.tolist()} for epoch in self.epochs]
+        return {"run": _identity(settings, mnist), "epochs": epochs, "losses": list(self.losses)}
+
+    @classmethod
+    def of_extra(cls, extra: object, settings: Settings, mnist: Mnist) -> Place:
+        """From a checkpoint. Raises CheckpointError if that is one of another run."""
+        if not isinstance(extra, dict) or not {"run", "epochs", "losses"} <= extra.keys():
+            raise CheckpointError("the checkpoint is none of `ms-accum mnist`; give one that --save wrote")
+        for name, value in _identity(settings, mnist).items():
+            if extra["run"].get(name) != value:
+                raise CheckpointError(f"the checkpoint is of a run with {name} {extra['run'].get(name)}, but this one has {value}; "
+                                      "give the same options")
+        epochs = [Epoch(**{**epoch, "microbatch_losses": np.array(epoch["microbatch_losses"])}) for epoch in extra["epochs"]]
+        if len(epochs) > settings.epochs:
+            raise CheckpointError(f"the checkpoint has {len(epochs)} epochs behind it, but this run is of {settings.epochs}; "
+                                  "give more --epochs")
+        return cls(epochs, extra["losses"])
+
+
+def _identity(settings: Settings, mnist: Mnist) -> dict:
+    """What has to be the same for a run to go on; how many epochs it has may change."""
+    run = {name: value for name, value in asdict(settings).items() if name != "epochs"}
+    return {**run, "training digits": len(mnist.train), "test digits": len(mnist.test)}
+
+
+def train(
+    mnist: Mnist,
+    network: Network,
+    settings: Settings,
+    on_microbatch: OnMicrobatch = lambda *_: None,
+    checkpoints: Checkpoints = Checkpoints(),
+) -> Iterator[Epoch]:
+    """Train `network` in place; yields after each epoch, of a resumed run also those that were done before.
 
     Args:
         mnist: Digits to train on and to test on.
         network: With its initial weights.
         settings: The run.
         on_microbatch: Called after each microbatch: `(epoch, digits trained on in this epoch by all ranks, loss of the microbatch)`.
+        checkpoints: Where to save, and what to resume from.
+
+    Raises:
+        CheckpointError: If what is to be resumed is damaged, or of another run.
+        OSError: If a checkpoint cannot be written; the one before is still there.
     """
     train_step = make_step(network, settings)
+    accumulator = train_step.accumulator
+    place = Place()
+    if checkpoints.resume:
+        place = Place.of_extra(load_checkpoint(checkpoints.resume, network, accumulator), settings, mnist)
+        checkpoints.resumed(len(place.epochs), len(place.losses))
+    yield from place.epochs
+
+    def save() -> None:
+        save_checkpoint(checkpoints.save, network, accumulator, extra=place.as_extra(settings, mnist))
+
     count_correct = CountCorrect(network)
     if settings.mode == "graph":
         count_correct = ms.jit(count_correct)
-    for epoch in range(1, settings.epochs + 1):
+    for epoch in range(len(place.epochs) + 1, settings.epochs + 1):
         order = np.random.default_rng([settings.seed, epoch]).permutation(len(mnist.train))
         # Dealt out one by one, so that a window of all ranks holds the same digits as one of a single process.
         microbatches = cut(order, settings.batch_size)[settings.rank::settings.ranks]
 
         start = perf_counter()
         with _jit(settings.mode):
-            losses = train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), settings.ranks)
+            before = (epoch - 1) * len(microbatches)
+            every = checkpoints.every
+            save_at = range(every - before % every, len(microbatches) + 1, every) if every else range(0)
+            train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save, settings.ranks)
+        losses, place.losses = np.array(place.losses, np.float64), []
         trained = perf_counter()
         accuracy = evaluate(count_correct, mnist.test, settings)
         tested = perf_counter()
 
-        yield Epoch(
+        place.epochs.append(Epoch(
             epoch=epoch,
             loss=_mean_loss(losses, microbatches, settings),
             accuracy=accuracy,
             train_seconds=trained - start,
             test_seconds=tested - trained,
-            update_step=int(train_step.accumulator.update_step.asnumpy()),
+            update_step=int(accumulator.update_step.asnumpy()),
             microbatch_losses=losses,
-        )
+        ))
+        yield place.epochs[-1]
+    if checkpoints.save:
+        save()
 
 
 def make_step(network: Network, settings: Settings) -> TrainStep:
@@ -118,8 +200,11 @@ def train_epoch(
     digits: Digits,
     microbatches: list[np.ndarray],
     on_microbatch: Callable[[int, Tensor], None],
+    losses: list[float],
+    save_at: range = range(0),
+    save: Callable[[], None] = lambda: None,
     ranks: int = 1,
-) -> np.ndarray:
+) -> None:
     """Train on the rows of each microbatch in turn and close the last window.
 
     Args:
@@ -127,20 +212,29 @@ def train_epoch(
         digits: Digits to train on.
         microbatches: Rows of `digits`, as from `cut`.
         on_microbatch: Called after each microbatch: `(digits trained on by all ranks, loss of the microbatch)`.
+        losses: Mean loss of each microbatch that was trained on before, which are passed over; those of the others are appended.
+        save_at: Numbers of microbatches of this epoch after which to save.
+        save: Called then; `losses` is complete.
         ranks: How many train; the others are taken to be as far as this one.
-
-    Returns:
-        Mean loss of each microbatch, float64 `(microbatches,)`.
     """
-    losses = []
-    done = 0
-    for i, rows in enumerate(microbatches):
-        # The losses stay on the device until the end of the epoch: reading one here would wait for it.
-        losses.append(train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows])))
+    # The losses stay on the device until they are needed: reading one here would wait for it.
+    unread = []
+
+    def read() -> None:
+        losses.extend(float(loss.asnumpy()) for loss in unread)
+        unread.clear()
+
+    done = min(ranks * sum(map(len, microbatches[:len(losses)])), len(digits) - 1)
+    for i in range(len(losses), len(microbatches)):
+        rows = microbatches[i]
+        unread.append(train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows])))
         done = len(digits) if i == len(microbatches) - 1 else min(done + ranks * len(rows), len(digits) - 1)
-        on_microbatch(done, losses[-1])
+        on_microbatch(done, unread[-1])
+        if i + 1 in save_at:
+            read()
+            save()
     train_step.flush()
-    return np.array([loss.asnumpy() for loss in losses], np.float64)
+    read()
 
 
 def evaluate(count_correct: Callable[..., Tensor], digits: Digits, settings: Settings) -> float:

@@ -22,6 +22,7 @@ class Case:
         accumulate_step: Microbatches in a window.
         lr: Learning rate of plain SGD.
         seed: Of the data and the initial weights.
+        ranks: Processes that share a window, each with `accumulate_step` microbatches of its own.
     """
 
     network: str
@@ -29,6 +30,7 @@ class Case:
     accumulate_step: int = 4
     lr: float = 1e-2
     seed: int = 0
+    ranks: int = 1
 
     @property
     def kind(self) -> str:
@@ -39,6 +41,11 @@ class Case:
     def sizes(self) -> tuple[int, ...]:
         """The numbers in the network's name."""
         return tuple(int(size) for size in self.network.partition("-")[2].replace("x", "-").split("-"))
+
+    @property
+    def window(self) -> int:
+        """Samples in a window."""
+        return self.batch * self.accumulate_step * self.ranks
 
     @property
     def input_shape(self) -> tuple[int, ...]:

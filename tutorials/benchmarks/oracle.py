@@ -34,7 +34,7 @@ def kink_margin(case: Case, windows: int) -> float:
     A float32 network rounds by some 1e-7. If that reaches over the kink, a sample counts for the unit's weights in one
     computation and not in the other, and two networks that do the same part by up to 1e-2.
     """
-    inputs, labels = samples(case, case.batch * case.accumulate_step)
+    inputs, labels = samples(case, case.window)
     return min(float(np.abs(hidden).min())
                for parameters in islice(trajectory(case, inputs, labels), windows)
                for hidden in _layers(parameters, inputs.astype(np.float64))[:-1])

@@ -60,6 +60,8 @@ def section(record: dict) -> str:
     tables = [table(record["suite"], group) for group in record["groups"]]
     if record["suite"] == "scaling":
         tables.insert(0, lengths_table(record))
+    if record["suite"] == "distributed":
+        tables.insert(0, exchanges_table(record))
     return "\n".join([*head, "", *tables])
 
 
@@ -69,13 +71,14 @@ def table(suite: str, group: dict) -> str:
     titles = {"memory": ("growth of peak RSS, MiB", "of which the batch, MiB"), "mnist": ("s per epoch", "quartiles")}.get(
         suite, ("ms per microbatch", "quartiles"))
     base = f"x {group['base']}" if group["base"] else "ratio"
-    rows = [("contestant", *titles, base, "quartiles", "state / parameters", "difference")]
+    traffic = ("collectives a window", "KiB a window") if suite == "distributed" else ()
+    rows = [("contestant", *titles, base, "quartiles", "state / parameters", "difference", *traffic)]
     rows.append(("-",) * len(rows[0]))
     measured = {name: figures for name, figures in group["contestants"].items() if "spread" in figures}
     for name in sorted(measured, key=lambda name: measured[name]["spread"]["median"]):
         figures = measured[name]
         rows.append((f"**{name}**" if name in OURS else name, *cells(suite, group, figures), *ratio_cells(figures), state_cell(figures),
-                     f"{figures['difference']:.0e}" if "difference" in figures else ""))
+                     f"{figures['difference']:.0e}" if "difference" in figures else "", *(traffic and traffic_cells(figures))))
     lines = ["|" + "|".join(row) + "|" for row in rows]
     absent = [f"- {name}: {figures['status']}: {figures['message']}"
               for name, figures in group["contestants"].items() if "message" in figures]
@@ -108,6 +111,23 @@ def ratio_cells(figures: dict) -> tuple[str, str]:
 def state_cell(figures: dict) -> str:
     """Bytes kept from call to call, in parameters."""
     return f"{figures['state_bytes'] / figures['parameter_bytes']:.2f}" if figures.get("parameter_bytes") else ""
+
+
+def traffic_cells(figures: dict) -> tuple[str, str]:
+    """Calls of collectives, and what a rank hands to them."""
+    return str(figures["collectives"]), f"{figures['collective_bytes'] / 1024:.1f}"
+
+
+def exchanges_table(record: dict) -> str:
+    """An exchange for each window against one for each microbatch: time, round by round, and bytes."""
+    rows = [("group", "time, window / microbatch", "quartiles", "bytes, window / microbatch"), ("-",) * 4]
+    for group in record["groups"]:
+        window, microbatch = (group["contestants"].get(name, {}) for name in ("window", "microbatch"))
+        if window.get("samples") and microbatch.get("samples"):
+            ratio = records.spread([a / b for a, b in zip(window["samples"], microbatch["samples"])])
+            times = microbatch["collective_bytes"] / window["collective_bytes"]
+            rows.append((group["name"], *ratio_cells({"ratio": ratio}), f"1/{times:g}"))
+    return "\n".join(["|" + "|".join(row) + "|" for row in rows] + [""])
 
 
 def lengths_table(record: dict) -> str:
@@ -173,6 +193,9 @@ def panels_of(record: dict) -> list[tuple[int, object]]:
     if record["suite"] == "scaling":
         panels.append((8, lambda axis: draw_lengths(axis, record)))
         groups = [group for group in groups if not group["case"]["network"].startswith("mlp")]
+    if record["suite"] == "distributed":
+        panels.append((8, lambda axis: draw_ranks(axis, record)))
+        groups = []
     for group in groups:
         panels.append((len(group["contestants"]), lambda axis, group=group: draw_bars(axis, record, group)))
     return panels
@@ -195,6 +218,28 @@ def draw_bars(axis: Axes, record: dict, group: dict) -> None:
         axis.bar_label(bars, labels, padding=4, fontsize=8)
     axis.margins(x=0.15)
     axis.set(title=f"{record['suite']}: {group['name']}", xlabel=unit + (f"; x {group['base']}" if group["base"] else ""))
+
+
+def draw_ranks(axis: Axes, record: dict) -> None:
+    """Time of a microbatch against the ranks: a colour for each way to exchange, a line style for each length of the window."""
+    lines: dict[tuple[str, int], list[tuple[int, dict]]] = {}
+    for group in record["groups"]:
+        for name, figures in group["contestants"].items():
+            if "spread" in figures:
+                lines.setdefault((name, group["case"]["accumulate_step"]), []).append((group["case"]["ranks"], figures["spread"]))
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in lines))}
+    shortest = min(n for _, n in lines)
+    for (name, n), points in lines.items():
+        ranks, spreads = zip(*points)
+        axis.plot(ranks, [spread["median"] * 1e3 for spread in spreads], marker="o", color=colours[name],
+                  linestyle="--" if n == shortest else "-", label=f"{name}, N = {n}")
+        axis.fill_between(ranks, [spread["q1"] * 1e3 for spread in spreads], [spread["q3"] * 1e3 for spread in spreads],
+                          color=colours[name], alpha=0.15)
+    axis.set_xticks(sorted({group["case"]["ranks"] for group in record["groups"]}))
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.legend(fontsize=8)
+    axis.set(title=f"distributed: MLP, {record['cores']} cores for all ranks", xlabel="ranks", ylabel="ms per microbatch")
 
 
 def draw_lengths(axis: Axes, record: dict) -> None:

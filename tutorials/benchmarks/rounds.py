@@ -39,7 +39,7 @@ def time_group(group: Group, rounds: int, scratch: Path) -> dict:
                 _ask(results, name, lambda name=name, worker=worker: results.of(name).update(worker.ask("state")))
         microbatches = group.microbatches or _microbatches(group, agreed, results)
         _alternate(agreed, results, rounds, microbatches, group.name)
-    return _record(group, results, microbatches=microbatches, base=list(group.base))
+    return record_of(group, results, microbatches=microbatches, base=list(group.base))
 
 
 def weigh_group(group: Group, rounds: int, scratch: Path) -> dict:
@@ -64,7 +64,7 @@ def weigh_group(group: Group, rounds: int, scratch: Path) -> dict:
                 small, large = (peaks[name, size] for size in sizes)
                 results.of(name)["data_bytes"] = large["data"]
                 results.of(name).setdefault("samples", []).append(large["peak"] - small["peak"])
-    return _record(group, results, piece=group.piece, base=list(group.base))
+    return record_of(group, results, piece=group.piece, base=list(group.base))
 
 
 def agree(group: Group, workers: dict[str, Worker], results: Results, scratch: Path) -> dict[str, Worker]:
@@ -94,13 +94,19 @@ def _judge(name: str, parameters: list[np.ndarray], expected: list[np.ndarray] |
     if expected is None:
         figures.update(status="crashed", message=f"no referee: {REFEREE} is not there")
         return False
-    figures["difference"] = oracle.difference(parameters, expected)
-    agreed = figures["difference"] <= TOLERANCE
-    figures["status"] = "agreed" if agreed else "disagreed"
-    if not agreed:
-        figures["message"] = f"parameters differ by {figures['difference']:.1e} after {WINDOWS} windows, allowed {TOLERANCE:.0e}"
+    difference = oracle.difference(parameters, expected)
+    figures.update(difference=difference, **verdict(difference))
+    if figures["status"] == "disagreed":
         say(f"  {name}: disagreed: {figures['message']}")
-    return agreed
+    return figures["status"] == "agreed"
+
+
+def verdict(difference: float) -> dict[str, str]:
+    """`status`, and a message if it is "disagreed"."""
+    if difference <= TOLERANCE:
+        return {"status": "agreed"}
+    return {"status": "disagreed",
+            "message": f"parameters differ by {difference:.1e} after {WINDOWS} windows, allowed {TOLERANCE:.0e}"}
 
 
 def _microbatches(group: Group, workers: dict[str, Worker], results: Results) -> int:
@@ -152,7 +158,8 @@ def _ask(results: Results, name: str, question: object) -> None:
         results.unavailable(name, error)
 
 
-def _record(group: Group, results: Results, **what: object) -> dict:
+def record_of(group: Group, results: Results, **what: object) -> dict:
+    """What is kept of a group."""
     # An epoch's case holds the folder that the digits were unpacked into, which is gone by now.
     case = {key: value for key, value in group.case.items() if key != "folder"}
     return {"name": group.name, "case": case, **what, "contestants": {name: results.of(name) for name in group.contestants}}

@@ -12,12 +12,14 @@ import shlex
 import signal
 import sys
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import records
 from contestants import MODULES
 from digits import unpack
+from launch import time_launch
 from rounds import time_group, weigh_group
 from suites import QUICK_ROUNDS, REFEREE, ROUNDS, SUITES, Group
 
@@ -42,8 +44,7 @@ def main(arguments: list[str]) -> None:
         except (ValueError, OSError) as error:
             parser.error(str(error))
         rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)[options.suite]
-        measure = weigh_group if options.suite == "memory" else time_group
-        measured = [measure(group, rounds, Path(scratch) / str(i)) for i, group in enumerate(groups)]
+        measured = measure(options.suite, groups, rounds, Path(scratch))
     record = records.make(options.suite, options.quick, command_line(arguments), measured)
     file = record_file(options)
     if file:
@@ -57,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
                     epilog="contestants: " + ", ".join(MODULES) + "\n\nThen: python tutorials/benchmarks/report.py")
     parser.add_argument("--suite", required=True, choices=SUITES,
                         help="mlp: every contestant on one MLP; memory: growth of peak memory; scaling: window lengths and networks; "
-                             "mnist: a whole epoch")
+                             "distributed: 1, 2 and 4 ranks; mnist: a whole epoch")
     parser.add_argument("--quick", action="store_true", help="tiny networks and few rounds: does everything work? Its figures say nothing")
     parser.add_argument("--rounds", type=_count, metavar="N",
                         help=f"rounds to take medians over (default: {', '.join(f'{n} for {suite}' for suite, n in ROUNDS.items())})")
@@ -93,6 +94,15 @@ def restricted(group: Group, names: tuple[str, ...] | None) -> Group:
     # A control belongs to no suite, but can be asked for in any that trains windows.
     controls = tuple(name for name in names if name == "wrong-denominator" and "folder" not in group.case)
     return replace(group, contestants=kept + controls)
+
+
+def measure(suite: str, groups: list[Group], rounds: int, scratch: Path) -> list[dict]:
+    """The groups' records; groups of as many ranks are measured together."""
+    if suite == "distributed":
+        launches = groupby(groups, key=lambda group: group.case["ranks"])
+        return [record for ranks, together in launches for record in time_launch(list(together), rounds, scratch / f"{ranks}-ranks")]
+    one = weigh_group if suite == "memory" else time_group
+    return [one(group, rounds, scratch / str(i)) for i, group in enumerate(groups)]
 
 
 def record_file(options: argparse.Namespace) -> Path | None:

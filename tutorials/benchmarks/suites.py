@@ -10,12 +10,15 @@ import oracle
 from case import Case, EpochCase, samples
 
 FLOOR = ("floor", "floor-branch")
-LIMITS = ("write-only", "add-only", "update-only", "loop-add-only", "one-buffer")
+LIMITS = ("write-only", "add-only", "update-only", "loop-add-only", "one-buffer", "one-buffer-mean")
 OURS = ("fused", "split", "in-step")
 MEMORY = ("undivided", "in-step", "unrolled", "parallel-nn", "fused", "tutorial")
 MINDSPORE = (*FLOOR, "forward", *LIMITS, *OURS, "bare", "undivided", "unrolled", "tutorial", "boost", "parallel-nn",
              "mindcv-style", "mindone-style")
 PEERS = ("pytorch-eager", "pytorch-compiled", "jax-multisteps", "jax-scan")
+# The ranks of this one exchange nothing, and are judged by their own samples.
+ALONE = "alone"
+EXCHANGES = ("window", "microbatch", "shard")
 # A network that NumPy's oracle does not know is judged by its undivided batch.
 REFEREE = "undivided"
 # What contestants train on before their parameters are compared.
@@ -92,9 +95,22 @@ def mnist(quick: bool, digits: Path) -> list[Group]:
     return [Group("an epoch, N = 2", asdict(case), names, ("reference",), microbatches=-(-len(labels) // case.batch), referee=referee)]
 
 
-SUITES = {"mlp": mlp, "memory": memory, "scaling": scaling, "mnist": mnist}
-ROUNDS = {"mlp": 30, "memory": 3, "scaling": 12, "mnist": 7}
-QUICK_ROUNDS = {"mlp": 3, "memory": 1, "scaling": 2, "mnist": 1}
+def distributed(quick: bool, digits: Path) -> list[Group]:
+    """Ranks that exchange each window, each microbatch, or nothing."""
+    network = "mlp-784-32-32-10" if quick else "mlp-784-512-512-10"
+    groups = []
+    for ranks in (1, 2) if quick else (1, 2, 4):
+        for n in (1, 4) if quick else (1, 8):
+            case = oracle.clearest(Case(network, 32, n, ranks=ranks), SEEDS, WINDOWS)
+            names = (ALONE,) if ranks == 1 else (ALONE, *EXCHANGES)
+            groups.append(Group(f"{ranks} rank{'s' * (ranks > 1)}, N = {n}", asdict(case), names, (ALONE,),
+                                microbatches=8 if quick else 24, referee=_oracle(case)))
+    return groups
+
+
+SUITES = {"mlp": mlp, "memory": memory, "scaling": scaling, "distributed": distributed, "mnist": mnist}
+ROUNDS = {"mlp": 30, "memory": 3, "scaling": 12, "distributed": 12, "mnist": 7}
+QUICK_ROUNDS = {"mlp": 3, "memory": 1, "scaling": 2, "distributed": 1, "mnist": 1}
 
 
 def _timed(name: str, case: Case, contestants: tuple[str, ...], quick: bool) -> Group:
@@ -109,4 +125,4 @@ def _weighed(name: str, case: Case, contestants: tuple[str, ...], piece: int) ->
 def _oracle(case: Case) -> Referee | None:
     if case.kind != "mlp":
         return None
-    return lambda windows: oracle.trained(case, *samples(case, case.batch * case.accumulate_step), windows)
+    return lambda windows: oracle.trained(case, *samples(case, case.window), windows)

@@ -78,14 +78,14 @@ def _answer(answers: TextIO, ask: Callable[[], dict]) -> None:
         answer = ask()
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
-        answer = {"missing": package} if package in contestants.PACKAGES else {"error": _line(error)}
+        answer = {"missing": package} if package in contestants.PACKAGES else {"error": error_line(error)}
     # Whatever a framework raises is an answer to the runner, which then goes on without this contestant.
     except Exception as error:
-        answer = {"error": _line(error)}
+        answer = {"error": error_line(error)}
     print(json.dumps(answer), file=answers, flush=True)
 
 
-def _line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """The first line that says something: MindSpore's messages go on with call stacks."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" -\n")]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

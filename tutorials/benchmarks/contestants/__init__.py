@@ -6,8 +6,9 @@ from importlib import import_module
 
 _MODULES = {
     "mindspore_": ("floor", "floor-branch", "forward", "write-only", "add-only", "update-only", "loop-add-only", "one-buffer",
-                   "fused", "split", "in-step", "bare", "undivided", "unrolled", "tutorial", "boost",
+                   "one-buffer-mean", "fused", "split", "in-step", "bare", "undivided", "unrolled", "tutorial", "boost",
                    "parallel-nn", "mindcv-style", "mindone-style", "wrong-denominator"),
+    "mindspore_ranks": ("alone", "window", "microbatch", "shard"),
     "pytorch_": ("pytorch-eager", "pytorch-compiled"),
     "jax_": ("jax-multisteps", "jax-scan"),
     "mnist_mindspore": ("reference", "tutorial-loop", "tutorial-loop-blocking"),

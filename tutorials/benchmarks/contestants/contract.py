@@ -42,11 +42,15 @@ class Contestant(ABC):
     def state_bytes(self) -> int:
         """Bytes of accumulated gradients and all that lives beside them from call to call; without the optimizer's own."""
 
+    def samples(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels of `count` samples to train on."""
+        return samples(self.case, count)
+
     def load(self, batch: int, distinct: bool) -> None:
         """Take microbatches of `batch` samples: a window of them, or (as from a data loader) one that is given again and again."""
         pieces = self.case.accumulate_step if self.whole_window or distinct else 1
         rows = batch * pieces if self.whole_window else batch
-        inputs, labels = samples(self.case, batch * pieces)
+        inputs, labels = self.samples(batch * pieces)
         self.batches = [self.batch(inputs[i:i + rows], labels[i:i + rows]) for i in range(0, len(labels), rows)]
 
     def run(self, microbatches: int) -> None:

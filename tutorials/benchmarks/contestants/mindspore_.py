@@ -215,6 +215,9 @@ class OneBuffer:
 
     def close(self) -> bool:
         self.optimizer(self.sums)
+        return self.empty()
+
+    def empty(self) -> bool:
         for total in self.sums:
             ops.assign(total, self.multiply(total, self.zero))
         return True
@@ -224,6 +227,44 @@ def one_buffer(start: Start) -> Way:
     accumulator = OneBuffer(start.optimizer, start.pieces)
     call = _called_with_gradients(start.grad_fn(start.pieces), accumulator)
     return Way(call, (*accumulator.sums, accumulator.zero, accumulator.counter))
+
+
+@ms.jit_class
+class OneBufferMean(OneBuffer):
+    """The same with exact means: the weights are added up, and one factor is multiplied in on the way into the optimizer."""
+
+    def __init__(self, optimizer: nn.Optimizer, pieces: int) -> None:
+        super().__init__(optimizer, pieces)
+        self.weight = Parameter(Tensor(0.0, ms.float32), name="weight")
+
+    def close(self) -> bool:
+        factor = 1.0 / self.weight
+        means = ()
+        for total in self.sums:
+            means = (*means, total * factor)
+        self.optimizer(means)
+        ops.assign(self.weight, 0.0)
+        return self.empty()
+
+
+def one_buffer_mean(start: Start) -> Way:
+    """Each loss counts the samples it is the mean of, before the backward pass."""
+    accumulator = OneBufferMean(start.optimizer, start.pieces)
+    forward_fn = start.forward_fn
+
+    def weighted(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss = forward_fn(x, y)
+        return loss * x.shape[0], loss
+
+    grad_fn = ms.value_and_grad(weighted, None, start.parameters, has_aux=True)
+
+    @ms.jit
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        (_, loss), grads = grad_fn(x, y)
+        ops.assign_add(accumulator.weight, float(x.shape[0]))
+        return ops.depend(loss, accumulator(grads))
+
+    return Way(train_step, (*accumulator.sums, accumulator.zero, accumulator.counter, accumulator.weight))
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------------
@@ -458,6 +499,7 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "update-only": update_only,
     "loop-add-only": loop_add_only,
     "one-buffer": one_buffer,
+    "one-buffer-mean": one_buffer_mean,
     "fused": fused,
     "split": split,
     "in-step": in_step,

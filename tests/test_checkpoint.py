@@ -1,0 +1,324 @@
+"""save_checkpoint and load_checkpoint: bit-identical resume in a fresh process, atomic files, refusals."""
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from conftest import MLP, batches, run_python, values
+from mindspore import Tensor, amp, nn
+
+from ms_accum import Accumulator, DataParallel, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import checkpoint as checkpoint_module
+from ms_accum.checkpoint import CheckpointError
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def build(optimizer="Momentum", dtype=ms.float32, reduction="mean", hidden=5, accumulate_step=3, scaler=False, strategy="fused", **options):
+    """A network, its accumulator and a train step `(x, y) -> loss`, of which those of a sum are driven by hand."""
+    network = MLP(hidden=hidden)
+    network.to_float(dtype)
+    if dtype != ms.float32:
+        for parameter in network.trainable_params():
+            parameter.set_dtype(dtype)
+    parameters = network.trainable_params()
+    made = {"Momentum": lambda: nn.Momentum(parameters, nn.exponential_decay_lr(0.1, 0.9, 100, 1, 1), 0.9),
+            "Adam": lambda: nn.Adam(parameters, 0.01), "SGD": lambda: nn.SGD(parameters, 0.1)}[optimizer]()
+    acc = Accumulator(made, accumulate_step, 0.5, reduction=reduction, **options)
+
+    def forward_fn(x, y):
+        return LOSS(network(x).astype(ms.float32), y)
+
+    if reduction == "mean":
+        loss_scaler = amp.DynamicLossScaler(1024, 2, 2) if scaler else None
+        return network, acc, make_train_step(forward_fn, acc, strategy=strategy, loss_scaler=loss_scaler)
+    grad_fn = ms.value_and_grad(forward_fn, None, acc.optimizer.parameters)
+
+    @ms.jit
+    def train_step(x, y):
+        loss, grads = grad_fn(x, y)
+        return loss, acc(grads)
+
+    return network, acc, train_step
+
+
+def train(train_step, first, last):
+    """Microbatches `first` to `last` of a fixed sequence, of which the fourth holds a NaN."""
+    for i, (x, y) in enumerate(batches([4] * 12)[first:last], first):
+        if i == 3:
+            x[0, 0] = np.nan if train_step_survives(train_step) else x[0, 0]
+        train_step(Tensor(x, ms.float32), Tensor(y, ms.int32))
+
+
+def train_step_survives(train_step):
+    return getattr(train_step, "accumulator", None) is not None and train_step.accumulator.on_nonfinite != "apply"
+
+
+def state(network, acc):
+    """Every bit of state by name."""
+    return {name: p.asnumpy().tobytes() for name, p in checkpoint_module._entries(network, acc).items()}
+
+
+CASES = {
+    "fused": {},
+    "split": {"strategy": "split", "optimizer": "Adam"},
+    "sum": {"reduction": "sum"},
+    "float16": {"dtype": ms.float16, "optimizer": "SGD"},
+    "float16 buffers": {"buffer_dtype": ms.float16},
+    "skip_microbatch": {"on_nonfinite": "skip_microbatch"},
+    "skip_window": {"on_nonfinite": "skip_window", "optimizer": "Adam"},
+    "loss scaler": {"scaler": True},
+    "schedule": {"accumulate_step": {0: 2, 2: 3}},
+    "one rank": {"reducer": DataParallel()},
+}
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_bit_identically(case, suffix, tmp_path):
+    """Saved in mid-window after 5 of 11 microbatches; network and accumulator built anew with other weights."""
+    network, acc, train_step = build(**CASES[case])
+    train(train_step, 0, 5)
+    assert int(acc.mini_step) > 0
+    extra = {"epoch": 3, "position": [1, 2.5, None], "seed": "x", "nan": float("inf")}
+    save_checkpoint(tmp_path / f"c{suffix}", network, acc, extra=extra)
+    saved = state(network, acc)
+    train(train_step, 5, 11)
+    uninterrupted = state(network, acc)
+    assert uninterrupted != saved
+
+    network, acc, train_step = build(**CASES[case])
+    train(train_step, 6, 9)  # whatever happened before is forgotten
+    assert state(network, acc) != saved
+    assert load_checkpoint(tmp_path / f"c{suffix}", network, acc) == extra
+    assert state(network, acc) == saved
+    train(train_step, 5, 11)
+    assert state(network, acc) == uninterrupted
+
+
+@pytest.mark.parametrize("forgotten", ["accumulator:first.weight", "accumulator:mini_step", "accumulator:weight_sum",
+                                       "optimizer:global_step", "optimizer:moments.first.weight", "first.weight"])
+def test_every_entry_matters(forgotten, tmp_path, monkeypatch):
+    """Control of the test above: a checkpoint without one entry does not go on bit-identically."""
+    entries = checkpoint_module._entries
+    network, acc, train_step = build()
+    train(train_step, 0, 5)
+    assert forgotten in entries(network, acc)
+    monkeypatch.setattr(checkpoint_module, "_entries", lambda *built: {k: v for k, v in entries(*built).items() if k != forgotten})
+    save_checkpoint(tmp_path / "c.ckpt", network, acc)
+    train(train_step, 5, 11)
+    uninterrupted = values(network.trainable_params())
+    network, acc, train_step = build()
+    for parameter in network.trainable_params():
+        parameter.set_data(parameter * 2)
+    load_checkpoint(tmp_path / "c.ckpt", network, acc)
+    train(train_step, 5, 11)
+    assert any((a != b).any() for a, b in zip(values(network.trainable_params()), uninterrupted))
+
+
+RESUME = """
+import sys
+import mindspore as ms, numpy as np
+sys.path.insert(0, TESTS)
+from test_checkpoint import build, train, state
+from ms_accum import save_checkpoint, load_checkpoint
+from hashlib import sha256
+network, acc, train_step = build()
+if sys.argv[1] == "resume":
+    print(load_checkpoint("c.ckpt", network, acc))
+    train(train_step, 5, 11)
+else:
+    train(train_step, 0, 5)
+    save_checkpoint("c.ckpt", network, acc, extra=5)
+    train(train_step, 5, 11)
+print(sha256(b"".join(state(network, acc).values())).hexdigest())
+"""
+
+
+def test_in_a_fresh_process():
+    script = f"TESTS = {str(Path(__file__).parent)!r}\n{RESUME}"
+    stopped = run_python(script, "run").splitlines()
+    assert run_python(script, "resume").splitlines() == ["5", *stopped]
+
+
+# --- the file -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_mindspore_reads_the_networks_weights(suffix, tmp_path):
+    network, acc, _ = build()
+    save_checkpoint(tmp_path / f"c{suffix}", network, acc)
+    other = MLP(seed=7)
+    missing, _ = ms.load_param_into_net(other, ms.load_checkpoint(str(tmp_path / f"c{suffix}"), format=suffix[1:]))
+    assert missing == []
+    assert all((a == b).all() for a, b in zip(values(other.trainable_params()), values(network.trainable_params())))
+
+
+def test_nothing_is_left_beside_the_file(tmp_path):
+    network, acc, _ = build()
+    for _ in range(2):
+        save_checkpoint(tmp_path / "c.ckpt", network, acc)
+    assert [path.name for path in tmp_path.iterdir()] == ["c.ckpt"]
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_damaged_files_are_refused(suffix, tmp_path):
+    """Truncated anywhere, one bit flipped anywhere: one clear error, nothing loaded."""
+    network, acc, train_step = build()
+    path = tmp_path / f"c{suffix}"
+    save_checkpoint(path, network, acc)
+    whole = path.read_bytes()
+    train(train_step, 0, 2)
+    before = state(network, acc)
+    rng = random.Random(0)
+    damaged = [whole[:n] for n in (0, 1, 100, len(whole) // 2, len(whole) - 1)]
+    for _ in range(60):
+        bit = rng.randrange(8 * len(whole))
+        damaged.append(whole[:bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1:])
+    for data in damaged:
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"c\.\w+ is (truncated, or no checkpoint of ms_accum|damaged: its SHA-256)"):
+            load_checkpoint(path, network, acc)
+    assert state(network, acc) == before
+    path.write_bytes(whole)
+    load_checkpoint(path, network, acc)  # control
+
+
+def test_foreign_files_are_refused(tmp_path):
+    network, acc, _ = build()
+    ms.save_checkpoint(network, str(tmp_path / "foreign.ckpt"))
+    with pytest.raises(CheckpointError, match=r"foreign.ckpt is truncated, or no checkpoint of ms_accum; give a file that"):
+        load_checkpoint(tmp_path / "foreign.ckpt", network, acc)
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "missing.ckpt", network, acc)
+    with pytest.raises(ValueError, match=r"ends in '.npz', expected one of .ckpt, .safetensors"):
+        load_checkpoint(tmp_path / "other.npz", network, acc)
+    with pytest.raises(ValueError, match=r"ends in '', expected one of"):
+        save_checkpoint(tmp_path / "other", network, acc)
+
+
+def test_a_made_up_file_executes_nothing(tmp_path):
+    """A pickle under a right checksum is not opened as one."""
+    import pickle
+    from hashlib import sha256
+
+    class Malice:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    network, acc, _ = build()
+    data = checkpoint_module._BLANK + b'"}' + pickle.dumps(Malice())
+    for suffix in (".ckpt", ".safetensors"):
+        path = tmp_path / f"c{suffix}"
+        path.write_bytes(data.replace(b"0" * 64, sha256(data).hexdigest().encode()))
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            load_checkpoint(path, network, acc)
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(pickle.dumps(Malice()))  # control: it would have
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(("other", "message"), [
+    ({"accumulate_step": 4}, r"was saved with accumulate_step \(\(0, 3\),\), but this run has \(\(0, 4\),\)"),
+    ({"reduction": "sum"}, r"was saved with reduction mean, but this run has sum"),
+    ({"on_nonfinite": "skip_window"}, r"was saved with on_nonfinite apply, but this run has skip_window"),
+    ({"hidden": 6}, r"first.weight has shape \(5, 6\), but this run's has \(6, 6\)"),
+    ({"optimizer": "Adam"}, r"has no entry optimizer:beta1_power, which this run needs|has no entry optimizer:"),
+    ({"optimizer": "SGD"}, r"has the entry optimizer:moments.first.weight|has no entry optimizer:"),
+    ({"buffer_dtype": ms.float16}, r"accumulator:first.weight is of Float32, but this run's of Float16"),
+    ({"scaler": True}, r"has no entry accumulator:loss_scaler.scale_value, which this run needs"),
+])
+def test_another_run_is_refused_and_nothing_loaded(other, message, tmp_path):
+    network, acc, _ = build()
+    save_checkpoint(tmp_path / "c.ckpt", network, acc)
+    network, acc, train_step = build(**other)
+    train(train_step, 0, 2)
+    before = state(network, acc)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path / "c.ckpt", network, acc)
+    assert state(network, acc) == before
+
+
+@pytest.mark.parametrize("extra", [{1: 2}, (1, 2), np.float32(1), {"a": {1, 2}}, object()])
+def test_extra_that_would_change_is_refused(extra, tmp_path):
+    network, acc, _ = build()
+    with pytest.raises(TypeError, match="extra"):
+        save_checkpoint(tmp_path / "c.ckpt", network, acc, extra=extra)
+    assert list(tmp_path.glob("c*")) == []
+
+
+FULL_DISK = """
+import resource, signal, sys
+sys.path.insert(0, TESTS)
+from test_checkpoint import build, save_checkpoint
+network, acc, _ = build(hidden=3000)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))  # a file that grows further is refused, as on a full disk
+try:
+    save_checkpoint(sys.argv[1], network, acc, extra="new")
+except OSError:
+    print("OSError")
+"""
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_a_full_disk_leaves_the_old_file(suffix, tmp_path):
+    network, acc, _ = build()
+    path = tmp_path / f"c{suffix}"
+    save_checkpoint(path, network, acc, extra="old")
+    old = path.read_bytes()
+    assert run_python(f"TESTS = {str(Path(__file__).parent)!r}\n{FULL_DISK}", str(path)) == "OSError\n"
+    assert path.read_bytes() == old
+    assert [p.name for p in tmp_path.glob("*c.*")] == [path.name]
+
+
+SAVING = """
+import sys
+sys.path.insert(0, TESTS)
+from test_checkpoint import build, save_checkpoint
+from ms_accum import load_checkpoint
+network, acc, _ = build(hidden=2000)
+i = 0
+if len(sys.argv) > 2:
+    i = load_checkpoint(sys.argv[1], network, acc)["i"]
+    assert float(network.first.bias.asnumpy()[0]) == i, "parts of two checkpoints"
+print("ready", i, flush=True)
+while True:
+    i += 1
+    network.first.bias.set_data(network.first.bias * 0 + i)
+    save_checkpoint(sys.argv[1], network, acc, extra={"i": i})
+    print(i, flush=True)
+"""
+
+
+def kill_while_saving(path, kills, rng):
+    """Kill a process that saves without end, `kills` times; each next one has to find a whole checkpoint, at least as new as was said."""
+    script = path.with_name("saving.py")
+    script.write_text(f"TESTS = {str(Path(__file__).parent)!r}\n{SAVING}", encoding="utf-8")
+    said = 0
+    for i in range(kills):
+        process = subprocess.Popen([sys.executable, script, path, *(["resume"] if i else [])], stdout=subprocess.PIPE, text=True)
+        ready = process.stdout.readline().split()
+        assert ready[:1] == ["ready"], f"kill {i}: the checkpoint is not whole"
+        assert said <= int(ready[1]) <= said + 1
+        if i == 0:
+            process.stdout.readline()
+        time.sleep(rng.uniform(0, 0.2))
+        process.send_signal(signal.SIGKILL)
+        lines = process.communicate()[0].split()
+        said = int(lines[-1]) if lines else max(int(ready[1]), 1 if i == 0 else 0)
+
+
+def test_killed_while_saving(tmp_path):
+    kill_while_saving(tmp_path / "c.ckpt", 4, random.Random(0))
+
+
+@pytest.mark.slow
+def test_killed_while_saving_at_fifty_moments(tmp_path):
+    kill_while_saving(tmp_path / "c.ckpt", 50, random.Random(1))
