@@ -38,7 +38,8 @@ MATRIX = {
 }
 OTHERS = {
     2: ["article", "refusals", "summed:window", "summed:shard:pynative", "traffic:window", "traffic:microbatch",
-        "unchanged_between_boundaries", "overflow:pynative", "nonfinite:window:skip_window:pynative", "nonfinite:window:skip_microbatch:pynative",
+        "unchanged_between_boundaries", "overflow:pynative",
+        "nonfinite:window:skip_window:pynative", "nonfinite:window:skip_microbatch:pynative",
         "nonfinite:shard:skip_microbatch:pynative", "nonfinite:microbatch:skip_window:pynative", "nonfinite:window:apply:pynative",
         "compiled_before", *(f"weight_zero:{sync}:pynative" for sync in workers.SYNCS),
         "resume:window:ckpt:pynative", "resume:microbatch:ckpt:pynative", "resume:shard:safetensors:pynative"],
