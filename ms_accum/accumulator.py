@@ -2,17 +2,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from itertools import count
 from math import inf, prod
 from numbers import Real
 from sys import float_info
 from typing import Optional
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
-from .distributed import DataParallel, Layout, OneDevice, empty_parameter
+from .distributed import DataParallel, Layout, OneDevice, empty_parameter, require_alike
 from .gradients import (
     FLOATS,
     Gradients,
@@ -32,6 +33,11 @@ _ON_NONFINITE = ("apply", "skip_microbatch", "skip_window")
 _multiply_no_nan = ops.MulNoNan()
 _instances = count()
 _named_by: dict[str, ref] = {}
+_unscaled_by: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
+
+
+def _nobody() -> None:
+    return None
 
 
 @ms.jit_class
@@ -123,7 +129,7 @@ class Accumulator:
 
         self.buffer_dtypes = tuple(_buffer_dtype(buffer_dtype, p.dtype) for p in parameters)
         settings = {"accumulate_step": self.window.describe(), "clip_norm": repr(self.clip_norm), "reduction": reduction,
-                    "on_nonfinite": on_nonfinite}
+                    "on_nonfinite": on_nonfinite, "the optimizer, its learning rate or state": _describe(optimizer, parameters)}
         layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", settings)
         self.reducer = OneDevice(layout) if reducer is None else _checked_reducer(reducer).bind(layout)
         self._prefix = prefix = f"accumulator{next(_instances)}"
@@ -250,8 +256,9 @@ class Accumulator:
 
         Raises:
             TypeError: If it is no such loss scaler.
-            ValueError: If there is another one already, or `on_nonfinite` is "skip_microbatch": an overflowing microbatch
-                would be skipped, and skipped again, because the scale only changes when a window closes.
+            ValueError: If there is another one already, it is another accumulator's, a window is open, ranks give different ones, or
+                `on_nonfinite` is "skip_microbatch": an overflowing microbatch would be skipped, and skipped again, because the
+                scale only changes when a window closes.
         """
         if not isinstance(loss_scaler, amp.LossScaler) or not isinstance(getattr(loss_scaler, "scale_value", None), Tensor):
             raise TypeError(f"loss_scaler is of type {type(loss_scaler).__name__}, expected a mindspore.amp.LossScaler; "
@@ -260,10 +267,19 @@ class Accumulator:
             return
         if self.loss_scaler is not None:
             raise ValueError("the accumulator already has another loss_scaler, whose scale its buffers carry; give that one")
+        if _unscaled_by.get(loss_scaler, _nobody)() is not None:
+            raise ValueError("the loss_scaler is another accumulator's, which would adjust it in the middle of this one's windows; "
+                             "give each accumulator its own")
+        if int(self.mini_step) > 0:
+            raise ValueError("there are gradients without a loss scale in the open window; give the loss_scaler before, or reset()")
+        if self.reducer.ranks > 1:
+            require_alike({"the loss_scaler": repr([type(loss_scaler).__name__, *map(_value, vars(loss_scaler).values())])},
+                          "give every rank the same one")
         if self.on_nonfinite == "skip_microbatch":
             raise ValueError('loss_scaler with on_nonfinite="skip_microbatch": the scale only changes when a window closes, so that an '
                              'overflowing microbatch would be skipped for ever; give "apply" or "skip_window", which both drop the window')
         self.loss_scaler = loss_scaler
+        _unscaled_by[loss_scaler] = ref(self)
         state = {name: value for name, value in vars(loss_scaler).items() if isinstance(value, Parameter)}
         for name, parameter in state.items():
             # In one graph, the Parameters of two scalers would have the same names.
@@ -393,6 +409,17 @@ def _name_optimizer_state(optimizer: Callable, parameters: tuple[Parameter, ...]
             _named_by[state.name] = ref(optimizer)
         else:
             state.name = f"{prefix}.{state.name}"
+
+
+def _describe(optimizer: Callable, parameters: tuple[Parameter, ...]) -> str:
+    """The same text for the same class with the same learning rate and state."""
+    network = {id(p) for p in parameters}
+    state = [p for p in optimizer.get_parameters() if id(p) not in network] if isinstance(optimizer, nn.Cell) else []
+    return repr([type(optimizer).__name__, *((p.name, sha256(p.asnumpy().tobytes()).hexdigest()) for p in state)])
+
+
+def _value(value: object) -> object:
+    return value.asnumpy().tolist() if isinstance(value, Tensor) else value
 
 
 def _checked_clip_norm(clip_norm: object) -> Optional[float]:

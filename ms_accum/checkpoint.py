@@ -13,14 +13,14 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from .accumulator import Accumulator
-from .distributed import gather
+from .distributed import ShardedSync, gather
 
 SUFFIXES = (".ckpt", ".safetensors")
 _ABOUT = "ms_accum"
@@ -38,7 +38,7 @@ class CheckpointError(ValueError):
 def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumulator, *, extra: Any = None) -> None:
     """Save all state, also in the middle of a window, so that `load_checkpoint` goes on bit-identically.
 
-    Saved are the parameters of the network, the optimizer's state (moments, update count, a learning rate that is a Parameter), the
+    Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are Parameters), the
     accumulator's buffers, weights and counters, its loss scaler, and `extra`. Not saved is MindSpore's random state: give random
     layers a seed that follows from `extra` (the epoch, the position in the data).
 
@@ -53,27 +53,27 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         extra: Whatever JSON can hold: epoch, position in the data, seed. NaN and infinity are kept.
 
     Raises:
-        TypeError: If `extra` cannot be written as JSON, or comes back from it as something else (tuples, keys that are no str).
+        TypeError: If `extra` cannot be written as JSON, or comes back from it as something else (tuples, keys that are no str), or the
+            optimizer is no `nn.Cell`, so that its state cannot be found.
         ValueError: If the suffix is another one, or a parameter of the network is called like an entry of the file.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
     """
     path = _checked_path(path)
-    text = _as_json(extra)
-    entries = _entries(network, acc)
-    ranks = acc.reducer.ranks
+    rank, ranks = acc.reducer.rank, acc.reducer.ranks
     if ranks == 1:
-        _write(path, entries, _about(acc, entries, text, 0, ""))
+        _write(path, *_contents(network, acc, extra, 0, ""))
         return
-    rank = acc.reducer.rank
     generation = _generation_of_rank_0(token_hex(8))
     mine = _of_rank(path, rank, ranks, generation)
-    part = path.with_name(f".{path.name}.{generation}") if rank == 0 else mine
-    _together(lambda: _write(part, entries, _about(acc, entries, text, rank, generation), suffix=path.suffix))
-    _together(lambda: _rename(part, path) if rank == 0 else None)
-    # What earlier generations left, those of killed runs included.
-    for old in path.parent.glob(_of_rank(path, rank, ranks, "*").name if rank > 0 else f".{path.name}.*"):
-        if old != mine:
-            old.unlink(missing_ok=True)
+    # Until rank 0's file has its name, the others belong to no checkpoint.
+    part = path.with_name(f".{path.stem}.rank0of{ranks}-{generation}{path.suffix}") if rank == 0 else mine
+    try:
+        _together(lambda: _write(part, *_contents(network, acc, extra, rank, generation)), OSError)
+        _together(lambda: _rename(part, path) if rank == 0 else None, OSError)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _remove_generations(path, rank, ranks, mine)
 
 
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumulator) -> Any:
@@ -90,7 +90,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network, optimizer,
-            `accumulate_step`, `reduction`, `on_nonfinite`, or number of ranks; it names the entry. With several ranks, on all of them.
+            `accumulate_step` (of a function only the name is compared), `reduction`, `clip_norm`, `on_nonfinite`, reducer or number of
+            ranks; it names the entry. With several ranks, on all of them.
     """
     path = _checked_path(path)
     ranks = acc.reducer.ranks
@@ -116,8 +117,7 @@ def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:
     known = {id(p) for p in entries.values()}
     if len(entries) < len(list(network.get_parameters())):
         raise ValueError("two parameters of the network have the same name; build its layers as attributes of one Cell")
-    state = acc.optimizer.get_parameters() if isinstance(acc.optimizer, nn.Cell) else ()
-    for kind, parameters in (("optimizer", [*acc.optimizer.parameters, *state]), ("accumulator", acc.parameters)):
+    for kind, parameters in (("optimizer", _optimizer_state(acc.optimizer)), ("accumulator", acc.parameters)):
         for parameter in parameters:
             if id(parameter) in known:
                 continue
@@ -130,6 +130,20 @@ def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:
     if _ABOUT in entries:
         raise ValueError(f"a parameter of the network is called {_ABOUT}, which the checkpoint needs for itself; rename it")
     return entries
+
+
+def _optimizer_state(optimizer: Any) -> list[Parameter]:
+    if not isinstance(optimizer, nn.Cell):
+        raise TypeError(f"the optimizer is of type {type(optimizer).__name__}, expected an nn.Cell, whose state can be found")
+    # Optimizers of mindspore.experimental keep their learning rates where a Cell does not see them.
+    groups = getattr(optimizer, "param_groups", [])
+    rates = [group["lr"] for group in groups if isinstance(group, dict) and isinstance(group.get("lr"), Parameter)]
+    return [*optimizer.parameters, *optimizer.get_parameters(), *rates]
+
+
+def _contents(network: nn.Cell, acc: Accumulator, extra: Any, rank: int, generation: str) -> tuple[dict[str, Parameter], dict]:
+    entries = _entries(network, acc)
+    return entries, _about(acc, entries, _as_json(extra), rank, generation)
 
 
 def _about(acc: Accumulator, entries: dict[str, Parameter], extra: str, rank: int, generation: str) -> dict:
@@ -153,6 +167,9 @@ def _settings(acc: Accumulator) -> dict[str, Union[str, int]]:
         "on_nonfinite": acc.on_nonfinite,
         "ranks": acc.reducer.ranks,
         "reducer": type(acc.reducer).__name__,
+        # A shard holds parts of parameters by their order alone.
+        "parameters": sha256(repr([(p.name, p.shape) for p in acc.optimizer.parameters]).encode()).hexdigest()[:16]
+        if isinstance(acc.reducer, ShardedSync) else "by name",
     }
 
 
@@ -160,7 +177,7 @@ def _as_json(extra: Any) -> str:
     try:
         text = json.dumps(extra)
         same = _same(json.loads(text), extra)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"extra cannot be written as JSON ({error}); give dicts, lists, str, numbers, bool and None") from error
     if not same:
         raise TypeError("extra would come back from JSON as something else; give lists for tuples, and str for keys")
@@ -179,16 +196,18 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _checked_path(path: Union[str, os.PathLike]) -> Path:
-    path = Path(path)
+    path = Path(path).resolve()  # a link stays one, and what it points to is replaced
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, MindSpore's formats")
     return path
 
 
-def _write(path: Path, entries: dict[str, Parameter], about: dict, suffix: Optional[str] = None) -> None:
+def _write(path: Path, entries: dict[str, Parameter], about: dict) -> None:
     """Write a file beside `path`, whole and on the disk, then give it that name."""
-    suffix = suffix or path.suffix
-    part = path.with_name(f".{path.name}.part{suffix}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
+    suffix = path.suffix
+    part = path.with_name(f".{path.stem.lstrip('.')}.part{suffix}")
     text = _BLANK + b'"}' + json.dumps(about).encode()
     saved = [{"name": name, "data": p} for name, p in entries.items()]
     saved.append({"name": _ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
@@ -199,16 +218,22 @@ def _write(path: Path, entries: dict[str, Parameter], about: dict, suffix: Optio
         # An OSError, a RuntimeError or a SafetensorError: each way of writing has its own word for a full disk.
         except Exception as error:
             raise OSError(f"{path} cannot be written ({' '.join(str(error).split())[:200]})") from error
-        os.chmod(part, 0o644)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
+        os.chmod(part, _usual_mode())  # MindSpore leaves it read-only, and a next one could not replace it everywhere
         with part.open("r+b") as file:
             data = file.read()
-            file.seek(data.index(_BLANK) + len(_MARK))
+            file.seek(data.rindex(_BLANK) + len(_MARK))
             file.write(sha256(data).hexdigest().encode())
             file.flush()
             os.fsync(file.fileno())
         _rename(part, path)
     finally:
         _remove(part)
+
+
+def _usual_mode() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def _rename(part: Path, path: Path) -> None:
@@ -278,6 +303,14 @@ def _of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
     return path.with_name(f"{path.stem}.rank{rank}of{ranks}-{generation}{path.suffix}")
 
 
+def _remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
+    """Remove what this rank's earlier generations left, those of killed runs included."""
+    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}(\.part)?({re.escape(path.suffix)}|\.tmp)")
+    for old in path.parent.iterdir():
+        if name.fullmatch(old.name) and old != mine:
+            old.unlink(missing_ok=True)
+
+
 def _generation(path: Path, acc: Accumulator) -> str:
     """Of rank 0's file. CheckpointError if it is one of another number of ranks."""
     _, about = _read(path)
@@ -291,8 +324,8 @@ def _generation_of_rank_0(mine: str) -> str:
     return gather(np.frombuffer((mine or "0" * 16).encode(), np.int32).copy())[0].tobytes().decode()
 
 
-def _together(do: Callable[[], Any]) -> Any:
-    """What `do` returns here, once it has been done on every rank; if it failed on one, an error on all of them."""
+def _together(do: Callable[[], Any], failure: type[Exception] = CheckpointError) -> Any:
+    """What `do` returns here, once it has been done on every rank; if it failed on one, an error on all of them: `failure` elsewhere."""
     result, error = None, None
     try:
         result = do()
@@ -303,5 +336,5 @@ def _together(do: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     if len(failed):
-        raise CheckpointError(f"rank {', '.join(map(str, failed))} failed, and so nothing was done on this one; see its message")
+        raise failure(f"rank {', '.join(map(str, failed))} failed, and so nothing was done on this one; see its message")
     return result

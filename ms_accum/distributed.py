@@ -9,6 +9,7 @@ weight, how many microbatches there are, and who still has data. A rank that has
 """
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from hashlib import sha256
 from math import inf, prod
@@ -54,7 +55,11 @@ class DataParallel:
     With `reduction="mean"`, the sum of the gradients of all ranks is divided by the weights of all ranks, so that they may hold
     different numbers of samples or tokens; with "sum", it is averaged over the ranks, as PyTorch's DistributedDataParallel does.
     Ranks may have different numbers of microbatches: `flush` waits for the others, and takes part in their exchanges with weight 0
-    until every rank has called it. So each rank has to call it, at the end of an epoch.
+    until every rank has called it. So each rank has to call it, at the end of an epoch. Where ranks exchange something at each microbatch,
+    each also has to call `reset`, `apply` and `close_if` where the others do; with "window", they may close short windows on their own.
+
+    Only the optimizer's parameters are made alike. Frozen parameters and statistics (of BatchNorm, say) are what each rank built: give
+    every rank the same seed or the same checkpoint for those.
 
     Args:
         sync: "window": one exchange for each window, when it closes (what `no_sync` of PyTorch's DDP and of Colossal-AI's booster
@@ -69,7 +74,8 @@ class DataParallel:
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument is out of range, `shard` comes with `sync="window"` (the gradients of a rank are whole until they
-            are exchanged), or, when the Accumulator is made, ranks hold different parameters or settings.
+            are exchanged), or, when the Accumulator is made, ranks hold different parameters, settings or optimizers.
+        RuntimeError: If msrun started several ranks and `init()` was not called.
     """
 
     sync: str = "window"
@@ -96,6 +102,8 @@ class DataParallel:
         ranks = world_size()
         if ranks == 1:
             return OneDevice(layout)
+        if ms.float64 in layout.dtypes and ms.get_context("device_target") == "CPU":
+            raise ValueError("DataParallel with buffers of float64: MindSpore's CPU backend exchanges none; give buffer_dtype=ms.float32")
         settings = {**layout.settings, "DataParallel": f"{self.sync} {self.shard} {self.bucket_mib}"}
         facts = {"parameters (names, shapes, dtypes)": _describe(layout), **settings}
         require_alike(facts, "give every rank the same network and arguments")
@@ -220,7 +228,7 @@ def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parame
 def _counted(gradients: Gradients, weight: Scalar) -> Gradients:
     """The gradients; zero for a weight of 0, be they NaN as those of a mean over no unmasked token are."""
     if not isinstance(weight, Tensor):
-        return gradients
+        return gradients if weight != 0 else tuple([ops.zeros(g.shape, g.dtype) for g in gradients])
     return tuple([ops.where(weight != 0, g, ops.zeros((), g.dtype)) for g in gradients])
 
 
@@ -352,8 +360,13 @@ def _as_header(sums: Tensor) -> Header:
 
 
 def world_size() -> int:
-    """Ranks in this run; 1 if `mindspore.communication.init()` was not called."""
-    return get_group_size() if GlobalComm.INITED else 1
+    """Ranks in this run; 1 outside msrun. RuntimeError under msrun, if `mindspore.communication.init()` was not called."""
+    if GlobalComm.INITED:
+        return get_group_size()
+    if int(os.environ.get("MS_WORKER_NUM") or 1) > 1:
+        raise RuntimeError("msrun started several ranks, but they do not know of each other yet; call mindspore.communication.init() "
+                           "before the Accumulator is made")
+    return 1
 
 
 def require_alike(facts: dict[str, Union[str, bytes]], remedy: str) -> None:
@@ -370,7 +383,8 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
     """Give every rank the values of rank 0."""
     broadcast = ops.Broadcast(0)
     for parameter in parameters:
-        parameter.set_data(broadcast((parameter.value(),))[0])
+        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+        ops.assign(parameter, broadcast((parameter.value(),))[0])
 
 
 def gather(numbers: np.ndarray) -> np.ndarray:

@@ -42,9 +42,10 @@ def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
 def empty_aux(aux: Aux, samples: int, rows: int) -> tuple[Tensor, ...]:
     """What `join_aux` starts from: zeros for a batch of `samples`, after the aux of a piece of `rows`."""
     totals = ()
+    require_aux_values(len(_values(aux)))
     for value in _values(aux):
         require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows)
-        totals = (*totals, ops.zeros((samples, *value.shape[1:]), value.dtype) if value.ndim else Tensor(0.0, ms.float32))
+        totals = (*totals, ops.zeros((samples, *value.shape[1:]), _carried(value.dtype)) if value.ndim else Tensor(0.0, ms.float32))
     return totals
 
 
@@ -54,7 +55,11 @@ def join_aux(totals: tuple[Tensor, ...], aux: Aux, rows: Tensor, weight: Scalar)
     # By index: to graph mode's zip, a tuple that went through a loop is one of unknown length.
     for i, value in enumerate(_values(aux)):
         total = totals[i]
-        joined = (*joined, ops.tensor_scatter_update(total, rows.reshape(-1, 1), value) if value.ndim else total + counted(value, weight))
+        require_aux_shape(value.shape, rows.shape[0])
+        if value.ndim:
+            joined = (*joined, ops.tensor_scatter_update(total, rows.reshape(-1, 1), value.astype(_carried(value.dtype))))
+        else:
+            joined = (*joined, total + counted(value, weight))
     return joined
 
 
@@ -62,7 +67,7 @@ def whole_aux(totals: tuple[Tensor, ...], aux: Aux, divisor: Tensor) -> Aux:
     """The batch's aux in the form of a piece's: all rows, and the scalars' weighted means."""
     whole = ()
     for i, value in enumerate(_values(aux)):
-        whole = (*whole, totals[i] if value.ndim else totals[i] / divisor)
+        whole = (*whole, totals[i].astype(value.dtype) if value.ndim else totals[i] / divisor)
     return whole if isinstance(aux, tuple) else whole[0]
 
 
@@ -76,12 +81,25 @@ def _values(aux: Aux) -> tuple[Tensor, ...]:
     return aux if isinstance(aux, tuple) else (aux,)
 
 
+def _carried(dtype: ms.Type) -> ms.Type:
+    """What rows of `dtype` go through the loop as: graph mode carries no bool and no small int through one."""
+    return ms.int32 if dtype in (ms.bool_, ms.int8, ms.uint8, ms.int16, ms.uint16) else dtype
+
+
+@constexpr
+def require_aux_values(count: int) -> bool:
+    """Refuse an empty aux, which graph mode cannot hand out of a loop."""
+    if count == 0:
+        raise ValueError("forward_fn returned an empty aux; return the loss alone, without has_aux=True")
+    return True
+
+
 @constexpr
 def require_aux_shape(shape: Optional[tuple], rows: int) -> bool:
     """Refuse aux that is neither a scalar nor a row for each sample: what it is of the whole batch, nobody knows."""
     remedy = "return Tensors of shape () or with one row for each sample, or give micro_size=1"
     if shape is None:
-        raise TypeError(f"forward_fn returned aux that holds no Tensor, which pieces cannot be joined into; {remedy}")
+        raise TypeError(f"forward_fn returned aux that is no Tensor and no tuple of Tensors, which cannot be joined; {remedy}")
     if len(shape) and shape[0] != rows:
         raise ValueError(f"forward_fn returned aux of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
     return True

@@ -189,12 +189,43 @@ def refusals(rank, ranks):
             said.append("accepted")
         except ValueError as error:
             said.append(str(error))
+    try:
+        Accumulator(nn.SGD(MLP().trainable_params(), 0.1 * (1 + rank)), 2, reducer=DataParallel())
+    except ValueError as error:
+        said.append(str(error))
     acc = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="mean", reducer=DataParallel(sync="microbatch"))
+    try:
+        acc.unscale_by(amp.StaticLossScaler(2 ** (rank + 1)))
+    except ValueError as error:
+        said.append(str(error))
     try:
         make_train_step(mean_loss(MLP()), acc, micro_size=2)
     except ValueError as error:
         said.append(str(error))
     return {"said": np.array(said)}
+
+
+def compiled_before(rank, ranks):
+    """A graph that was compiled before rank 0's values arrive follows them."""
+    network = MLP(seed=rank)
+    x = Tensor(np.ones((1, 6)), ms.float32)
+
+    @ms.jit
+    def evaluate(x):
+        return network(x)
+
+    evaluate(x)
+    Accumulator(nn.SGD(network.trainable_params(), 0.1), 1, reducer=DataParallel())
+    return {"seen": evaluate(x).asnumpy(), "expected": MLP(seed=0)(x).asnumpy()}
+
+
+def weight_zero(rank, ranks, sync):
+    """Rank 1's first microbatch is NaN and of weight 0, a number."""
+    network = MLP(seed=0)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean", reducer=SYNCS[sync])
+    for value, weight in ((float("nan") if rank else 1.0, 0 if rank else 1.0), (1.0, 1.0)):
+        acc(tuple([p * 0 + value for p in acc.optimizer.parameters]), weight)
+    return {f"parameter{i}": value for i, value in enumerate(values(network.trainable_params()))}
 
 
 def resume(rank, ranks, sync, suffix):
@@ -238,7 +269,7 @@ def resume(rank, ranks, sync, suffix):
 
 
 SCENARIOS = {function.__name__: function for function in (
-    matrix, summed, article, unchanged_between_boundaries, nonfinite, overflow, traffic, refusals, resume)}
+    matrix, summed, article, unchanged_between_boundaries, nonfinite, overflow, traffic, refusals, compiled_before, weight_zero, resume)}
 
 
 def main(*scenarios):

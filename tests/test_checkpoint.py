@@ -147,6 +147,33 @@ def test_in_a_fresh_process():
     assert run_python(script, "resume").splitlines() == ["5", *stopped]
 
 
+def test_learning_rates_of_experimental_optimizers(tmp_path):
+    """Which are Parameters, but not where a Cell keeps its own."""
+    def build_experimental():
+        network = MLP()
+        return network, Accumulator(ms.experimental.optim.SGD(network.trainable_params(), lr=0.1), 2)
+
+    network, acc = build_experimental()
+    scheduler = ms.experimental.optim.lr_scheduler.StepLR(acc.optimizer, 1, 0.1)
+    scheduler.step()
+    scheduler.step()
+    save_checkpoint(tmp_path / "c.ckpt", network, acc)
+    network, acc = build_experimental()
+    load_checkpoint(tmp_path / "c.ckpt", network, acc)
+    assert float(acc.optimizer.param_groups[0]["lr"]) == pytest.approx(0.001)
+
+
+def test_an_optimizer_whose_state_cannot_be_found_is_refused(tmp_path):
+    network = MLP()
+
+    def step(grads):
+        return True
+
+    step.parameters = tuple(network.trainable_params())
+    with pytest.raises(TypeError, match=r"the optimizer is of type function, expected an nn.Cell, whose state can be found"):
+        save_checkpoint(tmp_path / "c.ckpt", network, Accumulator(step, 2))
+
+
 # --- the file -----------------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +185,22 @@ def test_mindspore_reads_the_networks_weights(suffix, tmp_path):
     missing, _ = ms.load_param_into_net(other, ms.load_checkpoint(str(tmp_path / f"c{suffix}"), format=suffix[1:]))
     assert missing == []
     assert all((a == b).all() for a, b in zip(values(other.trainable_params()), values(network.trainable_params())))
+
+
+def test_links_modes_and_folders(tmp_path):
+    """A link stays one; the file's mode is that of any other new file; a folder that is not there is named."""
+    network, acc, _ = build()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "c.ckpt").symlink_to(tmp_path / "elsewhere" / "real.ckpt")
+    umask = os.umask(0o027)
+    try:
+        save_checkpoint(tmp_path / "c.ckpt", network, acc)
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "c.ckpt").is_symlink()
+    assert (tmp_path / "elsewhere" / "real.ckpt").stat().st_mode & 0o777 == 0o640
+    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere does not exist"):
+        save_checkpoint(tmp_path / "nowhere" / "c.ckpt", network, acc)
 
 
 def test_nothing_is_left_beside_the_file(tmp_path):

@@ -2,6 +2,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from mindspore import nn
 
 from ms_accum import Accumulator, DataParallel, cli, load_checkpoint, make_train_step
 from ms_accum.checkpoint import CheckpointError
+from ms_accum.mnist.network import Network
 
 RANKS = Path(workers.__file__)
 ARTICLE = [0.9472, 0.9440, 0.9527, 0.9687, 0.9570, 0.9343, 0.9411, 0.9186]  # published
@@ -30,15 +32,16 @@ pytestmark = pytest.mark.skipif(shutil.which("msrun", path=Path(sys.executable).
 MATRIX = {
     2: [*(f"matrix:{sync}:{sizes}:{optimizer}:pynative"
           for sync in workers.SYNCS for sizes in workers.SIZES for optimizer in workers.OPTIMIZERS),
-        "matrix:window:uneven:Momentum",
-        "matrix:microbatch:unequal:SGD:split", "matrix:shard:uneven:Adam", "matrix:window:unequal:SGD:graph"],
+        "matrix:window:uneven:Momentum", "matrix:microbatch:unequal:SGD:split", "matrix:shard:uneven:Adam"],
     4: [*(f"matrix:{sync}:{sizes}:Momentum:pynative" for sync in workers.SYNCS for sizes in workers.SIZES),
         "matrix:window:uneven:Adam"],
 }
 OTHERS = {
     2: ["article", "refusals", "summed:window", "summed:shard:pynative", "traffic:window", "traffic:microbatch",
-        "unchanged_between_boundaries", "overflow:pynative", "nonfinite:window:skip_window", "nonfinite:window:skip_microbatch",
+        "unchanged_between_boundaries", "overflow:pynative",
+        "nonfinite:window:skip_window:pynative", "nonfinite:window:skip_microbatch:pynative",
         "nonfinite:shard:skip_microbatch:pynative", "nonfinite:microbatch:skip_window:pynative", "nonfinite:window:apply:pynative",
+        "compiled_before", *(f"weight_zero:{sync}:pynative" for sync in workers.SYNCS),
         "resume:window:ckpt:pynative", "resume:microbatch:ckpt:pynative", "resume:shard:safetensors:pynative"],
     4: ["nonfinite:window:skip_microbatch:pynative"],
 }
@@ -192,6 +195,11 @@ def test_parameters_stand_still_between_boundaries(run):
         assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(8)] == [False, False, False, True] * 2
 
 
+def test_graphs_compiled_before_follow_rank_0(run):
+    for arrays in of(run(2), "compiled_before"):
+        assert np.array_equal(arrays["seen"], arrays["expected"])
+
+
 # --- decisions are the same on every rank ---------------------------------------------------------------------------------
 
 
@@ -208,6 +216,14 @@ def test_one_ranks_nan_is_everybodys(run, count, scenario):
     for arrays in results:
         assert arrays["counters"].tolist() == [len(windows), 0, 1]
         assert difference(parameters(arrays), oracle.parameters) <= 1e-6
+
+
+@pytest.mark.parametrize("sync", workers.SYNCS)
+def test_a_weight_of_zero_counts_nothing_on_any_rank(run, sync):
+    """Three microbatches of gradient 1 and weight 1, and a NaN of weight 0."""
+    for arrays in of(run(2), f"weight_zero:{sync}:pynative"):
+        for start, value in zip(values(MLP(seed=0).trainable_params()), parameters(arrays)):
+            np.testing.assert_allclose(value, start - 0.1, rtol=1e-5, atol=1e-6)
 
 
 def test_one_ranks_overflow_halves_everybodys_scale(run):
@@ -258,7 +274,9 @@ def test_checkpoints_of_other_numbers_of_ranks_are_refused(run, shared):
 
 def test_ranks_that_are_not_alike_are_refused(run):
     for arrays in of(run(2), "refusals"):
-        schedule, seed, same, pieces = arrays["said"].tolist()
+        schedule, seed, same, rate, scale, pieces = arrays["said"].tolist()
+        assert rate.startswith("rank 1 and rank 0 differ in the optimizer, its learning rate or state; ")
+        assert scale == "rank 1 and rank 0 differ in the loss_scaler; give every rank the same one"
         assert schedule == "rank 1 and rank 0 differ in accumulate_step; give every rank the same network and arguments"
         assert seed.startswith("rank 1 and rank 0 differ in the values of first.weight, the values of first.bias, ")
         assert seed.endswith("give every rank the same seed, or broadcast=True")
@@ -298,27 +316,29 @@ def test_without_other_ranks_it_accumulates_on_one(mode, sync):
 
 
 def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(tmp_path):
-    """Sharded digits, the same update; only rank 0 prints and writes, and both end."""
+    """Sharded digits (157 and 156 microbatches), the same update; only rank 0 prints, checkpoints on the way, and both end."""
     folders = [tmp_path / name for name in ("two", "one")]
     for folder in folders:
         folder.mkdir()
-    options = ["--epochs", "1", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt"]
-    process = msrun(2, folders[0], "python", "-m", "ms_accum", "mnist", *options)
+    options = ["--epochs", "2", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt"]
+    process = msrun(2, folders[0], "python", "-m", "ms_accum", "mnist", *options, "--save-every", "50")
     alone = subprocess.run([sys.executable, "-m", "ms_accum", "mnist", *options, "--accumulate-step", "4"], cwd=folders[1],
                            capture_output=True, text=True, check=False)
     output, _ = process.communicate(timeout=300)
     assert (process.returncode, alone.returncode) == (0, 0), output + alone.stderr
     two, one = (json.loads((folder / "run.json").read_text(encoding="utf-8")) for folder in folders)
     assert (two["ranks"], one["ranks"]) == (2, 1)
-    assert two["update_step"] == one["update_step"] == 79
+    assert two["update_step"] == one["update_step"] == 158
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["accuracy"] == pytest.approx(one["accuracy"], abs=0.2)
+    names = [p.name for p in Network(0).trainable_params()]
     trained = [ms.load_checkpoint(str(folder / "run.ckpt")) for folder in folders]
-    assert difference(*(values(parameters.values()) for parameters in trained)) <= 1e-5
+    assert difference(*(values(parameters[name] for name in names) for parameters in trained)) <= 1e-3  # float32, 158 updates, and ReLU
     logs = [(folders[0] / "logs" / f"worker_{rank}.log").read_text(encoding="utf-8") for rank in range(2)]
-    assert ["epoch 1/1  loss" in log for log in logs] == [True, False]
+    assert ["epoch 2/2  loss" in log for log in logs] == [True, False]
     assert "32 x 2 x 2 ranks = 128 digits an update, gradients exchanged each window" in logs[0]
-    assert sorted(path.name for path in folders[0].glob("run.*")) == ["run.ckpt", "run.json"]
+    assert [re.sub("-[0-9a-f]{16}", "", name) for name in sorted(path.name for path in folders[0].glob("*run.*"))] == [
+        "run.ckpt", "run.json", "run.rank1of2.ckpt"]
     assert [line for log in logs for line in log.splitlines() if "eliminated by mistake" in line] == []
 
 
@@ -368,7 +388,8 @@ def test_a_killed_rank_ends_the_run(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode not in (0, None)
     assert "training" in (tmp_path / "logs" / "worker_1.log").read_text(encoding="utf-8")
-    assert any(word in output.lower() for word in ("exit", "fail", "error")), output
+    assert re.search(r"worker_\d|rank", output), output
+    assert "exception" in output.lower(), output
     assert alive == [], f"{time.monotonic() - start:.0f} s"
 
 

@@ -153,7 +153,8 @@ def test_aux_of_pieces_is_that_of_the_batch(any_mode, micro_size):
 
     def forward_fn(x, y):
         logits = network(x)
-        return LOSS(logits, y), (logits, (logits.argmax(1) == y).astype(ms.float32).mean(), y)
+        right = logits.argmax(1) == y
+        return LOSS(logits, y), (logits, right.astype(ms.float32).mean(), y, right)
 
     def logits_only(x, y):
         logits = network(x)
@@ -161,12 +162,13 @@ def test_aux_of_pieces_is_that_of_the_batch(any_mode, micro_size):
 
     _, logits = reference.network(weights, x)
     expected_loss, _ = reference.loss_and_gradients(weights, x, y)
-    acc, (loss, (rows, accuracy, labels)) = gradient_of_aux(forward_fn, network, tensors(x, y), micro_size=micro_size)
+    acc, (loss, (rows, accuracy, labels, right)) = gradient_of_aux(forward_fn, network, tensors(x, y), micro_size=micro_size)
     assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
     np.testing.assert_allclose(rows.asnumpy(), logits, rtol=1e-5, atol=1e-6)
     assert float(accuracy) == pytest.approx((logits.argmax(1) == y).mean(), rel=1e-6)
     assert labels.asnumpy().tolist() == y.tolist()
     assert labels.dtype == ms.int32
+    assert right.asnumpy().tolist() == (logits.argmax(1) == y).tolist()
     assert relative(values(acc.optimizer.seen), reference.loss_and_gradients(weights, x, y)[1]) <= 1e-5
 
     _, (_, rows) = gradient_of_aux(logits_only, network, tensors(x, y), micro_size=micro_size)
@@ -242,11 +244,12 @@ def test_without_a_scaler_the_overflow_reaches_the_parameters():
     assert not np.isfinite(network.w.asnumpy()).all()
 
 
-@pytest.mark.parametrize(("scaler", "expected"), [(None, 0.0), (amp.StaticLossScaler(2**14), 1e-8)])
-def test_a_scale_saves_what_float16_would_flush_to_zero(any_mode, scaler, expected):
+@pytest.mark.parametrize(("scale", "expected"), [(None, 0.0), (2**14, 1e-8)])
+def test_a_scale_saves_what_float16_would_flush_to_zero(any_mode, scale, expected):
     """A gradient of 1e-8 is 0 in float16, and is there with a scale of 2**14."""
     network = Overflowing()
     acc = Accumulator(Counting(ms.ParameterTuple(network.trainable_params())), 2, reduction="mean")
+    scaler = amp.StaticLossScaler(scale) if scale else None
 
     def forward_fn(x):
         return network(x) * 1e-8
@@ -573,7 +576,7 @@ def test_aux_that_cannot_be_joined_is_refused():
     remedy = "return Tensors of shape () or with one row for each sample, or give micro_size=1"
     assert run_python(BAD_AUX).splitlines() == [
         f"ValueError forward_fn returned aux of shape (1,) for a piece of 2 samples; {remedy}",
-        f"TypeError forward_fn returned aux that holds no Tensor, which pieces cannot be joined into; {remedy}"]
+        f"TypeError forward_fn returned aux that is no Tensor and no tuple of Tensors, which cannot be joined; {remedy}"]
 
 
 def test_bad_loss_scalers_are_refused():
@@ -584,9 +587,16 @@ def test_bad_loss_scalers_are_refused():
     build(acc=acc, loss_scaler=scaler)
     with pytest.raises(ValueError, match=r"already has another loss_scaler"):
         build(acc=acc, loss_scaler=amp.StaticLossScaler(8))
+    other = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="mean")
+    with pytest.raises(ValueError, match=r"the loss_scaler is another accumulator's, .* give each accumulator its own"):
+        build(acc=other, loss_scaler=scaler)
+    other.add(tuple([p * 0 for p in other.optimizer.parameters]))
+    with pytest.raises(ValueError, match=r"gradients without a loss scale in the open window; give the loss_scaler before, or reset"):
+        build(acc=other, loss_scaler=amp.StaticLossScaler(8))
     with pytest.raises(ValueError, match=r"acc has a loss_scaler, .* give make_train_step the same one"):
         build(acc=acc)
     acc = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="mean", on_nonfinite="skip_microbatch")
+    scaler = amp.StaticLossScaler(8)
     with pytest.raises(ValueError, match=r"loss_scaler with on_nonfinite=\"skip_microbatch\": .* skipped for ever"):
         build(acc=acc, loss_scaler=scaler)
 

@@ -130,6 +130,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         require_outputs(options)
         use_device(options.device_target)
         settings = join_ranks(settings)
+        if options.compare and settings.ranks > 1:
+            raise ValueError("argument --compare: several ranks do not compare, for MindSpore exchanges no float64; leave it out, or run "
+                             "without msrun")
         mnist = load(options.data)
         require_microbatch(settings, mnist)
     except FetchError as error:

@@ -145,9 +145,10 @@ def train(
 
         start = perf_counter()
         with _jit(settings.mode):
-            before = (epoch - 1) * len(microbatches)
+            # At the same microbatches on every rank, or one of them would wait for ever.
+            shortest = -(-len(order) // settings.batch_size) // settings.ranks
             every = checkpoints.every
-            save_at = range(every - before % every, len(microbatches) + 1, every) if every else range(0)
+            save_at = range(every - (epoch - 1) * shortest % every, shortest + 1, every) if every else range(0)
             train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save, settings.ranks)
         losses, place.losses = np.array(place.losses, np.float64), []
         trained = perf_counter()
