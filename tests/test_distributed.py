@@ -34,7 +34,7 @@ MATRIX = {
           for sync in workers.SYNCS for sizes in workers.SIZES for optimizer in workers.OPTIMIZERS),
         "matrix:window:uneven:Momentum", "matrix:microbatch:unequal:SGD:split", "matrix:shard:uneven:Adam"],
     4: [*(f"matrix:{sync}:{sizes}:Momentum:pynative" for sync in workers.SYNCS for sizes in workers.SIZES),
-        "matrix:window:uneven:Adam"],
+        "matrix:window:uneven:Adam:pynative"],
 }
 OTHERS = {
     2: ["article", "refusals", "summed:window", "summed:shard:pynative", "traffic:window", "traffic:microbatch",
