@@ -79,8 +79,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "suffix"), [
+    *((case, ".ckpt") for case in CASES), ("split", ".safetensors"), ("float16", ".safetensors"),
+    *(pytest.param(case, ".safetensors", marks=pytest.mark.slow) for case in CASES if case not in ("split", "float16"))])
 def test_training_goes_on_bit_identically(case, suffix, tmp_path):
     """Saved in mid-window after 5 of 11 microbatches; network and accumulator built anew with other weights."""
     network, acc, train_step = build(**CASES[case])

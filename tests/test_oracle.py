@@ -1,4 +1,6 @@
 """Training with the Accumulator against the NumPy oracle: parameters and counters, after every microbatch."""
+from itertools import product
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -90,12 +92,19 @@ def tolerance(optimizer, gradient_dtype):
     return 2e-5 if optimizer == "adam" else 2e-6
 
 
-@pytest.mark.parametrize("gradient_dtype", [ms.float32, ms.float16], ids=["float32", "float16"])
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("clip_norm", [None, 0.7], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("schedule", list(SCHEDULES))
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_training_follows_the_oracle(mode, reduction, schedule, clip_norm, optimizer, gradient_dtype):
+def matrix():
+    """Everything times everything; compiled, which takes 3 s each, a third of it, and the rest with `pytest -m slow`."""
+    for mode, reduction, schedule, clip_norm, optimizer, dtype in product(
+            ("jit", "pynative"), ("sum", "mean"), SCHEDULES, (None, 0.7), OPTIMIZERS, (ms.float32, ms.float16)):
+        plain = optimizer == "sgd" if dtype == ms.float32 else (optimizer, schedule) == ("sgd", "int")
+        slow = mode == "jit" and not plain and (dtype, schedule) != (ms.float32, "dict")
+        name = f"{mode}-{reduction}-{schedule}-{'clipped' if clip_norm else 'unclipped'}-{optimizer}-{dtype}"
+        yield pytest.param(mode, reduction, schedule, clip_norm, optimizer, dtype, id=name, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(("mode", "reduction", "schedule", "clip_norm", "optimizer", "gradient_dtype"), matrix())
+def test_training_follows_the_oracle(mode_named, mode, reduction, schedule, clip_norm, optimizer, gradient_dtype):
+    mode_named(mode)
     worst = follow(mode, optimizer, SCHEDULES[schedule], reduction, clip_norm, gradient_dtype)
     assert worst <= tolerance(optimizer, gradient_dtype)
 
