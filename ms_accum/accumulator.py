@@ -226,8 +226,8 @@ class Accumulator:
         others = 1.0
         if self.reducer.each_microbatch:
             while others > 0:
-                nothing = tuple([_multiply_no_nan(p.astype(dtype), 0) for p, dtype in zip(self.optimizer.parameters, self.buffer_dtypes)])
-                taken, others = self._take(nothing, 0.0, 0.0)
+                # Of weight 0, any tensors of the right shapes count nothing.
+                taken, others = self._take(self.optimizer.parameters, 0.0, 0.0)
                 ops.assign_add(self.mini_step, taken * (others > 0))
                 self.close_if(ops.logical_or(self.due(), ops.logical_and(others == 0, self.mini_step > 0)))
         else:

@@ -69,10 +69,10 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     part = path.with_name(f".{path.stem}.rank0of{ranks}-{generation}{path.suffix}") if rank == 0 else mine
     try:
         _together(lambda: _write(part, *_contents(network, acc, extra, rank, generation)), OSError)
-        _together(lambda: _rename(part, path) if rank == 0 else None, OSError)
-    except BaseException:
-        part.unlink(missing_ok=True)
+    except Exception:
+        part.unlink(missing_ok=True)  # it may be the last space of a full disk
         raise
+    _together(lambda: _rename(part, path) if rank == 0 else None, OSError)
     _remove_generations(path, rank, ranks, mine)
 
 

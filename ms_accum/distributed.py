@@ -25,6 +25,7 @@ from .gradients import Gradients, Scalar
 
 _SYNC = ("window", "microbatch")
 _MEBIBYTE = 2**20
+_multiply_no_nan = ops.MulNoNan()
 Header = tuple[Scalar, Scalar, Scalar]
 
 
@@ -161,15 +162,18 @@ class WindowSync:
         self.buckets = buckets
 
     def new_buffers(self, prefix: str) -> list[Parameter]:
+        """See `OneDevice`."""
         return _whole_buffers(self.layout, prefix)
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """See `OneDevice`: as they are; flags of all ranks, if those have to agree."""
         if self.each_microbatch:
             flags = self.buckets.sum_header(header)
             header = (header[0], flags[1], flags[2])
         return gradients, header
 
     def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """See `OneDevice`: the sums over all ranks."""
         return self.buckets.all_reduce(buffers, header)
 
 
@@ -184,12 +188,15 @@ class MicrobatchSync:
         self.buckets = buckets
 
     def new_buffers(self, prefix: str) -> list[Parameter]:
+        """See `OneDevice`."""
         return _whole_buffers(self.layout, prefix)
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """See `OneDevice`: their sums over all ranks."""
         return self.buckets.all_reduce(_counted(gradients, header[0]), header)
 
     def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """See `OneDevice`: as they are, sums already."""
         return buffers, header
 
 
@@ -203,13 +210,16 @@ class ShardedSync:
         self.buckets = buckets
 
     def new_buffers(self, prefix: str) -> list[Parameter]:
+        """See `OneDevice`: a part of each bucket."""
         return [empty_parameter(f"{prefix}.shard{i}", (length // self.ranks,), dtype)
                 for i, (length, dtype) in enumerate(zip(self.buckets.lengths, self.buckets.bucket_dtypes))]
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """See `OneDevice`: this rank's part of their sums."""
         return self.buckets.reduce_scatter(_counted(gradients, header[0]), header)
 
     def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """See `OneDevice`: gathered from all ranks."""
         return self.buckets.all_gather(buffers), header
 
 
@@ -228,7 +238,7 @@ def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parame
 def _counted(gradients: Gradients, weight: Scalar) -> Gradients:
     """The gradients; zero for a weight of 0, be they NaN as those of a mean over no unmasked token are."""
     if not isinstance(weight, Tensor):
-        return gradients if weight != 0 else tuple([ops.zeros(g.shape, g.dtype) for g in gradients])
+        return gradients if weight != 0 else tuple([_multiply_no_nan(g, 0) for g in gradients])
     return tuple([ops.where(weight != 0, g, ops.zeros((), g.dtype)) for g in gradients])
 
 
@@ -385,6 +395,11 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
     for parameter in parameters:
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, broadcast((parameter.value(),))[0])
+
+
+def wait_for_all() -> None:
+    """Return when every rank is here: one that ends while another still communicates makes that one fail."""
+    gather(np.zeros(1, np.int32))
 
 
 def gather(numbers: np.ndarray) -> np.ndarray:

@@ -68,6 +68,20 @@ class MLP(nn.Cell):
         return self.second(ms.ops.tanh(self.first(x)))
 
 
+def mean_loss(network):
+    """The forward function `(x, y) -> loss` of a classifier."""
+    loss_fn = nn.CrossEntropyLoss()
+
+    def forward_fn(x, y):
+        return loss_fn(network(x), y)
+    return forward_fn
+
+
+def tensors(x, y):
+    """A batch of `batches` as MindSpore takes it."""
+    return Tensor(x, ms.float32), Tensor(y, ms.int32)
+
+
 class Counting(nn.Cell):
     """An optimizer that counts its calls and keeps what it was given, in graph mode too."""
 

@@ -10,13 +10,13 @@ from time import perf_counter
 
 import mindspore as ms
 import numpy as np
-from conftest import MLP, values
+from conftest import MLP, mean_loss, tensors, values
 from mindspore import Tensor, amp, nn
 from mindspore.communication import get_group_size, get_rank, init
 
 from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.checkpoint import CheckpointError
-from ms_accum.distributed import require_alike
+from ms_accum.distributed import wait_for_all
 
 N = 2
 SYNCS = {
@@ -40,18 +40,6 @@ def microbatches(sizes, rank):
     """[(x float64 (n, 6), y int (n,))] of a rank."""
     rng = np.random.default_rng(100 + rank)
     return [(rng.normal(size=(n, 6)), rng.integers(0, 3, n)) for n in SIZES[sizes](rank)]
-
-
-def mean_loss(network):
-    loss_fn = nn.CrossEntropyLoss()
-
-    def forward_fn(x, y):
-        return loss_fn(network(x), y)
-    return forward_fn
-
-
-def tensors(x, y):
-    return Tensor(x, ms.float32), Tensor(y, ms.int32)
 
 
 def train(acc, train_step, batches):
@@ -256,6 +244,14 @@ def resume(rank, ranks, sync, suffix):
     train(acc, train_step, batches[3:])
     same = state() == uninterrupted
 
+    refused = "accepted"
+    try:
+        save_checkpoint(path, network, acc, extra=(1,) if rank == 1 else [1])
+    except (TypeError, OSError) as error:
+        refused = type(error).__name__
+    wait_for_all()
+    files = len(list(path.parent.glob(f"*{path.stem}.*")))
+
     said = "accepted"
     if rank == 1:
         mine, = path.parent.glob(f"{path.stem}.rank1of*")
@@ -265,7 +261,8 @@ def resume(rank, ranks, sync, suffix):
         load_checkpoint(path, network, acc)
     except CheckpointError as error:
         said = str(error)
-    return {"mini_step": mini_step, "extra": json.dumps(extra), "same": same, "said": said, "untouched": state() == before}
+    return {"mini_step": mini_step, "extra": json.dumps(extra), "same": same, "said": said, "untouched": state() == before,
+            "refused": refused, "files": files}
 
 
 SCENARIOS = {function.__name__: function for function in (
@@ -288,7 +285,7 @@ def main(*scenarios):
             arrays[f"{scenario}/{key}"] = np.array(value)
         print(f"rank {rank}: {scenario}  {perf_counter() - start:.1f} s", flush=True)
     np.savez(FOLDER / f"rank{rank}.npz", **arrays)
-    require_alike({"end": ""}, "")  # a rank that ends while another still communicates makes it fail
+    wait_for_all()
 
 
 if __name__ == "__main__":

@@ -204,6 +204,19 @@ def test_links_modes_and_folders(tmp_path):
         save_checkpoint(tmp_path / "nowhere" / "c.ckpt", network, acc)
 
 
+def test_earlier_generations_of_a_rank_are_removed_and_nothing_else(tmp_path):
+    """Also half-written ones, and if the name looks like a pattern."""
+    path, new = tmp_path / "g[1].ckpt", "f" * 16
+    mine = checkpoint_module._of_rank(path, 1, 2, new)
+    old = [f"g[1].rank1of2-{'0' * 16}.ckpt", f".g[1].rank1of2-{'1' * 16}.part.ckpt", f".g[1].rank1of2-{'1' * 16}.part.tmp"]
+    others = [mine.name, "g[1].ckpt", f"g[1].rank0of2-{new}.ckpt", f"g[1].rank1of4-{new}.ckpt", f"g1.rank1of2-{new}.ckpt",
+              "g[1].rank1of2.ckpt"]
+    for name in old + others:
+        (tmp_path / name).touch()
+    checkpoint_module._remove_generations(path, 1, 2, mine)
+    assert sorted(os.listdir(tmp_path)) == sorted(others)
+
+
 def test_nothing_is_left_beside_the_file(tmp_path):
     network, acc, _ = build()
     for _ in range(2):

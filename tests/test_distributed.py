@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import mindspore as ms
@@ -19,8 +20,9 @@ import reference
 from conftest import MLP, difference, values
 from mindspore import nn
 
-from ms_accum import Accumulator, DataParallel, cli, load_checkpoint, make_train_step
+from ms_accum import Accumulator, DataParallel, cli, distributed, load_checkpoint, make_train_step
 from ms_accum.checkpoint import CheckpointError
+from ms_accum.mnist import command
 from ms_accum.mnist.network import Network
 
 RANKS = Path(workers.__file__)
@@ -39,11 +41,19 @@ MATRIX = {
 OTHERS = {
     2: ["article", "refusals", "summed:window", "summed:shard:pynative", "traffic:window", "traffic:microbatch",
         "unchanged_between_boundaries", "overflow:pynative",
-        "nonfinite:window:skip_window:pynative", "nonfinite:window:skip_microbatch:pynative",
+        "nonfinite:window:skip_window:pynative", "nonfinite:window:skip_microbatch",
         "nonfinite:shard:skip_microbatch:pynative", "nonfinite:microbatch:skip_window:pynative", "nonfinite:window:apply:pynative",
         "compiled_before", *(f"weight_zero:{sync}:pynative" for sync in workers.SYNCS),
         "resume:window:ckpt:pynative", "resume:microbatch:ckpt:pynative", "resume:shard:safetensors:pynative"],
     4: ["nonfinite:window:skip_microbatch:pynative"],
+}
+# With `pytest -m slow`.
+COMPILED = {
+    2: [*(f"matrix:{sync}:{sizes}:Momentum" for sync in workers.SYNCS for sizes in workers.SIZES),
+        *(f"matrix:{sync}:uneven:SGD:graph" for sync in workers.SYNCS), "matrix:shard:uneven:Adam:split",
+        "nonfinite:window:skip_window", "nonfinite:shard:skip_microbatch", "nonfinite:microbatch:skip_window", "overflow",
+        "resume:window:ckpt", "resume:shard:safetensors"],
+    4: [f"matrix:{sync}:uneven:Adam" for sync in workers.SYNCS],
 }
 
 
@@ -68,16 +78,16 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def run(shared):
-    """`run(count)`: the arrays that every scenario of `count` ranks left, by rank; all of the session's processes share one run."""
+    """`run(count, compiled)`: the arrays that each scenario of `count` ranks left, by rank; the session's processes share one run."""
 
-    def results(count):
-        folder = shared / f"ranks{count}"
+    def results(count, compiled=False):
+        folder = shared / f"ranks{count}{'-compiled' * compiled}"
         folder.mkdir(exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "status").exists():
-                process = msrun(count, folder, RANKS, folder, *MATRIX[count], *OTHERS[count])
-                output, _ = process.communicate(timeout=400)
+                process = msrun(count, folder, RANKS, folder, *(COMPILED[count] if compiled else MATRIX[count] + OTHERS[count]))
+                output, _ = process.communicate(timeout=900)
                 (folder / "status").write_text(f"{process.returncode}\n{output[-3000:]}", encoding="utf-8")
         status = (folder / "status").read_text(encoding="utf-8")
         assert status.startswith("0\n"), status
@@ -98,7 +108,10 @@ def parameters(arrays):
 
 
 def scenarios(kind):
-    return [(count, scenario) for count in (2, 4) for scenario in (*MATRIX[count], *OTHERS[count]) if scenario.startswith(kind)]
+    """`(count, scenario, compiled)` of a kind; those that are compiled for `pytest -m slow` are marked so."""
+    usual = [(count, name, False) for count in (2, 4) for name in MATRIX[count] + OTHERS[count] if name.startswith(kind)]
+    slow = [(count, name, True) for count in (2, 4) for name in COMPILED[count] if name.startswith(kind)]
+    return [*usual, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
 
 
 def windows_of(sizes, count, skipped=()):
@@ -125,12 +138,12 @@ def undivided(windows, optimizer, clip_norm=0.5):
     return oracle
 
 
-@pytest.mark.parametrize(("count", "scenario"), scenarios("matrix"))
-def test_ranks_train_as_one_process_on_the_undivided_batch(run, count, scenario):
+@pytest.mark.parametrize(("count", "scenario", "slow"), scenarios("matrix"))
+def test_ranks_train_as_one_process_on_the_undivided_batch(run, count, scenario, slow):
     """{window, microbatch, shard} x {equal, unequal weights, uneven numbers of microbatches} x short last window x clipping."""
     sizes, optimizer = scenario.split(":")[2:4]
     oracle = undivided(windows_of(sizes, count), optimizer)
-    results = of(run(count), scenario)
+    results = of(run(count, slow), scenario)
     for rank, arrays in enumerate(results):
         assert difference(parameters(arrays), oracle.parameters) <= (1e-5 if optimizer == "Adam" else 1e-6), f"rank {rank}"
         assert arrays["counters"].tolist() == [3, 0, 0]
@@ -161,13 +174,14 @@ def test_sum_is_averaged_over_ranks(run, sync):
 
 def test_shards_are_a_part_of_the_buffers(run):
     whole = sum(p.nbytes for p in MLP().trainable_params())
-    for count, scenario in scenarios("matrix"):
-        for arrays in of(run(count), scenario):
-            held = int(arrays["buffers"])
-            if ":shard:" in scenario:
-                assert whole / count <= held <= whole / count + 3 * 4  # padding: at most one element for each of three buckets
-            else:
-                assert held == whole
+    for ranks in (2, 4):
+        for scenario in MATRIX[ranks]:
+            for arrays in of(run(ranks), scenario):
+                held = int(arrays["buffers"])
+                if ":shard:" in scenario:
+                    assert whole / ranks <= held <= whole / ranks + 3 * 4  # padding: at most one element for each of three buckets
+                else:
+                    assert held == whole
 
 
 # --- the published experiment, and Colossal-AI's check -------------------------------------------------------------------
@@ -203,11 +217,11 @@ def test_graphs_compiled_before_follow_rank_0(run):
 # --- decisions are the same on every rank ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "scenario"), scenarios("nonfinite"))
-def test_one_ranks_nan_is_everybodys(run, count, scenario):
+@pytest.mark.parametrize(("count", "scenario", "slow"), scenarios("nonfinite"))
+def test_one_ranks_nan_is_everybodys(run, count, scenario, slow):
     """Rank 1's second microbatch holds a NaN: all skip that microbatch, or all drop that window."""
     on_nonfinite = scenario.split(":")[2]
-    results = of(run(count), scenario)
+    results = of(run(count, slow), scenario)
     if on_nonfinite == "apply":  # control: there is something to skip
         assert all(np.isnan(p).any() for arrays in results for p in parameters(arrays))
         return
@@ -226,8 +240,9 @@ def test_a_weight_of_zero_counts_nothing_on_any_rank(run, sync):
             np.testing.assert_allclose(value, start - 0.1, rtol=1e-5, atol=1e-6)
 
 
-def test_one_ranks_overflow_halves_everybodys_scale(run):
-    for arrays in of(run(2), "overflow:pynative"):
+@pytest.mark.parametrize(("count", "scenario", "slow"), scenarios("overflow"))
+def test_one_ranks_overflow_halves_everybodys_scale(run, count, scenario, slow):
+    for arrays in of(run(count, slow), scenario):
         assert float(arrays["scale"]) == 512
         assert arrays["counters"].tolist() == [2, 0, 1]
         assert arrays["finite"]
@@ -247,10 +262,12 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(run):
 # --- checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", [scenario for scenario in OTHERS[2] if scenario.startswith("resume")])
-def test_each_rank_resumes_bit_identically(run, scenario):
-    """In mid-window; and if one rank's file is damaged, nothing is loaded on any."""
-    for rank, arrays in enumerate(of(run(2), scenario)):
+@pytest.mark.parametrize(("count", "scenario", "slow"), scenarios("resume"))
+def test_each_rank_resumes_bit_identically(run, count, scenario, slow):
+    """In mid-window; if one rank cannot save, none does and nothing is left; if one rank's file is damaged, nothing is loaded on any."""
+    for rank, arrays in enumerate(of(run(count, slow), scenario)):
+        assert str(arrays["refused"]) == ("TypeError" if rank == 1 else "OSError")
+        assert int(arrays["files"]) == count
         assert int(arrays["mini_step"]) == 1
         assert json.loads(str(arrays["extra"])) == {"rank": rank}
         assert arrays["same"]
@@ -296,6 +313,24 @@ def test_ranks_that_are_not_alike_are_refused(run):
 def test_bad_arguments_are_refused(error, message, arguments):
     with pytest.raises(error, match=message):
         DataParallel(**arguments)
+
+
+def test_an_accumulator_before_init_is_refused(monkeypatch):
+    monkeypatch.setenv("MS_WORKER_NUM", "2")
+    with pytest.raises(RuntimeError, match=r"msrun started several ranks, .* call mindspore.communication.init\(\) before"):
+        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reducer=DataParallel())
+
+
+def test_float64_between_cpu_ranks_is_refused(monkeypatch):
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"DataParallel with buffers of float64: .* give buffer_dtype=ms.float32"):
+        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=ms.float64, reducer=DataParallel())
+
+
+def test_comparing_on_ranks_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(command, "join_ranks", lambda settings: replace(settings, ranks=2))
+    assert cli.main(["mnist", "--compare"]) == 2
+    assert "argument --compare: several ranks do not compare" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sync", workers.SYNCS)

@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, batches, difference, run_python, values
+from conftest import MLP, batches, difference, mean_loss, run_python, tensors, values
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -394,16 +394,6 @@ def test_parameters_that_cannot_be_accumulated_are_refused(error, message, odd):
     with pytest.raises(error, match=message):
         Accumulator(Plain(parameter(name="even"), *odd), 2)
     assert Accumulator(Plain(parameter()), 2).mini_step.name == f"accumulator{number + 1}.mini_step"
-
-
-def mean_loss(network):
-    def forward_fn(x, y):
-        return LOSS(network(x), y)
-    return forward_fn
-
-
-def tensors(x, y):
-    return Tensor(x, ms.float32), Tensor(y, ms.int32)
 
 
 def test_a_parameter_frozen_after_the_optimizer_was_made_is_refused():

@@ -5,7 +5,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, Counting, batches, difference, run_python, values
+from conftest import MLP, Counting, batches, difference, mean_loss, run_python, tensors, values
 from mindspore import Tensor, amp, nn, ops
 from mindspore.graph import api
 
@@ -21,16 +21,6 @@ def any_mode(mode_named, monkeypatch, request):
     if request.param == "pynative":
         monkeypatch.setenv("MS_JIT", "0")
     return mode_named(request.param)
-
-
-def mean_loss(network):
-    def forward_fn(x, y):
-        return LOSS(network(x), y)
-    return forward_fn
-
-
-def tensors(x, y):
-    return Tensor(x, ms.float32), Tensor(y, ms.int32)
 
 
 def follow(sizes=SIZES, accumulate_step=2, clip_norm=0.7, **options):
