@@ -7,10 +7,15 @@
                        reduce -> normalise -> clip -> optimizer -> reset
 """
 from .accumulator import Accumulator as Accumulator
+from .callbacks import FlushCallback as FlushCallback
+from .callbacks import PerUpdate as PerUpdate
+from .callbacks import WindowLog as WindowLog
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .distributed import DataParallel as DataParallel
+from .model import TrainOneStepCell as TrainOneStepCell
 from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step
+from .window import by_epoch as by_epoch
 
 __version__ = "0.1.0"

@@ -68,6 +68,9 @@ class Accumulator:
             and the window stays open for another one (`optax.skip_not_finite`). "skip_window": the window is dropped
             when it closes, the optimizer untouched. See `gradients.all_finite` for what counts as finite.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
+        after_update: Called without arguments after each update, never for a microbatch or a window that is skipped; for a moving average
+            of the weights, say. Part of the graph in graph mode, so it has to work on Parameters. If it is a Cell, its Parameters
+            are state of the accumulator.
 
     Attributes:
         mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
@@ -76,6 +79,8 @@ class Accumulator:
         skipped: Microbatches or windows skipped by `on_nonfinite` or a loss scaler: int32 Parameter of shape `()`.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`; stays 0 while
             `clip_norm` is None.
+        weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`.
+        window_weight: The same of the last window that was closed.
         parameters: ParameterTuple of all state, for checkpoints. Names are unique in the process and the same
             in the next process that builds its accumulators in the same order.
 
@@ -114,6 +119,7 @@ class Accumulator:
         buffer_dtype: Optional[ms.Type] = None,
         on_nonfinite: str = "apply",
         reducer: Optional[DataParallel] = None,
+        after_update: Optional[Callable] = None,
     ) -> None:
         parameters = _optimizer_parameters(optimizer)
         self.optimizer = optimizer
@@ -121,6 +127,7 @@ class Accumulator:
         self.clip_norm = _checked_clip_norm(clip_norm)
         self.reduction = _one_of("reduction", reduction, _REDUCTIONS)
         self.on_nonfinite = _one_of("on_nonfinite", on_nonfinite, _ON_NONFINITE)
+        self.after_update = _checked_hook(after_update)
         self.loss_scaler = None
         self.accumulate_step = accumulate_step
         self._names = tuple(p.name for p in parameters)
@@ -140,8 +147,10 @@ class Accumulator:
         self.update_step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
         self.skipped = empty_parameter(f"{prefix}.skipped", (), ms.int32)
         self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32)
+        self.window_weight = empty_parameter(f"{prefix}.window_weight", (), ms.float32)
         self.parameters = ParameterTuple(
-            [*self.buffers, self.weight_sum, self.mini_step, self.update_step, self.skipped, self.grad_norm])
+            [*self.buffers, self.weight_sum, self.mini_step, self.update_step, self.skipped, self.grad_norm, self.window_weight,
+             *_state_of(after_update, optimizer, parameters)])
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
         """Add one microbatch and, if it closes the window, update.
@@ -319,6 +328,7 @@ class Accumulator:
                 self._update_finite(gradients, weight)
             else:
                 self._update(gradients, weight)
+            ops.assign(self.window_weight, self.weight_sum)
         self.reset()
         return asked
 
@@ -349,6 +359,8 @@ class Accumulator:
             factor = factor * clip_factor(norm, self.clip_norm)
         self.optimizer(tuple([scaled(g, factor, dtype) for g, dtype in zip(gradients, self._dtypes)]))
         ops.assign_add(self.update_step, 1)
+        if self.after_update is not None:
+            self.after_update()
 
     def _normaliser(self, weight: Tensor) -> Scalar:
         if self.reduction == "sum":
@@ -416,6 +428,20 @@ def _describe(optimizer: Callable, parameters: tuple[Parameter, ...]) -> str:
     network = {id(p) for p in parameters}
     state = [p for p in optimizer.get_parameters() if id(p) not in network] if isinstance(optimizer, nn.Cell) else []
     return repr([type(optimizer).__name__, *((p.name, sha256(p.asnumpy().tobytes()).hexdigest()) for p in state)])
+
+
+def _checked_hook(after_update: object) -> Optional[Callable]:
+    if after_update is not None and not callable(after_update):
+        raise TypeError(f"after_update is of type {type(after_update).__name__}, expected a function without arguments or a Cell")
+    return after_update
+
+
+def _state_of(after_update: Optional[Callable], optimizer: Callable, parameters: tuple[Parameter, ...]) -> list[Parameter]:
+    """The Parameters of a hook that is a Cell, but for the network's and the optimizer's."""
+    if not isinstance(after_update, nn.Cell):
+        return []
+    others = {id(p) for p in (*parameters, *(optimizer.get_parameters() if isinstance(optimizer, nn.Cell) else ()))}
+    return [p for p in after_update.get_parameters() if id(p) not in others]
 
 
 def _value(value: object) -> object:

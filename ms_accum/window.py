@@ -62,6 +62,37 @@ class Window:
         return length
 
 
+def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
+    """A schedule of epochs as one of updates, for `Accumulator(accumulate_step=...)`.
+
+        accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # from the sixth epoch on, 4 microbatches in a window
+
+    As Lightning's `GradientAccumulationScheduler`. Exact if every epoch has `microbatches` microbatches on each rank and ends in a flush, and as
+    long as no window is skipped: a skipped window does not count as an update.
+
+    Args:
+        schedule: `{epoch: n}`: from this epoch on (counted from 0), n microbatches in a window; holds 0.
+        microbatches: Microbatches in an epoch.
+
+    Returns:
+        `{update_step: n}`.
+
+    Raises:
+        TypeError: If `schedule` is no dict of integers, or `microbatches` no integer.
+        ValueError: If a number is out of range, or `schedule` lacks the key 0.
+    """
+    if not isinstance(schedule, Mapping):
+        raise TypeError(f"schedule is of type {type(schedule).__name__}, expected a dict {{epoch: n}}")
+    stages = _stages(schedule, "schedule", "epochs")
+    microbatches = _length(microbatches, "microbatches")
+    updates, previous, lengths = 0, stages[0], {}
+    for epoch, length in stages:
+        updates += (epoch - previous[0]) * -(-microbatches // previous[1])
+        lengths[updates] = length
+        previous = epoch, length
+    return lengths
+
+
 def _integer(value: object, name: str) -> int:
     try:
         if isinstance(value, (bool, np.bool_)):
@@ -81,15 +112,15 @@ def _length(value: object, name: str) -> int:
     return length
 
 
-def _stages(schedule: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+def _stages(schedule: Mapping[int, int], name: str = "accumulate_step", counted: str = "updates") -> tuple[tuple[int, int], ...]:
     stages = {}
     for start, length in schedule.items():
-        start = _integer(start, "a key of accumulate_step")
+        start = _integer(start, f"a key of {name}")
         if start < 0:
-            raise ValueError(f"accumulate_step has the key {start}, but updates are counted from 0; {_REMEDY}")
-        stages[start] = _length(length, f"accumulate_step[{start}]")
+            raise ValueError(f"{name} has the key {start}, but {counted} are counted from 0; {_REMEDY}")
+        stages[start] = _length(length, f"{name}[{start}]")
     if 0 not in stages:
-        raise ValueError(f"accumulate_step is {dict(schedule)!r}, which says nothing about update 0; {_REMEDY}")
+        raise ValueError(f"{name} is {dict(schedule)!r}, which says nothing about {counted[:-1]} 0; {_REMEDY}")
     return tuple(sorted(stages.items()))
 
 

@@ -187,10 +187,7 @@ def test_the_checkpoint_holds_the_trained_network(run, digits):
 
 
 def test_killed_at_a_random_microbatch_and_resumed(tmp_path):
-    """All state is that of the run that was never killed, to the bit, and so are the losses, but for their own last bit.
-
-    MindSpore's CPU kernels now and then round one loss in a hundred the other way, in two runs that are never killed as well.
-    """
+    """All state and the losses are those of the run that was never killed, to the bit."""
     options = ["--batch-size", "100", "--epochs", "3", "--optimizer", "momentum", "--accumulate-step", "3"]
     command_line = [sys.executable, "-m", "ms_accum", "mnist", *options]
     subprocess.run([*command_line, "--save", "whole.ckpt", "--json", "whole.json"], cwd=tmp_path, check=True, capture_output=True)
@@ -207,7 +204,7 @@ def test_killed_at_a_random_microbatch_and_resumed(tmp_path):
                              capture_output=True, text=True)
     assert re.search(r"^resumed    c.ckpt: \d epochs and \d+ microbatches done$", resumed.stdout, re.MULTILINE)
     losses, expected = ([epoch["loss"] for epoch in strict((tmp_path / f"{name}.json").read_text())["epochs"]] for name in ("c", "whole"))
-    assert losses == pytest.approx(expected, rel=1e-7)
+    assert losses == expected
     trained, whole = (ms.load_checkpoint(str(tmp_path / f"{name}.ckpt")) for name in ("c", "whole"))
     assert trained.keys() == whole.keys()
     for name in trained:
