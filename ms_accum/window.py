@@ -67,8 +67,8 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
 
         accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # from the sixth epoch on, 4 microbatches in a window
 
-    As Lightning's `GradientAccumulationScheduler`. Exact if every epoch has `microbatches` microbatches on each rank and ends in a flush, and as
-    long as no window is skipped: a skipped window does not count as an update.
+    As Lightning's `GradientAccumulationScheduler`. Exact if every epoch has `microbatches` microbatches on each rank and ends in a
+    flush, and as long as no window is skipped: a skipped window does not count as an update.
 
     Args:
         schedule: `{epoch: n}`: from this epoch on (counted from 0), n microbatches in a window; holds 0.
