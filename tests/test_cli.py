@@ -78,7 +78,7 @@ def test_the_defaults_run_in_a_graph_on_the_embedded_digits(monkeypatch, capsys,
     assert asked == ["embedded"]
     assert os.environ["MS_DEV_HOST_BLOCKING_RUN"] == "1"
     out = capsys.readouterr().out
-    assert "graph mode, gradients in float32" in out
+    assert "graph mode, make_train_step, gradients in float32" in out
     assert "32 x 2 = 64 digits an update" in out
     assert "sgd, learning rate 0.01, seed 42" in out
     assert "epoch 3/3" in out
@@ -106,7 +106,8 @@ def test_json_holds_every_figure_and_option(run, digits):
     assert figures["versions"].keys() == {"ms_accum", "mindspore", "numpy", "python"}
     assert figures["options"] == {
         "data": digits, "batch_size": 16, "accumulate_step": 4, "epochs": 2, "lr": 0.05, "momentum": 0.5, "optimizer": "sgd",
-        "clip_norm": None, "seed": 7, "device_target": "CPU", "mode": "pynative", "strategy": "fused", "micro_size": 1, "compare": False,
+        "clip_norm": None, "seed": 7, "device_target": "CPU", "mode": "pynative", "api": "functional", "strategy": "fused", "micro_size": 1,
+        "compare": False,
         "json": "run.json", "plot": None, "save": None, "save_every": None, "resume": None, "sync": "window", "shard": False}
     assert "max_parameter_difference" not in figures
     assert f"accuracy {figures['accuracy']:.2f} %" in out[-1]
@@ -228,6 +229,7 @@ def test_what_cannot_be_resumed_is_refused(run):
         (["--resume", "none.ckpt"], 2, "argument --resume: there is no file none.ckpt; give one that --save wrote"),
         (["--resume", "c.ckpt", "--lr", "0.5"], 1, "the checkpoint is of a run with lr 0.01, but this one has 0.5; give the same options"),
         (["--resume", "c.ckpt", "--accumulate-step", "3"], 1, "was saved with accumulate_step"),
+        (["--api", "model", "--strategy", "split"], 2, "argument --strategy: a Model trains one Cell, which is one graph; leave out"),
         (["--save-every", "3"], 2, "argument --save-every: says when, but not where; add --save FILE.ckpt"),
         (["--resume", "c.ckpt", "--compare"], 2, "argument --compare: a comparison trains twice and cannot be resumed"),
         (["--save", "c.pkl"], 2, "c.pkl does not end in .ckpt or .safetensors; name the file c.ckpt"),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Optional
+from typing import Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -17,9 +17,11 @@ from mindspore import Tensor, nn
 from ms_accum.accumulator import Accumulator
 from ms_accum.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from ms_accum.distributed import DataParallel, gather
+from ms_accum.model import TrainOneStepCell
 from ms_accum.train_step import TrainStep, make_train_step
 
 from .data import Digits, Mnist
+from .feed import FEEDS, in_a_loop
 from .network import Network
 from .settings import Settings
 from .step import CountCorrect, Float64Optimizer, make_forward
@@ -144,12 +146,13 @@ def train(
         microbatches = cut(order, settings.batch_size)[settings.rank::settings.ranks]
 
         start = perf_counter()
-        with _jit(settings.mode):
+        with _mode(settings):
             # At the same microbatches on every rank, or one of them would wait for ever.
             shortest = -(-len(order) // settings.batch_size) // settings.ranks
             every = checkpoints.every
             save_at = range(every - (epoch - 1) * shortest % every, shortest + 1, every) if every else range(0)
-            train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save, settings.ranks)
+            train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save, settings.ranks,
+                        FEEDS[settings.api])
         losses, place.losses = np.array(place.losses, np.float64), []
         trained = perf_counter()
         accuracy = evaluate(count_correct, mnist.test, settings)
@@ -169,7 +172,7 @@ def train(
         save()
 
 
-def make_step(network: Network, settings: Settings) -> TrainStep:
+def make_step(network: Network, settings: Settings) -> Union[TrainStep, TrainOneStepCell]:
     """The train step that the settings describe."""
     optimizer = make_optimizer(network, settings)
     if settings.gradients == "float64":
@@ -177,6 +180,8 @@ def make_step(network: Network, settings: Settings) -> TrainStep:
         optimizer = Float64Optimizer(optimizer, network)
     reducer = DataParallel(sync=settings.sync, shard=settings.shard) if settings.ranks > 1 else None
     accumulator = Accumulator(optimizer, settings.accumulate_step, settings.clip_norm, reduction="mean", reducer=reducer)
+    if settings.api == "model":
+        return TrainOneStepCell(make_forward(network), accumulator, micro_size=settings.micro_size)
     return make_train_step(make_forward(network), accumulator, micro_size=settings.micro_size, strategy=settings.strategy)
 
 
@@ -205,6 +210,7 @@ def train_epoch(
     save_at: range = range(0),
     save: Callable[[], None] = lambda: None,
     ranks: int = 1,
+    feed: Callable = in_a_loop,
 ) -> None:
     """Train on the rows of each microbatch in turn and close the last window.
 
@@ -217,6 +223,7 @@ def train_epoch(
         save_at: Numbers of microbatches of this epoch after which to save.
         save: Called then; `losses` is complete.
         ranks: How many train; the others are taken to be as far as this one.
+        feed: What takes `train_step` through the microbatches, see `feed`.
     """
     # The losses stay on the device until they are needed: reading one here would wait for it.
     unread = []
@@ -225,16 +232,19 @@ def train_epoch(
         losses.extend(float(loss.asnumpy()) for loss in unread)
         unread.clear()
 
-    done = min(ranks * sum(map(len, microbatches[:len(losses)])), len(digits) - 1)
-    for i in range(len(losses), len(microbatches)):
-        rows = microbatches[i]
-        unread.append(train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows])))
-        done = len(digits) if i == len(microbatches) - 1 else min(done + ranks * len(rows), len(digits) - 1)
-        on_microbatch(done, unread[-1])
-        if i + 1 in save_at:
+    done = len(losses)
+
+    def took(loss: Tensor) -> None:
+        nonlocal done
+        done += 1
+        unread.append(loss)
+        seen = min(ranks * sum(map(len, microbatches[:done])), len(digits) - 1)
+        on_microbatch(len(digits) if done == len(microbatches) else seen, loss)
+        if done in save_at:
             read()
             save()
-    train_step.flush()
+
+    feed(train_step, digits, microbatches[done:], took)
     read()
 
 
@@ -259,14 +269,17 @@ def _of_all_ranks(numbers: np.ndarray, settings: Settings) -> np.ndarray:
 
 
 @contextmanager
-def _jit(mode: str) -> Iterator[None]:
-    """In "pynative" mode, jitted functions run op by op, by MindSpore's own switch for that."""
-    before = os.environ.get("MS_JIT")
-    if mode == "pynative":
+def _mode(settings: Settings) -> Iterator[None]:
+    """In "pynative" mode, jitted functions run op by op, by MindSpore's own switch; in "graph" mode, a `Model` compiles its cell."""
+    before, context = os.environ.get("MS_JIT"), ms.get_context("mode")
+    if settings.mode == "pynative":
         os.environ["MS_JIT"] = "0"
+    elif settings.api == "model":
+        ms.set_context(mode=ms.GRAPH_MODE)
     try:
         yield
     finally:
+        ms.set_context(mode=context)
         if before is None:
             os.environ.pop("MS_JIT", None)
         else:
