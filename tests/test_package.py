@@ -17,7 +17,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["Accumulator", "make_train_step", "avoid_busy_waiting"])
+PUBLIC = sorted(name for name, value in vars(ms_accum).items() if inspect.isclass(value) or inspect.isfunction(value))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name):
     assert inspect.getdoc(getattr(ms_accum, name))
     assert getattr(ms_accum, name).__module__.startswith("ms_accum.")
@@ -58,15 +61,61 @@ print("trained")
     assert run_python(PREAMBLE + script).strip().endswith("trained")
 
 
+def block_with(text):
+    """The one block of README that holds `text`."""
+    (block,) = [block for block in PYTHON_BLOCKS if text in block]
+    return block
+
+
+MODEL_DATA = """
+from mindspore.dataset import GeneratorDataset
+rows = [(rng.random((n, 784), np.float32), rng.integers(0, 10, n).astype(np.int32)) for n in [8] * 9]
+dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+"""
+
+
+def test_readme_model_trains():
+    """The three lines, the callbacks and the hook."""
+    start = PREAMBLE + PYTHON_BLOCKS[0].split("train_step =")[0] + MODEL_DATA
+    ending = """
+assert int(train_cell.accumulator.update_step) == 18
+assert len(open("windows.csv").readlines()) == 10
+"""
+    hook = "\nfrom mindspore import ops\n" + block_with("class MovingAverage") + """
+cell = TrainOneStepCell(nn.WithLossCell(network, loss_fn), accumulator)
+dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+Model(cell).train(1, dataset, callbacks=[FlushCallback()], dataset_sink_mode=False)
+first, average = network.trainable_params()[0].asnumpy(), average.averages[0].asnumpy()
+assert (first != average).any() and np.abs(first - average).max() < 0.1
+"""
+    script = start + block_with("Model(train_cell") + block_with("PerUpdate(LearningRateScheduler") + ending + hook
+    assert run_python(script).count("loss is") == 27
+
+
+def test_readme_migration_lines_run():
+    """Each cell of the last column evaluates, on one process."""
+    table = README.split("### Coming from elsewhere")[1].split("\n\n")[1]
+    cells = [row.split("|")[3] for row in table.splitlines()[2:]]
+    assert len(cells) == 11
+    lines = [line for cell in cells for line in re.findall(r"`([^`]+)`", cell) if line not in ("loss / 4", "flush()")]
+    start = PREAMBLE + PYTHON_BLOCKS[0].split("train_step =")[0] + """
+from mindspore.train import Model
+from ms_accum import DataParallel, FlushCallback, TrainOneStepCell, by_epoch
+net_with_loss, eval_net = nn.WithLossCell(network, loss_fn), nn.WithEvalCell(network, loss_fn)
+"""
+    assert len(lines) == 13
+    assert run_python(start + "\n".join(lines) + "\nprint('done')").endswith("done\n")
+
+
 def test_readme_signatures_are_the_real_ones():
     signatures = PYTHON_BLOCKS[2]
-    for function in (ms_accum.Accumulator, ms_accum.make_train_step):
+    for function in (ms_accum.Accumulator, ms_accum.make_train_step, ms_accum.TrainOneStepCell):
         for parameter in list(inspect.signature(function).parameters.values()):
             default = "" if parameter.default is parameter.empty else "=" + repr(parameter.default).replace("'", '"')
             assert f"{parameter.name}{default}" in signatures
 
 
-@pytest.mark.parametrize("documented", [ms_accum.Accumulator])
+@pytest.mark.parametrize("documented", [ms_accum.Accumulator, ms_accum.TrainOneStepCell])
 def test_docstring_examples(documented):
     """As a script: graph mode does not find the names of a doctest's functions."""
     examples = doctest.DocTestParser().get_examples(inspect.getdoc(documented))
