@@ -241,37 +241,37 @@ def test_a_model_checkpoint_holds_a_window_that_is_half_full(request):
     assert resumed == first != forgetful
 
 
-def test_learning_rates_count_updates(mode_named):
-    """Of a dynamic learning rate by MindSpore's own count, of a LearningRateScheduler inside PerUpdate."""
+RATES = [0.3, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001]
+
+
+def rate_of(calls):
+    return RATES[calls]
+
+
+def test_dynamic_learning_rates_count_updates(mode_named):
+    """By MindSpore's own count of the optimizer's calls."""
     mode_named("pynative")
-    rates = [0.3, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001]
-
-    def oracle_rate(calls):
-        return rates[calls]
-
-    network, cell = make_cell(learning_rate=rates)
-    oracle, _ = trained_oracle(network, 2, learning_rate=oracle_rate)
+    network, cell = make_cell(learning_rate=RATES)
+    oracle, _ = trained_oracle(network, 2, learning_rate=rate_of)
     Model(cell).train(2, dataset(), callbacks=[FlushCallback()], dataset_sink_mode=False)
     assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
 
+
+def test_a_learning_rate_scheduler_counts_updates(context):
     asked = []
 
     def learning_rate(rate, update):
         asked.append(update)
-        return rates[update]
+        return RATES[update]
 
-    for scheduler, follows in ((PerUpdate(LearningRateScheduler(learning_rate)), True), (LearningRateScheduler(learning_rate), False)):
-        asked.clear()
-        network, cell = make_cell(learning_rate=rates[0])
-        oracle, _ = trained_oracle(network, 1, learning_rate=oracle_rate)
-        model = Model(cell)
-        if follows:
-            model.train(1, dataset(), callbacks=[FlushCallback(), scheduler], dataset_sink_mode=False)
-            assert asked == [1, 2, 3]
-            assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
-        else:
-            with pytest.raises(AttributeError):  # negative control: MindSpore's own does not find the optimizer
-                model.train(1, dataset(), callbacks=[FlushCallback(), scheduler], dataset_sink_mode=False)
+    network, cell = make_cell(learning_rate=RATES[0])
+    oracle, _ = trained_oracle(network, 1, learning_rate=rate_of)
+    scheduler = LearningRateScheduler(learning_rate)
+    Model(cell).train(1, dataset(), callbacks=[FlushCallback(), PerUpdate(scheduler)], dataset_sink_mode=False)
+    assert asked == [1, 2, 3]
+    assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
+    with pytest.raises(AttributeError):  # negative control: by itself it does not find the optimizer
+        Model(cell).train(1, dataset(), callbacks=[FlushCallback(), scheduler], dataset_sink_mode=False)
 
 
 # --- our callbacks --------------------------------------------------------------------------------------------------------------
