@@ -88,6 +88,9 @@ class Accumulator:
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument is out of range.
 
+    Source: the tutorial's class (https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html); schedules
+    and skipping are those of `optax.MultiSteps`; the clip factor is that of `torch.nn.utils.clip_grad_norm_`.
+
     Example:
         >>> import numpy as np, mindspore as ms
         >>> from mindspore import nn

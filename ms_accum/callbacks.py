@@ -22,6 +22,23 @@ class FlushCallback(Callback):
 
     Raises:
         ValueError: When training begins, if there is no `TrainOneStepCell`.
+
+    Source: Lightning and HF Accelerate close the last window of an epoch, too, but divide it by the full length.
+
+    Example:
+        >>> import numpy as np
+        >>> from mindspore import nn
+        >>> from mindspore.dataset import GeneratorDataset
+        >>> from mindspore.train import Model
+        >>> from ms_accum import Accumulator, FlushCallback, TrainOneStepCell
+        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), target, np.float32)) for target in (4.0, 5.0, 9.0)]
+        >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), accumulator)
+        >>> Model(cell).train(1, dataset, callbacks=[FlushCallback()], dataset_sink_mode=False)
+        >>> print(int(accumulator.update_step), int(accumulator.mini_step))
+        2 0
     """
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -61,6 +78,27 @@ class PerUpdate(Callback):
     Raises:
         TypeError: If it is none.
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or the data are sunk.
+
+    Source: optax and MindSpore's dynamic learning rates count updates; MindSpore's callbacks count microbatches.
+
+    Example:
+        >>> import numpy as np
+        >>> from mindspore import nn
+        >>> from mindspore.dataset import GeneratorDataset
+        >>> from mindspore.train import LearningRateScheduler, Model
+        >>> from ms_accum import Accumulator, FlushCallback, PerUpdate, TrainOneStepCell
+        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), target, np.float32)) for target in (4.0, 5.0, 9.0)]
+        >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), accumulator)
+        >>> def learning_rate(rate, update_step):
+        ...     print("update", update_step)
+        ...     return rate / 2
+        >>> callbacks = [FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))]
+        >>> Model(cell).train(1, dataset, callbacks=callbacks, dataset_sink_mode=False)
+        update 1
+        update 2
     """
 
     def __init__(self, callback: Callback) -> None:
@@ -115,6 +153,25 @@ class WindowLog(Callback):
         TypeError: If it is neither.
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or the data are sunk.
         OSError: When training begins, if the file cannot be written.
+
+    Source: the columns are what HF Accelerate's and Lightning's loggers are asked for, one row for each update.
+
+    Example:
+        >>> import numpy as np
+        >>> from mindspore import nn
+        >>> from mindspore.dataset import GeneratorDataset
+        >>> from mindspore.train import Model
+        >>> from ms_accum import Accumulator, FlushCallback, TrainOneStepCell, WindowLog
+        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), target, np.float32)) for target in (4.0, 5.0, 9.0)]
+        >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), accumulator)
+        >>> def write(row):
+        ...     print(row["microbatch"], row["update_step"], row["loss"], row["weight"])
+        >>> Model(cell).train(1, dataset, callbacks=[FlushCallback(), WindowLog(write)], dataset_sink_mode=False)
+        2 1 2.5 8.0
+        3 2 5.5 4.0
     """
 
     def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]]) -> None:

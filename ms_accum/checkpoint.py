@@ -57,6 +57,19 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
             optimizer is no `nn.Cell`, so that its state cannot be found.
         ValueError: If the suffix is another one, or a parameter of the network is called like an entry of the file.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
+
+    Source: written beside the old file, fsynced and renamed, as databases do; the format is MindSpore's.
+
+    Example:
+        >>> import os, tempfile
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, load_checkpoint, save_checkpoint
+        >>> network = nn.Dense(2, 1)
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.ckpt")
+        >>> save_checkpoint(path, network, accumulator, extra={"epoch": 3, "position": 1200})
+        >>> print(load_checkpoint(path, network, accumulator))
+        {'epoch': 3, 'position': 1200}
     """
     path = _checked_path(path)
     rank, ranks = acc.reducer.rank, acc.reducer.ranks
@@ -92,6 +105,19 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network, optimizer,
             `accumulate_step` (of a function only the name is compared), `reduction`, `clip_norm`, `on_nonfinite`, reducer or number of
             ranks; it names the entry. With several ranks, on all of them.
+
+    Source: see `save_checkpoint`.
+
+    Example:
+        >>> import os, tempfile
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, load_checkpoint, save_checkpoint
+        >>> network = nn.Dense(2, 1)
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.ckpt")
+        >>> save_checkpoint(path, network, accumulator, extra={"epoch": 3, "position": 1200})
+        >>> print(load_checkpoint(path, network, accumulator))
+        {'epoch': 3, 'position': 1200}
     """
     path = _checked_path(path)
     ranks = acc.reducer.ranks

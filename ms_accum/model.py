@@ -43,6 +43,8 @@ class TrainOneStepCell(nn.Cell):
         TypeError: If an argument is of the wrong kind.
         ValueError: See `make_train_step`.
 
+    Source: `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`, whose form it has.
+
     Example:
         >>> import numpy as np, mindspore as ms
         >>> from mindspore import nn

@@ -67,6 +67,26 @@ def make_train_step(
     The loss is multiplied by the weight before the backward pass, so that weights cost no pass over the gradients (but not
     with float16 parameters or a loss scaler, where it might overflow). Pieces of weight 0 count nothing, even if their loss is 0/0.
     Numbers among the batch are constants of the graph: each new value compiles anew, so give what changes as a Tensor.
+
+    Source: "split" is RATEX's scheme of two graphs; cutting a batch inside the step is `jax.lax.scan` over microbatches.
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, make_train_step
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> def forward_fn(x):
+        ...     return network(x).mean()
+        >>> train_step = make_train_step(forward_fn, accumulator)
+        >>> for value in (1.0, 3.0, 2.0):
+        ...     loss = train_step(ms.Tensor(np.full((4, 2), value), ms.float32))
+        ...     print(float(loss), network.weight.asnumpy())
+        2.0 [[1. 1.]]
+        6.0 [[0. 0.]]
+        -0.5 [[0. 0.]]
+        >>> print(bool(train_step.flush()), network.weight.asnumpy())
+        True [[-1. -1.]]
     """
     if not isinstance(strategy, str) or strategy not in _STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(map(repr, _STRATEGIES))}")

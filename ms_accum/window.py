@@ -67,7 +67,7 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
 
         accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # from the sixth epoch on, 4 microbatches in a window
 
-    As Lightning's `GradientAccumulationScheduler`. Exact if every epoch has `microbatches` microbatches on each rank and ends in a
+    Exact if every epoch has `microbatches` microbatches on each rank and ends in a
     flush, and as long as no window is skipped: a skipped window does not count as an update.
 
     Args:
@@ -80,6 +80,13 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
     Raises:
         TypeError: If `schedule` is no dict of integers, or `microbatches` no integer.
         ValueError: If a number is out of range, or `schedule` lacks the key 0.
+
+    Source: Lightning's `GradientAccumulationScheduler`, which counts epochs.
+
+    Example:
+        >>> from ms_accum import by_epoch
+        >>> print(by_epoch({0: 1, 2: 4}, microbatches=10))
+        {0: 1, 20: 4}
     """
     if not isinstance(schedule, Mapping):
         raise TypeError(f"schedule is of type {type(schedule).__name__}, expected a dict {{epoch: n}}")
