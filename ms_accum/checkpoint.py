@@ -95,7 +95,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Everything is checked before anything is loaded. Nothing in the file is executed.
 
     Args:
-        path, network, acc: As in `save_checkpoint`.
+        path: The file that was given to `save_checkpoint`.
+        network: With the parameters that were saved, of any values.
+        acc: Built with the same arguments as the one that was saved.
 
     Returns:
         `extra`.

@@ -25,7 +25,9 @@ class TrainOneStepCell(nn.Cell):
     Args:
         network: Gives the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`; e.g. an `nn.WithLossCell`.
         acc: An accumulator with `reduction="mean"`.
-        loss_scaler, micro_size, weight_fn: See `make_train_step`.
+        loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`; see `make_train_step`.
+        micro_size: Pieces that each microbatch is cut into inside the graph; see `make_train_step`.
+        weight_fn: `(*piece) -> weight`, what a piece counts; see `make_train_step`.
 
     Inputs:
         The microbatch: Tensors of any dtype, whose axis 0 is the samples.
