@@ -5,6 +5,7 @@ import inspect
 import pkgutil
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,13 @@ def test_readme_file_tree_is_true():
     code = {f for f in tracked if f.endswith(".py") and "/digits/" not in f and not f.endswith(("__main__.py", "mnist/__init__.py"))}
     assert named & code == code
     assert all((ROOT / f).exists() for f in named)
+
+
+def test_readmes_figure_is_drawn_from_a_run_whose_parameter_moves_at_every_fourth_microbatch():
+    assert (ROOT / "tutorials" / "accumulation.svg").exists()
+    done = subprocess.run([sys.executable, ROOT / "tutorials" / "figure.py", "figure.svg"], capture_output=True, text=True, check=True)
+    assert done.stdout == "figure.svg: the parameter moved at microbatches 4, 8, 12\n"
+    assert Path("figure.svg").read_text(encoding="utf-8").count("emptied") == 3
 
 
 def test_ci_runs_the_readmes_test_command():
