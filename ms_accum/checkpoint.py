@@ -19,7 +19,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from .accumulator import Accumulator
+from .accumulator import Accumulator, require_scale
 from .distributed import ShardedSync, gather
 
 SUFFIXES = (".ckpt", ".safetensors")
@@ -293,6 +293,11 @@ def _read_checked(path: Path, network: nn.Cell, acc: Accumulator, rank: int) -> 
             raise CheckpointError(f"{path}: {name} has shape {tuple(value.shape)}, but this run's has {tuple(wanted.shape)}")
         if value.dtype != wanted.dtype:
             raise CheckpointError(f"{path}: {name} is of {value.dtype}, but this run's of {wanted.dtype}")
+        if acc.loss_scaler is not None and wanted is acc.loss_scaler.scale_value:
+            try:
+                require_scale(value)
+            except ValueError as error:
+                raise CheckpointError(f"{path}: in {name}, {error}") from error
     return loaded, about
 
 

@@ -302,6 +302,18 @@ def test_another_run_is_refused_and_nothing_loaded(other, message, tmp_path):
     assert state(network, acc) == before
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 0, -2])
+def test_a_loss_scale_that_nothing_can_be_divided_by_is_not_loaded(scale, tmp_path):
+    network, acc, _ = build(scaler=True)
+    before = state(network, acc)
+    acc.loss_scaler.scale_value.set_data(Tensor(scale, ms.float32))
+    save_checkpoint(tmp_path / "c.ckpt", network, acc)
+    acc.loss_scaler.scale_value.set_data(Tensor(1024, ms.float32))
+    with pytest.raises(CheckpointError, match=r"in accumulator:loss_scaler.scale_value, the loss scale is .*, expected one finite number"):
+        load_checkpoint(tmp_path / "c.ckpt", network, acc)
+    assert state(network, acc) == before
+
+
 @pytest.mark.parametrize("extra", [{1: 2}, (1, 2), np.float32(1), {"a": {1, 2}}, object()])
 def test_extra_that_would_change_is_refused(extra, tmp_path):
     network, acc, _ = build()

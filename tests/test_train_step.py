@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import MLP, Counting, batches, difference, mean_loss, run_python, tensors, values
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore.graph import api
 
 from ms_accum import Accumulator, make_train_step
@@ -248,6 +248,25 @@ def test_a_scale_saves_what_float16_would_flush_to_zero(any_mode, scale, expecte
     for _ in range(2):
         train_step(Tensor([1.0], ms.float32))
     assert float(acc.optimizer.seen[0].asnumpy()[0]) == pytest.approx(expected, rel=2e-3)
+
+
+class AnyScaler(amp.StaticLossScaler):
+    """With a scale that MindSpore's own refuse to be built with."""
+
+    def __init__(self, scale):
+        super().__init__(1.0)
+        self.scale_value = Parameter(Tensor(scale, ms.float32), name="scale_value")
+
+
+@pytest.mark.parametrize("scaler", [
+    amp.StaticLossScaler(float("nan")), amp.DynamicLossScaler(float("inf"), 2, 5), AnyScaler(float("-inf")), AnyScaler(0.0),
+    AnyScaler(-2.0), AnyScaler([2.0, 2.0])], ids=["nan", "inf", "-inf", "0", "-2", "two"])
+def test_a_loss_scale_that_nothing_can_be_divided_by_is_refused(scaler):
+    acc = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="mean")
+    with pytest.raises(ValueError, match=r"the loss scale is .*, expected one finite number > 0; give e\.g\. amp\.DynamicLossScaler"):
+        make_train_step(LOSS, acc, loss_scaler=scaler)
+    assert acc.loss_scaler is None
+    make_train_step(LOSS, acc, loss_scaler=AnyScaler(0.5))
 
 
 def test_a_scaler_is_state_of_the_accumulator():
