@@ -39,8 +39,9 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     """Save all state, also in the middle of a window, so that `load_checkpoint` goes on bit-identically.
 
     Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are Parameters), the
-    accumulator's buffers, weights and counters, its loss scaler, and `extra`. Not saved is MindSpore's random state: give random
-    layers a seed that follows from `extra` (the epoch, the position in the data).
+    accumulator's buffers, weights and counters, its loss scaler, and `extra`. Not saved is the state of random layers, which MindSpore
+    2.10 hands out to nobody on CPU (`get_rng_state` covers none of its kernels): give masks as arguments of the batch, drawn from a
+    seed and the position in the data, which `extra` holds.
 
     The file is written beside `path`, flushed to the disk and renamed: whoever is killed at any moment leaves the old file or the
     new one, whole. (`mindspore.save_checkpoint` removes the old file first.) With several ranks every rank has to call it, with

@@ -103,6 +103,62 @@ def test_training_goes_on_bit_identically(case, suffix, tmp_path):
     assert state(network, acc) == uninterrupted
 
 
+DROPOUT = """
+import hashlib, sys
+import mindspore as ms, numpy as np
+from mindspore import Tensor, nn
+sys.path.insert(0, TESTS)
+from conftest import MLP, avoid_busy_waiting, tensors
+from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint
+
+ms.set_seed(1)
+loss_fn = nn.CrossEntropyLoss()
+
+def train(path, mask_given):
+    network, dropout = MLP(hidden=16), nn.Dropout(p=0.5).set_train()
+    def forward_fn(x, y, mask):
+        hidden = ms.ops.tanh(network.first(x))
+        return loss_fn(network.second(hidden * mask if mask_given else dropout(hidden)), y)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 4, reduction="mean")
+    train_step = make_train_step(forward_fn, acc)
+    position = load_checkpoint(path, network, acc)["position"] if "resume" in sys.argv else 0
+    for i in range(position, 8):
+        rng = np.random.default_rng([1, i])
+        batch = tensors(rng.normal(size=(4, 6)), rng.integers(0, 3, 4))
+        train_step(*batch, Tensor(2.0 * (rng.random((4, 16)) < 0.5), ms.float32))
+        if i == 5 and position == 0:
+            save_checkpoint(path, network, acc, extra={"position": i + 1})
+    return hashlib.sha256(b"".join(p.asnumpy().tobytes() for p in network.get_parameters())).hexdigest()
+
+print(train("mask.ckpt", True), train("layer.ckpt", False))
+"""
+
+
+def test_what_a_random_layer_needs_to_go_on_bit_identically():
+    """Its masks as an argument that follows from the position. Control: nn.Dropout, whose kernel keeps its state to itself."""
+    script = f"TESTS = {str(Path(__file__).parent)!r}\n{DROPOUT}"
+    mask, layer = run_python(script).split()
+    resumed_mask, resumed_layer = run_python(script, "resume").split()
+    assert resumed_mask == mask
+    assert resumed_layer != layer
+
+
+def test_mindspores_random_state_is_nothing_to_save():
+    """It covers no kernel on CPU (MindSpore 2.10). If this fails one day, a checkpoint has to hold it."""
+    dropout, x = nn.Dropout(p=0.5).set_train(), Tensor(np.ones((4, 64)), ms.float32)
+
+    @ms.jit
+    def compiled(x):
+        return dropout(x)
+
+    for function in (dropout, compiled, lambda x: ms.ops.rand(256), lambda x: ms.ops.dropout(x, 0.5, True)):
+        before = ms.get_rng_state()
+        first = function(x).asnumpy()
+        assert np.array_equal(ms.get_rng_state().asnumpy(), before.asnumpy())
+        ms.set_rng_state(before)
+        assert not np.array_equal(function(x).asnumpy(), first)
+
+
 @pytest.mark.parametrize("forgotten", ["accumulator:first.weight", "accumulator:mini_step", "accumulator:weight_sum",
                                        "optimizer:global_step", "optimizer:moments.first.weight", "first.weight"])
 def test_every_entry_matters(forgotten, tmp_path, monkeypatch):
