@@ -91,8 +91,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network, optimizer,
-            `accumulate_step` (of a function only the name is compared), `reduction`, `clip_norm`, `on_nonfinite`, reducer or number of
-            ranks; it names the entry. With several ranks, on all of them.
+            `accumulate_step` (of a function, the lengths at 0, 1, 2, 4, … 2**16 updates are compared), `reduction`, `clip_norm`,
+            `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of them.
     """
     path = _checked_path(path)
     ranks = acc.reducer.ranks
