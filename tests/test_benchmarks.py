@@ -239,6 +239,18 @@ def test_seed_with_the_widest_margin_is_taken():
     assert done.returncode == 0, done.stderr
 
 
+def test_ranks_agree_with_the_joint_batch_or_are_caught(tmp_path):
+    """The shortened form of the test below: one way to exchange, and the wrong divisor."""
+    summary, record = quick("distributed", tmp_path, "--contestants", "window,wrong-denominator")
+    for name, group in summary["groups"].items():
+        assert group["status"]["wrong-denominator"] == ("agreed" if name == "1 rank, N = 1" else "disagreed")
+        assert group["status"].get("window", "agreed") == group["status"]["alone"] == "agreed"
+    window = record["groups"][-1]["contestants"]["window"]
+    assert window["collectives"] == 1
+    assert window["collective_bytes"] == window["parameter_bytes"] + 12
+
+
+@pytest.mark.slow
 def test_distributed(tmp_path):
     """Ranks agree with the joint batch, a wrong divisor does not; a window's exchange is one of N; a shard is a half."""
     summary, record = quick("distributed", tmp_path, "--contestants", "window,microbatch,shard,wrong-denominator")
