@@ -209,6 +209,15 @@ def test_scaling(tmp_path):
     assert f"|fused less update-only|{'|'.join(without_update)}|" in done.stdout
 
 
+def test_skipping(tmp_path):
+    summary, record = quick("skipping", tmp_path, "--rounds", "1", "--contestants", "skip-window,skip-microbatch")
+    assert [group["case"]["network"].split("-")[0] for group in record["groups"]] == ["mlp", "cnn"]
+    for group in summary["groups"].values():
+        assert group["base"] == "fused"
+        assert {group["status"][name] for name in ("fused", "skip-window", "skip-microbatch")} == {"agreed"}
+        assert group["ratios"]["skip-window"] > 0
+
+
 SEEDS = """
 import numpy as np, oracle
 from dataclasses import replace
