@@ -268,9 +268,9 @@ class Accumulator:
 
         Raises:
             TypeError: If it is no such loss scaler.
-            ValueError: If there is another one already, it is another accumulator's, a window is open, ranks give different ones, or
-                `on_nonfinite` is "skip_microbatch": an overflowing microbatch would be skipped, and skipped again, because the
-                scale only changes when a window closes.
+            ValueError: If its scale is no finite number > 0, there is another one already, it is another accumulator's, a window is
+                open, ranks give different ones, or `on_nonfinite` is "skip_microbatch": an overflowing microbatch would be skipped, and
+                skipped again, because the scale only changes when a window closes.
         """
         if not isinstance(loss_scaler, amp.LossScaler) or not isinstance(getattr(loss_scaler, "scale_value", None), Tensor):
             raise TypeError(f"loss_scaler is of type {type(loss_scaler).__name__}, expected a mindspore.amp.LossScaler; "
@@ -287,6 +287,7 @@ class Accumulator:
         if self.reducer.ranks > 1:
             require_alike({"the loss_scaler": repr([type(loss_scaler).__name__, *map(_value, vars(loss_scaler).values())])},
                           "give every rank the same one")
+        require_scale(loss_scaler.scale_value)
         if self.on_nonfinite == "skip_microbatch":
             raise ValueError('loss_scaler with on_nonfinite="skip_microbatch": the scale only changes when a window closes, so that an '
                              'overflowing microbatch would be skipped for ever; give "apply" or "skip_window", which both drop the window')
@@ -411,6 +412,13 @@ def require_trainable(parameters: Iterable[Parameter]) -> None:
     if frozen is not None:
         raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: graph mode would update "
                          "it all the same; make the optimizer of network.trainable_params() after freezing")
+
+
+def require_scale(scale: Tensor) -> None:
+    """Refuse a loss scale that gradients cannot be divided by; MindSpore's own scalers let NaN and infinity through."""
+    value = scale.asnumpy().astype(float)
+    if value.size != 1 or not 0 < value.item() < inf:
+        raise ValueError(f"the loss scale is {value}, expected one finite number > 0; give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
 
 
 def _name_optimizer_state(optimizer: Callable, parameters: tuple[Parameter, ...], prefix: str) -> None:

@@ -19,7 +19,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from .accumulator import Accumulator
+from .accumulator import Accumulator, require_scale
 from .distributed import ShardedSync, gather
 
 SUFFIXES = (".ckpt", ".safetensors")
@@ -39,8 +39,9 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     """Save all state, also in the middle of a window, so that `load_checkpoint` goes on bit-identically.
 
     Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are Parameters), the
-    accumulator's buffers, weights and counters, its loss scaler, and `extra`. Not saved is MindSpore's random state: give random
-    layers a seed that follows from `extra` (the epoch, the position in the data).
+    accumulator's buffers, weights and counters, its loss scaler, and `extra`. Not saved is the state of random layers, which MindSpore
+    2.10 hands out to nobody on CPU (`get_rng_state` covers none of its kernels): give masks as arguments of the batch, drawn from a
+    seed and the position in the data, which `extra` holds.
 
     The file is written beside `path`, flushed to the disk and renamed: whoever is killed at any moment leaves the old file or the
     new one, whole. (`mindspore.save_checkpoint` removes the old file first.) With several ranks every rank has to call it, with
@@ -105,8 +106,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network, optimizer,
-            `accumulate_step` (of a function only the name is compared), `reduction`, `clip_norm`, `on_nonfinite`, reducer or number of
-            ranks; it names the entry. With several ranks, on all of them.
+            `accumulate_step` (of a function, the lengths at 0, 1, 2, 4, … 2**16 updates are compared), `reduction`, `clip_norm`,
+            `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of them.
 
     Source: see `save_checkpoint`.
 
@@ -321,6 +322,11 @@ def _read_checked(path: Path, network: nn.Cell, acc: Accumulator, rank: int) -> 
             raise CheckpointError(f"{path}: {name} has shape {tuple(value.shape)}, but this run's has {tuple(wanted.shape)}")
         if value.dtype != wanted.dtype:
             raise CheckpointError(f"{path}: {name} is of {value.dtype}, but this run's of {wanted.dtype}")
+        if acc.loss_scaler is not None and wanted is acc.loss_scaler.scale_value:
+            try:
+                require_scale(value)
+            except ValueError as error:
+                raise CheckpointError(f"{path}: in {name}, {error}") from error
     return loaded, about
 
 

@@ -39,18 +39,18 @@ class Window:
     """
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
-        self.schedule = None
+        self.schedule, self.samples = None, ()
         self.stages = ((0, 1),)
         if isinstance(accumulate_step, Mapping):
             self.stages = _stages(accumulate_step)
         elif callable(accumulate_step):
-            self.schedule = _checked_schedule(accumulate_step)
+            self.schedule, self.samples = _checked_schedule(accumulate_step)
         else:
             self.stages = ((0, _length(accumulate_step, "accumulate_step")),)
 
     def describe(self) -> str:
-        """The same text for the same lengths; of a function, no more than its name can be told."""
-        return repr(self.stages) if self.schedule is None else getattr(self.schedule, "__qualname__", "a callable")
+        """The same text for the same lengths; of a function, those at 0, 1, 2, 4, 8, … 2**16 updates are compared."""
+        return repr(self.stages) if self.schedule is None else f"a function with lengths {self.samples}"
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Microbatches in the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
@@ -131,10 +131,12 @@ def _stages(schedule: Mapping[int, int], name: str = "accumulate_step", counted:
     return tuple(sorted(stages.items()))
 
 
-def _checked_schedule(schedule: Callable) -> Callable:
+def _checked_schedule(schedule: Callable) -> tuple[Callable, tuple[int, ...]]:
+    """The schedule, and what it says at some numbers of updates."""
     name = f"accumulate_step={getattr(schedule, '__name__', schedule)!r}"
     try:
-        first = ms.jit(schedule)(Tensor(0, ms.int32))
+        compiled = ms.jit(schedule)
+        first = compiled(Tensor(0, ms.int32))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise TypeError(f"{name} cannot be compiled in graph mode ({reason}); "
@@ -144,4 +146,4 @@ def _checked_schedule(schedule: Callable) -> Callable:
             raise TypeError(f"{name} returned a Tensor of shape {first.shape} for update 0, expected shape (); {_REMEDY}")
         first = first.asnumpy().item()
     _length(first, f"{name} at update 0")
-    return schedule
+    return schedule, (first, *(int(compiled(Tensor(2**i, ms.int32))) for i in range(17)))

@@ -13,7 +13,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from mnist_files import embedded_set, write
+from mnist_files import embedded_set, random_set, write
 
 import ms_accum
 from ms_accum import cli
@@ -223,7 +223,7 @@ def test_resume_goes_on_with_more_epochs(run):
     assert [epoch["loss"] for epoch in resumed["epochs"]] == [epoch["loss"] for epoch in whole["epochs"]]
 
 
-def test_what_cannot_be_resumed_is_refused(run):
+def test_what_cannot_be_resumed_is_refused(run, tmp_path):
     assert run("--save", "c.ckpt", "--epochs", "1")[0] == 0
     for options, status, message in [
         (["--resume", "none.ckpt"], 2, "argument --resume: there is no file none.ckpt; give one that --save wrote"),
@@ -238,6 +238,13 @@ def test_what_cannot_be_resumed_is_refused(run):
         assert got == status, err
         assert len(err) == 1
         assert message in err[0]
+    others = str(write(tmp_path / "others", random_set(90, 50)))  # as many, of the same shapes
+    status, _, err = run("--resume", "c.ckpt", data=others)
+    assert (status, len(err)) == (1, 1)
+    digest = r"90 \+ 50 with the SHA-256 \w{64}"
+    assert re.search(rf"is of a run with digits {digest}, but this one has {digest}; give the same options and digits", err[0])
+    moved = str(write(tmp_path / "moved", embedded_set(90, 50)))  # control: the same ones elsewhere
+    assert run("--resume", "c.ckpt", data=moved)[0] == 0
     Path("c.ckpt").write_bytes(Path("c.ckpt").read_bytes()[:-9])
     status, _, err = run("--resume", "c.ckpt")
     assert (status, len(err)) == (1, 1)

@@ -92,3 +92,20 @@ def test_a_schedule_of_epochs_is_checked():
         by_epoch({0: 4, -1: 2}, 10)
     with pytest.raises(ValueError, match="microbatches is 0, but a window holds at least 1"):
         by_epoch({0: 4}, 0)
+
+
+def by_ops_too(update_step):
+    return ops.minimum(4, 1 + update_step)
+
+
+def later(update_step):
+    return ops.where(update_step < 1000, 1, 4)
+
+
+def test_functions_are_told_apart_by_their_lengths():
+    """Not by their names: those of two lambdas or partials are the same."""
+    assert Window(by_ops).describe() == Window(by_ops_too).describe()
+    partials = functools.partial(ops.add, 2), functools.partial(ops.add, 3)
+    descriptions = [Window(schedule).describe() for schedule in (by_ops, by_branch, later, 1, {0: 1, 1000: 4}, *partials)]
+    assert len(set(descriptions)) == len(descriptions)
+    assert descriptions[2] == f"a function with lengths {(1,) * 11 + (4,) * 7}"

@@ -92,7 +92,7 @@ class Place:
         for name, value in _identity(settings, mnist).items():
             if extra["run"].get(name) != value:
                 raise CheckpointError(f"the checkpoint is of a run with {name} {extra['run'].get(name)}, but this one has {value}; "
-                                      "give the same options")
+                                      "give the same options and digits")
         epochs = [Epoch(**{**epoch, "microbatch_losses": np.array(epoch["microbatch_losses"])}) for epoch in extra["epochs"]]
         if len(epochs) > settings.epochs:
             raise CheckpointError(f"the checkpoint has {len(epochs)} epochs behind it, but this run is of {settings.epochs}; "
@@ -103,7 +103,7 @@ class Place:
 def _identity(settings: Settings, mnist: Mnist) -> dict:
     """What has to be the same for a run to go on; how many epochs it has may change."""
     run = {name: value for name, value in asdict(settings).items() if name != "epochs"}
-    return {**run, "training digits": len(mnist.train), "test digits": len(mnist.test)}
+    return {**run, "digits": mnist.identity}
 
 
 def train(
