@@ -1,7 +1,7 @@
 """Why an accumulated gradient is not that of the undivided batch: layers that draw, layers that look at the batch, the loss."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -15,6 +15,7 @@ from .untouched import watched, write
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, ms.mint.nn.Dropout, ms.mint.nn.Dropout2d)
 Cells = dict[str, nn.Cell]
+_LISTED = 6  # numbers that a cause spells out
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,14 @@ def random_layers(division: Division, cells: Cells) -> Optional[Cells]:
     return found if found or differ([first.loss], [second.loss]) else None
 
 
-def draws_itself(name: str) -> Cause:
+def draws_itself(name: str, drawing: Callable) -> Cause:
     """The cause that is no layer, or one that cannot be switched off."""
-    return Cause(name, "function", "random: two evaluations of the same batch differ, so nothing can be compared",
-                 "make it draw in a layer that is off with set_train(False), and check again")
+    return Cause(name, _type(drawing), "random: two evaluations of the same batch differ, so nothing can be compared",
+                 "let it draw in a layer only while self.training is True, and check again")
+
+
+def _type(function: Callable) -> str:
+    return type(function).__name__ if isinstance(function, nn.Cell) else "function"
 
 
 # --- layers that look at the batch --------------------------------------------------------------------------------------
@@ -236,19 +241,16 @@ def of_the_loss(name: str, division: Division, comparison: Comparison, weighted:
         return bool(gradient and loss)
 
     if explains(np.ones(len(counted))):
-        return Cause(name, "function", "wrong normalisation: the loss is a sum over samples; the mean over the pieces is that sum divided by "
-                     f"{len(counted)}", "return the mean over the samples, or multiply the learning rate yourself")
+        return Cause(name, "function", "wrong normalisation: the loss is a sum over samples, of which accumulation over "
+                     f"{len(counted)} pieces takes the mean", "return the mean over the samples")
     counts = _convex(comparison.sketch, pieces)
     if explains(counts):
-        got = ", ".join(f"{share:.3f}" for share in division.shares[counted])
-        want = ", ".join(f"{count:.3f}" for count in counts)
-        what = f"wrong normalisation: the batch counts its pieces {want}, but they were weighted {got}"
-        if weighted:
-            return Cause(name, "function", what, "let weight_fn return what the mean in the loss divides by, e.g. the unmasked tokens")
-        return Cause(name, "function", what, "give weight_fn=, a function of a piece that returns what the mean in the loss divides by, e.g. the "
-                     "number of unmasked tokens")
-    return Cause(name, "function", "couples samples: no weights make the gradients of the pieces that of the batch, as with a contrastive loss",
-                 "none for plain accumulation: cut into fewer pieces, or cache the gradient of the representations (GradCache)")
+        what = (f"wrong normalisation: the batch counts its pieces {_numbers(counts)}, but they were weighted "
+                f"{_numbers(division.shares[counted])}")
+        remedy = "let weight_fn" if weighted else "give weight_fn=, a function of a piece, and let it"
+        return Cause(name, "function", what, f"{remedy} return what the mean in the loss divides by, e.g. the number of unmasked tokens")
+    return Cause(name, "function", "couples samples: no weights make the gradients of the pieces into that of the batch, as with a "
+                 "contrastive loss", "none for plain accumulation: cut into fewer pieces, or cache the gradient of the representations")
 
 
 def _convex(target: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -266,10 +268,17 @@ def not_finite(name: str, division: Division, comparison: Comparison, names: lis
         return Cause(name, "function", f"not finite: the gradient of the undivided batch is NaN or infinite in {len(bad)} parameters, "
                      f"{bad[0]} first", "check data, loss scale and weights; nothing can be compared")
     bad = [i + 1 for i, sketch in enumerate(comparison.sketches) if division.shares[i] > 0 and not np.isfinite(sketch).all()]
-    return Cause(name, "function", f"wrong normalisation: the batch has a finite gradient, but its pieces {_listed(bad)} of "
-                 f"{len(division.pieces)} have not; a mean over no unmasked token is 0/0",
+    return Cause(name, "function", f"wrong normalisation: the batch has a finite gradient, but {len(bad)} of {len(division.pieces)} pieces "
+                 f"(number {bad[0]} first) have not; a mean over no unmasked token is 0/0",
                  "give weight_fn=, which returns 0 for such a piece, or let the loss divide by at least 1")
 
 
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
+def nothing_but_rounding(name: str) -> Cause:
+    """The cause where no difference could be told from rounding."""
+    return Cause(name, "function", "rounding: it can change the gradient by as much as there is, so nothing can be compared",
+                 "check in float32, or with weights for which the gradient is not close to 0")
+
+
+def _numbers(values: np.ndarray) -> str:
+    shown = ", ".join(f"{value:.3g}" for value in values[:_LISTED])
+    return shown if len(values) <= _LISTED else f"{shown}, ..."

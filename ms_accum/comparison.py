@@ -150,12 +150,8 @@ class Division:
         loss, gradients = ms.value_and_grad(self.forward_fn, None, self.parameters)(*inputs)
         return float(_array(loss)), [_array(g) for g in gradients]
 
-    def compare(self, exactly: bool = True) -> Comparison:
-        """Undivided against accumulated.
-
-        Args:
-            exactly: Whether to evaluate perturbed weights where the quick bounds do not explain the difference.
-        """
+    def compare(self) -> Comparison:
+        """Undivided against accumulated, with what rounding in the sums explains; see `perturb` for the rest."""
         loss, whole = self.gradients(self.batch)
         total = [np.zeros(g.shape) for g in whole]
         magnitudes = np.zeros(len(whole))
@@ -170,28 +166,25 @@ class Division:
                     t += share * g
         undivided = norms(whole)
         explained = CONFIDENCE * (self._accumulated_roundoff(self.samples) * magnitudes + self.roundoff * np.linalg.norm(undivided))
-        result = Comparison(whole, norms([t - g for t, g in zip(total, whole)]), undivided, norms(total), explained, loss, losses,
-                            _sketch(whole), sketches)
-        if exactly and not result.exact and np.isfinite(undivided).all():
-            result.explained = explained + CONFIDENCE * self._response(whole)
-        return result
+        return Comparison(whole, norms([t - g for t, g in zip(total, whole)]), undivided, norms(total), explained, loss, losses,
+                          _sketch(whole), sketches)
 
-    def _response(self, whole: list[np.ndarray]) -> np.ndarray:
-        """The largest change of each gradient when weights are off by `perturbation`: (parameters,)."""
+    def perturb(self, comparison: Comparison) -> None:
+        """Let the comparison explain, too, what rounding inside of the network can change: weights that are off by `perturbation`."""
         floats = [p for p in self._network.get_parameters() if p.dtype in FLOATS]
         before = [p.asnumpy().copy() for p in floats]
-        response = np.zeros(len(whole))
+        response = np.zeros(len(comparison.whole))
         for seed in range(PROBES):
             signs = np.random.default_rng(seed)
             for parameter, value in zip(floats, before):
                 off = 1 + self.perturbation * signs.choice((-1.0, 1.0), value.shape)
                 write(parameter, (value.astype(np.float64) * off).astype(value.dtype))
-            change = norms([p - g for p, g in zip(self.gradients(self.batch)[1], whole)])
+            change = norms([p - g for p, g in zip(self.gradients(self.batch)[1], comparison.whole)])
             # Where a perturbed network overflows, it says nothing.
             response = np.maximum(response, np.where(np.isfinite(change), change, 0.0))
         for parameter, value in zip(floats, before):
             write(parameter, value)
-        return response
+        comparison.explained = comparison.explained + CONFIDENCE * response
 
 
 def norms(gradients: list[np.ndarray]) -> np.ndarray:

@@ -28,7 +28,7 @@ class Report:
         max_relative_difference: The largest value of `per_parameter`.
         per_parameter: For each trainable parameter, by name, norm(accumulated - undivided) / norm(undivided); 0 for a gradient that is
             nothing but rounding, infinity if one is not finite.
-        tolerances: What rounding explains of each of these (infinity for a gradient that is nothing but rounding).
+        tolerances: What rounding explains of each of these.
         causes: What keeps the two apart; also random layers, which were switched off to compare and leave `ok` as it is.
         samples: In the batch.
         pieces: That it was cut into.
@@ -51,7 +51,7 @@ class Report:
     def __str__(self) -> str:
         worst = max(self.per_parameter, key=self.per_parameter.get)
         lines = [self.verdict,
-                 f"largest relative difference: {self.max_relative_difference:.1e} in {worst}; rounding explains {self.tolerances[worst]:.1e}"]
+                 f"largest relative difference: {self.max_relative_difference:.1e} in {worst} (rounding: up to {self.tolerances[worst]:.1e})"]
         beyond = sorted((n for n in self.per_parameter if not self.per_parameter[n] <= self.tolerances[n]), key=self.per_parameter.get)
         if beyond:
             shown = ", ".join(f"{n} {self.per_parameter[n]:.1e}" for n in reversed(beyond[-_LISTED:]))
@@ -93,7 +93,7 @@ def check_equivalence(forward_fn: Callable, network: nn.Cell, batch: tuple, micr
         ValueError: If there is nothing to compare: one piece, one sample, no trainable parameter, a loss that does not depend on them.
 
     Computes op by op, in whatever mode the script is: an exact network costs two forward and backward passes of the batch, another one
-    about seven. Parameters, statistics, flags, hooks, random state and mode are afterwards as before, also if `forward_fn` raises; what it does
+    about seven. Parameters, statistics, flags, random state and mode are afterwards as before, also if `forward_fn` raises; what it does
     elsewhere (files, prints, counters of its own) is done. Layers that sit neither in `network` nor in what `forward_fn` refers to are not
     named, only noticed. Memory is that of the undivided batch; with an inexact one, all of its activations are kept for a moment.
     """
@@ -122,21 +122,27 @@ def _diagnose(division: Division, comparison: Comparison, cells: dict[str, nn.Ce
     random = causes.random_layers(division, cells)
     if random is not None:
         for cell in random.values():
-            cell.set_train(False)
+            cell.training = False  # it alone: a BatchNorm inside of it stays as it is
         if not random or causes.random_layers(division, cells) is not None:
-            return False, comparison, [causes.draws_itself(n) for n in random or [name]]
+            return False, comparison, [causes.draws_itself(n, c) for n, c in (random or {name: division.forward_fn}).items()]
         found += causes.drawing(random)
         comparison = division.compare()
-        if comparison.exact:
-            return True, comparison, found
     if not np.isfinite(comparison.difference).all():
         return False, comparison, [*found, causes.not_finite(name, division, comparison, names)]
+    # Only now: of random layers, perturbed weights would say that rounding explains anything.
+    division.perturb(comparison)
+    if comparison.rounding >= 1:
+        return False, comparison, [*found, causes.nothing_but_rounding(name)]
+    if comparison.exact:
+        return True, comparison, found
     norms = causes.batch_norms(cells, called)
     rest = comparison
     if norms:
         causes.freeze(division, norms)
         found += causes.statistics_of_batch(norms)
         rest = division.compare()
+        if not rest.exact:
+            division.perturb(rest)
     if not rest.exact:
         found += causes.coupling_layers(division, cells) or [causes.of_the_loss(name, division, rest, weighted)]
     return False, comparison, found
@@ -145,9 +151,8 @@ def _diagnose(division: Division, comparison: Comparison, cells: dict[str, nn.Ce
 def _report(ok: bool, division: Division, comparison: Comparison, found: list[Cause]) -> Report:
     names = [p.name for p in division.parameters]
     relative = [float(r) for r in comparison.relative]
-    silent = comparison.undivided <= comparison.explained
     with np.errstate(divide="ignore", invalid="ignore"):
-        tolerances = np.where(silent, np.inf, comparison.explained / comparison.undivided)
+        tolerances = np.nan_to_num(comparison.explained / comparison.undivided, posinf=np.inf)
     return Report(ok, max(relative), dict(zip(names, relative)), dict(zip(names, map(float, tolerances))), tuple(found),
                   division.samples, len(division.pieces))
 
