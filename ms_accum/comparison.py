@@ -9,7 +9,7 @@ probability of at least 1 - 2 exp(-CONFIDENCE ** 2 / 2), that is 0.9993 (Higham 
   way of rounding errors through every layer and over every kink of a ReLU. (The largest of PROBES such changes counts.)
 - The sum over n samples is off by up to CONFIDENCE * sqrt(n) * u times the norms of what is summed up.
 - A gradient in which larger numbers cancelled (in the extreme: to 0, as that of a bias in front of a normalisation) keeps their
-  rounding, which can be larger than the gradient itself: CONFIDENCE * u times the norm of all gradients together.
+  rounding, which can be larger than the gradient itself: CONFIDENCE * u times the norm of all gradients in its layer.
 
 16-bit layers are taken to round each result to 16 bits and sum in 32, so u is that of 16 bits, but with sqrt(m) or sqrt(n) that of 32.
 """
@@ -165,9 +165,17 @@ class Division:
                 for t, g in zip(total, gradients):
                     t += share * g
         undivided = norms(whole)
-        explained = CONFIDENCE * (self._accumulated_roundoff(self.samples) * magnitudes + self.roundoff * np.linalg.norm(undivided))
+        explained = CONFIDENCE * (self._accumulated_roundoff(self.samples) * magnitudes + self.roundoff * self._of_layers(undivided))
         return Comparison(whole, norms([t - g for t, g in zip(total, whole)]), undivided, norms(total), explained, loss, losses,
                           _sketch(whole), sketches)
+
+    def _of_layers(self, undivided: np.ndarray) -> np.ndarray:
+        """For each parameter the norm of all gradients in its layer; a layer's parameters share their names but for the last part."""
+        layers = [p.name.rpartition(".")[0] for p in self.parameters]
+        squares = {layer: 0.0 for layer in layers}
+        for layer, norm in zip(layers, undivided):
+            squares[layer] += norm ** 2
+        return np.sqrt([squares[layer] for layer in layers])
 
     def perturb(self, comparison: Comparison) -> None:
         """Let the comparison explain, too, what rounding inside of the network can change: weights that are off by `perturbation`."""

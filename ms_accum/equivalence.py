@@ -50,8 +50,8 @@ class Report:
 
     def __str__(self) -> str:
         worst = max(self.per_parameter, key=self.per_parameter.get)
-        lines = [self.verdict,
-                 f"largest relative difference: {self.max_relative_difference:.1e} in {worst} (rounding: up to {self.tolerances[worst]:.1e})"]
+        rounding = f"rounding: up to {self.tolerances[worst]:.1e}"
+        lines = [self.verdict, f"largest relative difference: {self.max_relative_difference:.1e} in {worst} ({rounding})"]
         beyond = sorted((n for n in self.per_parameter if not self.per_parameter[n] <= self.tolerances[n]), key=self.per_parameter.get)
         if beyond:
             shown = ", ".join(f"{n} {self.per_parameter[n]:.1e}" for n in reversed(beyond[-_LISTED:]))

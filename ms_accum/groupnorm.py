@@ -20,9 +20,9 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
     something else: train it, or fine-tune it, with the new layers.
 
     Args:
-        network: Any tree of cells. `nn.BatchNorm1d`, `nn.BatchNorm2d`, `nn.BatchNorm3d`, `nn.SyncBatchNorm` and their subclasses are replaced;
-            a layer that is used at several places becomes one layer that is used at the same places. Layers that were built with
-            `use_batch_statistics=False` have no batch statistics and stay.
+        network: Any tree of cells. `nn.BatchNorm1d`, `nn.BatchNorm2d`, `nn.BatchNorm3d`, `nn.SyncBatchNorm` and their subclasses are
+            replaced; a layer that is used at several places becomes one layer that is used at the same places. Layers that were built
+            with `use_batch_statistics=False` have no batch statistics and stay.
         num_groups: Groups that the channels of a layer are divided into. For channels that it does not divide, the largest smaller count
             that does and leaves at least two channels in a group. So, too, after a BatchNorm1d, where one channel may be one value,
             which normalised alone is 0.
@@ -69,8 +69,8 @@ def _checked(network: object, num_groups: object) -> int:
     if not isinstance(network, nn.Cell):
         raise TypeError(f"network is of type {type(network).__name__}, expected a mindspore.nn.Cell")
     if isinstance(network, BATCH_NORMS):
-        raise ValueError(f"network is itself a {type(network).__name__}, which cannot be replaced in place; give the cell that holds it, or "
-                         "use nn.GroupNorm")
+        raise ValueError(f"network is itself a {type(network).__name__}, which cannot be replaced in place; give the cell that "
+                         "holds it, or use nn.GroupNorm")
     try:
         if isinstance(num_groups, bool):
             raise TypeError
