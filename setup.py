@@ -22,6 +22,7 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "test": ["pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff"],
+        "ecosystem": ["mindcv"],
         "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],
     },
     entry_points={"console_scripts": ["ms-accum = ms_accum.cli:main"]},

@@ -77,7 +77,7 @@ def random_network(rng):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_no_false_alarm_on_exact_networks(dtype):
     failed = []
-    for seed in range(12):
+    for seed in range(12 if dtype == "float32" else 4):
         rng = np.random.default_rng(seed)
         network = random_network(rng)
         if dtype == "float16":
@@ -97,7 +97,7 @@ def test_weights_that_are_off_are_no_rounding(dtype, off):
         network.to_float(ms.float16)
 
     def weight_fn(x, y):
-        return x.shape[0] * (1 + off * (x[0, 0] > 0).astype(ms.float32))
+        return x.shape[0] * (1 + off * (y[0] == 0).astype(ms.float32))
     batch = normal(32, 6), labels(32)
     report = check_equivalence(classifier(network), network, batch, 8, weight_fn=weight_fn)
     assert not report.ok
@@ -287,11 +287,11 @@ def token_case(lengths):
 
 
 def test_ragged_tokens_need_their_weights(context):
-    forward_fn, network, batch, weight_fn = token_case([9, 1, 2, 3, 9, 9, 4, 4, 4, 1, 1, 1])
+    forward_fn, network, batch, weight_fn = token_case([9, 1, 2, 6, 9, 9, 4, 4, 1, 1, 1, 1])
     report = check_equivalence(forward_fn, network, batch, 4)
     assert not report.ok
     assert causes(report) == [("token_loss", "function", "wrong normalisation")]
-    assert "the batch counts its pieces 0.25, 0.438, 0.25, 0.0625, but they were weighted 0.25, 0.25, 0.25, 0.25" in report.causes[0].what
+    assert "the batch counts its pieces 0.25, 0.5, 0.188, 0.0625, but they were weighted 0.25, 0.25, 0.25, 0.25" in report.causes[0].what
     assert "weight_fn=" in report.causes[0].remedy
     assert check_equivalence(forward_fn, network, batch, 4, weight_fn=weight_fn).ok
 
@@ -348,7 +348,11 @@ class Everything(nn.Cell):
         return self.out(x + 0.1 * ops.dropout(self.noise(x.shape), 0.5, True))
 
 
-def everything():
+class Broken(Exception):
+    pass
+
+
+def everything(broken):
     ms.set_seed(7)
     random.seed(7)
     network = Everything()
@@ -357,7 +361,10 @@ def everything():
     teacher = nn.SequentialCell(nn.Dense(6, 3), nn.BatchNorm1d(3)).set_train()
 
     def forward_fn(x, y):
-        return CE(network(x) + teacher(x), y) + float(np.random.rand() + random.random()) * 0
+        loss = CE(network(x) + teacher(x), y) + float(np.random.rand() + random.random()) * 0
+        if broken and len(x) < 12:
+            raise Broken
+        return loss
     return network, teacher, forward_fn
 
 
@@ -377,25 +384,13 @@ def drawn(network):
             ops.standard_normal((3,)).asnumpy(), np.random.rand(3), np.array(random.random())]
 
 
-class Broken(Exception):
-    pass
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_no_trace_is_left(context, broken):
     batch = normal(12, 6), labels(12)
     numbers = []
     for check in (True, False):
         ms.set_context(mode=ms.PYNATIVE_MODE)
-        network, teacher, forward_fn = everything()
-        calls = []
-
-        def counting(x, y, forward_fn=forward_fn, calls=calls):
-            calls.append(len(x))
-            loss = forward_fn(x, y)
-            if broken and len(x) < 12:
-                raise Broken
-            return loss
+        network, teacher, forward_fn = everything(broken)
         network(batch[0])  # randomness has begun
         optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
         if context == "graph":
@@ -404,13 +399,10 @@ def test_no_trace_is_left(context, broken):
         if check:
             if broken:
                 with pytest.raises(Broken):
-                    check_equivalence(counting, network, batch, 3)
+                    check_equivalence(forward_fn, network, batch, 3)
             else:
-                # The teacher is known only through the closure of forward_fn, which this is a default of.
-                report = check_equivalence(forward_fn, network, batch, 3)
-                assert not report.ok
-            assert trace(network, teacher, optimizer) == before or broken
-            assert trace(network, optimizer) == before[:len(trace(network))] + before[-len(trace(optimizer)):]
+                assert not check_equivalence(forward_fn, network, batch, 3).ok
+            assert trace(network, teacher, optimizer) == before
             assert ms.get_context("mode") == (ms.GRAPH_MODE if context == "graph" else ms.PYNATIVE_MODE)
             assert "MS_JIT" not in os.environ
         ms.set_context(mode=ms.PYNATIVE_MODE)
