@@ -37,9 +37,8 @@ class Cause:
 
 # --- layers that draw random numbers ----------------------------------------------------------------------------------
 
-_DRAWS = ("random: draws new numbers at each call, so no two runs of the same batch agree, accumulated or not; compared with the layer "
-          "switched off, for a mask concerns one sample at a time")
-_DRAWS_REMEDY = "nothing to do: accumulation is exact for whatever the layer draws"
+_DRAWS = "random: no two runs of a batch draw the same numbers, accumulated or not; compared with the layer switched off"
+_DRAWS_REMEDY = "none needed: a mask concerns one sample at a time, so accumulation is exact for whatever is drawn"
 
 
 def switch_off_dropout(cells: Cells) -> Cells:

@@ -28,7 +28,7 @@ def test_a_vit_is_exact_but_for_its_masks(dtype):
     report = check_equivalence(forward_fn, network, BATCH, 2)
     assert report.ok
     assert {(c.type, c.what.split(":")[0]) for c in report.causes} == {("Dropout", "random")}
-    assert {"pos_drop", "blocks.1.drop_path1.dropout"} <= {c.layer for c in report.causes}
+    assert {"head_drop", "blocks.1.drop_path1.dropout"} <= {c.layer for c in report.causes}
 
     def sum_loss(x, y):
         return CE(network(x).astype(ms.float32), y) * len(x)

@@ -2,12 +2,13 @@
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP
+from conftest import MLP, Counting, run_python
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_accum import Accumulator, batchnorm_to_groupnorm, check_equivalence, cli, make_train_step
@@ -115,7 +116,6 @@ def test_float16_parameters_are_exact():
 
 def test_the_differences_are_those_of_the_train_step():
     """The report's figure, from the gradients that make_train_step hands to an optimizer."""
-    from conftest import Counting
     network = cnn()
     for p in network.get_parameters():
         p.set_data(Tensor(p.asnumpy() + 0.1, p.dtype))
@@ -325,6 +325,23 @@ def test_a_gradient_that_is_nothing_but_rounding_is_said_so():
     report = check_equivalence(cancelled, network, (Tensor(x.asnumpy() + 1000.0),), 2)
     assert not report.ok
     assert causes(report)[0][1:] in (("function", "rounding"), ("function", "couples samples"))
+
+
+def test_the_readmes_report_is_a_real_one():
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    code, printed = re.search(r"```python\n([^`]*check_equivalence[^`]*)```\n\n```\n(.*?)```", readme, re.DOTALL).groups()
+    ending = """
+batchnorm_to_groupnorm(network)
+def mean_loss(data, label):
+    return ops.cross_entropy(network(data), label)
+print(check_equivalence(mean_loss, network, batch, micro_size=4).verdict)
+"""
+
+    def without_figures(text):
+        return [re.sub(r"\d\.\de-\d\d", "#", line) for line in text.splitlines() if not line.startswith(("largest", "beyond"))]
+    *report, after = run_python(code + ending).splitlines()
+    assert without_figures("\n".join(report)) == without_figures(printed)
+    assert after.startswith("Accumulation is exact")
 
 
 # --- no trace -------------------------------------------------------------------------------------------------------------
