@@ -147,7 +147,10 @@ class Division:
 
     def gradients(self, inputs: tuple) -> tuple[float, list[np.ndarray]]:
         """Loss and gradients."""
-        loss, gradients = ms.value_and_grad(self.forward_fn, None, self.parameters)(*inputs)
+        def forward(*inputs: Any) -> Tensor:  # value_and_grad takes no callable without a name, such as a partial
+            return self.forward_fn(*inputs)
+
+        loss, gradients = ms.value_and_grad(forward, None, self.parameters)(*inputs)
         return float(_array(loss)), [_array(g) for g in gradients]
 
     def compare(self) -> Comparison:

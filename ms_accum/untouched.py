@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Optional
 
@@ -36,18 +37,19 @@ def _cells_in(function: object, visited: set[int]) -> Iterator[tuple[str, nn.Cel
     """The cells that a function finds in its closure, among its globals, or in the object it is a method of."""
     if isinstance(function, nn.Cell):
         yield type(function).__name__, function
-    owner = getattr(function, "__self__", None)
+        return
     function = inspect.unwrap(function) if callable(function) else function
-    if isinstance(function, MethodType):
-        owner, function = function.__self__, function.__func__
-    values = dict(vars(owner)) if hasattr(owner, "__dict__") and not inspect.ismodule(owner) else {}
+    if isinstance(function, partial):
+        yield from _cells_in(function.func, visited)
+        return
+    owner = function.__self__ if isinstance(function, MethodType) else function
     if isinstance(owner, nn.Cell):
         yield type(owner).__name__, owner
+    values = {} if isinstance(owner, FunctionType) else dict(getattr(owner, "__dict__", {}))
+    function = function.__func__ if isinstance(function, MethodType) else function
     if isinstance(function, FunctionType) and id(function) not in visited:
         visited.add(id(function))
-        variables = inspect.getclosurevars(function)
-        values.update(variables.globals)
-        values.update(variables.nonlocals)
+        values.update(_variables(function))
         for value in list(values.values()):
             # Only functions of the same file: the others are libraries.
             if isinstance(value, FunctionType) and inspect.unwrap(value).__globals__ is function.__globals__:
@@ -55,6 +57,18 @@ def _cells_in(function: object, visited: set[int]) -> Iterator[tuple[str, nn.Cel
     for name, value in values.items():
         if isinstance(value, nn.Cell):
             yield name, value
+
+
+def _variables(function: FunctionType) -> dict[str, object]:
+    """What a function refers to, by name. (`inspect.getclosurevars` fails on variables that have no value yet.)"""
+    names = function.__code__.co_names
+    variables = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            variables[name] = cell.cell_contents
+        except ValueError:  # no value yet
+            continue
+    return variables
 
 
 @contextmanager

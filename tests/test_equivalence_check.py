@@ -3,6 +3,7 @@ import json
 import os
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import mindspore as ms
@@ -12,7 +13,9 @@ from conftest import MLP, Counting, run_python
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_accum import Accumulator, batchnorm_to_groupnorm, check_equivalence, cli, make_train_step
+from ms_accum.comparison import Division
 from ms_accum.groupnorm import groups_for
+from ms_accum.untouched import untouched
 
 CE = nn.CrossEntropyLoss()
 
@@ -88,6 +91,44 @@ def test_no_false_alarm_on_exact_networks(dtype):
         if not report.ok:
             failed.append((seed, str(report)))
     assert not failed
+
+
+def test_rounding_that_a_deep_network_blows_up_is_rounding():
+    """Gain 4 at each of 12 layers: the sums alone explain less than a hundredth of the difference."""
+    rng = np.random.default_rng(0)
+    network = nn.SequentialCell(*[layer for _ in range(12) for layer in (nn.Dense(32, 32), nn.Tanh())], nn.Dense(32, 3))
+    for p in network.trainable_params():
+        p.set_data(Tensor(rng.normal(0, 4 / np.sqrt(32), p.shape), p.dtype))
+    batch = normal(33, 32), labels(33)
+    report = check_equivalence(classifier(network), network, batch, 33)
+    assert report.ok
+    assert 1e-5 < report.max_relative_difference < 1e-2
+    with untouched(network.cells()):
+        division = Division(classifier(network), network, batch, 33, None)
+        division.look(network.cells())
+        assert not division.compare().exact
+
+
+class Shift(nn.Cell):
+    """Logits, and one shift of all of them: its gradient is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.weight = Parameter(Tensor([0.5], ms.float32)), Parameter(normal(32, 3))
+
+    def construct(self, x):
+        return ops.matmul(x, self.weight) + self.shift
+
+
+def test_a_gradient_of_0_is_compared_with_what_it_is_made_of():
+    network = Shift()
+    with untouched([network]):
+        division = Division(classifier(network), network, (normal(48, 32), labels(48)), 4, None)
+        division.look([network])
+        comparison = division.compare()
+    assert comparison.exact
+    assert comparison.relative[0] == 0
+    assert comparison.undivided[0] < 1e-6 * comparison.undivided[1]
 
 
 @pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-4), ("float16", 0.3)])
@@ -213,6 +254,20 @@ def test_a_layer_that_draws_is_found_by_what_it_does():
     assert report.ok
     assert causes(report) == [("1.1", "Drop", "random")]
     assert network[1][1].training
+
+
+def test_a_layer_that_draws_keeps_the_batchnorm_in_it():
+    class Block(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+
+        def construct(self, x):
+            return ops.dropout(self.norm(x), 0.5, self.training)
+    network = nn.SequentialCell(nn.Dense(6, 16), Block(), nn.Dense(16, 3)).set_train()
+    report = check_equivalence(classifier(network), network, (normal(24, 6), labels(24)), 4)
+    assert not report.ok
+    assert causes(report) == [("1", "Block", "random"), ("1.norm", "BatchNorm1d", "batch statistics")]
 
 
 def test_a_loss_that_draws_cannot_be_compared():
@@ -342,6 +397,45 @@ print(check_equivalence(mean_loss, network, batch, micro_size=4).verdict)
     *report, after = run_python(code + ending).splitlines()
     assert without_figures("\n".join(report)) == without_figures(printed)
     assert after.startswith("Accumulation is exact")
+
+
+@pytest.mark.parametrize("form", ["closure", "partial", "object", "method", "cell", "jit"])
+def test_layers_outside_of_network_are_found(form):
+    """A head with BatchNorm that the checked network does not hold, behind every kind of function."""
+    network, head = nn.Dense(6, 6), nn.SequentialCell(nn.BatchNorm1d(6), nn.Dense(6, 3)).set_train()
+
+    class Loss:
+        def __init__(self):
+            self.head = head
+
+        def __call__(self, x, y):
+            return CE(self.head(network(x)), y)
+
+        def method(self, x, y):
+            return self(x, y)
+
+    class LossCell(nn.Cell):
+        def __init__(self):
+            super().__init__(auto_prefix=False)
+            self.head = head
+
+        def construct(self, x, y):
+            return CE(self.head(network(x)), y)
+
+    def helper(x):
+        return head(network(x))
+
+    def closure(x, y):
+        return CE(helper(x), y)
+
+    def three(_, x, y):
+        return closure(x, y)
+    forward_fn = {"closure": closure, "partial": partial(three, None), "object": Loss(), "method": Loss().method, "cell": LossCell(),
+                  "jit": ms.jit(closure)}[form]
+    before = trace(head)
+    report = check_equivalence(forward_fn, network, (normal(12, 6), labels(12)), 3)
+    assert [(layer.rpartition("head.")[2], kind) for layer, kind, _ in causes(report)] == [("0", "BatchNorm1d")]
+    assert trace(head) == before
 
 
 # --- no trace -------------------------------------------------------------------------------------------------------------
@@ -534,7 +628,7 @@ def test_every_place_gets_a_groupnorm(context):
     for seed, p in enumerate(network.trainable_params()):
         p.set_data(normal(*p.shape, seed=seed))
     network.blocks[0][1].beta.requires_grad = False
-    network.flat.set_train(False)
+    network.flat.training = False
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     before = [(p.name, id(p), p.asnumpy().tobytes()) for p in network.trainable_params()]
     names = batchnorm_to_groupnorm(network, num_groups=4)
