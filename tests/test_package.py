@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["Accumulator", "make_train_step", "avoid_busy_waiting"])
+@pytest.mark.parametrize("name", ["Accumulator", "make_train_step", "avoid_busy_waiting", "check_equivalence", "batchnorm_to_groupnorm"])
 def test_public_names_are_documented(name):
     assert inspect.getdoc(getattr(ms_accum, name))
     assert getattr(ms_accum, name).__module__.startswith("ms_accum.")
