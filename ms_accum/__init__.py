@@ -13,6 +13,8 @@ from .callbacks import WindowLog as WindowLog
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .distributed import DataParallel as DataParallel
+from .equivalence import check_equivalence as check_equivalence
+from .groupnorm import batchnorm_to_groupnorm as batchnorm_to_groupnorm
 from .model import TrainOneStepCell as TrainOneStepCell
 from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step

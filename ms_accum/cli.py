@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Optional
 
-from . import __version__
+from . import __version__, check_command
 from .mnist import command as mnist
 from .runtime import avoid_busy_waiting
 
@@ -34,7 +34,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `ms-accum` with `argv` (default: `sys.argv[1:]`).
 
     Returns:
-        Exit status: 0; 1 if something failed on the way; 2 for a bad command line; 130 after Ctrl-C.
+        Exit status: 0; 1 if something failed on the way, or a check says no; 2 for a bad command line; 130 after Ctrl-C.
     """
     try:
         options = _parser().parse_args(argv)
@@ -72,4 +72,5 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"ms_accum {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     mnist.add_parser(subcommands)
+    check_command.add_parser(subcommands)
     return parser

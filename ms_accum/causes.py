@@ -1,0 +1,289 @@
+"""Why an accumulated gradient is not that of the undivided batch: layers that draw, layers that look at the batch, the loss."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from .comparison import CONFIDENCE, Comparison, Division
+from .groupnorm import BATCH_NORMS, has_batch_statistics
+from .untouched import watched, write
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, ms.mint.nn.Dropout, ms.mint.nn.Dropout2d)
+Cells = dict[str, nn.Cell]
+_LISTED = 6  # numbers that a cause spells out
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What keeps accumulation from being exact, or what was switched off to compare.
+
+    Attributes:
+        layer: Name of the layer in the network, or of the loss function.
+        type: Its class, or "function".
+        what: What it does.
+        remedy: What to do about it.
+    """
+
+    layer: str
+    type: str
+    what: str
+    remedy: str
+
+
+# --- layers that draw random numbers ----------------------------------------------------------------------------------
+
+_DRAWS = "random: no two runs of a batch draw the same numbers, accumulated or not; compared with the layer switched off"
+_DRAWS_REMEDY = "none needed: a mask concerns one sample at a time, so accumulation is exact for whatever is drawn"
+
+
+def switch_off_dropout(cells: Cells) -> Cells:
+    """Switch off the Dropout layers that are on; which."""
+    active = {name: cell for name, cell in cells.items() if isinstance(cell, DROPOUTS) and cell.training and _drops(cell)}
+    for cell in active.values():
+        cell.training = False
+    return active
+
+
+def _drops(layer: nn.Cell) -> bool:
+    dropped = getattr(layer, "p", None)
+    if dropped is None:
+        dropped = layer.prob if hasattr(layer, "prob") else 1 - layer.keep_prob
+    return dropped > 0
+
+
+def drawing(layers: Cells) -> list[Cause]:
+    """A cause for each of some layers that are random, and could be switched off."""
+    return [Cause(name, type(cell).__name__, _DRAWS, _DRAWS_REMEDY) for name, cell in layers.items()]
+
+
+def random_layers(division: Division, cells: Cells) -> Optional[Cells]:
+    """The layers whose output differs between two runs of the same batch although their input does not; None if nothing differs.
+
+    Empty if it is no layer that draws, but `forward_fn` itself.
+    """
+    first, second = (Record(division.forward_fn, cells, division.batch) for _ in range(2))
+    # Kernels that sum up in any order differ in their last digits, random numbers from the first one on.
+    limit = np.sqrt(division.roundoff)
+
+    def differ(one: Any, other: Any) -> bool:
+        return any(distance(a, b) > limit for a, b in zip(one, other))
+
+    found = {}
+    for name, cell in cells.items():
+        if id(cell) in first.calls and id(cell) in second.calls:
+            one, other = first.calls[id(cell)], second.calls[id(cell)]
+            if differ(one.outputs, other.outputs) and not differ(one.inputs, other.inputs):
+                found[name] = cell
+    found = innermost(found, cells)
+    return found if found or differ([first.loss], [second.loss]) else None
+
+
+def draws_itself(name: str, drawing: Callable) -> Cause:
+    """The cause that is no layer, or one that cannot be switched off."""
+    return Cause(name, _type(drawing), "random: two evaluations of the same batch differ, so nothing can be compared",
+                 "let it draw in a layer only while self.training is True, and check again")
+
+
+def _type(function: Callable) -> str:
+    return type(function).__name__ if isinstance(function, nn.Cell) else "function"
+
+
+# --- layers that look at the batch --------------------------------------------------------------------------------------
+
+
+def batch_norms(cells: Cells, called: set[int]) -> Cells:
+    """The BatchNorm layers among the cells that ran and normalise by their batch."""
+    inner = {id(cell.bn2d) for cell in cells.values() if isinstance(cell, nn.BatchNorm3d)}
+    return {name: cell for name, cell in cells.items()
+            if isinstance(cell, BATCH_NORMS) and id(cell) in called and id(cell) not in inner and _by_batch(cell)}
+
+
+def _by_batch(layer: nn.Cell) -> bool:
+    inner = layer.bn2d if isinstance(layer, nn.BatchNorm3d) else layer
+    return has_batch_statistics(layer) and (inner.training or inner.use_batch_statistics is True)
+
+
+def statistics_of_batch(layers: Cells) -> list[Cause]:
+    """A cause for each BatchNorm."""
+    return [Cause(name, type(cell).__name__, "batch statistics: normalises by mean and variance of the microbatch, not of the batch",
+                  "batchnorm_to_groupnorm(network), or freeze the statistics: set_train(False) on the layer")
+            for name, cell in layers.items()]
+
+
+def freeze(division: Division, layers: Cells) -> None:
+    """Let BatchNorm layers normalise any piece by the statistics of the undivided batch."""
+    inner = {name: cell.bn2d if isinstance(cell, nn.BatchNorm3d) else cell for name, cell in layers.items()}
+    record = Record(division.forward_fn, inner, division.batch)
+    for cell in inner.values():
+        x = record.calls[id(cell)].inputs[0].astype(ms.float32).asnumpy().astype(np.float64)
+        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
+        write(cell.moving_mean, x.mean(axes).astype(np.float32))
+        write(cell.moving_variance, x.var(axes).astype(np.float32))
+        cell.training = False
+        if cell.use_batch_statistics is not None:
+            cell.use_batch_statistics = None
+
+
+def coupling_layers(division: Division, cells: Cells) -> list[Cause]:
+    """A cause for each innermost layer whose output for some samples changes when the others are taken away.
+
+    Each layer that ran is run again on a part of what it got, along the axis in which the batch and a piece of it differ.
+    """
+    batch = Record(division.forward_fn, cells, division.batch)
+    piece = Record(division.forward_fn, cells, division.pieces[0])
+    limit = CONFIDENCE * division.perturbation
+    found = {}
+    for name, cell in cells.items():
+        if id(cell) in batch.calls and id(cell) in piece.calls:
+            depth = 1 + sum(1 for _ in cell.cells_and_names())
+            whole, part = batch.calls[id(cell)], piece.calls[id(cell)]
+            expected = whole.cut_outputs(part)
+            try:
+                got = whole.run_on(part) if expected else []
+            except Exception:  # a layer that runs only where it stands says nothing
+                continue
+            if any(distance(a, b) > limit * depth for a, b in zip(got, expected) if b is not None):
+                found[name] = cell
+    return [Cause(name, type(cell).__name__, "couples samples: its output for one sample depends on the others in the microbatch",
+                  "a layer that sees one sample at a time, such as LayerNorm or GroupNorm")
+            for name, cell in innermost(found, cells).items()]
+
+
+def innermost(found: Cells, cells: Cells) -> Cells:
+    """Those that hold no other one of them."""
+    def holds_another(cell: nn.Cell) -> bool:
+        inner = {id(c) for _, c in cell.cells_and_names()} - {id(cell)}
+        return any(id(other) in inner for other in found.values())
+
+    return {name: cell for name, cell in found.items() if not holds_another(cell)}
+
+
+class Call:
+    """One call of a cell: the cell, its arguments, what came out."""
+
+    def __init__(self, cell: nn.Cell, arguments: tuple, keywords: dict, output: Any) -> None:
+        self.cell, self.arguments, self.keywords = cell, arguments, keywords
+        self.inputs = [a for a in (*arguments, *keywords.values()) if isinstance(a, Tensor)]
+        self.outputs = [o for o in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(o, Tensor)]
+
+    def run_on(self, part: Call) -> list[Tensor]:
+        """The outputs of the cell for as much of this call's arguments as `part`, a call on a piece, was given."""
+        arguments = [_cut(a, b) for a, b in zip(self.arguments, part.arguments)]
+        keywords = {name: _cut(a, part.keywords.get(name)) for name, a in self.keywords.items()}
+        return Call(self.cell, (), {}, self.cell(*arguments, **keywords)).outputs
+
+    def cut_outputs(self, part: Call) -> list[Optional[Tensor]]:
+        """As much of this call's outputs as `part` has; None for those that are no rows of samples. Empty if nothing can be compared."""
+        pairs = list(zip(self.outputs, part.outputs))
+        inputs = zip(self.inputs, part.inputs)
+        if any(_axis(a, b) is None and a.shape != b.shape for a, b in inputs):
+            return []
+        return [_cut(a, b) if _axis(a, b) is not None else None for a, b in pairs]
+
+
+class Record:
+    """The first call of each of some cells in one evaluation of `forward_fn`, by the cell's id, and the loss."""
+
+    def __init__(self, forward_fn: Callable, cells: Cells, inputs: tuple) -> None:
+        self.calls: dict[int, Call] = {}
+
+        def visit(cell: nn.Cell, *call: Any) -> None:
+            self.calls.setdefault(id(cell), Call(cell, *call))
+
+        with watched(cells.values(), visit):
+            self.loss = forward_fn(*inputs)
+
+
+def _axis(whole: Tensor, part: Tensor) -> Optional[int]:
+    """The one axis in which a part is shorter, if there is one."""
+    if whole.ndim != part.ndim:
+        return None
+    axes = [axis for axis in range(whole.ndim) if whole.shape[axis] != part.shape[axis]]
+    return axes[0] if len(axes) == 1 and part.shape[axes[0]] < whole.shape[axes[0]] else None
+
+
+def _cut(whole: Any, part: Any) -> Any:
+    if not (isinstance(whole, Tensor) and isinstance(part, Tensor)):
+        return part
+    axis = _axis(whole, part)
+    return whole if axis is None else whole[(slice(None),) * axis + (slice(0, part.shape[axis]),)]
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Norm of the difference relative to the larger norm; infinite for different shapes or if one of two is not finite somewhere."""
+    if one.shape != other.shape:
+        return np.inf
+    a, b = (np.nan_to_num(t.astype(ms.float32).asnumpy().astype(np.float64), nan=1e30) for t in (one, other))
+    return float(np.linalg.norm(a - b) / (max(np.linalg.norm(a), np.linalg.norm(b)) or 1.0))
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------------
+
+
+def of_the_loss(name: str, division: Division, comparison: Comparison, weighted: bool) -> Cause:
+    """Tell apart, by the gradients of the pieces, a sum, a mean over something else than what was counted, and a loss that couples samples.
+
+    Args:
+        name: Of the loss function.
+        division: Of the batch.
+        comparison: Of its gradients.
+        weighted: Whether there is a weight_fn.
+    """
+    counted = [i for i, share in enumerate(division.shares) if share > 0 or np.isfinite(comparison.sketches[i]).all()]
+    pieces, losses = np.array([comparison.sketches[i] for i in counted]), np.array([comparison.losses[i] for i in counted])
+
+    def explains(counts: np.ndarray) -> bool:
+        """Whether the batch counts its pieces so, in the gradient and in the loss."""
+        terms = np.abs(counts) * np.linalg.norm(pieces, axis=1)
+        gradient = np.linalg.norm(comparison.sketch - counts @ pieces) <= comparison.rounding * (
+            np.linalg.norm(comparison.sketch) + terms.sum())
+        loss = abs(comparison.loss - counts @ losses) <= comparison.rounding * (abs(comparison.loss) + np.abs(counts * losses).sum())
+        return bool(gradient and loss)
+
+    if explains(np.ones(len(counted))):
+        return Cause(name, "function", "wrong normalisation: the loss is a sum over samples, of which accumulation over "
+                     f"{len(counted)} pieces takes the mean", "return the mean over the samples")
+    counts = _convex(comparison.sketch, pieces)
+    if explains(counts):
+        what = (f"wrong normalisation: the batch counts its pieces {_numbers(counts)}, but they were weighted "
+                f"{_numbers(division.shares[counted])}")
+        remedy = "let weight_fn" if weighted else "give weight_fn=, a function of a piece, and let it"
+        return Cause(name, "function", what, f"{remedy} return what the mean in the loss divides by, e.g. the number of unmasked tokens")
+    return Cause(name, "function", "couples samples: no weights make the gradients of the pieces into that of the batch, as with a "
+                 "contrastive loss", "none for plain accumulation: cut into fewer pieces, or cache the gradient of the representations")
+
+
+def _convex(target: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The weights >= 0 with sum 1 whose combination of rows is close to the target: exact if the target is such a combination."""
+    others = rows[:-1] - rows[-1]
+    counts = np.linalg.lstsq(others @ others.T, others @ (target - rows[-1]), rcond=1e-12)[0]
+    counts = np.clip(np.append(counts, 1 - counts.sum()), 0, None)
+    return counts / counts.sum()
+
+
+def not_finite(name: str, division: Division, comparison: Comparison, names: list[str]) -> Cause:
+    """The cause where a gradient is NaN or infinite: of the batch, or of some pieces alone."""
+    if not np.isfinite(comparison.undivided).all():
+        bad = [n for n, norm in zip(names, comparison.undivided) if not np.isfinite(norm)]
+        return Cause(name, "function", f"not finite: the gradient of the undivided batch is NaN or infinite in {len(bad)} parameters, "
+                     f"{bad[0]} first", "check data, loss scale and weights; nothing can be compared")
+    bad = [i + 1 for i, sketch in enumerate(comparison.sketches) if division.shares[i] > 0 and not np.isfinite(sketch).all()]
+    return Cause(name, "function", f"wrong normalisation: the batch has a finite gradient, but {len(bad)} of {len(division.pieces)} pieces "
+                 f"(number {bad[0]} first) have not; a mean over no unmasked token is 0/0",
+                 "give weight_fn=, which returns 0 for such a piece, or let the loss divide by at least 1")
+
+
+def nothing_but_rounding(name: str) -> Cause:
+    """The cause where no difference could be told from rounding."""
+    return Cause(name, "function", "rounding: it can change the gradient by as much as there is, so nothing can be compared",
+                 "check in float32, or with weights for which the gradient is not close to 0")
+
+
+def _numbers(values: np.ndarray) -> str:
+    shown = ", ".join(f"{value:.3g}" for value in values[:_LISTED])
+    return shown if len(values) <= _LISTED else f"{shown}, ..."

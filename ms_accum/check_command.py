@@ -1,0 +1,111 @@
+"""`ms-accum check`: the question of `check_equivalence`, asked from a shell."""
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .equivalence import Report
+
+DESCRIPTION = """\
+Is accumulation exact for a network? Computes the gradient of a batch, undivided and accumulated over its pieces, prints
+the largest difference, and names each layer or loss that keeps the two apart, with a remedy.
+
+MODULE:FUNCTION names a function without arguments in a module that can be imported from the current folder. It returns
+(forward_fn, network, batch) or (forward_fn, network, batch, weight_fn), as mindspore scripts give them to
+ms_accum.make_train_step; batch is a tuple of Tensors.
+
+Exit status: 0 if accumulation is exact up to rounding, 1 if it is not, 2 if it could not be checked."""
+
+EXAMPLES = """\
+examples:
+  ms-accum check train:make_case                 # train.py holds def make_case(): return forward_fn, network, (data, label)
+  ms-accum check my_package.models:resnet --micro-size 8 --json report.json"""
+
+
+def add_parser(subcommands: argparse._SubParsersAction) -> None:
+    """Add `check` to the commands of `ms-accum`."""
+    parser = subcommands.add_parser(
+        "check", help="is accumulation exact for your network?", description=DESCRIPTION, epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("case", metavar="MODULE:FUNCTION", help="where forward_fn, network and batch come from")
+    parser.add_argument("--micro-size", type=_pieces, default=4, metavar="K", help="pieces to cut the batch into (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    parser.set_defaults(run=partial(run, parser))
+
+
+def _pieces(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 2, got {text!r}")
+    return int(text)
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Check, print, write.
+
+    Raises:
+        SystemExit: With status 1 if accumulation is not exact; with status 2 and a line on stderr if it could not be checked.
+    """
+    from .mnist.output import require_writable, write_json
+
+    try:
+        if options.json:
+            require_writable(options.json, "")
+        function = load(options.case)
+    except ValueError as error:
+        parser.error(str(error))
+    report = _report(parser, options, function)
+    print(report, flush=True)
+    if options.json:
+        write_json(options.json, {"case": options.case, "micro_size": options.micro_size, "verdict": report.verdict, **asdict(report)})
+    if not report.ok:
+        parser.exit(1)
+
+
+def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, function: Callable) -> Report:
+    from .equivalence import check_equivalence
+
+    try:
+        case = function()
+    except Exception as error:
+        # Not ours: the whole traceback says where.
+        traceback.print_exc()
+        parser.error(f"{options.case} raised {type(error).__name__}: {error}")
+    if not isinstance(case, tuple) or len(case) not in (3, 4):
+        got = f"{len(case)} values" if isinstance(case, tuple) else f"a {type(case).__name__}"
+        parser.error(f"{options.case} returned {got}, expected (forward_fn, network, batch) or (forward_fn, network, batch, weight_fn)")
+    try:
+        return check_equivalence(*case[:3], options.micro_size, weight_fn=case[3] if len(case) == 4 else None)
+    except Exception as error:
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(os.path.dirname(__file__)):
+            traceback.print_exc()
+        parser.error(f"{options.case}: {error}")
+
+
+def load(case: str) -> Callable:
+    """The function that `MODULE:FUNCTION` names. Raises ValueError if there is none."""
+    module_name, colon, name = case.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"expected MODULE:FUNCTION, got {case!r}; e.g. train:make_case for make_case in train.py")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name != module_name:
+            traceback.print_exc()
+        raise ValueError(f"cannot import {module_name}: {type(error).__name__}: {error}; "
+                         "run ms-accum in the folder that holds it") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{module_name} has no function {name}" if function is None else
+                         f"{case} is of type {type(function).__name__}, expected a function without arguments")
+    return function
