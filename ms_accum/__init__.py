@@ -10,6 +10,8 @@ from .accumulator import Accumulator as Accumulator
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .distributed import DataParallel as DataParallel
+from .noise_scale import GradientNoiseScale as GradientNoiseScale
+from .noise_scale import scale_lr as scale_lr
 from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step
 
