@@ -12,6 +12,7 @@ from .checkpoint import save_checkpoint as save_checkpoint
 from .distributed import DataParallel as DataParallel
 from .noise_scale import GradientNoiseScale as GradientNoiseScale
 from .noise_scale import scale_lr as scale_lr
+from .planning import plan_micro_batch as plan_micro_batch
 from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step
 

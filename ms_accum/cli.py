@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Optional
 
-from . import __version__
+from . import __version__, plan_command
 from .mnist import command as mnist
 from .runtime import avoid_busy_waiting
 
@@ -72,4 +72,5 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"ms_accum {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     mnist.add_parser(subcommands)
+    plan_command.add_parser(subcommands)
     return parser
