@@ -10,6 +10,7 @@ from .accumulator import Accumulator as Accumulator
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .distributed import DataParallel as DataParallel
+from .grad_cache import make_grad_cache_step as make_grad_cache_step
 from .noise_scale import GradientNoiseScale as GradientNoiseScale
 from .noise_scale import scale_lr as scale_lr
 from .planning import plan_micro_batch as plan_micro_batch
