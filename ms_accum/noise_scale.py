@@ -51,8 +51,8 @@ class GradientNoiseScale:
         >>> accumulator = Accumulator(nn.SGD([weight], 0.1), 2, reduction="mean", noise_scale=noise_scale)
         >>> for gradient in ([3.0, 1.0], [3.0, -1.0]):
         ...     closed = accumulator((Tensor(gradient),), weight=4)
-        >>> noise_scale.noise, noise_scale.gradient_squared, noise_scale.scale()
-        (8.0, 8.0, 1.0)
+        >>> print(noise_scale.noise, noise_scale.gradient_squared, noise_scale.scale())
+        8.0 8.0 1.0
 
     Source: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), section 2.2 and appendix A.1, which
     has two batch sizes; here any number of weights.
@@ -172,8 +172,8 @@ def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
 
     Example:
         >>> from ms_accum import scale_lr
-        >>> scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt")
-        (0.4, 0.2)
+        >>> print(scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt"))
+        0.4 0.2
 
     Sources: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": Krizhevsky, "One weird trick for parallelizing
     convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize better" (2017).

@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 from tqdm import tqdm
 
-from .planning import DEVICES, Plan, PlanError, Trial, divisors_of, line, plan_micro_batch, size
+from .planning import DEVICES, Plan, PlanError, Trial, divisors_of, plan_micro_batch, size
 
 DESCRIPTION = """\
 Find the largest microbatch whose memory fits. FUNCTION takes a microbatch and returns a function that runs one train step
@@ -139,10 +139,12 @@ class Progress:
                         disable=not sys.stdout.isatty())
 
     def __call__(self, trial: Trial) -> None:
+        word = "fits" if trial.fits else trial.ended
         if self.bar.disable:
-            print(f"trial{line(trial)}", flush=True)
+            self.bar.n += 1
+            print(f"trial {self.bar.n}: microbatch {trial.microbatch:,} {word}", flush=True)
         else:
-            self.bar.set_postfix_str(f"microbatch {trial.microbatch:,} {'fits' if trial.fits else trial.ended}", refresh=False)
+            self.bar.set_postfix_str(f"microbatch {trial.microbatch:,} {word}", refresh=False)
             self.bar.total = max(self.bar.total, self.bar.n + 1)  # a gap between divisors takes more
             self.bar.update()
 
@@ -191,6 +193,7 @@ def write_plot(path: Path, trials: tuple[Trial, ...], plan: Optional[Plan]) -> N
         axes.axhline(plan.memory_limit / 2**20, color="C3", linestyle=":", label=f"limit: {size(plan.memory_limit)}")
         axes.plot([plan.microbatch], [plan.peak / 2**20], "o", color="C0", markersize=14, fillstyle="none", label="the plan")
     axes.set_xscale("log", base=2)
+    axes.set_xticks([trial.microbatch for trial in trials], [f"{trial.microbatch:,}" for trial in trials])
     axes.set(xlabel="samples in a microbatch", ylabel="peak memory in MiB", ylim=(0, None), title="Which microbatch fits")
     axes.grid(alpha=0.3)
     axes.legend()

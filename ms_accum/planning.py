@@ -228,12 +228,11 @@ def _number(file: Path) -> Optional[int]:
 def table(trials: Sequence[Trial]) -> str:
     """The trials, a line each."""
     lines = ["microbatch  accumulate_step        peak   seconds"]
-    lines += [line(trial) for trial in sorted(trials, key=lambda trial: trial.microbatch)]
+    lines += [_line(trial) for trial in sorted(trials, key=lambda trial: trial.microbatch)]
     return "\n".join(lines)
 
 
-def line(trial: Trial) -> str:
-    """A trial in a line of the table."""
+def _line(trial: Trial) -> str:
     peak = "?" if trial.peak is None else f"{'' if trial.ended == 'completed' else '> '}{size(trial.peak)}"
     return (f"{trial.microbatch:10,}  {trial.accumulate_step:15,}  {peak:>10}  {trial.seconds:8.1f}  "
             f"{'fits' if trial.fits else trial.ended}")

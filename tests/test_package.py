@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import run_python
 
@@ -17,7 +18,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["Accumulator", "make_train_step", "avoid_busy_waiting"])
+@pytest.mark.parametrize("name", [
+    "Accumulator", "make_train_step", "avoid_busy_waiting", "GradientNoiseScale", "scale_lr", "plan_micro_batch", "make_grad_cache_step"])
 def test_public_names_are_documented(name):
     assert inspect.getdoc(getattr(ms_accum, name))
     assert getattr(ms_accum, name).__module__.startswith("ms_accum.")
@@ -58,6 +60,16 @@ print("trained")
     assert run_python(PREAMBLE + script).strip().endswith("trained")
 
 
+def test_readme_contrastive_example_trains():
+    block, = [block for block in PYTHON_BLOCKS if "make_grad_cache_step" in block]
+    assert float(run_python(block)) < 0.5 * np.log(64)  # where it starts, about
+
+
+def test_readme_plan_is_of_a_step_that_runs():
+    block, = [block for block in PYTHON_BLOCKS if "def make_step" in block]
+    assert 2.0 < float(run_python(block + "print(float(make_step(64)()))")) < 2.6  # ln 10
+
+
 def test_readme_signatures_are_the_real_ones():
     signatures = PYTHON_BLOCKS[2]
     for function in (ms_accum.Accumulator, ms_accum.make_train_step):
@@ -66,7 +78,7 @@ def test_readme_signatures_are_the_real_ones():
             assert f"{parameter.name}{default}" in signatures
 
 
-@pytest.mark.parametrize("documented", [ms_accum.Accumulator])
+@pytest.mark.parametrize("documented", [ms_accum.Accumulator, ms_accum.GradientNoiseScale, ms_accum.scale_lr])
 def test_docstring_examples(documented):
     """As a script: graph mode does not find the names of a doctest's functions."""
     examples = doctest.DocTestParser().get_examples(inspect.getdoc(documented))
