@@ -132,6 +132,24 @@ def test_windows_of_one_microbatch_say_nothing(mode):
     assert isnan(acc.noise_scale.gradient_squared)
 
 
+def test_a_window_of_one_microbatch_leaves_the_means_alone():
+    _, acc = build(accumulate_step={0: 4, 1: 1}, noise_scale=GradientNoiseScale(decay=0.5))
+    drive(acc, windows_of(RAGGED, 1))
+    totals = acc.noise_scale.totals.asnumpy().copy()
+    assert totals[2] == 3
+    drive(acc, windows_of([4], 2))
+    assert int(acc.update_step) == 3
+    assert acc.noise_scale.totals.asnumpy().tolist() == totals.tolist()
+
+
+def test_a_microbatch_of_weight_zero_measures_nothing_be_it_nan():
+    """As one rank's part of a microbatch that others have, too."""
+    gradients = (Tensor([np.nan, 1.0], ms.float32),)
+    for weight in (0.0, Tensor(0.0, ms.float32)):
+        assert [float(value) for value in GradientNoiseScale().measure(gradients, weight)] == [0.0, 0.0]
+    assert np.isnan(float(GradientNoiseScale().measure(gradients, Tensor(2.0, ms.float32))[0]))
+
+
 @pytest.mark.parametrize(("mode", "on_nonfinite"), [
     ("jit", "skip_microbatch"), ("jit", "skip_window"),
     ("pynative", "skip_microbatch"), ("pynative", "skip_window"), ("pynative", "apply")])
