@@ -115,7 +115,7 @@ def plan_micro_batch(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If one is out of range, or `make_step` cannot be imported.
+        ValueError: If one is out of range, `make_step` cannot be imported, or the device is not there.
         PlanError: If not even one sample fits, with the table; or if a trial fails for another reason than memory, or takes longer
             than `timeout`, with its error.
     """

@@ -63,10 +63,10 @@ def run_trial(make_step: MakeStep, microbatch: int, steps: int, device_target: s
 
 
 def device_memory(device_target: str) -> int:
-    """Bytes of memory of the first GPU or NPU. RuntimeError if there is none. (Not run: it needs the hardware.)"""
+    """Bytes of memory of the first GPU or NPU. Raises ValueError if there is none. (Not run: it needs the hardware.)"""
     outcome = _in_a_process(partial(_device_memory, device_target), None, None)
-    if outcome.peak is None:
-        raise RuntimeError(f"the memory of {device_target} cannot be told ({outcome.reason}); give memory_limit")
+    if outcome.ended != "completed":
+        raise ValueError(f"the memory of {device_target} cannot be told ({outcome.reason}); give a memory limit, or another device")
     return outcome.peak
 
 

@@ -243,6 +243,11 @@ def test_bad_arguments_are_refused(error, message, arguments, options):
         plan_micro_batch(*arguments, **options)
 
 
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"the memory of GPU cannot be told \(.+\); give a memory limit, or another device"):
+        plan_micro_batch(nothing, 4, device_target="GPU")
+
+
 # --- ms-accum plan, and the prediction ------------------------------------------------------------------------------------
 
 TRAIN = """
