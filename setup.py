@@ -21,7 +21,9 @@ setup(
     install_requires=["mindspore>=2.7", "numpy<2", "download"],
     extras_require={
         "plot": ["matplotlib"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff"],
+        "docs": ["mkdocs", "mkdocstrings[python]"],
+        "ecosystem": ["mindcv", "mindone"],
+        "test": ["mindcv", "mkdocs", "mkdocstrings[python]", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff"],
         "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],
     },
     entry_points={"console_scripts": ["ms-accum = ms_accum.cli:main"]},

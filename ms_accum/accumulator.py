@@ -69,6 +69,9 @@ class Accumulator:
             and the window stays open for another one (`optax.skip_not_finite`). "skip_window": the window is dropped
             when it closes, the optimizer untouched. See `gradients.all_finite` for what counts as finite.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
+        after_update: Called without arguments after each update, never for a microbatch or a window that is skipped; for a moving average
+            of the weights, say. Part of the graph in graph mode, so it has to work on Parameters. If it is a Cell, its Parameters
+            are state of the accumulator.
         noise_scale: A `GradientNoiseScale`, which then measures what the windows say about the batch size that is worth it, for one norm
             at each microbatch. With `reduction="mean"` only.
 
@@ -79,12 +82,17 @@ class Accumulator:
         skipped: Microbatches or windows skipped by `on_nonfinite` or a loss scaler: int32 Parameter of shape `()`.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`; stays 0 while
             `clip_norm` is None.
+        weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`.
+        window_weight: The same of the last window that was closed.
         parameters: ParameterTuple of all state, for checkpoints. Names are unique in the process and the same
             in the next process that builds its accumulators in the same order.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument is out of range.
+
+    Source: the tutorial's class (https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html); schedules
+    and skipping are those of `optax.MultiSteps`; the clip factor is that of `torch.nn.utils.clip_grad_norm_`.
 
     Example:
         >>> import numpy as np, mindspore as ms
@@ -117,6 +125,7 @@ class Accumulator:
         buffer_dtype: Optional[ms.Type] = None,
         on_nonfinite: str = "apply",
         reducer: Optional[DataParallel] = None,
+        after_update: Optional[Callable] = None,
         noise_scale: Optional[GradientNoiseScale] = None,
     ) -> None:
         parameters = _optimizer_parameters(optimizer)
@@ -125,6 +134,7 @@ class Accumulator:
         self.clip_norm = _checked_clip_norm(clip_norm)
         self.reduction = _one_of("reduction", reduction, _REDUCTIONS)
         self.on_nonfinite = _one_of("on_nonfinite", on_nonfinite, _ON_NONFINITE)
+        self.after_update = _checked_hook(after_update)
         self.noise_scale = _checked_noise_scale(noise_scale, reduction)
         self.loss_scaler = None
         self.accumulate_step = accumulate_step
@@ -146,8 +156,10 @@ class Accumulator:
         self.update_step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
         self.skipped = empty_parameter(f"{prefix}.skipped", (), ms.int32)
         self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32)
+        self.window_weight = empty_parameter(f"{prefix}.window_weight", (), ms.float32)
         self.parameters = ParameterTuple(
-            [*self.buffers, self.weight_sum, self.mini_step, self.update_step, self.skipped, self.grad_norm])
+            [*self.buffers, self.weight_sum, self.mini_step, self.update_step, self.skipped, self.grad_norm, self.window_weight,
+             *_state_of(after_update, optimizer, parameters)])
         if noise_scale is not None:
             noise_scale.bind(prefix)
             self.parameters = ParameterTuple([*self.parameters, noise_scale.window, noise_scale.totals])
@@ -267,9 +279,9 @@ class Accumulator:
 
         Raises:
             TypeError: If it is no such loss scaler.
-            ValueError: If there is another one already, it is another accumulator's, a window is open, ranks give different ones, or
-                `on_nonfinite` is "skip_microbatch": an overflowing microbatch would be skipped, and skipped again, because the
-                scale only changes when a window closes.
+            ValueError: If its scale is no finite number > 0, there is another one already, it is another accumulator's, a window is
+                open, ranks give different ones, or `on_nonfinite` is "skip_microbatch": an overflowing microbatch would be skipped, and
+                skipped again, because the scale only changes when a window closes.
         """
         if not isinstance(loss_scaler, amp.LossScaler) or not isinstance(getattr(loss_scaler, "scale_value", None), Tensor):
             raise TypeError(f"loss_scaler is of type {type(loss_scaler).__name__}, expected a mindspore.amp.LossScaler; "
@@ -286,6 +298,7 @@ class Accumulator:
         if self.reducer.ranks > 1:
             require_alike({"the loss_scaler": repr([type(loss_scaler).__name__, *map(_value, vars(loss_scaler).values())])},
                           "give every rank the same one")
+        require_scale(loss_scaler.scale_value)
         if self.on_nonfinite == "skip_microbatch":
             raise ValueError('loss_scaler with on_nonfinite="skip_microbatch": the scale only changes when a window closes, so that an '
                              'overflowing microbatch would be skipped for ever; give "apply" or "skip_window", which both drop the window')
@@ -334,6 +347,7 @@ class Accumulator:
                 self._update_finite(gradients, weight, header[3:])
             else:
                 self._update(gradients, weight, header[3:])
+            ops.assign(self.window_weight, self.weight_sum)
         self.reset()
         return asked
 
@@ -369,6 +383,8 @@ class Accumulator:
             factor = factor * clip_factor(norm, self.clip_norm)
         self.optimizer(tuple([scaled(g, factor, dtype) for g, dtype in zip(gradients, self._dtypes)]))
         ops.assign_add(self.update_step, 1)
+        if self.after_update is not None:
+            self.after_update()
 
     def _normaliser(self, weight: Tensor) -> Scalar:
         if self.reduction == "sum":
@@ -418,6 +434,13 @@ def require_trainable(parameters: Iterable[Parameter]) -> None:
                          "it all the same; make the optimizer of network.trainable_params() after freezing")
 
 
+def require_scale(scale: Tensor) -> None:
+    """Refuse a loss scale that gradients cannot be divided by; MindSpore's own scalers let NaN and infinity through."""
+    value = scale.asnumpy().astype(float)
+    if value.size != 1 or not 0 < value.item() < inf:
+        raise ValueError(f"the loss scale is {value}, expected one finite number > 0; give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
+
+
 def _name_optimizer_state(optimizer: Callable, parameters: tuple[Parameter, ...], prefix: str) -> None:
     """Rename what two optimizers both call `global_step`: graph mode refuses a name that it meets twice in one graph."""
     network = {id(p) for p in parameters}
@@ -436,6 +459,20 @@ def _describe(optimizer: Callable, parameters: tuple[Parameter, ...]) -> str:
     network = {id(p) for p in parameters}
     state = [p for p in optimizer.get_parameters() if id(p) not in network] if isinstance(optimizer, nn.Cell) else []
     return repr([type(optimizer).__name__, *((p.name, sha256(p.asnumpy().tobytes()).hexdigest()) for p in state)])
+
+
+def _checked_hook(after_update: object) -> Optional[Callable]:
+    if after_update is not None and not callable(after_update):
+        raise TypeError(f"after_update is of type {type(after_update).__name__}, expected a function without arguments or a Cell")
+    return after_update
+
+
+def _state_of(after_update: Optional[Callable], optimizer: Callable, parameters: tuple[Parameter, ...]) -> list[Parameter]:
+    """The Parameters of a hook that is a Cell, but for the network's and the optimizer's."""
+    if not isinstance(after_update, nn.Cell):
+        return []
+    others = {id(p) for p in (*parameters, *(optimizer.get_parameters() if isinstance(optimizer, nn.Cell) else ()))}
+    return [p for p in after_update.get_parameters() if id(p) not in others]
 
 
 def _value(value: object) -> object:

@@ -19,7 +19,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from .accumulator import Accumulator
+from .accumulator import Accumulator, require_scale
 from .distributed import ShardedSync, gather
 
 SUFFIXES = (".ckpt", ".safetensors")
@@ -39,8 +39,9 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     """Save all state, also in the middle of a window, so that `load_checkpoint` goes on bit-identically.
 
     Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are Parameters), the
-    accumulator's buffers, weights and counters, its loss scaler, and `extra`. Not saved is MindSpore's random state: give random
-    layers a seed that follows from `extra` (the epoch, the position in the data).
+    accumulator's buffers, weights and counters, its loss scaler, and `extra`. Not saved is the state of random layers, which MindSpore
+    2.10 hands out to nobody on CPU (`get_rng_state` covers none of its kernels): give masks as arguments of the batch, drawn from a
+    seed and the position in the data, which `extra` holds.
 
     The file is written beside `path`, flushed to the disk and renamed: whoever is killed at any moment leaves the old file or the
     new one, whole. (`mindspore.save_checkpoint` removes the old file first.) With several ranks every rank has to call it, with
@@ -57,6 +58,19 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
             optimizer is no `nn.Cell`, so that its state cannot be found.
         ValueError: If the suffix is another one, or a parameter of the network is called like an entry of the file.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
+
+    Source: written beside the old file, fsynced and renamed, as databases do; the format is MindSpore's.
+
+    Example:
+        >>> import os, tempfile
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, load_checkpoint, save_checkpoint
+        >>> network = nn.Dense(2, 1)
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.ckpt")
+        >>> save_checkpoint(path, network, accumulator, extra={"epoch": 3, "position": 1200})
+        >>> print(load_checkpoint(path, network, accumulator))
+        {'epoch': 3, 'position': 1200}
     """
     path = _checked_path(path)
     rank, ranks = acc.reducer.rank, acc.reducer.ranks
@@ -82,7 +96,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Everything is checked before anything is loaded. Nothing in the file is executed.
 
     Args:
-        path, network, acc: As in `save_checkpoint`.
+        path: The file that was given to `save_checkpoint`.
+        network: With the parameters that were saved, of any values.
+        acc: Built with the same arguments as the one that was saved.
 
     Returns:
         `extra`.
@@ -90,8 +106,21 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network, optimizer,
-            `accumulate_step` (of a function only the name is compared), `reduction`, `clip_norm`, `on_nonfinite`, reducer or number of
-            ranks; it names the entry. With several ranks, on all of them.
+            `accumulate_step` (of a function, the lengths at 0, 1, 2, 4, … 2**16 updates are compared), `reduction`, `clip_norm`,
+            `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of them.
+
+    Source: see `save_checkpoint`.
+
+    Example:
+        >>> import os, tempfile
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, load_checkpoint, save_checkpoint
+        >>> network = nn.Dense(2, 1)
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.ckpt")
+        >>> save_checkpoint(path, network, accumulator, extra={"epoch": 3, "position": 1200})
+        >>> print(load_checkpoint(path, network, accumulator))
+        {'epoch': 3, 'position': 1200}
     """
     path = _checked_path(path)
     ranks = acc.reducer.ranks
@@ -293,6 +322,11 @@ def _read_checked(path: Path, network: nn.Cell, acc: Accumulator, rank: int) -> 
             raise CheckpointError(f"{path}: {name} has shape {tuple(value.shape)}, but this run's has {tuple(wanted.shape)}")
         if value.dtype != wanted.dtype:
             raise CheckpointError(f"{path}: {name} is of {value.dtype}, but this run's of {wanted.dtype}")
+        if acc.loss_scaler is not None and wanted is acc.loss_scaler.scale_value:
+            try:
+                require_scale(value)
+            except ValueError as error:
+                raise CheckpointError(f"{path}: in {name}, {error}") from error
     return loaded, about
 
 

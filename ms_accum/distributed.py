@@ -78,6 +78,19 @@ class DataParallel:
         ValueError: If an argument is out of range, `shard` comes with `sync="window"` (the gradients of a rank are whole until they
             are exchanged), or, when the Accumulator is made, ranks hold different parameters, settings or optimizers.
         RuntimeError: If msrun started several ranks and `init()` was not called.
+
+    Source: "window" is `no_sync` of PyTorch's DistributedDataParallel (Li et al. 2020, https://arxiv.org/abs/2006.15704) and of
+    Colossal-AI's booster; "microbatch" is Colossal-AI's Gemini; `shard` is ZeRO-2 (Rajbhandari et al. 2020,
+    https://arxiv.org/abs/1910.02054).
+
+    Example:
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, DataParallel
+        >>> network = nn.Dense(2, 1)
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> accumulator = Accumulator(optimizer, 4, reduction="mean", reducer=DataParallel())
+        >>> print(accumulator.reducer.rank, "of", accumulator.reducer.ranks)  # of 2, under msrun --worker_num=2 and after init()
+        0 of 1
     """
 
     sync: str = "window"

@@ -31,16 +31,6 @@ def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulato
     by the chain rule the gradient is that of the undivided batch, for one more forward pass. In memory are the activations of one
     piece, the representations, and what `loss_fn` makes of them (for InfoNCE the n x n similarities).
 
-        def encode(images, texts):                       # two towers; one Tensor for one tower
-            return image_tower(images), text_tower(texts)
-
-        def info_nce(images, texts):                     # of the whole batch; may have trained parameters of its own
-            logits = ops.matmul(images, texts.T) * log_scale.exp()
-            return ops.cross_entropy(logits, ops.arange(len(images)))
-
-        train_step = make_grad_cache_step(encode, info_nce, Accumulator(optimizer, 1, reduction="mean"), micro_size=16)
-        loss = train_step(images, texts)
-
     Args:
         encode_fn: `(*piece) -> representations`: a Tensor with a row for each sample, `(m, ...)`, or a tuple of such Tensors of one float
             dtype. Each row may depend on its own sample only, and it has to compute the same each time: layers that draw random
@@ -61,6 +51,22 @@ def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulato
             out single pieces (`on_nonfinite="skip_microbatch"`, `sync="microbatch"`); or `micro_size` is out of range.
 
     Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP 2021).
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> from mindspore import nn, ops
+        >>> from ms_accum import Accumulator, make_grad_cache_step
+        >>> towers = nn.CellList([nn.Dense(3, 2, "ones"), nn.Dense(2, 2, "ones")])
+        >>> left, right = towers
+        >>> def encode(x, y):
+        ...     return left(x), right(y)
+        >>> def info_nce(x, y):
+        ...     return ops.cross_entropy(ops.matmul(x, y.T), ops.arange(len(x)))
+        >>> accumulator = Accumulator(nn.SGD(towers.trainable_params(), 0.1), 1, reduction="mean")
+        >>> train_step = make_grad_cache_step(encode, info_nce, accumulator, micro_size=2)
+        >>> loss = train_step(ms.Tensor(np.zeros((4, 3)), ms.float32), ms.Tensor(np.zeros((4, 2)), ms.float32))
+        >>> print(f"{float(loss):.4f}", int(accumulator.update_step))  # ln 4
+        1.3863 1
     """
     require_callable("encode_fn", encode_fn)
     require_callable("loss_fn", loss_fn)

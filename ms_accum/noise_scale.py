@@ -175,7 +175,7 @@ def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
         >>> print(scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt"))
         0.4 0.2
 
-    Sources: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": Krizhevsky, "One weird trick for parallelizing
+    Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": Krizhevsky, "One weird trick for parallelizing
     convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize better" (2017).
     """
     if isinstance(lr, bool) or not isinstance(lr, Real):

@@ -1,7 +1,7 @@
 """A batch and its pieces: which arguments are cut, the rows of one piece, and how the pieces' aux becomes the batch's."""
 from __future__ import annotations
 
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -10,25 +10,42 @@ from mindspore.ops import constexpr
 
 from .gradients import Scalar
 
+FLAT = "expected Tensors and plain values; give each Tensor as an argument of its own"
 Aux = Union[Tensor, tuple[Tensor, ...]]
 
 
 def layout(batch: tuple) -> tuple[int, tuple[bool, ...]]:
     """Samples in a batch, and which of its arguments hold one row for each."""
-    nested = next((a for a in batch if isinstance(a, (tuple, list, dict))), None)
-    if nested is not None:
-        # Graph mode would take the Tensors in it for constants, and compile anew for each batch.
-        raise TypeError(f"the batch holds a {type(nested).__name__}, expected Tensors and plain values; "
-                        "give each Tensor as an argument of its own")
-    array = next((a for a in batch if isinstance(a, np.ndarray)), None)
-    if array is not None:
-        raise TypeError(f"the batch holds a NumPy array of shape {array.shape}, expected Tensors; wrap it: mindspore.Tensor(array)")
-    lengths = [len(argument) if isinstance(argument, Tensor) and argument.ndim else None for argument in batch]
+    return _layout(tuple([_kind(argument) for argument in batch]))
+
+
+@constexpr
+def layout_of(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
+    """As `layout`, inside a graph: of each argument its shape, in words what is refused, or None for a plain value."""
+    return _layout(kinds)
+
+
+def _layout(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
+    refused = next((kind for kind in kinds if isinstance(kind, str)), None)
+    if refused is not None:
+        # Of a tuple, graph mode would take the Tensors in it for constants, and compile anew for each batch.
+        raise TypeError(f"the batch holds {refused}")
+    lengths = [kind[0] if kind else None for kind in kinds]
     samples = next((length for length in lengths if length is not None), None)
     if not samples:
-        raise ValueError(f"the batch is {tuple(type(a).__name__ for a in batch)} with {samples or 'no'} samples, expected at least one "
-                         "Tensor with axes and one row; axis 0 of the first one is the batch")
+        given = ", ".join("no Tensor" if kind is None else f"a Tensor of shape {tuple(kind)}" for kind in kinds) or "empty"
+        raise ValueError(f"the batch is {given}, expected at least one Tensor with axes and one row; axis 0 of the first one is the batch")
     return samples, tuple(length == samples for length in lengths)
+
+
+def _kind(argument: Any) -> Union[tuple, str, None]:
+    if isinstance(argument, Tensor):
+        return argument.shape
+    if isinstance(argument, np.ndarray):
+        return f"a NumPy array of shape {argument.shape}, expected Tensors; wrap it: mindspore.Tensor(array)"
+    if isinstance(argument, (tuple, list, dict)):
+        return f"a {type(argument).__name__}, {FLAT}"
+    return None
 
 
 def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:

@@ -118,6 +118,19 @@ def plan_micro_batch(
         ValueError: If one is out of range, `make_step` cannot be imported, or the device is not there.
         PlanError: If not even one sample fits, with the table; or if a trial fails for another reason than memory, or takes longer
             than `timeout`, with its error.
+
+    Source: PyTorch Lightning's batch size finder and HF Accelerate's `find_executable_batch_size` try sizes in the training process
+    itself, until one raises; what the kernel kills, and what a failed trial leaves in memory, is lost to them.
+
+    Example:
+        >>> import numpy as np
+        >>> from ms_accum import plan_micro_batch
+        >>> def make_step(microbatch):
+        ...     return lambda: np.ones(microbatch * 2**27).sum()  # 1 GiB for each sample
+        >>> if __name__ == "__main__":
+        ...     plan = plan_micro_batch(make_step, 2, memory_limit=2**31)
+        ...     print(plan.microbatch, plan.accumulate_step)
+        1 2
     """
     batch_size, memory_limit = _checked(make_step, batch_size, memory_limit, device_target, timeout)
     device_target = device_target or ms.get_context("device_target")

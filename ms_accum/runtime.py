@@ -9,5 +9,14 @@ def avoid_busy_waiting() -> None:
     thread spins on the core that the kernels need. Call it before the first graph runs. It sets
     `MS_DEV_HOST_BLOCKING_RUN=1` unless the environment already says otherwise; `ms-accum` and the benchmarks call
     it, importing `ms_accum` does not.
+
+    Source: measured on MindSpore 2.7 to 2.10; the variable is MindSpore's own.
+
+    Example:
+        >>> import os
+        >>> from ms_accum import avoid_busy_waiting
+        >>> avoid_busy_waiting()
+        >>> print(os.environ["MS_DEV_HOST_BLOCKING_RUN"])
+        1
     """
     environ.setdefault("MS_DEV_HOST_BLOCKING_RUN", "1")

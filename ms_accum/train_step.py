@@ -67,25 +67,34 @@ def make_train_step(
     The loss is multiplied by the weight before the backward pass, so that weights cost no pass over the gradients (but not
     with float16 parameters or a loss scaler, where it might overflow). Pieces of weight 0 count nothing, even if their loss is 0/0.
     Numbers among the batch are constants of the graph: each new value compiles anew, so give what changes as a Tensor.
+
+    Source: "split" is RATEX's scheme of two graphs; cutting a batch inside the step is `jax.lax.scan` over microbatches.
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, make_train_step
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> def forward_fn(x):
+        ...     return network(x).mean()
+        >>> train_step = make_train_step(forward_fn, accumulator)
+        >>> for value in (1.0, 3.0, 2.0):
+        ...     loss = train_step(ms.Tensor(np.full((4, 2), value), ms.float32))
+        ...     print(float(loss), network.weight.asnumpy())
+        2.0 [[1. 1.]]
+        6.0 [[0. 0.]]
+        -0.5 [[0. 0.]]
+        >>> print(bool(train_step.flush()), network.weight.asnumpy())
+        True [[-1. -1.]]
     """
-    require_callable("forward_fn", forward_fn)
-    if weight_fn is not None:
-        require_callable("weight_fn", weight_fn)
-    require_mean(acc)
-    micro_size = checked_micro_size(micro_size)
     if not isinstance(strategy, str) or strategy not in _STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(map(repr, _STRATEGIES))}")
     if not isinstance(has_aux, bool):
         raise TypeError(f"has_aux is {has_aux!r}, expected True or False: whether forward_fn returns (loss, aux)")
-    if micro_size > 1 and acc.reducer.each_microbatch:
-        raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", or '
-                         'on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give sync="window" and '
-                         '"skip_window", or micro_size=1 and smaller batches')
-    if loss_scaler is not None:
-        acc.unscale_by(loss_scaler)
-    elif acc.loss_scaler is not None:
-        raise ValueError("acc has a loss_scaler, whose scale it divides by; give make_train_step the same one")
-    return TrainStep(forward_fn, acc, micro_size, weight_fn, strategy, has_aux)
+    micro_size = checked_micro_size(micro_size)
+    accumulate = make_accumulate(forward_fn, acc, micro_size, weight_fn, loss_scaler, has_aux)
+    return TrainStep(accumulate, acc, micro_size, strategy, has_aux)
 
 
 class TrainStep:
@@ -97,12 +106,10 @@ class TrainStep:
         strategy: "fused" or "split".
     """
 
-    def __init__(self, forward_fn: Callable, acc: Accumulator, micro_size: int, weight_fn: Optional[Callable],
-                 strategy: str, has_aux: bool) -> None:
+    def __init__(self, accumulate: Callable, acc: Accumulator, micro_size: int, strategy: str, has_aux: bool) -> None:
         self.accumulator = acc
         self.micro_size = micro_size
         self.strategy = strategy
-        accumulate = _accumulate_fn(forward_fn, acc, micro_size, weight_fn, has_aux)
 
         def depend(result: Any, closed: Tensor) -> Any:
             # Graph mode can drop a branch that nothing returned depends on: `close_if` guards against it, this makes sure.
@@ -169,8 +176,30 @@ def compiled(function: Callable) -> Callable:
     return ms.jit(_Graph(function))
 
 
-def _accumulate_fn(forward_fn: Callable, acc: Accumulator, micro_size: int, weight_fn: Optional[Callable], has_aux: bool) -> Callable:
-    """`(samples, cut, *batch) -> loss` or `(loss, aux)`: all of a train step but the update."""
+def make_accumulate(
+    forward_fn: Callable,
+    acc: Accumulator,
+    micro_size: int,
+    weight_fn: Optional[Callable],
+    loss_scaler: Optional[amp.LossScaler],
+    has_aux: bool,
+) -> Callable:
+    """`(samples, cut, *batch) -> loss` or `(loss, aux)`: all of a train step but the update, uncompiled.
+
+    Arguments and errors as in `make_train_step`; `samples` and `cut` as from `pieces.layout`.
+    """
+    require_callable("forward_fn", forward_fn)
+    if weight_fn is not None:
+        require_callable("weight_fn", weight_fn)
+    require_mean(acc)
+    if micro_size > 1 and acc.reducer.each_microbatch:
+        raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", or '
+                         'on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give sync="window" and '
+                         '"skip_window", or micro_size=1 and smaller batches')
+    if loss_scaler is not None:
+        acc.unscale_by(loss_scaler)
+    elif acc.loss_scaler is not None:
+        raise ValueError("acc has a loss_scaler, whose scale it divides by; give the same one here")
 
     # In float16, a loss multiplied by thousands of tokens would overflow in the backward pass; there the weight waits.
     scaler = acc.loss_scaler
@@ -290,6 +319,7 @@ def require_mean(acc: object) -> None:
 
 
 def checked_micro_size(micro_size: object) -> int:
+    """`micro_size` as an int >= 1. Raises TypeError or ValueError if it is none."""
     try:
         if isinstance(micro_size, (bool, np.bool_)):
             raise TypeError

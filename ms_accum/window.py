@@ -39,18 +39,18 @@ class Window:
     """
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
-        self.schedule = None
+        self.schedule, self.samples = None, ()
         self.stages = ((0, 1),)
         if isinstance(accumulate_step, Mapping):
             self.stages = _stages(accumulate_step)
         elif callable(accumulate_step):
-            self.schedule = _checked_schedule(accumulate_step)
+            self.schedule, self.samples = _checked_schedule(accumulate_step)
         else:
             self.stages = ((0, _length(accumulate_step, "accumulate_step")),)
 
     def describe(self) -> str:
-        """The same text for the same lengths; of a function, no more than its name can be told."""
-        return repr(self.stages) if self.schedule is None else getattr(self.schedule, "__qualname__", "a callable")
+        """The same text for the same lengths; of a function, those at 0, 1, 2, 4, 8, … 2**16 updates are compared."""
+        return repr(self.stages) if self.schedule is None else f"a function with lengths {self.samples}"
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Microbatches in the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
@@ -60,6 +60,44 @@ class Window:
         for start, stage_length in self.stages[1:]:
             length = ops.where(update_step >= start, stage_length, length)
         return length
+
+
+def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
+    """A schedule of epochs as one of updates, for `Accumulator(accumulate_step=...)`.
+
+        accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # from the sixth epoch on, 4 microbatches in a window
+
+    Exact if every epoch has `microbatches` microbatches on each rank and ends in a
+    flush, and as long as no window is skipped: a skipped window does not count as an update.
+
+    Args:
+        schedule: `{epoch: n}`: from this epoch on (counted from 0), n microbatches in a window; holds 0.
+        microbatches: Microbatches in an epoch.
+
+    Returns:
+        `{update_step: n}`.
+
+    Raises:
+        TypeError: If `schedule` is no dict of integers, or `microbatches` no integer.
+        ValueError: If a number is out of range, or `schedule` lacks the key 0.
+
+    Source: Lightning's `GradientAccumulationScheduler`, which counts epochs.
+
+    Example:
+        >>> from ms_accum import by_epoch
+        >>> print(by_epoch({0: 1, 2: 4}, microbatches=10))
+        {0: 1, 20: 4}
+    """
+    if not isinstance(schedule, Mapping):
+        raise TypeError(f"schedule is of type {type(schedule).__name__}, expected a dict {{epoch: n}}")
+    stages = _stages(schedule, "schedule", "epochs")
+    microbatches = _length(microbatches, "microbatches")
+    updates, previous, lengths = 0, stages[0], {}
+    for epoch, length in stages:
+        updates += (epoch - previous[0]) * -(-microbatches // previous[1])
+        lengths[updates] = length
+        previous = epoch, length
+    return lengths
 
 
 def _integer(value: object, name: str) -> int:
@@ -81,22 +119,24 @@ def _length(value: object, name: str) -> int:
     return length
 
 
-def _stages(schedule: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
+def _stages(schedule: Mapping[int, int], name: str = "accumulate_step", counted: str = "updates") -> tuple[tuple[int, int], ...]:
     stages = {}
     for start, length in schedule.items():
-        start = _integer(start, "a key of accumulate_step")
+        start = _integer(start, f"a key of {name}")
         if start < 0:
-            raise ValueError(f"accumulate_step has the key {start}, but updates are counted from 0; {_REMEDY}")
-        stages[start] = _length(length, f"accumulate_step[{start}]")
+            raise ValueError(f"{name} has the key {start}, but {counted} are counted from 0; {_REMEDY}")
+        stages[start] = _length(length, f"{name}[{start}]")
     if 0 not in stages:
-        raise ValueError(f"accumulate_step is {dict(schedule)!r}, which says nothing about update 0; {_REMEDY}")
+        raise ValueError(f"{name} is {dict(schedule)!r}, which says nothing about {counted[:-1]} 0; {_REMEDY}")
     return tuple(sorted(stages.items()))
 
 
-def _checked_schedule(schedule: Callable) -> Callable:
+def _checked_schedule(schedule: Callable) -> tuple[Callable, tuple[int, ...]]:
+    """The schedule, and what it says at some numbers of updates."""
     name = f"accumulate_step={getattr(schedule, '__name__', schedule)!r}"
     try:
-        first = ms.jit(schedule)(Tensor(0, ms.int32))
+        compiled = ms.jit(schedule)
+        first = compiled(Tensor(0, ms.int32))
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise TypeError(f"{name} cannot be compiled in graph mode ({reason}); "
@@ -106,4 +146,4 @@ def _checked_schedule(schedule: Callable) -> Callable:
             raise TypeError(f"{name} returned a Tensor of shape {first.shape} for update 0, expected shape (); {_REMEDY}")
         first = first.asnumpy().item()
     _length(first, f"{name} at update 0")
-    return schedule
+    return schedule, (first, *(int(compiled(Tensor(2**i, ms.int32))) for i in range(17)))

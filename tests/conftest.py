@@ -48,6 +48,12 @@ def every_mode(request, mode_named):
     return mode_named(request.param)
 
 
+def in_modes(cases, compiled):
+    """pytest.params `(mode, *case)`: op by op all cases; compiled, at 3 s each and more, those in `compiled`, the others with -m slow."""
+    return [pytest.param(mode, *case, marks=[pytest.mark.slow] if mode == "jit" and case not in compiled else [])
+            for case in cases for mode in ("jit", "pynative")]
+
+
 def compiled(function, mode):
     """`function` as the mode runs it."""
     return function if mode == "pynative" else ms.jit(function)

@@ -2,11 +2,12 @@
 import gc
 import math
 import sys
+from itertools import product
 
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, Counting, batches, compiled, difference, run_python, values
+from conftest import MLP, Counting, batches, compiled, difference, in_modes, run_python, values
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_accum import Accumulator
@@ -656,8 +657,9 @@ def test_one_accumulator_in_two_jitted_functions(mode):
 # --- non-finite gradients ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("place", [0, 1, 2])
+# Every kind at every place, compiled in one graph: test_skipped_microbatches_leave_no_trace.
+@pytest.mark.parametrize(("mode", "bad", "place"), in_modes([*product((NAN, INF, -INF), range(3))], [(NAN, 0), (INF, 1), (-INF, 2)]),
+                         indirect=["mode"])
 def test_skip_microbatch_leaves_the_window_open_for_another_one(mode, bad, place):
     accumulator = descend(2, reduction="mean", on_nonfinite="skip_microbatch")
     step = compiled(calling(accumulator), mode)
@@ -679,8 +681,8 @@ def test_skip_microbatch_with_a_window_of_one(mode):
     assert (applied(accumulator), int(accumulator.skipped)) == (1.0, 2)
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("mode", "bad", "place"), in_modes([*product((NAN, INF, -INF), range(2))], [(NAN, 0), (-INF, 1)]),
+                         indirect=["mode"])
 def test_skip_window_drops_the_window_and_leaves_the_optimizer_alone(mode, bad, place):
     accumulator = Accumulator(Counting(parameters()), 2, clip_norm=INF, on_nonfinite="skip_window")
     step = compiled(calling(accumulator), mode)
@@ -693,8 +695,9 @@ def test_skip_window_drops_the_window_and_leaves_the_optimizer_alone(mode, bad, 
     assert float(accumulator.grad_norm) == pytest.approx(3 * math.sqrt(14), rel=1e-6)
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("dtype", [ms.float16, ms.float32, ms.float64])
+@pytest.mark.parametrize(("mode", "bad", "dtype"), in_modes(
+    [*product((NAN, INF, -INF), (ms.float16, ms.float32, ms.float64))], [(NAN, ms.float32), (INF, ms.float16), (-INF, ms.float64)]),
+    indirect=["mode"])
 def test_reset_also_forgets_nan(mode, bad, dtype):
     accumulator = Accumulator(Counting(parameters(dtype)), 2, buffer_dtype=dtype)
     accumulator.add(gradients(bad, dtype))

@@ -209,6 +209,15 @@ def test_scaling(tmp_path):
     assert f"|fused less update-only|{'|'.join(without_update)}|" in done.stdout
 
 
+def test_skipping(tmp_path):
+    summary, record = quick("skipping", tmp_path, "--rounds", "1", "--contestants", "skip-window,skip-microbatch")
+    assert [group["case"]["network"].split("-")[0] for group in record["groups"]] == ["mlp", "cnn"]
+    for group in summary["groups"].values():
+        assert group["base"] == "fused"
+        assert {group["status"][name] for name in ("fused", "skip-window", "skip-microbatch")} == {"agreed"}
+        assert group["ratios"]["skip-window"] > 0
+
+
 SEEDS = """
 import numpy as np, oracle
 from dataclasses import replace
@@ -239,6 +248,18 @@ def test_seed_with_the_widest_margin_is_taken():
     assert done.returncode == 0, done.stderr
 
 
+def test_ranks_agree_with_the_joint_batch_or_are_caught(tmp_path):
+    """The shortened form of the test below: one way to exchange, and the wrong divisor."""
+    summary, record = quick("distributed", tmp_path, "--contestants", "window,wrong-denominator")
+    for name, group in summary["groups"].items():
+        assert group["status"]["wrong-denominator"] == ("agreed" if name == "1 rank, N = 1" else "disagreed")
+        assert group["status"].get("window", "agreed") == group["status"]["alone"] == "agreed"
+    window = record["groups"][-1]["contestants"]["window"]
+    assert window["collectives"] == 1
+    assert window["collective_bytes"] == window["parameter_bytes"] + 12
+
+
+@pytest.mark.slow
 def test_distributed(tmp_path):
     """Ranks agree with the joint batch, a wrong divisor does not; a window's exchange is one of N; a shard is a half."""
     summary, record = quick("distributed", tmp_path, "--contestants", "window,microbatch,shard,wrong-denominator")

@@ -39,8 +39,8 @@ MATRIX = {
         "matrix:window:uneven:Adam:pynative"],
 }
 OTHERS = {
-    2: ["article", "refusals", "summed:window", "summed:shard:pynative", "traffic:window", "traffic:microbatch",
-        "unchanged_between_boundaries", "overflow:pynative",
+    2: ["article", "refusals", "summed:window:pynative", "summed:shard:pynative", "traffic:window", "traffic:microbatch",
+        "unchanged_between_boundaries:pynative", "overflow:pynative",
         "nonfinite:window:skip_window:pynative", "nonfinite:window:skip_microbatch",
         "nonfinite:shard:skip_microbatch:pynative", "nonfinite:microbatch:skip_window:pynative", "nonfinite:window:apply:pynative",
         "compiled_before", *(f"weight_zero:{sync}:pynative" for sync in workers.SYNCS),
@@ -161,7 +161,7 @@ def test_wrong_weights_are_seen():
     assert difference(wrong.parameters, right.parameters) > 1e-4
 
 
-@pytest.mark.parametrize("sync", ["window", "shard:pynative"])
+@pytest.mark.parametrize("sync", ["window", "shard"])
 def test_sum_is_averaged_over_ranks(run, sync):
     batches = [workers.microbatches("equal", rank) for rank in range(2)]
     oracle = reference.Accumulation(values(MLP(seed=0).trainable_params()), reference.SGD(0.1), workers.N)
@@ -169,7 +169,7 @@ def test_sum_is_averaged_over_ranks(run, sync):
         gradients = [reference.loss_and_gradients(oracle.parameters, x, y)[1] for x, y in pieces]
         oracle([sum(g) / 2 / workers.N for g in zip(*gradients)])
     oracle.flush()
-    for arrays in of(run(2), f"summed:{sync}"):
+    for arrays in of(run(2), f"summed:{sync}:pynative"):
         assert difference(parameters(arrays), oracle.parameters) <= 1e-6
 
 
@@ -204,7 +204,7 @@ def test_article_in_one_process(divisor, same):
 
 
 def test_parameters_stand_still_between_boundaries(run):
-    for arrays in of(run(2), "unchanged_between_boundaries"):
+    for arrays in of(run(2), "unchanged_between_boundaries:pynative"):
         seen = arrays["seen"]
         assert seen.shape == (9, 10)
         assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(8)] == [False, False, False, True] * 2
@@ -357,9 +357,12 @@ def test_comparing_on_ranks_is_refused(monkeypatch, capsys):
     assert "argument --compare: several ranks do not compare" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sync", workers.SYNCS)
-def test_without_other_ranks_it_accumulates_on_one(mode, sync):
+@pytest.mark.parametrize(("jit", "sync"), [
+    *(("0", sync) for sync in workers.SYNCS), ("1", "window"),
+    *(pytest.param("1", sync, marks=pytest.mark.slow) for sync in workers.SYNCS if sync != "window")])
+def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit, sync):
     """No process group: the same script, the same parameters to the bit as without a reducer."""
+    monkeypatch.setenv("MS_JIT", jit)
     trained = []
     for reducer in (None, workers.SYNCS[sync]):
         network = MLP(seed=0)

@@ -1,12 +1,17 @@
 """Digits: the idx format, the embedded set, folders, and the fetch of the complete set from mirrors."""
+import contextlib
 import gzip
 import hashlib
 import io
 import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
+import tracemalloc
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,13 +35,13 @@ IMAGES = np.arange(3 * 784).reshape(3, 28, 28) % 256
 @given(st.binary(min_size=1, max_size=40))
 def test_labels_come_back_as_written(content):
     array = np.frombuffer(content, np.uint8)
-    assert (parse(idx(array), (), "file") == array).all()
+    assert (parse(io.BytesIO(idx(array)), (), "file") == array).all()
 
 
 @given(st.integers(1, 4), st.integers(0, 2 ** 32 - 1))
 def test_images_come_back_as_written(count, seed):
     array = np.random.default_rng(seed).integers(0, 256, (count, 28, 28)).astype(np.uint8)
-    got = parse(idx(array), (28, 28), "file")
+    got = parse(io.BytesIO(idx(array)), (28, 28), "file")
     assert got.dtype == np.uint8
     assert (got == array).all()
 
@@ -47,19 +52,20 @@ def test_images_come_back_as_written(count, seed):
     (idx(np.zeros(20)), "file starts with the magic number 2049, expected 2051"),
     (idx(IMAGES.reshape(3, 14, 56)), r"file holds items of shape \(14, 56\), expected \(28, 28\)"),
     (struct.pack(">4I", 2051, 0, 28, 28), "file holds no digits"),
-    (idx(IMAGES)[:-1], "file holds 2367 bytes, expected 2368 for 3 items"),
-    (idx(IMAGES) + b"\0", "file holds 2369 bytes, expected 2368 for 3 items"),
+    (struct.pack(">4I", 2051, 1_000_001, 28, 28), "file says that it holds 1000001 items, expected at most 1000000; is it a file of MNIST"),
+    (idx(IMAGES)[:-1], "file holds 2351 bytes behind its header, expected 2352 for 3 items"),
+    (idx(IMAGES) + b"\0", "file holds more than 2352 bytes behind its header, expected 2352 for 3 items"),
 ])
 def test_what_is_no_idx_file_is_refused(content, match):
     with pytest.raises(ValueError, match=match):
-        parse(content, (28, 28), "file")
+        parse(io.BytesIO(content), (28, 28), "file")
 
 
 def test_every_truncation_is_refused():
     content = idx(IMAGES[:1])
     for length in range(0, len(content), 7):
         with pytest.raises(ValueError, match="bytes"):
-            parse(content[:length], (28, 28), "file")
+            parse(io.BytesIO(content[:length]), (28, 28), "file")
 
 
 IDX = {item_shape: idx(np.random.default_rng(0).integers(0, 10, (3, *item_shape))) for item_shape in ((), (28, 28))}
@@ -70,14 +76,14 @@ def test_a_wrong_byte_in_the_header_is_refused(item_shape, place, change):
     """Magic, sizes: whichever byte is another one, however large an array it asks for."""
     content = bytearray(IDX[item_shape])
     content[place % (8 + 4 * len(item_shape))] ^= change
-    with pytest.raises(ValueError, match=r"^file (starts with the magic|holds)"):
-        parse(bytes(content), item_shape, "file")
+    with pytest.raises(ValueError, match=r"^file (starts with the magic|holds|says that it holds)"):
+        parse(io.BytesIO(content), item_shape, "file")
 
 
 @given(st.sampled_from(sorted(IDX)), st.binary(max_size=64))
 def test_noise_is_refused(item_shape, noise):
-    with pytest.raises(ValueError, match=r"^file (starts with the magic|holds)"):
-        parse(noise, item_shape, "file")
+    with pytest.raises(ValueError, match=r"^file (starts with the magic|holds|says that it holds)"):
+        parse(io.BytesIO(noise), item_shape, "file")
 
 
 def test_a_label_that_is_no_digit_is_refused(tmp_path):
@@ -98,6 +104,28 @@ def test_a_damaged_gzip_file_is_refused(tmp_path, damage):
     path.write_bytes(damage(gzip.compress(idx(np.random.default_rng(0).integers(0, 256, (3, 28, 28))))))
     with pytest.raises(ValueError, match=r"images\.gz is no complete gzip file"):
         read_images(path)
+
+
+@pytest.mark.parametrize("items", [3, 120_000, 2 ** 32 - 1])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_is_not_read_further_than_its_header_says(tmp_path, packed, items):
+    """One of 100 MB, packed in 0.5 MB or with a hole in it; refused before it is in memory, whatever the header says."""
+    path = tmp_path / ("images.gz" if packed else "images")
+    header, length = struct.pack(">4I", 2051, items, 28, 28), 100 * 2 ** 20
+    with gzip.open(path, "wb", compresslevel=1) if packed else path.open("wb") as file:
+        file.write(header)
+        if packed:
+            for _ in range(length // 2 ** 20):
+                file.write(bytes(2 ** 20))
+        else:
+            file.truncate(length)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=rf"^{path} (holds|says)") as raised:
+        read_images(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "\n" not in str(raised.value)
+    assert peak < (4e6 if items != 120_000 else 1.1 * length)
 
 
 # --- embedded -------------------------------------------------------------------------------------------------------
@@ -200,7 +228,7 @@ class Server:
     """Answers on 127.0.0.1: `pages` maps a path to bytes, `cut` shortens what is sent below what was announced."""
 
     def __init__(self):
-        self.pages, self.cut, self.asked = {}, 0, []
+        self.pages, self.cut, self.pause, self.asked = {}, 0, 0, []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -210,7 +238,12 @@ class Server:
                 self.send_response(404 if page is None else 200)
                 self.send_header("Content-Length", str(len(page or b"")))
                 self.end_headers()
-                self.wfile.write((page or b"")[:len(page or b"") - outer.cut])
+                sent = (page or b"")[:len(page or b"") - outer.cut]
+                rate = 16_384 if outer.pause else len(sent) + 1
+                with contextlib.suppress(ConnectionError):  # `download` leaves its first two requests when it has read the head
+                    for start in range(0, len(sent), rate):
+                        self.wfile.write(sent[start:start + rate])
+                        time.sleep(outer.pause)
 
             def log_message(self, *_):
                 pass
@@ -340,7 +373,7 @@ def test_a_bomb_is_not_unpacked(server, files, cache, monkeypatch):
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interrupted_fetch_leaves_nothing(files, cache, monkeypatch, stop):
-    def download(url, path):
+    def download(url, path, most_bytes):
         path.write_bytes(b"half")
         raise stop
 
@@ -352,7 +385,7 @@ def test_an_interrupted_fetch_leaves_nothing(files, cache, monkeypatch, stop):
 
 
 def test_nothing_is_published_before_everything_is_checked(files, cache, monkeypatch):
-    def download(url, path):
+    def download(url, path, most_bytes):
         assert held(cache).keys() <= {str(path.relative_to(cache.parent))}
         path.write_bytes(zipped(files))
 
@@ -383,7 +416,6 @@ def test_a_silent_mirror_is_left(files, cache, monkeypatch):
         with pytest.raises(FetchError, match="timed out"):
             fetch.full_set(cache, [f"http://127.0.0.1:{silent.getsockname()[1]}/set.zip"], known(files))
     assert time.perf_counter() - start < 5
-    assert socket.getdefaulttimeout() is None
 
 
 def test_a_mirror_that_falls_silent_is_left(server, files, cache, monkeypatch):
@@ -426,6 +458,85 @@ def test_after_mirrors_that_cut_stall_or_send_garbage_the_next_one_is_asked(serv
     fetch.full_set(cache, [f"{server.url}/{name}.zip" for name in [*names, "good"]], known(files))
     assert held(cache) == complete(files)
     assert list(dict.fromkeys(server.asked)) == [f"/{name}.zip" for name in [*names, "good"]]
+
+
+class Hose(BaseHTTPRequestHandler):
+    """Sends `drop` every `pause` seconds until the other one leaves."""
+
+    head, drop, pause = b"HTTP/1.0 200 OK\r\n\r\n", bytes(2 ** 16), 0
+
+    def do_GET(self):
+        self.wfile.write(self.head)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                self.wfile.write(self.drop)
+                time.sleep(self.pause)
+
+    def log_message(self, *_):
+        pass
+
+
+ENDLESS = {
+    "endless": ({}, r"sends more than the \d+ bytes that it may have"),
+    "more than announced": ({"head": b"HTTP/1.0 200 OK\r\nContent-Length: 99999999999\r\n\r\n"}, r"sends more than the \d+ bytes"),
+    "trickle": ({"drop": b"x", "pause": 0.05}, r"has sent \d+ bytes in \d s, which is too slow"),
+    "trickling head": ({"head": b"HTTP/1.0 200 OK\r\nX: ", "drop": b"x", "pause": 0.05}, "has sent 0 bytes in 1 s, which is too slow"),
+}
+
+
+@pytest.mark.parametrize("kind", list(ENDLESS))
+@pytest.mark.parametrize("address", ["bad.zip", "bad/"])
+def test_a_mirror_that_never_ends_is_left(server, files, cache, monkeypatch, kind, address):
+    """However much or little it sends: the next one is asked, and no process goes on receiving."""
+    monkeypatch.setattr(fetch, "PATIENCE_SECONDS", 0.7)
+    behaviour, answer = ENDLESS[kind]
+    hose = ThreadingHTTPServer(("127.0.0.1", 0), type("Bad", (Hose,), behaviour))
+    threading.Thread(target=hose.serve_forever, args=(0.01,), daemon=True).start()
+    sizes = []
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **options: sizes.append(stat(path, **options).st_size) or stat(path, **options))
+    mirror = f"http://127.0.0.1:{hose.server_port}/{address}"
+    try:
+        start = time.perf_counter()
+        with pytest.raises(FetchError, match=rf"127\.0\.0\.1:\d+: {answer}") as raised:
+            fetch.full_set(cache, [mirror], known(files))
+        assert time.perf_counter() - start < 5
+        assert "\n" not in str(raised.value)
+        assert max(sizes, default=0) <= sum(map(len, files.values())) + 4 * fetch.PACKING_BYTES + 1
+        assert held(cache) == {}
+
+        server.pages["/good.zip"] = zipped(files)
+        fetch.full_set(cache, [mirror, f"{server.url}/good.zip"], known(files))
+        assert held(cache) == complete(files)
+    finally:
+        hose.shutdown()
+        hose.server_close()
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    assert not [pid for pid in children if b"transfer.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_slow_mirror_is_awaited(server, cache, monkeypatch):
+    """What counts is the rate, not the time: this one takes longer than the patience that one without a byte meets."""
+    monkeypatch.setattr(fetch, "PATIENCE_SECONDS", 1.0)
+    files = random_set(train=400)
+    server.pages["/slow.zip"], server.pause = zipped(files), 0.1
+    start = time.perf_counter()
+    fetch.full_set(cache, [f"{server.url}/slow.zip"], known(files))
+    assert time.perf_counter() - start > 1.5
+    assert held(cache) == complete(files)
+
+
+def test_a_download_ends_by_itself_when_nobody_waits_for_it(tmp_path, server):
+    """The process of one that was killed would otherwise go on receiving."""
+    hose = ThreadingHTTPServer(("127.0.0.1", 0), type("Bad", (Hose,), {"drop": b"x", "pause": 0.05}))
+    threading.Thread(target=hose.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{hose.server_port}/set.zip"
+    script = Path(fetch.__file__).with_name("transfer.py")
+    command = [sys.executable, "-I", script, url, tmp_path / "set.zip", "10", "1000", "1", "0", *sys.path]
+    ended = subprocess.run(command, timeout=10, check=False)
+    hose.shutdown()
+    hose.server_close()
+    assert ended.returncode == -signal.SIGALRM
 
 
 @pytest.mark.parametrize("change", [

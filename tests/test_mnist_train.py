@@ -1,5 +1,6 @@
 """The reference run: network, order, windows, losses, accuracy; accumulated against undivided; graph against PyNative."""
 import os
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -217,8 +218,10 @@ def test_the_same_settings_give_the_same_numbers(mnist):
 # --- accumulated = undivided ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gradients", "bound"), [("float32", 1e-6), ("float64", 1e-8)])
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
+# In graph mode and float64: test_compare_agrees_with_the_undivided_batch, and with -m slow here, too.
+@pytest.mark.parametrize(("mode", "gradients", "bound"), [
+    ("graph", "float32", 1e-6), ("pynative", "float32", 1e-6), ("pynative", "float64", 1e-8),
+    pytest.param("graph", "float64", 1e-8, marks=pytest.mark.slow)])
 def test_accumulated_is_undivided(mnist, gradients, bound, mode):
     settings = replace(FEW, epochs=2, lr=0.1, mode=mode, gradients=gradients)
     accumulated, epochs = trained(mnist, settings)
@@ -276,7 +279,7 @@ def test_optimizers(optimizer, momentum, kind, expected):
         assert float(made.momentum.asnumpy()) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
 def test_graph_and_pynative_give_the_same_numbers(mnist, optimizer):
     settings = replace(FEW, optimizer=optimizer, epochs=2)
     graph, in_graph = trained(mnist, replace(settings, mode="graph"))
@@ -300,8 +303,9 @@ def test_graph_mode_compiles_and_pynative_does_not(mnist, monkeypatch):
     assert len(api.ms_compile_cache) > before
 
 
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
-@pytest.mark.parametrize(("strategy", "micro_size"), [("split", 1), ("fused", 3), ("split", 3)])
+@pytest.mark.parametrize(("mode", "strategy", "micro_size"), [
+    *(("pynative", *way) for way in (("split", 1), ("fused", 3), ("split", 3))), ("graph", "split", 3),
+    *(pytest.param("graph", *way, marks=pytest.mark.slow) for way in (("split", 1), ("fused", 3)))])
 def test_strategies_and_pieces_give_the_same_numbers(mnist, mode, strategy, micro_size):
     plain, (expected,) = trained(mnist, FEW)
     network, (epoch,) = trained(mnist, replace(FEW, mode=mode, strategy=strategy, micro_size=micro_size))
@@ -309,6 +313,44 @@ def test_strategies_and_pieces_give_the_same_numbers(mnist, mode, strategy, micr
     assert largest_difference(network, plain) <= 1e-6
     assert epoch.loss == pytest.approx(expected.loss, abs=1e-5)
     assert epoch.update_step == expected.update_step
+
+
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.parametrize("micro_size", [1, 3])
+def test_a_model_gives_the_same_parameters_as_the_loop(mnist, mode, micro_size):
+    """To the bit, with the same losses; after a window of another length they would part."""
+    settings = replace(FEW, epochs=2, mode=mode, micro_size=micro_size)
+    loop, expected = trained(mnist, settings)
+    network, epochs = trained(mnist, replace(settings, api="model"))
+    assert largest_difference(network, loop) == 0
+    assert [e.microbatch_losses.tolist() for e in epochs] == [e.microbatch_losses.tolist() for e in expected]
+    assert [e.update_step for e in epochs] == [2, 4]
+    assert ms.get_context("mode") == ms.PYNATIVE_MODE
+    if mode == "pynative":
+        other, _ = trained(mnist, replace(settings, api="model", accumulate_step=3))
+        assert largest_difference(other, loop) > 1e-4
+
+
+@pytest.mark.parametrize("saved_at", [2, 6])
+def test_a_model_resumes_where_it_was_saved(mnist, tmp_path, saved_at):
+    """In mid-window, and after an epoch's last microbatch, before its flush."""
+    settings = replace(FEW, api="model")
+    whole, (expected,) = trained(mnist, settings)
+    path, copy = tmp_path / "run.ckpt", tmp_path / "copy.ckpt"
+
+    def on_microbatch(epoch, done, loss):
+        if path.exists() and not copy.exists():
+            shutil.copy(path, copy)  # the first one, whatever is saved later
+
+    for _ in train.train(mnist, Network(42), settings, on_microbatch, train.Checkpoints(path, saved_at)):
+        if not copy.exists():
+            shutil.copy(path, copy)
+    resumed = []
+    network = Network(1)
+    (epoch,) = train.train(mnist, network, settings, checkpoints=train.Checkpoints(resume=copy, resumed=lambda *done: resumed.append(done)))
+    assert resumed == [(0, saved_at)]
+    assert largest_difference(network, whole) == 0
+    assert epoch.microbatch_losses.tolist() == expected.microbatch_losses.tolist()
 
 
 def test_settings():

@@ -4,9 +4,11 @@ import functools
 import mindspore as ms
 import numpy as np
 import pytest
+import reference
 from conftest import compiled
 from mindspore import Tensor, ops
 
+from ms_accum import by_epoch
 from ms_accum.window import Window
 
 
@@ -66,3 +68,44 @@ def test_length(mode, accumulate_step, expected):
 def test_bad_schedules_are_refused_by_the_host(error, message, accumulate_step):
     with pytest.raises(error, match=message):
         Window(accumulate_step)
+
+
+@pytest.mark.parametrize(("schedule", "microbatches"), [({0: 4}, 10), ({0: 1, 2: 4, 3: 3}, 10), ({0: 8, 1: 1}, 3), ({0: 2, 5: 7}, 1)])
+def test_a_schedule_of_epochs(schedule, microbatches):
+    """Simulated: in every epoch all windows but the flushed one have the epoch's length."""
+    by_update, update_step = by_epoch(schedule, microbatches), 0
+    for epoch in range(8):
+        length, left = schedule[max(start for start in schedule if start <= epoch)], microbatches
+        while left:
+            assert reference.window_length(by_update, update_step) == length, (epoch, update_step)
+            left -= min(length, left)
+            update_step += 1
+    assert update_step > max(by_update)
+
+
+def test_a_schedule_of_epochs_is_checked():
+    with pytest.raises(TypeError, match=r"schedule is of type int, expected a dict \{epoch: n\}"):
+        by_epoch(4, 10)
+    with pytest.raises(ValueError, match=r"schedule is \{1: 4\}, which says nothing about epoch 0"):
+        by_epoch({1: 4}, 10)
+    with pytest.raises(ValueError, match="schedule has the key -1, but epochs are counted from 0"):
+        by_epoch({0: 4, -1: 2}, 10)
+    with pytest.raises(ValueError, match="microbatches is 0, but a window holds at least 1"):
+        by_epoch({0: 4}, 0)
+
+
+def by_ops_too(update_step):
+    return ops.minimum(4, 1 + update_step)
+
+
+def later(update_step):
+    return ops.where(update_step < 1000, 1, 4)
+
+
+def test_functions_are_told_apart_by_their_lengths():
+    """Not by their names: those of two lambdas or partials are the same."""
+    assert Window(by_ops).describe() == Window(by_ops_too).describe()
+    partials = functools.partial(ops.add, 2), functools.partial(ops.add, 3)
+    descriptions = [Window(schedule).describe() for schedule in (by_ops, by_branch, later, 1, {0: 1, 1000: 4}, *partials)]
+    assert len(set(descriptions)) == len(descriptions)
+    assert descriptions[2] == f"a function with lengths {(1,) * 11 + (4,) * 7}"

@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .settings import MODES, OPTIMIZERS, STRATEGIES, SYNCS, Settings
+from .settings import APIS, MODES, OPTIMIZERS, STRATEGIES, SYNCS, Settings
 
 if TYPE_CHECKING:
     from .data import Mnist
@@ -72,6 +72,9 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--device-target", choices=DEVICES, default="CPU", help="(default: %(default)s)")
     training.add_argument("--mode", choices=MODES, default=Settings.mode,
                           help="graph: jitted; pynative: op by op (default: %(default)s)")
+    training.add_argument("--api", choices=APIS, default=Settings.api,
+                          help="functional: a loop over make_train_step; model: mindspore.train.Model and its callbacks, the same "
+                               "parameters (default: %(default)s)")
     training.add_argument("--strategy", choices=STRATEGIES, default=Settings.strategy,
                           help="fused: one graph for all; split: a second graph for the update, invoked once per window "
                                "(default: %(default)s)")
@@ -167,6 +170,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     if options.micro_size > 1 and options.sync == "microbatch":
         raise ValueError("argument --micro-size: ranks that exchange each microbatch cannot cut it; leave out --sync microbatch, "
                          "or choose a smaller --batch-size")
+    if options.api == "model" and options.strategy == "split":
+        raise ValueError("argument --strategy: a Model trains one Cell, which is one graph; leave out --strategy split or --api model")
     # No float64 on Ascend's matrix units.
     comparable = options.compare and options.device_target != "Ascend"
     return Settings(
@@ -179,6 +184,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         clip_norm=options.clip_norm,
         seed=options.seed,
         mode=options.mode,
+        api=options.api,
         strategy=options.strategy,
         micro_size=options.micro_size,
         sync=options.sync,

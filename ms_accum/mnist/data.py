@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,14 @@ class Mnist:
 
     train: Digits
     test: Digits
+
+    @cached_property
+    def identity(self) -> str:
+        """How many digits, and the SHA-256 of all of them."""
+        digest = sha256()
+        for array in (self.train.images, self.train.labels, self.test.images, self.test.labels):
+            digest.update(np.ascontiguousarray(array))
+        return f"{len(self.train)} + {len(self.test)} with the SHA-256 {digest.hexdigest()}"
 
 
 def load(source: str) -> Mnist:

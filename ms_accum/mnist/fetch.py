@@ -4,13 +4,15 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-import socket
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, suppress
+from math import ceil
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from tempfile import TemporaryDirectory
+from time import monotonic
 from typing import IO, NamedTuple, Union
 from urllib.parse import urlsplit
 
@@ -37,6 +39,11 @@ MIRRORS = (
 )
 
 CONNECT_SECONDS = 10.0
+# A mirror may take this long, and another second for each of so many bytes that it has sent.
+PATIENCE_SECONDS = 30.0
+SLOWEST_BYTES_PER_SECOND = 10_000
+# What a packed file may be longer than the unpacked one, for bytes that cannot be packed: headers, names, 5 bytes for each 16 KiB or more.
+PACKING_BYTES = 65_536
 
 
 class FetchError(OSError):
@@ -107,7 +114,7 @@ def _fetch_from(mirror: str, unpacked: Path, files: Mapping[str, Known]) -> None
 
 def _fetch_archive(url: str, unpacked: Path, files: Mapping[str, Known]) -> None:
     archive_path = unpacked / "archive.zip"
-    _download(url, archive_path)
+    _download(url, archive_path, sum(map(_most_packed, files.values())))
     with zipfile.ZipFile(archive_path) as archive:
         members = archive.namelist()
         for name, known in files.items():
@@ -120,7 +127,7 @@ def _fetch_archive(url: str, unpacked: Path, files: Mapping[str, Known]) -> None
 def _fetch_packed_files(base_url: str, unpacked: Path, files: Mapping[str, Known]) -> None:
     for name, known in files.items():
         packed = unpacked / f"{name}.gz"
-        _download(base_url + packed.name, packed)
+        _download(base_url + packed.name, packed, _most_packed(known))
         with gzip.open(packed) as source:
             _unpack(source, unpacked / name, known)
 
@@ -141,23 +148,41 @@ def _publish(unpacked: Path, folder: Path, files: Mapping[str, Known]) -> None:
         os.replace(unpacked / name, folder / name)
 
 
-def _download(url: str, path: Path) -> None:
-    from download import download
-
-    on_terminal = sys.stderr.isatty()
-    # `download` writes its bar to stdout, where results belong, and sets a timeout for connecting only.
-    with redirect_stdout(sys.stderr), _socket_timeout(CONNECT_SECONDS):
-        download(url, str(path), kind="file", progressbar=on_terminal, verbose=on_terminal, timeout=CONNECT_SECONDS)
+def _most_packed(known: Known) -> int:
+    return known.size + PACKING_BYTES
 
 
-@contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+def _download(url: str, path: Path, most_bytes: int) -> None:
+    """Fetch `url` to `path`; raises OSError if it is longer than `most_bytes`, too slow, or cannot be had."""
+    # The package `download` reads as much and as long as a server sends; only another process can be limited and stopped.
+    most_seconds = PATIENCE_SECONDS + most_bytes / SLOWEST_BYTES_PER_SECOND
+    limits = [CONNECT_SECONDS, most_bytes + 1, ceil(most_seconds) + 1, int(sys.stderr.isatty())]
+    command = [sys.executable, "-I", Path(__file__).with_name("transfer.py"), url, path, *limits, *sys.path]
+    with Popen([*map(str, command)], stdout=PIPE, encoding="utf-8", errors="replace") as process:
+        try:
+            _wait(process, path.with_name(f"{path.name}.part"), most_bytes)
+            if process.returncode != 0:
+                raise OSError(process.stdout.read() or f"the download ended with status {process.returncode}")
+        finally:
+            process.kill()
+
+
+def _wait(process: Popen, part: Path, most_bytes: int) -> None:
+    """Return when a download has ended; raises OSError if `part`, where it writes, stays behind the slowest rate or gets too long."""
+    start = monotonic()
+    received = 0
+    while True:
+        with suppress(TimeoutExpired):
+            process.wait(timeout=0.2)
+        with suppress(FileNotFoundError):  # not there yet, or already renamed
+            received = part.stat().st_size
+        if received > most_bytes:
+            raise OSError(f"sends more than the {most_bytes} bytes that it may have")
+        if process.returncode is not None:
+            return
+        seconds = monotonic() - start
+        if seconds > PATIENCE_SECONDS + received / SLOWEST_BYTES_PER_SECOND:
+            raise TimeoutError(f"has sent {received} bytes in {seconds:.0f} s, which is too slow")
 
 
 def _md5(path: Path) -> str:
@@ -165,6 +190,4 @@ def _md5(path: Path) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    # `download` wraps what went wrong in two lines, the second of which says it.
-    text = str(error).split("\nError: ")[-1]
-    return " ".join(text.split()) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__

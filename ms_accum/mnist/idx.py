@@ -5,11 +5,14 @@ import gzip
 import struct
 import zlib
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 SIDE = 28
 CLASSES = 10
+# Above the largest of MNIST's relatives, EMNIST with 814,255 (https://arxiv.org/abs/1702.05373); images of 784 MB.
+MOST_ITEMS = 1_000_000
 
 
 def read_images(path: Path) -> np.ndarray:
@@ -19,7 +22,7 @@ def read_images(path: Path) -> np.ndarray:
         ValueError: If the file is no complete idx3 file of images of 28 x 28.
         OSError: If it cannot be read.
     """
-    return parse(content(path), (SIDE, SIDE), path)
+    return read(path, (SIDE, SIDE))
 
 
 def read_labels(path: Path) -> np.ndarray:
@@ -29,52 +32,55 @@ def read_labels(path: Path) -> np.ndarray:
         ValueError: If the file is no complete idx1 file, or a label is no digit.
         OSError: If it cannot be read.
     """
-    labels = parse(content(path), (), path)
+    labels = read(path, ())
     if labels.max() >= CLASSES:
         raise ValueError(f"{path} holds the label {labels.max()}, expected 0 to {CLASSES - 1}; is it a file of MNIST?")
     return labels.astype(np.int32)
 
 
-def content(path: Path) -> bytes:
-    """The bytes of a file, unpacked if its name ends in `.gz`. Raises ValueError if it cannot be unpacked."""
-    if path.suffix != ".gz":
-        return path.read_bytes()
+def read(path: Path, item_shape: tuple[int, ...]) -> np.ndarray:
+    """The array in an idx file of uint8, plain or unpacked if its name ends in `.gz`; see `parse` for arguments, result and errors."""
     try:
-        with gzip.open(path) as file:
-            return file.read()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return parse(file, item_shape, path)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is no complete gzip file ({error}); fetch it again") from error
 
 
-def parse(data: bytes, item_shape: tuple[int, ...], name: object) -> np.ndarray:
-    """The array in `data`, the bytes of an idx file of uint8.
+def parse(file: IO[bytes], item_shape: tuple[int, ...], name: object) -> np.ndarray:
+    """The array in an idx file of uint8. However long the file is, no more is read than its header says, and that is limited.
 
     Source of the format: http://yann.lecun.com/exdb/mnist/ (header: magic 0x08 and the number of dimensions, then
     the size of each dimension, all big-endian).
 
     Args:
-        data: The whole file.
+        file: The whole file, from its beginning.
         item_shape: Expected shape of one item: `(28, 28)` for images, `()` for labels.
         name: What errors call the file.
 
     Returns:
-        Read-only uint8 array `(n, *item_shape)`, n >= 1.
+        Read-only uint8 array `(n, *item_shape)`, 1 <= n <= `MOST_ITEMS`.
 
     Raises:
-        ValueError: If magic, shape or number of bytes are not as expected, or there is no item.
+        ValueError: If magic, shape or number of bytes are not as expected, or there is no item or too many.
     """
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
-    if len(data) < header_bytes:
-        raise ValueError(f"{name} holds {len(data)} bytes, but an idx{dimensions} header has {header_bytes}; fetch it again")
-    magic, *shape = struct.unpack_from(f">{1 + dimensions}I", data)
+    header = file.read(header_bytes)
+    if len(header) < header_bytes:
+        raise ValueError(f"{name} holds {len(header)} bytes, but an idx{dimensions} header has {header_bytes}; fetch it again")
+    magic, *shape = struct.unpack(f">{1 + dimensions}I", header)
     if magic != 0x0800 + dimensions:
         raise ValueError(f"{name} starts with the magic number {magic}, expected {0x0800 + dimensions} (idx{dimensions} of uint8)")
     if tuple(shape[1:]) != item_shape:
         raise ValueError(f"{name} holds items of shape {tuple(shape[1:])}, expected {item_shape}; is it a file of MNIST?")
     if shape[0] == 0:
         raise ValueError(f"{name} holds no digits, expected at least one")
-    expected = header_bytes + shape[0] * int(np.prod(item_shape, dtype=int))
+    if shape[0] > MOST_ITEMS:
+        raise ValueError(f"{name} says that it holds {shape[0]} items, expected at most {MOST_ITEMS}; is it a file of MNIST?")
+    expected = shape[0] * int(np.prod(item_shape, dtype=int))
+    data = file.read(expected + 1)  # one byte more shows that a file is too long, however far a .gz would unpack
     if len(data) != expected:
-        raise ValueError(f"{name} holds {len(data)} bytes, expected {expected} for {shape[0]} items; fetch it again")
-    return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
+        size = f"more than {expected}" if len(data) > expected else str(len(data))
+        raise ValueError(f"{name} holds {size} bytes behind its header, expected {expected} for {shape[0]} items; fetch it again")
+    return np.frombuffer(data, np.uint8).reshape(shape)

@@ -21,6 +21,7 @@ from .settings import Settings
 from .train import Epoch
 
 PROGRESS_LINES = 4
+_API = {"functional": "make_train_step", "model": "mindspore.train.Model"}
 
 
 def versions() -> dict[str, str]:
@@ -40,7 +41,7 @@ def header(settings: Settings, mnist: Mnist, source: str, device: str) -> str:
     source = source.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8, what is printed has to be
     return "\n".join((
         f"versions   {names}",
-        f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, gradients in {settings.gradients}",
+        f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, {_API[settings.api]}, gradients in {settings.gradients}",
         f"data       {source}: {len(mnist.train):,} digits to train on, {len(mnist.test):,} to test on",
         f"batch      {batch(settings)}{_cut(settings)}",
         f"optimizer  {settings.optimizer}, learning rate {settings.lr:g}{clipped}, seed {settings.seed}",
@@ -97,6 +98,7 @@ def figures(settings: Settings, epochs: list[Epoch]) -> dict:
         "batch_size": settings.batch_size,
         "accumulate_step": settings.accumulate_step,
         "micro_size": settings.micro_size,
+        "api": settings.api,
         "strategy": settings.strategy,
         "ranks": settings.ranks,
         "sync": settings.sync,

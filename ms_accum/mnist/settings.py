@@ -6,6 +6,7 @@ from typing import Optional
 
 OPTIMIZERS = ("sgd", "momentum", "adam")
 MODES = ("graph", "pynative")
+APIS = ("functional", "model")
 STRATEGIES = ("fused", "split")
 SYNCS = ("window", "microbatch")
 
@@ -24,6 +25,7 @@ class Settings:
         clip_norm: Largest global norm of the accumulated gradient; None: no clipping.
         seed: Of the initial weights and of the order of digits.
         mode: "graph": jitted functions. "pynative": op by op.
+        api: "functional": a loop over `make_train_step`. "model": `mindspore.train.Model` with a `TrainOneStepCell`.
         strategy: "fused" or "split"; see `make_train_step`.
         micro_size: Pieces that each microbatch is cut into inside the compiled function; see `make_train_step`.
         ranks: Processes that train together, each on its own microbatches.
@@ -43,6 +45,7 @@ class Settings:
     clip_norm: Optional[float] = None
     seed: int = 42
     mode: str = "graph"
+    api: str = "functional"
     strategy: str = "fused"
     micro_size: int = 1
     ranks: int = 1

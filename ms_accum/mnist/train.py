@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Optional
+from typing import Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -17,10 +17,12 @@ from mindspore import Tensor, nn
 from ms_accum.accumulator import Accumulator
 from ms_accum.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from ms_accum.distributed import DataParallel, gather
+from ms_accum.model import TrainOneStepCell
 from ms_accum.noise_scale import GradientNoiseScale
 from ms_accum.train_step import TrainStep, make_train_step
 
 from .data import Digits, Mnist
+from .feed import FEEDS, in_a_loop
 from .network import Network
 from .settings import Settings
 from .step import CountCorrect, Float64Optimizer, make_forward
@@ -93,7 +95,7 @@ class Place:
         for name, value in _identity(settings, mnist).items():
             if extra["run"].get(name) != value:
                 raise CheckpointError(f"the checkpoint is of a run with {name} {extra['run'].get(name)}, but this one has {value}; "
-                                      "give the same options")
+                                      "give the same options and digits")
         epochs = [Epoch(**{**epoch, "microbatch_losses": np.array(epoch["microbatch_losses"])}) for epoch in extra["epochs"]]
         if len(epochs) > settings.epochs:
             raise CheckpointError(f"the checkpoint has {len(epochs)} epochs behind it, but this run is of {settings.epochs}; "
@@ -104,7 +106,7 @@ class Place:
 def _identity(settings: Settings, mnist: Mnist) -> dict:
     """What has to be the same for a run to go on; how many epochs it has may change."""
     run = {name: value for name, value in asdict(settings).items() if name != "epochs"}
-    return {**run, "training digits": len(mnist.train), "test digits": len(mnist.test)}
+    return {**run, "digits": mnist.identity}
 
 
 def train(
@@ -149,12 +151,13 @@ def train(
         if accumulator.noise_scale is not None and not place.losses:
             accumulator.noise_scale.reset()
         start = perf_counter()
-        with _jit(settings.mode):
+        with _mode(settings):
             # At the same microbatches on every rank, or one of them would wait for ever.
             shortest = -(-len(order) // settings.batch_size) // settings.ranks
             every = checkpoints.every
             save_at = range(every - (epoch - 1) * shortest % every, shortest + 1, every) if every else range(0)
-            train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save, settings.ranks)
+            train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save, settings.ranks,
+                        FEEDS[settings.api])
         losses, place.losses = np.array(place.losses, np.float64), []
         trained = perf_counter()
         accuracy = evaluate(count_correct, mnist.test, settings)
@@ -175,7 +178,7 @@ def train(
         save()
 
 
-def make_step(network: Network, settings: Settings) -> TrainStep:
+def make_step(network: Network, settings: Settings) -> Union[TrainStep, TrainOneStepCell]:
     """The train step that the settings describe."""
     optimizer = make_optimizer(network, settings)
     if settings.gradients == "float64":
@@ -184,6 +187,8 @@ def make_step(network: Network, settings: Settings) -> TrainStep:
     reducer = DataParallel(sync=settings.sync, shard=settings.shard) if settings.ranks > 1 else None
     accumulator = Accumulator(optimizer, settings.accumulate_step, settings.clip_norm, reduction="mean", reducer=reducer,
                               noise_scale=GradientNoiseScale(decay=1) if settings.noise_scale else None)
+    if settings.api == "model":
+        return TrainOneStepCell(make_forward(network), accumulator, micro_size=settings.micro_size)
     return make_train_step(make_forward(network), accumulator, micro_size=settings.micro_size, strategy=settings.strategy)
 
 
@@ -212,6 +217,7 @@ def train_epoch(
     save_at: range = range(0),
     save: Callable[[], None] = lambda: None,
     ranks: int = 1,
+    feed: Callable = in_a_loop,
 ) -> None:
     """Train on the rows of each microbatch in turn and close the last window.
 
@@ -224,6 +230,7 @@ def train_epoch(
         save_at: Numbers of microbatches of this epoch after which to save.
         save: Called then; `losses` is complete.
         ranks: How many train; the others are taken to be as far as this one.
+        feed: What takes `train_step` through the microbatches, see `feed`.
     """
     # The losses stay on the device until they are needed: reading one here would wait for it.
     unread = []
@@ -232,16 +239,19 @@ def train_epoch(
         losses.extend(float(loss.asnumpy()) for loss in unread)
         unread.clear()
 
-    done = min(ranks * sum(map(len, microbatches[:len(losses)])), len(digits) - 1)
-    for i in range(len(losses), len(microbatches)):
-        rows = microbatches[i]
-        unread.append(train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows])))
-        done = len(digits) if i == len(microbatches) - 1 else min(done + ranks * len(rows), len(digits) - 1)
-        on_microbatch(done, unread[-1])
-        if i + 1 in save_at:
+    done = len(losses)
+
+    def took(loss: Tensor) -> None:
+        nonlocal done
+        done += 1
+        unread.append(loss)
+        seen = min(ranks * sum(map(len, microbatches[:done])), len(digits) - 1)
+        on_microbatch(len(digits) if done == len(microbatches) else seen, loss)
+        if done in save_at:
             read()
             save()
-    train_step.flush()
+
+    feed(train_step, digits, microbatches[done:], took)
     read()
 
 
@@ -266,14 +276,17 @@ def _of_all_ranks(numbers: np.ndarray, settings: Settings) -> np.ndarray:
 
 
 @contextmanager
-def _jit(mode: str) -> Iterator[None]:
-    """In "pynative" mode, jitted functions run op by op, by MindSpore's own switch for that."""
-    before = os.environ.get("MS_JIT")
-    if mode == "pynative":
+def _mode(settings: Settings) -> Iterator[None]:
+    """In "pynative" mode, jitted functions run op by op, by MindSpore's own switch; in "graph" mode, a `Model` compiles its cell."""
+    before, context = os.environ.get("MS_JIT"), ms.get_context("mode")
+    if settings.mode == "pynative":
         os.environ["MS_JIT"] = "0"
+    elif settings.api == "model":
+        ms.set_context(mode=ms.GRAPH_MODE)
     try:
         yield
     finally:
+        ms.set_context(mode=context)
         if before is None:
             os.environ.pop("MS_JIT", None)
         else:

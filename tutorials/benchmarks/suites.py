@@ -81,6 +81,15 @@ def scaling(quick: bool, digits: Path) -> list[Group]:
     return groups + [_timed(f"{label}, N = 4", Case(other, batch), names, quick) for label, other, batch in others]
 
 
+def skipping(quick: bool, digits: Path) -> list[Group]:
+    """What it costs to look for NaN and infinity; "fused" twice, to show what two processes of the same code differ by."""
+    cases = [("MLP", "mlp-784-32-32-10", 32), ("CNN", "cnn-8x1", 1)] if quick else [
+        ("MLP", "mlp-784-512-512-10", 32), ("CNN", "cnn-16x2", 2), ("transformer", "transformer-384x6", 4)]
+    names = ("fused", "fused-again", "skip-window", "skip-microbatch")
+    return [_timed(f"{label}, N = 4", Case(network, batch), names if label == "MLP" else (REFEREE, *names), quick, ("fused",))
+            for label, network, batch in cases]
+
+
 def mnist(quick: bool, digits: Path) -> list[Group]:
     """A whole epoch of the reference run against the tutorial's own loop and PyTorch."""
     case = EpochCase(str(digits))
@@ -108,13 +117,13 @@ def distributed(quick: bool, digits: Path) -> list[Group]:
     return groups
 
 
-SUITES = {"mlp": mlp, "memory": memory, "scaling": scaling, "distributed": distributed, "mnist": mnist}
-ROUNDS = {"mlp": 30, "memory": 3, "scaling": 12, "distributed": 12, "mnist": 7}
-QUICK_ROUNDS = {"mlp": 3, "memory": 1, "scaling": 2, "distributed": 1, "mnist": 1}
+SUITES = {"mlp": mlp, "memory": memory, "scaling": scaling, "skipping": skipping, "distributed": distributed, "mnist": mnist}
+ROUNDS = {"mlp": 30, "memory": 3, "scaling": 12, "skipping": 30, "distributed": 12, "mnist": 7}
+QUICK_ROUNDS = {"mlp": 3, "memory": 1, "scaling": 2, "skipping": 2, "distributed": 1, "mnist": 1}
 
 
-def _timed(name: str, case: Case, contestants: tuple[str, ...], quick: bool) -> Group:
-    return Group(name, asdict(case), contestants, FLOOR, seconds=0.02 if quick else 0.25, referee=_oracle(case))
+def _timed(name: str, case: Case, contestants: tuple[str, ...], quick: bool, base: tuple[str, ...] = FLOOR) -> Group:
+    return Group(name, asdict(case), contestants, base, seconds=0.02 if quick else 0.25, referee=_oracle(case))
 
 
 def _weighed(name: str, case: Case, contestants: tuple[str, ...], piece: int) -> Group:

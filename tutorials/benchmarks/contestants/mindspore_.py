@@ -270,8 +270,8 @@ def one_buffer_mean(start: Start) -> Way:
 # --- ours ------------------------------------------------------------------------------------------------------------------
 
 
-def fused(start: Start) -> Way:
-    acc = Accumulator(start.optimizer, start.pieces, reduction="mean")
+def fused(start: Start, on_nonfinite: str = "apply") -> Way:
+    acc = Accumulator(start.optimizer, start.pieces, reduction="mean", on_nonfinite=on_nonfinite)
     return Way(make_train_step(start.forward_fn, acc), tuple(acc.parameters))
 
 
@@ -501,6 +501,9 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "one-buffer": one_buffer,
     "one-buffer-mean": one_buffer_mean,
     "fused": fused,
+    "fused-again": fused,
+    "skip-window": partial(fused, on_nonfinite="skip_window"),
+    "skip-microbatch": partial(fused, on_nonfinite="skip_microbatch"),
     "split": split,
     "in-step": in_step,
     "bare": bare,
