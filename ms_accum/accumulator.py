@@ -26,6 +26,7 @@ from .gradients import (
     require_gradients,
     scaled,
 )
+from .noise_scale import GradientNoiseScale, Spread
 from .window import AccumulateStep, Window
 
 _REDUCTIONS = ("sum", "mean")
@@ -71,6 +72,8 @@ class Accumulator:
         after_update: Called without arguments after each update, never for a microbatch or a window that is skipped; for a moving average
             of the weights, say. Part of the graph in graph mode, so it has to work on Parameters. If it is a Cell, its Parameters
             are state of the accumulator.
+        noise_scale: A `GradientNoiseScale`, which then measures what the windows say about the batch size that is worth it, for one norm
+            at each microbatch. With `reduction="mean"` only.
 
     Attributes:
         mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
@@ -123,6 +126,7 @@ class Accumulator:
         on_nonfinite: str = "apply",
         reducer: Optional[DataParallel] = None,
         after_update: Optional[Callable] = None,
+        noise_scale: Optional[GradientNoiseScale] = None,
     ) -> None:
         parameters = _optimizer_parameters(optimizer)
         self.optimizer = optimizer
@@ -131,6 +135,7 @@ class Accumulator:
         self.reduction = _one_of("reduction", reduction, _REDUCTIONS)
         self.on_nonfinite = _one_of("on_nonfinite", on_nonfinite, _ON_NONFINITE)
         self.after_update = _checked_hook(after_update)
+        self.noise_scale = _checked_noise_scale(noise_scale, reduction)
         self.loss_scaler = None
         self.accumulate_step = accumulate_step
         self._names = tuple(p.name for p in parameters)
@@ -139,7 +144,8 @@ class Accumulator:
 
         self.buffer_dtypes = tuple(_buffer_dtype(buffer_dtype, p.dtype) for p in parameters)
         settings = {"accumulate_step": self.window.describe(), "clip_norm": repr(self.clip_norm), "reduction": reduction,
-                    "on_nonfinite": on_nonfinite, "the optimizer, its learning rate or state": _describe(optimizer, parameters)}
+                    "on_nonfinite": on_nonfinite, "noise_scale": "None" if noise_scale is None else f"decay {noise_scale.decay}",
+                    "the optimizer, its learning rate or state": _describe(optimizer, parameters)}
         layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", settings)
         self.reducer = OneDevice(layout) if reducer is None else _checked_reducer(reducer).bind(layout)
         self._prefix = prefix = f"accumulator{next(_instances)}"
@@ -154,6 +160,9 @@ class Accumulator:
         self.parameters = ParameterTuple(
             [*self.buffers, self.weight_sum, self.mini_step, self.update_step, self.skipped, self.grad_norm, self.window_weight,
              *_state_of(after_update, optimizer, parameters)])
+        if noise_scale is not None:
+            noise_scale.bind(prefix)
+            self.parameters = ParameterTuple([*self.parameters, noise_scale.window, noise_scale.totals])
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
         """Add one microbatch and, if it closes the window, update.
@@ -255,6 +264,8 @@ class Accumulator:
             # buffer * 0, where NaN * 0 is 0. Of 258 MB of buffers, graph mode keeps a second copy for zeros_like(buffer)
             # (a constant) and for a broadcast 0 (all at once, and 3 x slower); this takes two temporary parameters.
             ops.assign(buffer, _multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
+        if self.noise_scale is not None:
+            self.noise_scale.forget_window()
 
     def unscale_by(self, loss_scaler: amp.LossScaler) -> None:
         """Expect gradients of losses multiplied by `loss_scaler.scale_value`; for drivers, which multiply them.
@@ -312,26 +323,30 @@ class Accumulator:
         bad = 0.0
         if self.on_nonfinite == "skip_microbatch":
             bad = ops.logical_and(ops.logical_not(all_finite(weighted_grads)), weight != 0).astype(ms.float32)
-        gradients, (weight, bad, present) = self.reducer.microbatch(weighted_grads, (weight, bad, present))
+        # Before the exchange: afterwards, these are gradients of all ranks together.
+        spread = () if self.noise_scale is None else self.noise_scale.measure(weighted_grads, weight)
+        gradients, header = self.reducer.microbatch(weighted_grads, (weight, bad, present, *spread))
+        weight, bad, present = header[:3]
         if self.on_nonfinite == "skip_microbatch":
             taken = (bad == 0).astype(ms.int32)
             ops.assign_add(self.skipped, 1 - taken)
             if ops.logical_and(taken > 0, weight != 0):
-                self._store(gradients, weight)
+                self._store(gradients, weight, header[3:])
             return taken, present
         if weight != 0:
-            self._store(gradients, weight)
+            self._store(gradients, weight, header[3:])
         return Tensor(1, ms.int32), present
 
     def _close(self, asked: float) -> Scalar:
         """Close the window of all ranks if one of them asked for it or there is anything in it; how many ranks asked."""
-        header = (self.weight_sum, self.mini_step, asked)
-        gradients, (weight, microbatches, asked) = self.reducer.window(self.buffers, header)
+        spread = () if self.noise_scale is None else self.noise_scale.open_window()
+        gradients, header = self.reducer.window(self.buffers, (self.weight_sum, self.mini_step, asked, *spread))
+        weight, microbatches, asked = header[:3]
         if asked > 0 or microbatches > 0:
             if self.on_nonfinite == "skip_window" or self.loss_scaler is not None:
-                self._update_finite(gradients, weight)
+                self._update_finite(gradients, weight, header[3:])
             else:
-                self._update(gradients, weight)
+                self._update(gradients, weight, header[3:])
             ops.assign(self.window_weight, self.weight_sum)
         self.reset()
         return asked
@@ -339,26 +354,31 @@ class Accumulator:
     def _windows(self) -> Tensor:
         return self.update_step + self.skipped if self.on_nonfinite != "skip_microbatch" else self.update_step + 0
 
-    def _store(self, weighted_grads: Gradients, weight: Scalar) -> None:
+    def _store(self, weighted_grads: Gradients, weight: Scalar, spread: Spread) -> None:
         for buffer, gradient in zip(self.buffers, weighted_grads):
             _add_to(buffer, gradient.astype(buffer.dtype))
         if self.reduction == "mean":
             ops.assign_add(self.weight_sum, weight)
+        if self.noise_scale is not None:
+            self.noise_scale.include(spread)
 
-    def _update_finite(self, gradients: Gradients, weight: Tensor) -> None:
+    def _update_finite(self, gradients: Gradients, weight: Tensor, spread: Spread) -> None:
         finite = all_finite(gradients)
         ops.assign_add(self.skipped, ops.logical_not(finite).astype(ms.int32))
         if finite:
-            self._update(gradients, weight)
+            self._update(gradients, weight, spread)
         if self.loss_scaler is not None:
             self.loss_scaler.adjust(finite)
 
-    def _update(self, gradients: Gradients, weight: Tensor) -> None:
+    def _update(self, gradients: Gradients, weight: Tensor, spread: Spread) -> None:
         factor = self._normaliser(weight)
         if self.loss_scaler is not None:
             factor = factor / self.loss_scaler.scale_value
-        if self.clip_norm is not None:
+        if self.clip_norm is not None or self.noise_scale is not None:
             norm = global_norm(gradients) * abs(factor)  # negative weights can make the factor negative
+        if self.noise_scale is not None:
+            self.noise_scale.conclude(spread, weight, norm, 1.0 if self.loss_scaler is None else self.loss_scaler.scale_value)
+        if self.clip_norm is not None:
             ops.assign(self.grad_norm, norm)
             factor = factor * clip_factor(norm, self.clip_norm)
         self.optimizer(tuple([scaled(g, factor, dtype) for g, dtype in zip(gradients, self._dtypes)]))
@@ -481,6 +501,16 @@ def _checked_reducer(reducer: object) -> DataParallel:
         raise TypeError(f"reducer is of type {type(reducer).__name__}, expected a DataParallel, or None for one device; "
                         "give e.g. DataParallel()")
     return reducer
+
+
+def _checked_noise_scale(noise_scale: object, reduction: str) -> Optional[GradientNoiseScale]:
+    if noise_scale is not None and not isinstance(noise_scale, GradientNoiseScale):
+        raise TypeError(f"noise_scale is of type {type(noise_scale).__name__}, expected a GradientNoiseScale, or None; "
+                        "give GradientNoiseScale()")
+    if noise_scale is not None and reduction != "mean":
+        raise ValueError(f'noise_scale with reduction={reduction!r}: only with "mean" is it known how many samples a gradient stands '
+                         'for; give reduction="mean" and the number of samples as weight')
+    return noise_scale
 
 
 def _buffer_dtype(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Optional
 
-from . import __version__, check_command
+from . import __version__, check_command, plan_command
 from .mnist import command as mnist
 from .runtime import avoid_busy_waiting
 
@@ -73,4 +73,5 @@ def _parser() -> Parser:
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     mnist.add_parser(subcommands)
     check_command.add_parser(subcommands)
+    plan_command.add_parser(subcommands)
     return parser

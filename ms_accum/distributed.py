@@ -4,8 +4,9 @@
     rank 1:  add, add, ... ─┼─ one exchange for each window ─► the same update on every rank       sync="window"
     rank 2:  add, add, ... ─┘
 
-An exchange carries the gradients in few large buckets, and a header of three numbers that tells what the ranks have in common: the
-weight, how many microbatches there are, and who still has data. A rank that has run out takes part with zeros until all have.
+An exchange carries the gradients in few large buckets, and a header of a few numbers that tells what the ranks have in common: the
+weight, how many microbatches there are, and who still has data; then whatever else is to be summed. A rank that has run out takes part
+with zeros until all have.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from .gradients import Gradients, Scalar
 _SYNC = ("window", "microbatch")
 _MEBIBYTE = 2**20
 _multiply_no_nan = ops.MulNoNan()
-Header = tuple[Scalar, Scalar, Scalar]
+Header = tuple[Scalar, ...]
 
 
 @dataclass(frozen=True)
@@ -156,11 +157,11 @@ class OneDevice:
         return _whole_buffers(self.layout, prefix)
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """What to add to the buffers. Header: weight, whether this is to be skipped (0 or more), whether any rank has data (0 or more)."""
+        """What to add to the buffers. Header: weight, whether this is to be skipped (0 or more), how many ranks have data, others."""
         return gradients, header
 
     def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """The whole gradients of a window. Header: weight, microbatches, whether any rank asks for an update (0 or more)."""
+        """The whole gradients of a window. Header: weight, microbatches, whether any rank asks for an update (0 or more), others."""
         return buffers, header
 
 
@@ -182,7 +183,7 @@ class WindowSync:
         """See `OneDevice`: as they are; flags of all ranks, if those have to agree."""
         if self.each_microbatch:
             flags = self.buckets.sum_header(header)
-            header = (header[0], flags[1], flags[2])
+            header = (header[0], flags[1], flags[2], *header[3:])
         return gradients, header
 
     def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
@@ -294,12 +295,12 @@ class Buckets:
         if self.carries_header:
             first = self.members[0]
             sums = self.sum(ops.concat((self._flat(gradients, first, 0), _as_tensor(header))))
-            header = _as_header(sums[self.totals[0]:])
+            header = _as_header(sums[self.totals[0]:], len(header))
             summed = self._split(sums, first)
             others = self.members[1:]
         else:
             sums = self.sum(_as_tensor(header))
-            header = _as_header(sums)
+            header = _as_header(sums, len(header))
             summed = ()
             others = self.members
         for members in others:
@@ -310,7 +311,7 @@ class Buckets:
     def reduce_scatter(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """This rank's part of the sums over all ranks, one flat Tensor for each bucket; the sums of the header."""
         sums = self.sum(_as_tensor(header))
-        header = _as_header(sums)
+        header = _as_header(sums, len(header))
         parts = ()
         for members, length, padding in zip(self.members, self.lengths, self.padding):
             flat = ops.depend(self._flat(gradients, members, padding), sums)
@@ -335,7 +336,7 @@ class Buckets:
 
     def sum_header(self, header: Header) -> Header:
         """The sums over all ranks of a header alone."""
-        return _as_header(self.sum(_as_tensor(header)))
+        return _as_header(self.sum(_as_tensor(header)), len(header))
 
     def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
         parts = [gradients[i].reshape(-1).astype(self.dtypes[i]) for i in members]
@@ -375,8 +376,8 @@ def _element(value: Scalar) -> Tensor:
     return value.reshape(1).astype(ms.float32) if isinstance(value, Tensor) else Tensor([value], ms.float32)
 
 
-def _as_header(sums: Tensor) -> Header:
-    return sums[0], sums[1], sums[2]
+def _as_header(sums: Tensor, length: int) -> Header:
+    return tuple([sums[i] for i in range(length)])
 
 
 # --- the start: are all ranks alike? -------------------------------------------------------------------------------------

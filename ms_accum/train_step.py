@@ -127,7 +127,7 @@ class TrainStep:
                 result = accumulate(samples, cut, *batch)
                 return result, acc.due()
 
-            return _compiled(accumulate_and_update if strategy == "fused" else accumulate_only)
+            return compiled(accumulate_and_update if strategy == "fused" else accumulate_only)
 
         def update() -> Tensor:
             acc.apply()
@@ -138,8 +138,8 @@ class TrainStep:
 
         # One graph for each layout of a batch: as arguments, samples and cut would cost 16 us a call.
         self._graph_for = cache(graph_for)
-        self._update = _compiled(update)
-        self._flush = _compiled(flush)
+        self._update = compiled(update)
+        self._flush = compiled(flush)
 
     def __call__(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Any]]:
         """Train on a batch: the loss, or `(loss, aux)`.
@@ -172,7 +172,7 @@ class _Graph(nn.Cell):
         return self.function(*arguments)
 
 
-def _compiled(function: Callable) -> Callable:
+def compiled(function: Callable) -> Callable:
     return ms.jit(_Graph(function))
 
 
@@ -188,10 +188,10 @@ def make_accumulate(
 
     Arguments and errors as in `make_train_step`; `samples` and `cut` as from `pieces.layout`.
     """
-    _require_callable("forward_fn", forward_fn)
+    require_callable("forward_fn", forward_fn)
     if weight_fn is not None:
-        _require_callable("weight_fn", weight_fn)
-    _require_mean(acc)
+        require_callable("weight_fn", weight_fn)
+    require_mean(acc)
     if micro_size > 1 and acc.reducer.each_microbatch:
         raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", or '
                          'on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give sync="window" and '
@@ -282,14 +282,15 @@ def make_accumulate(
 
 
 @constexpr
-def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type]) -> bool:
+def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type], name: str = "forward_fn") -> bool:
     """Refuse a loss that is no float scalar: value_and_grad would silently differentiate the sum of its elements, or through a cast."""
     if shape is None:
-        raise TypeError("forward_fn returned no Tensor, expected the loss alone; give has_aux=True if it returns (loss, aux)")
+        remedy = "; give has_aux=True if it returns (loss, aux)" if name == "forward_fn" else ""
+        raise TypeError(f"{name} returned no Tensor, expected the loss alone{remedy}")
     if tuple(shape) != ():
-        raise ValueError(f"forward_fn returned a loss of shape {tuple(shape)}, expected shape (); give the mean over the samples")
+        raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); give the mean over the samples")
     if dtype not in FLOATS:
-        raise TypeError(f"forward_fn returned a loss of {dtype}, expected a float dtype; leave the loss as the network computed it")
+        raise TypeError(f"{name} returned a loss of {dtype}, expected a float dtype; leave the loss as the network computed it")
     return True
 
 
@@ -302,12 +303,12 @@ def require_aux(length: Optional[int]) -> bool:
     return True
 
 
-def _require_callable(name: str, function: object) -> None:
+def require_callable(name: str, function: object) -> None:
     if not callable(function):
         raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
 
 
-def _require_mean(acc: object) -> None:
+def require_mean(acc: object) -> None:
     if not isinstance(acc, Accumulator):
         raise TypeError(f"acc is of type {type(acc).__name__}, expected an Accumulator; "
                         'give Accumulator(optimizer, accumulate_step, reduction="mean")')

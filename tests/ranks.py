@@ -14,7 +14,7 @@ from conftest import MLP, mean_loss, tensors, values
 from mindspore import Tensor, amp, nn
 from mindspore.communication import get_group_size, get_rank, init
 
-from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import Accumulator, DataParallel, GradientNoiseScale, avoid_busy_waiting, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.checkpoint import CheckpointError
 from ms_accum.distributed import wait_for_all
 
@@ -265,8 +265,18 @@ def resume(rank, ranks, sync, suffix):
             "refused": refused, "files": files}
 
 
+def noise(rank, ranks, sync, on_nonfinite="apply"):
+    """The noise scale of gradients that stay where they are; one rank runs out of data early."""
+    network = MLP(seed=0)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 1e-30), N, reduction="mean", on_nonfinite=on_nonfinite, reducer=SYNCS[sync],
+                      noise_scale=GradientNoiseScale(decay=0.9))
+    train(acc, make_train_step(mean_loss(network), acc), microbatches("uneven", rank))
+    return {"found": [acc.noise_scale.noise, acc.noise_scale.gradient_squared]}
+
+
 SCENARIOS = {function.__name__: function for function in (
-    matrix, summed, article, unchanged_between_boundaries, nonfinite, overflow, traffic, refusals, compiled_before, weight_zero, resume)}
+    matrix, summed, article, unchanged_between_boundaries, nonfinite, overflow, traffic, refusals, compiled_before, weight_zero, resume,
+    noise)}
 
 
 def main(*scenarios):

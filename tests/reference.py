@@ -122,3 +122,17 @@ class Accumulation:
             total = [g * np.minimum(1.0, self.clip_norm / (self.grad_norm + 1e-6)) for g in total]
         self.parameters = self.optimizer(self.parameters, total)
         self.update_step += 1
+
+
+def noise_and_signal(windows, decay=1.0):
+    """S and |G|² of the gradient noise scale from windows of (gradient, weight), straight from the definitions: the weighted variance
+    of the gradients about their mean, and what of that mean's squared norm is not noise."""
+    totals = np.zeros(3)
+    for window in windows:
+        others = len(window) - 1
+        if others > 0:
+            weights = np.array([weight for _, weight in window])
+            mean = sum(weight * gradient for gradient, weight in window) / weights.sum()
+            noise = sum(weight * ((gradient - mean) ** 2).sum() for gradient, weight in window) / others
+            totals = totals * decay + others * np.array([noise, (mean**2).sum() - noise / weights.sum(), 1])
+    return totals[:2] / totals[2]

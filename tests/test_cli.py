@@ -96,7 +96,8 @@ def test_json_holds_every_figure_and_option(run, digits):
     assert figures["loss"] == pytest.approx(epochs[-1].loss)
     assert [epoch["loss"] for epoch in figures["epochs"]] == pytest.approx([epoch.loss for epoch in epochs])
     assert [epoch["update_step"] for epoch in figures["epochs"]] == [2, 4]
-    assert figures["epochs"][0].keys() == {"epoch", "loss", "accuracy", "train_seconds", "test_seconds", "update_step"}
+    assert figures["epochs"][0].keys() == {
+        "epoch", "loss", "accuracy", "train_seconds", "test_seconds", "update_step", "noise_scale"}
     assert figures["train_seconds"] == pytest.approx(sum(epoch["train_seconds"] for epoch in figures["epochs"]))
     assert figures["test_seconds"] == pytest.approx(sum(epoch["test_seconds"] for epoch in figures["epochs"]))
     assert figures["effective_batch"] == 64
@@ -108,7 +109,9 @@ def test_json_holds_every_figure_and_option(run, digits):
         "data": digits, "batch_size": 16, "accumulate_step": 4, "epochs": 2, "lr": 0.05, "momentum": 0.5, "optimizer": "sgd",
         "clip_norm": None, "seed": 7, "device_target": "CPU", "mode": "pynative", "api": "functional", "strategy": "fused", "micro_size": 1,
         "compare": False,
-        "json": "run.json", "plot": None, "save": None, "save_every": None, "resume": None, "sync": "window", "shard": False}
+        "json": "run.json", "plot": None, "save": None, "save_every": None, "resume": None, "sync": "window", "shard": False,
+        "noise_scale": False}
+    assert figures["noise_scale"] is None
     assert "max_parameter_difference" not in figures
     assert f"accuracy {figures['accuracy']:.2f} %" in out[-1]
 
@@ -268,6 +271,35 @@ def test_the_plot_shows_both_runs(run, monkeypatch):
     assert (loss_axes.get_ylabel(), accuracy_axes.get_ylabel()) == ("loss", "accuracy in %")
 
 
+def test_the_noise_scale_is_printed_written_and_drawn(run, monkeypatch):
+    """That of a GradientNoiseScale over the last epoch's microbatches; a resumed run has the same."""
+    drawn = []
+    from matplotlib.figure import Figure
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), Path(path).write_bytes(b""))[1])
+    status, out, err = run("--noise-scale", "--json", "run.json", "--plot", "run.png", "--save", "run.ckpt")
+    assert (status, err) == (0, [])
+    figures = strict(Path("run.json").read_text())
+    epochs = [epoch["noise_scale"] for epoch in figures["epochs"]]
+    assert figures["noise_scale"] == epochs[1] != epochs[0]
+    assert all(scale > 0 for scale in epochs)
+    for epoch, scale in enumerate(epochs, 1):
+        assert any(re.fullmatch(rf"epoch {epoch}/2  loss .* s  noise scale {scale:,.0f} digits", line) for line in out)
+    verdict = "a larger batch saves updates" if epochs[1] > 64 else "a smaller batch learns as much from an update"
+    assert out[-1] == f"critical batch size about {epochs[1]:,.0f} digits, {epochs[1] / 64:.2g} x the 64 of an update: {verdict}"
+    noise_axes = drawn[0].axes[2]
+    assert noise_axes.lines[0].get_ydata().tolist() == epochs
+    assert [text.get_text() for text in noise_axes.get_legend().get_texts()] == [
+        "critical batch size (noise scale)", "an update: 64 digits"]
+
+    status, _, _ = run("--noise-scale", "--epochs", "1", "--save", "one.ckpt", "--save-every", "3")
+    assert status == 0
+    status, _, _ = run("--noise-scale", "--resume", "one.ckpt", "--json", "resumed.json")
+    assert strict(Path("resumed.json").read_text())["epochs"][1]["noise_scale"] == epochs[1]
+    status, _, err = run("--noise-scale", "--accumulate-step", "1")
+    assert (status, len(err)) == (2, 1)
+    assert "argument --noise-scale: compares the microbatches of a window, which holds only one; give --accumulate-step 2" in err[0]
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     path.write_text("before")
@@ -349,7 +381,7 @@ def test_damaged_digits_are_refused_in_one_line(run, tmp_path):
     write(tmp_path / "cut", {**files, name: files[name][:-1]})
     status, out, err = run(data=str(tmp_path / "cut"))
     assert (status, out, len(err)) == (2, [], 1)
-    assert "train-images-idx3-ubyte holds 3935 bytes, expected 3936 for 5 items" in err[0]
+    assert "train-images-idx3-ubyte holds 3919 bytes behind its header, expected 3920 for 5 items" in err[0]
 
 
 def test_plot_without_matplotlib_is_refused_before_training(run, monkeypatch):

@@ -44,6 +44,7 @@ OTHERS = {
         "nonfinite:window:skip_window:pynative", "nonfinite:window:skip_microbatch",
         "nonfinite:shard:skip_microbatch:pynative", "nonfinite:microbatch:skip_window:pynative", "nonfinite:window:apply:pynative",
         "compiled_before", *(f"weight_zero:{sync}:pynative" for sync in workers.SYNCS),
+        "noise:window:pynative", "noise:microbatch:pynative", "noise:window:skip_microbatch:pynative", "noise:shard:pynative",
         "resume:window:ckpt:pynative", "resume:microbatch:ckpt:pynative", "resume:shard:safetensors:pynative"],
     4: ["nonfinite:window:skip_microbatch:pynative"],
 }
@@ -52,7 +53,7 @@ COMPILED = {
     2: [*(f"matrix:{sync}:{sizes}:Momentum" for sync in workers.SYNCS for sizes in workers.SIZES),
         *(f"matrix:{sync}:uneven:SGD:graph" for sync in workers.SYNCS), "matrix:shard:uneven:Adam:split",
         "nonfinite:window:skip_window", "nonfinite:shard:skip_microbatch", "nonfinite:microbatch:skip_window", "overflow",
-        "resume:window:ckpt", "resume:shard:safetensors"],
+        "noise:window", "noise:shard", "noise:microbatch:skip_microbatch", "resume:window:ckpt", "resume:shard:safetensors"],
     4: [f"matrix:{sync}:uneven:Adam" for sync in workers.SYNCS],
 }
 
@@ -246,6 +247,29 @@ def test_one_ranks_overflow_halves_everybodys_scale(run, count, scenario, slow):
         assert float(arrays["scale"]) == 512
         assert arrays["counters"].tolist() == [2, 0, 1]
         assert arrays["finite"]
+
+
+# --- the noise scale ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "scenario", "slow"), scenarios("noise"))
+def test_microbatches_of_all_ranks_are_in_the_noise_scale(run, count, scenario, slow):
+    """The estimates of one process that has the microbatches of all ranks; controls: those of one rank, or of their sums, are others."""
+    parameters = values(MLP(seed=0).trainable_params())
+
+    def pair(x, y):
+        return np.concatenate([g.reshape(-1) for g in reference.loss_and_gradients(parameters, x, y)[1]]), len(x)
+
+    batches = [workers.microbatches("uneven", rank) for rank in range(count)]
+    together = [[batch[i] for batch in batches if i < len(batch)] for i in range(max(map(len, batches)))]
+    windows = [[pair(x, y) for each in together[i:i + workers.N] for x, y in each] for i in range(0, len(together), workers.N)]
+    expected = reference.noise_and_signal(windows, 0.9)
+    sums = [[pair(*map(np.concatenate, zip(*each))) for each in together[i:i + workers.N]] for i in range(0, len(together), workers.N)]
+    one = [[pair(x, y) for x, y in batches[0][i:i + workers.N]] for i in range(0, len(batches[0]), workers.N)]
+    for wrong in (sums, one):
+        assert abs(reference.noise_and_signal(wrong, 0.9)[0] / expected[0] - 1) > 0.02
+    for arrays in of(run(count, slow), scenario):
+        np.testing.assert_allclose(arrays["found"], expected, rtol=1e-4)
 
 
 # --- traffic -------------------------------------------------------------------------------------------------------------

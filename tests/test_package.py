@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import run_python
 
@@ -70,6 +71,14 @@ def block_with(text):
     return block
 
 
+def test_readme_contrastive_example_trains():
+    assert float(run_python(block_with("make_grad_cache_step"))) < 0.5 * np.log(64)  # where it starts, about
+
+
+def test_readme_plan_is_of_a_step_that_runs():
+    assert 2.0 < float(run_python(block_with("def make_step") + "print(float(make_step(64)()))")) < 2.6  # ln 10
+
+
 MODEL_DATA = """
 from mindspore.dataset import GeneratorDataset
 rows = [(rng.random((n, 784), np.float32), rng.integers(0, 10, n).astype(np.int32)) for n in [8] * 9]
@@ -124,6 +133,9 @@ def test_docstring_examples():
     for name in PUBLIC:
         examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(ms_accum, name)))
         assert any(example.want for example in examples), name
+        if name == "plan_micro_batch":  # its trials run the script, too
+            assert run_python("".join(example.source for example in examples)) == "".join(example.want for example in examples)
+            continue
         script.append(f"print('--- {name}')\n" + "".join(example.source for example in examples))
         expected.append(f"--- {name}\n" + "".join(example.want for example in examples))
     assert run_python("".join(script)) == "".join(expected)

@@ -33,6 +33,7 @@ examples:
   ms-accum mnist                                 # the digits in the package, no network needed
   ms-accum mnist --data full --compare           # all of MNIST, against the undivided batch
   ms-accum mnist --batch-size 16 --accumulate-step 4 --json run.json --plot run.png
+  ms-accum mnist --noise-scale --plot run.png    # how large a batch is worth it?
   ms-accum mnist --save run.ckpt --save-every 100 # then, whatever happened: the same with --resume run.ckpt
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks --tail_worker_log=0 python -m ms_accum mnist"""
 
@@ -85,6 +86,9 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
                                "(default: %(default)s)")
     training.add_argument("--shard", action="store_true",
                           help="with several ranks and --sync microbatch: each keeps a part of the accumulated gradients")
+    training.add_argument("--noise-scale", action="store_true",
+                          help="measure the gradient noise scale, which approximates the critical batch size: how many digits "
+                               "an update can use before more of them stop helping")
     training.add_argument("--compare", action="store_true",
                           help="also train with each window as one undivided batch, from the same weights and on the same "
                                "order of digits, and print the largest difference between the parameters; both "
@@ -136,6 +140,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if options.compare and settings.ranks > 1:
             raise ValueError("argument --compare: several ranks do not compare, for MindSpore exchanges no float64; leave it out, or run "
                              "without msrun")
+        if settings.noise_scale and settings.gradients_in_a_window == 1:
+            raise ValueError("argument --noise-scale: compares the microbatches of a window, which holds only one; give "
+                             "--accumulate-step 2 or more, or --micro-size 2")
         mnist = load(options.data)
         require_microbatch(settings, mnist)
     except FetchError as error:
@@ -182,6 +189,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         micro_size=options.micro_size,
         sync=options.sync,
         shard=options.shard,
+        noise_scale=options.noise_scale,
         gradients="float64" if comparable else "float32",
     )
 
@@ -274,6 +282,8 @@ def train_all(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> 
         lambda epochs, microbatches: print(f"resumed    {options.resume}: {epochs} epochs and {microbatches:,} microbatches done")))
     runs = {"accumulated": epochs}
     figures = report.figures(settings, epochs)
+    if settings.noise_scale:
+        print(report.critical_batch(settings, epochs), flush=True)
     if options.compare:
         print(f"undivided: {report.batch(settings.undivided())}", flush=True)
         other, runs["undivided"] = _train(settings.undivided(), mnist, Checkpoints())
@@ -292,7 +302,7 @@ def write_all(options: argparse.Namespace, runs: dict[str, list[Epoch]], figures
         write_json(options.json, figures)
     if options.plot:
         from .plot import write_plot
-        write_plot(options.plot, runs)
+        write_plot(options.plot, runs, figures["effective_batch"])
 
 
 def _train(settings: Settings, mnist: Mnist, checkpoints: Checkpoints) -> tuple[Network, list[Epoch]]:

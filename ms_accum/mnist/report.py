@@ -63,8 +63,18 @@ def batch(settings: Settings) -> str:
 
 def epoch_line(epoch: Epoch, settings: Settings) -> str:
     """The figures of one epoch."""
+    noise = "" if epoch.noise_scale is None else f"  noise scale {epoch.noise_scale:,.0f} digits"
     return (f"epoch {epoch.epoch}/{settings.epochs}  loss {epoch.loss:.4f}  accuracy {epoch.accuracy:.2f} %  "
-            f"train {epoch.train_seconds:.2f} s  test {epoch.test_seconds:.2f} s")
+            f"train {epoch.train_seconds:.2f} s  test {epoch.test_seconds:.2f} s{noise}")
+
+
+def critical_batch(settings: Settings, epochs: list[Epoch]) -> str:
+    """What the noise scale of the last epoch says about the batch."""
+    critical, used = epochs[-1].noise_scale, settings.effective_batch
+    if not isfinite(critical):
+        return "critical batch size unknown: the gradient of the last epoch drowns in noise; give more microbatches"
+    verdict = "a larger batch saves updates" if critical > used else "a smaller batch learns as much from an update"
+    return f"critical batch size about {critical:,.0f} digits, {critical / used:.2g} x the {used:,} of an update: {verdict}"
 
 
 def comparison(settings: Settings, accumulated: list[Epoch], undivided: list[Epoch], difference: float) -> str:
@@ -84,6 +94,7 @@ def figures(settings: Settings, epochs: list[Epoch]) -> dict:
         "train_seconds": sum(epoch.train_seconds for epoch in epochs),
         "test_seconds": sum(epoch.test_seconds for epoch in epochs),
         "update_step": epochs[-1].update_step,
+        "noise_scale": epochs[-1].noise_scale,
         "batch_size": settings.batch_size,
         "accumulate_step": settings.accumulate_step,
         "micro_size": settings.micro_size,

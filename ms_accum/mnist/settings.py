@@ -32,6 +32,7 @@ class Settings:
         rank: Which of them this is.
         sync: When ranks exchange gradients, "window" or "microbatch"; see `DataParallel`.
         shard: Whether each rank keeps a part of the accumulated gradients; see `DataParallel`.
+        noise_scale: Whether the gradient noise scale is measured; see `GradientNoiseScale`.
         gradients: "float32", or "float64" to compare two runs; see `step.Float64Optimizer`.
     """
 
@@ -51,6 +52,7 @@ class Settings:
     rank: int = 0
     sync: str = "window"
     shard: bool = False
+    noise_scale: bool = False
     gradients: str = "float32"
 
     @property
@@ -58,6 +60,12 @@ class Settings:
         """Digits in a full window, of all ranks."""
         return self.batch_size * self.accumulate_step * self.ranks
 
+    @property
+    def gradients_in_a_window(self) -> int:
+        """Gradients that a full window is made of: pieces of its microbatches, of all ranks."""
+        return self.accumulate_step * self.micro_size * self.ranks
+
     def undivided(self) -> Settings:
         """The same run with each window's digits as one batch, in one process."""
-        return replace(self, batch_size=self.effective_batch, accumulate_step=1, micro_size=1, strategy="fused", ranks=1, rank=0)
+        return replace(self, batch_size=self.effective_batch, accumulate_step=1, micro_size=1, strategy="fused", ranks=1, rank=0,
+                       noise_scale=False)

@@ -18,6 +18,7 @@ from ms_accum.accumulator import Accumulator
 from ms_accum.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from ms_accum.distributed import DataParallel, gather
 from ms_accum.model import TrainOneStepCell
+from ms_accum.noise_scale import GradientNoiseScale
 from ms_accum.train_step import TrainStep, make_train_step
 
 from .data import Digits, Mnist
@@ -41,6 +42,7 @@ class Epoch:
         train_seconds, test_seconds: Wall time, with the compilation of what ran for the first time.
         update_step: Updates since the start of the run.
         microbatch_losses: Mean loss of each microbatch of this rank, float64 `(microbatches,)`.
+        noise_scale: Gradient noise scale over the epoch, in digits; None if it is not measured.
     """
 
     epoch: int
@@ -50,6 +52,7 @@ class Epoch:
     test_seconds: float
     update_step: int
     microbatch_losses: np.ndarray = field(repr=False)
+    noise_scale: Optional[float] = None
 
 
 OnMicrobatch = Callable[[int, int, Tensor], None]
@@ -145,6 +148,8 @@ def train(
         # Dealt out one by one, so that a window of all ranks holds the same digits as one of a single process.
         microbatches = cut(order, settings.batch_size)[settings.rank::settings.ranks]
 
+        if accumulator.noise_scale is not None and not place.losses:
+            accumulator.noise_scale.reset()
         start = perf_counter()
         with _mode(settings):
             # At the same microbatches on every rank, or one of them would wait for ever.
@@ -166,6 +171,7 @@ def train(
             test_seconds=tested - trained,
             update_step=int(accumulator.update_step.asnumpy()),
             microbatch_losses=losses,
+            noise_scale=accumulator.noise_scale and accumulator.noise_scale.scale(),
         ))
         yield place.epochs[-1]
     if checkpoints.save:
@@ -179,7 +185,8 @@ def make_step(network: Network, settings: Settings) -> Union[TrainStep, TrainOne
         network = Network(seed=0, dtype=ms.float64)
         optimizer = Float64Optimizer(optimizer, network)
     reducer = DataParallel(sync=settings.sync, shard=settings.shard) if settings.ranks > 1 else None
-    accumulator = Accumulator(optimizer, settings.accumulate_step, settings.clip_norm, reduction="mean", reducer=reducer)
+    accumulator = Accumulator(optimizer, settings.accumulate_step, settings.clip_norm, reduction="mean", reducer=reducer,
+                              noise_scale=GradientNoiseScale(decay=1) if settings.noise_scale else None)
     if settings.api == "model":
         return TrainOneStepCell(make_forward(network), accumulator, micro_size=settings.micro_size)
     return make_train_step(make_forward(network), accumulator, micro_size=settings.micro_size, strategy=settings.strategy)

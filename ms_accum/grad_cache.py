@@ -1,0 +1,249 @@
+"""Losses that couple samples, at the memory of one microbatch: gradient caching for contrastive training.
+
+    pieces ─ encode ─► representations of the batch ─ loss_fn ─► loss and its gradient at each representation
+                                                                        │ of each piece's rows
+    pieces ─ encode again, this time backward from ◄───────────────────┘ ─► add ─► ... (as any microbatch)
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+from .accumulator import Accumulator
+from .gradients import FLOATS, scaled
+from .pieces import layout, select_rows
+from .train_step import checked_micro_size, compiled, require_callable, require_loss, require_mean
+
+
+def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, *, micro_size: int) -> GradCacheStep:
+    """A compiled train step for a loss over a whole batch of representations, such as InfoNCE, with the memory of one piece.
+
+        representations = encode_fn(piece) for each piece             # forward only
+        loss = loss_fn(representations of the batch)                  # and d = its gradient at each representation
+        gradient = sum of the gradients of sum(d[piece] * encode_fn(piece))
+
+    Accumulation cuts a contrastive batch into small ones, each with fewer negatives: another loss. Here the loss sees the whole batch, and
+    by the chain rule the gradient is that of the undivided batch, for one more forward pass. In memory are the activations of one
+    piece, the representations, and what `loss_fn` makes of them (for InfoNCE the n x n similarities).
+
+    Args:
+        encode_fn: `(*piece) -> representations`: a Tensor with a row for each sample, `(m, ...)`, or a tuple of such Tensors of one float
+            dtype. Each row may depend on its own sample only, and it has to compute the same each time: layers that draw random
+            numbers (Dropout) would have other masks in the second pass, and are refused when the step runs. BatchNorm in training mode
+            sees pieces: the gradient is then exact for the network that normalises each piece, not for the undivided batch, and
+            moving statistics move twice.
+        loss_fn: `(*representations) -> loss` of the whole batch: float Tensor of shape `()`.
+        acc: An accumulator with `reduction="mean"`. A batch counts as one microbatch, with its samples as weight. Its optimizer may hold
+            parameters of `loss_fn`, too (a temperature). With several ranks, each has its own batch of negatives.
+        micro_size: Pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
+
+    Returns:
+        `train_step(*batch) -> loss`, a float32 Tensor of shape `()`; `train_step.flush()` closes a short window.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If `acc` sums up, has a loss scaler or a noise scale (a piece's gradient is no estimate of the batch's), or may leave
+            out single pieces (`on_nonfinite="skip_microbatch"`, `sync="microbatch"`); or `micro_size` is out of range.
+
+    Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP 2021).
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> from mindspore import nn, ops
+        >>> from ms_accum import Accumulator, make_grad_cache_step
+        >>> towers = nn.CellList([nn.Dense(3, 2, "ones"), nn.Dense(2, 2, "ones")])
+        >>> left, right = towers
+        >>> def encode(x, y):
+        ...     return left(x), right(y)
+        >>> def info_nce(x, y):
+        ...     return ops.cross_entropy(ops.matmul(x, y.T), ops.arange(len(x)))
+        >>> accumulator = Accumulator(nn.SGD(towers.trainable_params(), 0.1), 1, reduction="mean")
+        >>> train_step = make_grad_cache_step(encode, info_nce, accumulator, micro_size=2)
+        >>> loss = train_step(ms.Tensor(np.zeros((4, 3)), ms.float32), ms.Tensor(np.zeros((4, 2)), ms.float32))
+        >>> print(f"{float(loss):.4f}", int(accumulator.update_step))  # ln 4
+        1.3863 1
+    """
+    require_callable("encode_fn", encode_fn)
+    require_callable("loss_fn", loss_fn)
+    require_mean(acc)
+    micro_size = checked_micro_size(micro_size)
+    for given, what, remedy in (
+            (acc.loss_scaler is not None, "a loss_scaler", "leave it out: representations in float32 need none"),
+            (acc.noise_scale is not None, "a noise_scale", "leave it out: the gradient of a piece is no estimate of the batch's"),
+            (acc.reducer.each_microbatch or acc.on_nonfinite == "skip_microbatch",
+             'sync="microbatch" or on_nonfinite="skip_microbatch"', 'give sync="window" and "skip_window": a batch goes as a whole')):
+        if given:
+            raise ValueError(f"acc has {what}, which a loss over a whole batch does not allow; {remedy}")
+    return GradCacheStep(encode_fn, loss_fn, acc, micro_size)
+
+
+class GradCacheStep:
+    """What `make_grad_cache_step` returns: see there.
+
+    Attributes:
+        accumulator: The accumulator it feeds.
+        micro_size: Pieces that a batch is cut into.
+    """
+
+    def __init__(self, encode_fn: Callable, loss_fn: Callable, acc: Accumulator, micro_size: int) -> None:
+        self.accumulator = acc
+        self.micro_size = micro_size
+        accumulate = _accumulate_fn(encode_fn, loss_fn, acc, micro_size)
+
+        def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
+            def accumulate_and_update(*batch: Any) -> tuple[Tensor, Tensor]:
+                loss, same = accumulate(samples, cut, *batch)
+                closed = acc.close_if(acc.due())
+                return ops.depend(loss, closed), same
+
+            return compiled(accumulate_and_update)
+
+        def flush() -> Tensor:
+            return acc.flush()
+
+        self._graph_for = cache(graph_for)
+        self._flush = compiled(flush)
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Train on a batch: its loss.
+
+        Raises:
+            TypeError, ValueError: If the batch, or what `encode_fn` and `loss_fn` return, does not fit.
+            ValueError: If `encode_fn` gave other representations in the second pass. The batch counts nothing then.
+        """
+        loss, same = self._graph_for(*layout(batch))(*batch)
+        if not same:
+            raise ValueError("encode_fn gave the same rows two different representations, so that the gradient would be wrong: does it "
+                             "draw random numbers? Take Dropout out (p=0, or network.set_train(False)); the batch counted nothing")
+        return loss
+
+    def flush(self) -> Tensor:
+        """Close a short window, if one is open; whether one was: bool Tensor of shape `()`."""
+        return self._flush()
+
+
+def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, micro_size: int) -> Callable:
+    """`(samples, cut, *batch) -> (loss, whether both passes agreed)`: all of the step but the update."""
+
+    # As in a train step, the samples multiply the loss; but for half precision, where that might overflow.
+    early = all(p.dtype not in (ms.float16, ms.bfloat16) for p in acc.optimizer.parameters)
+
+    def encode(*piece: Any) -> tuple[Tensor, ...]:
+        representations = encode_fn(*piece)
+        return representations if isinstance(representations, tuple) else (representations,)
+
+    def first_loss(cached: Tensor, factor: float, *piece: Any) -> tuple[Tensor, Tensor, Tensor]:
+        # Rows of the first piece are encoded anew, the others cached: one backward pass gives the gradients of both.
+        representations = encode(*piece)
+        fresh = _side_by_side(representations)
+        whole = ops.concat((fresh, cached[fresh.shape[0]:])) if fresh.shape[0] < cached.shape[0] else fresh
+        loss = loss_fn(*_apart(whole, representations))
+        if isinstance(loss, Tensor):
+            require_loss(loss.shape, loss.dtype, "loss_fn")
+        else:
+            require_loss(None, None, "loss_fn")
+        return loss.astype(ms.float32) * factor, loss, fresh
+
+    def other_loss(cotangents: Tensor, *piece: Any) -> Tensor:
+        return (cotangents * _side_by_side(encode(*piece))).sum(-1).sum()
+
+    first_grad_fn = ms.value_and_grad(first_loss, 0, acc.optimizer.parameters, has_aux=True)
+    other_grad_fn = ms.value_and_grad(other_loss, None, acc.optimizer.parameters)
+
+    def take(gradients: tuple[Tensor, ...], samples: int, weight: Tensor) -> Tensor:
+        if not early:
+            gradients = tuple([scaled(g, samples, dtype) for g, dtype in zip(gradients, acc.buffer_dtypes)])
+        return acc.take(gradients, weight)
+
+    def accumulate(samples: int, cut: tuple[bool, ...], *batch: Any) -> tuple[Tensor, Tensor]:
+        rows = -(-samples // micro_size)
+        full = samples // rows
+        first = ops.arange(rows)
+        first_piece = select_rows(first, cut, batch)
+
+        # The first piece shows what is to be cached.
+        representations = encode(*first_piece)
+        require_representations(rows, tuple([r.shape if isinstance(r, Tensor) else None for r in representations]),
+                                tuple([r.dtype if isinstance(r, Tensor) else None for r in representations]))
+        once = _side_by_side(representations)
+        cached = _with_rows(ops.zeros((samples, once.shape[1]), ms.float32), first, once)
+        piece = Tensor(1, ms.int32)
+        # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
+        while piece < full:
+            indices = piece * rows + first
+            cached = _with_rows(cached, indices, _side_by_side(encode(*select_rows(indices, cut, batch))))
+            piece = piece + 1
+        if full * rows < samples:
+            indices = ops.arange(full * rows, samples)
+            cached = _with_rows(cached, indices, _side_by_side(encode(*select_rows(indices, cut, batch))))
+
+        (weighted, loss, again), (cotangents, gradients) = first_grad_fn(cached, float(samples if early else 1), *first_piece)
+        same = _same(once, again, representations[0].dtype)
+        # Below, `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+        # If they differ, everything counts nothing, instead of something wrong.
+        weight = ops.where(same, Tensor(rows, ms.float32), Tensor(0.0, ms.float32))
+        taken = take(gradients, samples, weight)
+        piece = Tensor(1, ms.int32)
+        while piece < full:
+            indices = piece * rows + first
+            partial, gradients = other_grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
+            taken = taken + ops.depend(take(gradients, samples, weight), partial)
+            piece = piece + 1
+        if full * rows < samples:
+            indices = ops.arange(full * rows, samples)
+            partial, gradients = other_grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
+            weight = weight * ((samples - full * rows) / rows)
+            taken = taken + ops.depend(take(gradients, samples, weight), partial)
+        ops.assign_add(acc.mini_step, ops.minimum(taken, 1) * same.astype(ms.int32))
+        return ops.depend(loss, weighted).astype(ms.float32), same
+
+    return accumulate
+
+
+def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
+    """All of them as columns of one float32 Tensor, `(m, columns)`."""
+    columns = ()
+    for representation in representations:
+        columns = (*columns, representation.reshape(representation.shape[0], -1).astype(ms.float32))
+    return ops.concat(columns, 1)
+
+
+def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What `_side_by_side` joined, with the shapes and dtypes of `like` but for the rows."""
+    parts = ()
+    start = 0
+    for representation in like:
+        columns = representation.size // representation.shape[0]
+        part = whole[:, start:start + columns]
+        parts = (*parts, part.reshape(whole.shape[0], *representation.shape[1:]).astype(representation.dtype))
+        start += columns
+    return parts
+
+
+def _with_rows(cached: Tensor, indices: Tensor, fresh: Tensor) -> Tensor:
+    return ops.tensor_scatter_update(cached, indices.reshape(-1, 1), fresh)
+
+
+def _same(once: Tensor, again: Tensor, dtype: ms.Type) -> Tensor:
+    """Whether they differ by no more than rounding might: bool Tensor of shape `()`. NaN differs from nothing."""
+    tolerance = 1e-3 if dtype in (ms.float32, ms.float64) else 2e-2
+    return ops.logical_not((once - again).abs().max() > tolerance * once.abs().max())
+
+
+@constexpr
+def require_representations(rows: int, shapes: tuple, dtypes: tuple) -> bool:
+    """Refuse what has not a row for each sample, of one float dtype."""
+    remedy = "return a Tensor with a row for each sample, or a tuple of such Tensors of one float dtype"
+    if not shapes or None in shapes:
+        raise TypeError(f"encode_fn returned what is no Tensor and no tuple of Tensors; {remedy}")
+    for shape in shapes:
+        if not shape or shape[0] != rows:
+            raise ValueError(f"encode_fn returned a Tensor of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
+    if dtypes[0] not in FLOATS or any(dtype != dtypes[0] for dtype in dtypes):
+        raise TypeError(f"encode_fn returned Tensors of {', '.join(map(str, dtypes))}; {remedy}")
+    return True

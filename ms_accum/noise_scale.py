@@ -1,0 +1,196 @@
+"""How large a batch is worth it: the gradient noise scale of a run, and the learning rate that goes with a larger batch."""
+from __future__ import annotations
+
+from math import inf, isfinite, nan, sqrt
+from numbers import Real
+from operator import index
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from .distributed import empty_parameter
+from .gradients import Gradients, Scalar, global_norm
+
+Spread = tuple[Scalar, Scalar]
+_RULES = ("linear", "sqrt")
+
+
+@ms.jit_class
+class GradientNoiseScale:
+    """Estimates how many samples an update can use before more of them stop helping. Given as `Accumulator(noise_scale=...)`.
+
+        spread = sum of w_i * |g_i|^2                     # over the k microbatches of a window, each with weight w_i
+        S   = (spread - W * |g|^2) / (k - 1)              # g: the window's gradient before clipping, W: sum of the w_i
+        G^2 = |g|^2 - S / W
+        scale() = mean of S / mean of G^2                 # means over windows, each counted k - 1 times
+
+    S is the variance of one sample's gradient, summed over all parameters, and G^2 the squared norm of the true gradient: with w_i
+    independent samples, E|g_i|^2 = G^2 + S / w_i and E|g|^2 = G^2 + S / W, so E(spread) = W G^2 + k S, and both estimates are unbiased
+    whatever the weights are. Their ratio, the *simple noise scale*, approximates the critical batch size: far below it, twice the batch
+    halves the updates that training takes; far above it, more samples change next to nothing. It is counted in what the weights count
+    (samples; or tokens, as if each were independent of the others of its sequence), and grows while the loss falls.
+
+    A microbatch is what is handed to the accumulator at once: with `make_train_step(micro_size=...)` a piece. What was skipped or has
+    weight 0 counts nothing, nor does a window of one microbatch, which has nothing to compare with. With several ranks their
+    microbatches count alike, and every rank has the same result.
+
+    Args:
+        decay: What a window's part in the means is multiplied by at each later one: 0 < decay <= 1. 1: plain means since `reset`.
+
+    Raises:
+        TypeError: If `decay` is no number.
+        ValueError: If it is out of range.
+
+    Example:
+        >>> import mindspore as ms
+        >>> from mindspore import Parameter, ParameterTuple, Tensor, nn
+        >>> from ms_accum import Accumulator, GradientNoiseScale
+        >>> weight = Parameter(Tensor([0.0, 0.0]), name="weight")
+        >>> noise_scale = GradientNoiseScale()
+        >>> accumulator = Accumulator(nn.SGD([weight], 0.1), 2, reduction="mean", noise_scale=noise_scale)
+        >>> for gradient in ([3.0, 1.0], [3.0, -1.0]):
+        ...     closed = accumulator((Tensor(gradient),), weight=4)
+        >>> print(noise_scale.noise, noise_scale.gradient_squared, noise_scale.scale())
+        8.0 8.0 1.0
+
+    Source: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), section 2.2 and appendix A.1, which
+    has two batch sizes; here any number of weights.
+    """
+
+    def __init__(self, decay: float = 0.99) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, Real):
+            raise TypeError(f"decay is {decay!r} of type {type(decay).__name__}, expected a number; give 0 < decay <= 1")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay is {decay}, expected 0 < decay <= 1; 1 takes plain means")
+        self.decay = float(decay)
+        self.window = empty_parameter("noise_scale.window", (2,), ms.float32)  # spread and microbatches of the open window
+        self.totals = empty_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, and what windows count
+        self._bound = False
+
+    @property
+    def noise(self) -> float:
+        """S: variance of one sample's gradient, summed over all parameters; NaN before the first window."""
+        noise, _, count = self._read()
+        return noise / count if count else nan
+
+    @property
+    def gradient_squared(self) -> float:
+        """|G|²: squared norm of the true gradient. Below 0 if noise hides it (average over more windows); NaN before the first window."""
+        _, gradient_squared, count = self._read()
+        return gradient_squared / count if count else nan
+
+    def scale(self) -> float:
+        """S / |G|², the batch beyond which more samples help little; infinite if |G|² drowns in noise, NaN before the first window."""
+        noise, gradient_squared, count = self._read()
+        if not count:
+            return nan
+        return max(noise, 0.0) / gradient_squared if gradient_squared > 0 else inf
+
+    def reset(self) -> None:
+        """Forget all windows that were closed; the open one goes on."""
+        ops.assign(self.totals, ops.zeros(3, ms.float32))
+
+    def _read(self) -> list[float]:
+        return self.totals.asnumpy().astype(np.float64).tolist()
+
+    # --- what an accumulator calls, also inside a graph ----------------------------------------------------------------------
+
+    def bind(self, prefix: str) -> None:
+        """Become part of the accumulator whose state is named after `prefix`. Raises ValueError if it is another one's already."""
+        if self._bound:
+            raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each accumulator its own")
+        self._bound = True
+        for parameter in (self.window, self.totals):
+            parameter.name = f"{prefix}.{parameter.name}"
+
+    def measure(self, weighted_grads: Gradients, weight: Scalar) -> Spread:
+        """What one microbatch adds to a window: its spread, and how many microbatches it is."""
+        if not isinstance(weight, Tensor):
+            if weight == 0:
+                return 0.0, 0.0
+            return ops.square(global_norm(weighted_grads)) / weight, 1.0
+        spread = ops.square(global_norm(weighted_grads)) / weight
+        present = weight != 0
+        return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
+
+    def include(self, spread: Spread) -> None:
+        """Add what a microbatch measures to the open window."""
+        ops.assign_add(self.window, _vector(spread))
+
+    def open_window(self) -> Spread:
+        """What the open window holds."""
+        window = self.window + 0.0
+        return window[0], window[1]
+
+    def conclude(self, spread: Spread, weight: Tensor, norm: Tensor, loss_scale: Scalar) -> None:
+        """Take a window into the means.
+
+        Args:
+            spread: Of all ranks: the sum of its microbatches' spreads, and how many they are.
+            weight: Sum of its weights.
+            norm: Of its gradient, before clipping.
+            loss_scale: What the gradients in `spread` are multiplied by.
+        """
+        others = spread[1] - 1.0
+        squared = ops.square(norm)
+        noise = spread[0] / loss_scale / loss_scale - weight * squared
+        window = _vector((noise, others * squared - noise / weight, others))
+        # One NaN would stay in the means for ever.
+        informative = ops.logical_and(others > 0, ops.isfinite(window.sum()))
+        ops.assign(self.totals, ops.where(informative, self.totals * self.decay + window, self.totals))
+
+    def forget_window(self) -> None:
+        """Empty the open window."""
+        ops.assign(self.window, ops.zeros(2, ms.float32))
+
+
+def _vector(values: tuple[Scalar, ...]) -> Tensor:
+    elements = ()
+    for value in values:
+        elements = (*elements, value.reshape(1).astype(ms.float32) if isinstance(value, Tensor) else Tensor([value], ms.float32))
+    return ops.concat(elements)
+
+
+def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
+    """The learning rate for a batch `accumulate_step` times as large.
+
+        "linear": lr * accumulate_step         # SGD, and only up to the critical batch size; needs a warmup
+        "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
+
+    Args:
+        lr: Learning rate that is right for one microbatch, > 0.
+        accumulate_step: How many times as large the batch of an update is, an int >= 1.
+        rule: "linear" or "sqrt".
+
+    Returns:
+        The learning rate, a float.
+
+    Raises:
+        TypeError: If `lr` is no number or `accumulate_step` no integer.
+        ValueError: If one of them is out of range, or `rule` another one.
+
+    Example:
+        >>> from ms_accum import scale_lr
+        >>> print(scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt"))
+        0.4 0.2
+
+    Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": Krizhevsky, "One weird trick for parallelizing
+    convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize better" (2017).
+    """
+    if isinstance(lr, bool) or not isinstance(lr, Real):
+        raise TypeError(f"lr is {lr!r} of type {type(lr).__name__}, expected a number; scale each rate of a schedule")
+    if not (lr > 0 and isfinite(lr)):
+        raise ValueError(f"lr is {lr}, expected a finite number > 0")
+    try:
+        if isinstance(accumulate_step, (bool, np.bool_)):
+            raise TypeError
+        times = index(accumulate_step)
+    except TypeError:
+        raise TypeError(f"accumulate_step is {accumulate_step!r} of type {type(accumulate_step).__name__}, expected an int >= 1; "
+                        "of a schedule, scale the rate for each of its lengths") from None
+    if times < 1:
+        raise ValueError(f"accumulate_step is {times}, expected an int >= 1")
+    if not isinstance(rule, str) or rule not in _RULES:
+        raise ValueError(f"rule is {rule!r}, expected one of {', '.join(map(repr, _RULES))}")
+    return float(lr) * (times if rule == "linear" else sqrt(times))
