@@ -119,6 +119,27 @@ net_with_loss, eval_net = nn.WithLossCell(network, loss_fn), nn.WithEvalCell(net
     assert run_python(start + "\n".join(lines) + "\nprint('done')").endswith("done\n")
 
 
+def test_readmes_short_examples_run():
+    """Checkpoint, ranks (without `init()`, as its comment says, on one device) and noise scale."""
+    start = PREAMBLE + PYTHON_BLOCKS[0].split("train_step =")[0]
+    ranks = block_with("reducer=DataParallel()").replace("\ninit()", "\n# init()")
+    ending = """
+assert extra == {"epoch": 3, "position": 1200}
+assert accumulator.noise_scale is noise_scale
+print("ran")
+"""
+    script = start + block_with('save_checkpoint("run.ckpt"') + ranks + block_with("scale_lr(0.01, 8)") + ending
+    assert run_python(script).endswith("ran\n")
+
+
+def test_no_block_of_readme_is_untested():
+    """What each of them holds that the tests here (the check's: test_equivalence_check.py) find it by."""
+    tested = (PYTHON_BLOCKS[0], PYTHON_BLOCKS[1], PYTHON_BLOCKS[2], *map(block_with, (
+        "Model(train_cell", "PerUpdate(LearningRateScheduler", "class MovingAverage", 'save_checkpoint("run.ckpt"', "reducer=DataParallel()",
+        "scale_lr(0.01, 8)", "print(check_equivalence", "def make_step", "make_grad_cache_step")))
+    assert sorted(tested) == sorted(PYTHON_BLOCKS)
+
+
 def test_readme_signatures_are_the_real_ones():
     signatures = PYTHON_BLOCKS[2]
     for function in (ms_accum.Accumulator, ms_accum.make_train_step, ms_accum.TrainOneStepCell):
