@@ -135,7 +135,8 @@ print("ran")
 def test_no_block_of_readme_is_untested():
     """What each of them holds that the tests here (the check's: test_equivalence_check.py) find it by."""
     tested = (PYTHON_BLOCKS[0], PYTHON_BLOCKS[1], PYTHON_BLOCKS[2], *map(block_with, (
-        "Model(train_cell", "PerUpdate(LearningRateScheduler", "class MovingAverage", 'save_checkpoint("run.ckpt"', "reducer=DataParallel()",
+        "Model(train_cell", "PerUpdate(LearningRateScheduler", "class MovingAverage", 'save_checkpoint("run.ckpt"',
+        "reducer=DataParallel()",
         "scale_lr(0.01, 8)", "print(check_equivalence", "def make_step", "make_grad_cache_step")))
     assert sorted(tested) == sorted(PYTHON_BLOCKS)
 
