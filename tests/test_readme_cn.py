@@ -1,0 +1,153 @@
+"""README in Chinese says what README says: same code, headings, tables, figures, links. Each view must see a damage of its own."""
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ENGLISH, CHINESE = Path("README.md"), Path("tutorials/README_CN.md")
+TEXT = {page: (ROOT / page).read_text(encoding="utf-8") for page in (ENGLISH, CHINESE)}
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)]*)\)")
+CODE_SPAN = re.compile(r"`[^`]+`")
+TIMES = "\N{MULTIPLICATION SIGN}"
+FIGURE = re.compile(r"(\d+(?:[.,]\d+)*(?:e-?\d+)?)(?:\s*(" + TIMES + r"|倍|%|MiB|MB|ms|s|M)(?![A-Za-z]))?")
+
+
+def blocks(text):
+    """Each code block's language and content, in order."""
+    return BLOCK.findall(text)
+
+
+def levels(text):
+    """The headings' levels, in order."""
+    return [len(marks) for marks, _ in HEADING.findall(BLOCK.sub("", text))]
+
+
+def cells(row):
+    return row.strip("|\n").split("|")
+
+
+def tables(text):
+    """Each table's columns, row by row."""
+    return [[len(cells(row)) for row in table.splitlines()] for table in TABLE.findall(BLOCK.sub("", text))]
+
+
+def figures(text):
+    """Every number with its unit, in any order, because Chinese puts words in another; 倍 is how prose says "times"."""
+    without_names = CODE_SPAN.sub("", LINK.sub("]", text))
+    return Counter((number, TIMES if unit == "倍" else unit) for number, unit in FIGURE.findall(without_names))
+
+
+def figures_of_rows(text):
+    """The figures of each table's rows."""
+    return [[figures(row) for row in table.splitlines()] for table in TABLE.findall(BLOCK.sub("", text))]
+
+
+def names_of_rows(text):
+    """The code spans of each table's rows."""
+    return [[Counter(CODE_SPAN.findall(row)) for row in table.splitlines()] for table in TABLE.findall(BLOCK.sub("", text))]
+
+
+def sections(text):
+    """The prose below each heading."""
+    return HEADING.sub("\0", TABLE.sub("", BLOCK.sub("", text))).split("\0")
+
+
+def figures_of_sections(text):
+    return [figures(section) for section in sections(text)]
+
+
+def names_of_sections(text):
+    """Which code spans each section has; a sentence may need one twice."""
+    return [set(CODE_SPAN.findall(section)) for section in sections(text)]
+
+
+def paragraphs(text):
+    """How many paragraphs and list items each section has."""
+    return [len(re.findall(r"(?:\A|\n\n)\s*[^\s-]|^- ", section, re.MULTILINE)) for section in sections(text)]
+
+
+def anchors(text):
+    """What GitHub calls each heading, in order."""
+    return ["#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for _, title in HEADING.findall(BLOCK.sub("", text))]
+
+
+def targets(text, page):
+    """Where each link of the page leads, from the root; of an anchor, the heading's number. Not those from one language to the other."""
+    found = []
+    for link in LINK.findall(BLOCK.sub("", text)):
+        if link.startswith("#"):
+            found.append(f"heading {anchors(text).index(link)}")
+        elif "://" in link:
+            found.append(link)
+        else:
+            found.append((ROOT / page.parent / link).resolve().relative_to(ROOT).as_posix())
+    return sorted(set(found) - {ENGLISH.as_posix(), CHINESE.as_posix()})
+
+
+def missing(text, page):
+    """The page's relative links and anchors that lead nowhere."""
+    local = [link for link in LINK.findall(BLOCK.sub("", text)) if "://" not in link]
+    return [link for link in local if (link not in anchors(text) if link.startswith("#") else not (ROOT / page.parent / link).exists())]
+
+
+DAMAGES = [
+    (blocks, r"(```python\n)", r"\1# a comment\n"),
+    (blocks, r"```bash", "```sh"),
+    (blocks, r"```\n(?:.*\n)+?```\n\n", ""),
+    (levels, r"(?m)^### ", "## "),
+    (levels, r"(?m)^## .*\n", ""),
+    (tables, r"(?m)^\| [^|\n]*\|[^|\n]*\|\n", ""),
+    (tables, r"(?m)^(\|.*)\|[^|\n]*\|$", r"\1|"),
+    (figures_of_rows, r"(?m)^(\|.*\| \d+\.)(\d)", r"\g<1>9\2"),
+    (figures_of_rows, r"(?m)^(\|.*?\d) " + TIMES, r"\1"),
+    (figures_of_rows, r"(?m)^(\|.*?\d) %", r"\1 ms"),
+    (names_of_rows, r"(?m)^(\|.*?`)", r"\1x"),
+    (figures_of_sections, r"1e-7", "1e-6"),
+    (figures_of_sections, r"(\d) 倍", r"\1"),
+    (names_of_sections, r"`weight_fn`", "`weight`"),
+    (paragraphs, r"(?m)^- .*\n", ""),
+    (paragraphs, r"\n\n(?=[^\W\d_])(?!`).+\n", "\n"),
+]
+
+
+@pytest.mark.parametrize("view", list(dict.fromkeys(view for view, _, _ in DAMAGES)), ids=lambda view: view.__name__)
+def test_both_languages_agree(view):
+    assert view(TEXT[CHINESE]) == view(TEXT[ENGLISH])
+
+
+@pytest.mark.parametrize(("view", "pattern", "damage"), DAMAGES)
+def test_a_damaged_translation_is_seen(view, pattern, damage):
+    damaged, count = re.subn(pattern, damage, TEXT[CHINESE], count=1)
+    assert count == 1
+    assert view(damaged) != view(TEXT[ENGLISH])
+
+
+def test_a_forgotten_change_of_readme_is_seen():
+    """A figure of the largest table changes in English only."""
+    changed, count = re.subn(r"(?m)^(\| \*\*`make_train_step`\*\* \| )[\d.]+", r"\g<1>0.01", TEXT[ENGLISH])
+    assert count == 1
+    assert figures_of_rows(changed) != figures_of_rows(TEXT[CHINESE])
+
+
+def test_links_lead_to_the_same_places():
+    assert targets(TEXT[CHINESE], CHINESE) == targets(TEXT[ENGLISH], ENGLISH)
+    damaged = TEXT[CHINESE].replace("(benchmarks/records/mlp.json)", "(benchmarks/records/cnn.json)", 1)
+    assert damaged != TEXT[CHINESE]
+    assert targets(damaged, CHINESE) != targets(TEXT[ENGLISH], ENGLISH)
+
+
+@pytest.mark.parametrize("page", [ENGLISH, CHINESE], ids=str)
+def test_every_relative_link_leads_somewhere(page):
+    assert missing(TEXT[page], page) == []
+    assert missing(TEXT[page] + "\n[a](no/such.md) [b](#no-such-heading)\n", page) == ["no/such.md", "#no-such-heading"]
+
+
+def test_each_language_links_to_the_other():
+    assert TEXT[ENGLISH].splitlines()[1] == f"[中文]({CHINESE})"
+    assert TEXT[CHINESE].splitlines()[1] == "[English](../README.md)"
