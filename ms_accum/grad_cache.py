@@ -29,7 +29,7 @@ def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulato
 
     Accumulation cuts a contrastive batch into small ones, each with fewer negatives: another loss. Here the loss sees the whole batch, and
     by the chain rule the gradient is that of the undivided batch, for one more forward pass. In memory are the activations of one
-    piece, the representations, and what `loss_fn` makes of them (for InfoNCE the n x n similarities).
+    piece, the representations (in float32), and what `loss_fn` makes of them (for InfoNCE the n x n similarities).
 
     Args:
         encode_fn: `(*piece) -> representations`: a Tensor with a row for each sample, `(m, ...)`, or a tuple of such Tensors of one float
