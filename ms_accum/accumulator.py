@@ -70,8 +70,8 @@ class Accumulator:
             when it closes, the optimizer untouched. See `gradients.all_finite` for what counts as finite.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
         after_update: Called without arguments after each update, never for a microbatch or a window that is skipped; for a moving average
-            of the weights, say. Part of the graph in graph mode, so it has to work on Parameters. If it is a Cell, its Parameters
-            are state of the accumulator.
+            of the weights, say. Part of the graph in graph mode, so it has to work on Parameters. If it is a Cell or a
+            method of one, the Cell's Parameters are state of the accumulator; those of other hooks no checkpoint knows.
         noise_scale: A `GradientNoiseScale`, which then measures what the windows say about the batch size that is worth it, for one norm
             at each microbatch. With `reduction="mean"` only.
 
@@ -468,11 +468,12 @@ def _checked_hook(after_update: object) -> Optional[Callable]:
 
 
 def _state_of(after_update: Optional[Callable], optimizer: Callable, parameters: tuple[Parameter, ...]) -> list[Parameter]:
-    """The Parameters of a hook that is a Cell, but for the network's and the optimizer's."""
-    if not isinstance(after_update, nn.Cell):
+    """The Parameters of a hook that is a Cell or a method of one, but for the network's and the optimizer's."""
+    cell = getattr(after_update, "__self__", after_update)
+    if not isinstance(cell, nn.Cell):
         return []
     others = {id(p) for p in (*parameters, *(optimizer.get_parameters() if isinstance(optimizer, nn.Cell) else ()))}
-    return [p for p in after_update.get_parameters() if id(p) not in others]
+    return [p for p in cell.get_parameters() if id(p) not in others]
 
 
 def _value(value: object) -> object:

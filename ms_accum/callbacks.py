@@ -16,7 +16,8 @@ from .model import TrainOneStepCell
 class FlushCallback(Callback):
     """Closes the short last window of each epoch, and of the training.
 
-    At the end of the epoch's last microbatch, so that a `Model.fit` which tests afterwards tests the updated weights. Finds the
+    At the end of the epoch's last microbatch, so that a `Model.fit` which tests afterwards tests the updated weights; the last one is
+    that of the number `dataset.get_dataset_size()`, so an epoch with more than that has one short window more. Finds the
     `TrainOneStepCell` (or several, inside a Cell of your own) in the run context. Put it before callbacks that save or read the
     weights.
 
@@ -41,14 +42,27 @@ class FlushCallback(Callback):
         2 0
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin = 0
+
     def on_train_begin(self, run_context: RunContext) -> None:
         """Find the cell."""
         train_cells(run_context)
 
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Remember where the epoch begins."""
+        self._begin = run_context.original_args().cur_step_num
+
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Flush after the last microbatch of an epoch."""
         context = run_context.original_args()
-        if context.cur_step_num % context.batch_num == 0:
+        if context.cur_step_num - self._begin == context.batch_num:
+            self._flush(run_context)
+
+    def on_eval_begin(self, run_context: RunContext) -> None:
+        """As at the end of an epoch: `Model.fit` tests before that."""
+        if "train_network" in run_context.original_args():
             self._flush(run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
@@ -69,8 +83,11 @@ class PerUpdate(Callback):
 
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
 
-    The other one sees `update_step` as `cur_step_num`, and the cell's optimizer, in its `on_train_step_end` (`step_end`); the events
-    of epochs and of the training reach it as they are. Reads `update_step` after each microbatch, so it waits for the device.
+    The other one sees `update_step` as `cur_step_num`, and the cell's optimizer, which `LearningRateScheduler` and
+    `ReduceLROnPlateau` need. It is told of the ends of updates (`on_train_step_end`), of epochs and of the training; of testing, and of
+    a microbatch that begins, it is not. `batch_num` still counts microbatches, so that the place in the epoch that `LossMonitor` prints
+    and `ModelCheckpoint` puts into names is a remainder by it. Reads `update_step` after each microbatch, so it waits for the device.
+    Put it behind `FlushCallback`.
 
     Args:
         callback: A `mindspore.train.Callback`.
@@ -111,30 +128,44 @@ class PerUpdate(Callback):
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember how many updates there are."""
         self._update_step = int(_only_cell(run_context, "PerUpdate").accumulator.update_step)
-        self.callback.on_train_begin(run_context)
+        with self._context(run_context):
+            self.callback.on_train_begin(run_context)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Passed on."""
-        self.callback.on_train_epoch_begin(run_context)
+        with self._context(run_context):
+            self.callback.on_train_epoch_begin(run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Passed on if there was an update since the last time."""
-        cell = _only_cell(run_context, "PerUpdate")
-        update_step = int(cell.accumulator.update_step)
+        update_step = int(_only_cell(run_context, "PerUpdate").accumulator.update_step)
         if update_step > self._update_step:
             self._update_step = update_step
-            with _context_of_update(run_context, cell, update_step):
+            with self._context(run_context):
                 self.callback.on_train_step_end(run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Passed on, after an update that a flush has just made."""
         self.on_train_step_end(run_context)
-        self.callback.on_train_epoch_end(run_context)
+        with self._context(run_context):
+            self.callback.on_train_epoch_end(run_context)
 
     def on_train_end(self, run_context: RunContext) -> None:
         """As at the end of an epoch."""
         self.on_train_step_end(run_context)
-        self.callback.on_train_end(run_context)
+        with self._context(run_context):
+            self.callback.on_train_end(run_context)
+
+    @contextmanager
+    def _context(self, run_context: RunContext) -> Iterator[None]:
+        """What the other one sees."""
+        context = run_context.original_args()
+        before = context.cur_step_num, context.optimizer
+        context.cur_step_num, context.optimizer = self._update_step, _only_cell(run_context, "PerUpdate").optimizer
+        try:
+            yield
+        finally:
+            context.cur_step_num, context.optimizer = before
 
 
 class WindowLog(Callback):
@@ -142,8 +173,9 @@ class WindowLog(Callback):
 
     The columns: `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted mean of the window's
     microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (0 without `clip_norm`); `skipped`, so far; with a
-    loss scaler also `loss_scale`. On several ranks, loss and weight are of this rank. Put it behind `FlushCallback`. Reads a few
-    numbers after each microbatch, so it waits for the device.
+    loss scaler also `loss_scale`. On several ranks, losses are of this rank, and so are weights, but with `sync="microbatch"`, where they
+    are the sums of all ranks. Of a window that was open when the training began, the loss is the mean of what was seen. Put it behind
+    `FlushCallback`. Reads a few numbers before and after each microbatch, so it waits for the device.
 
     Args:
         to: A CSV file, which is written anew, or a function of a dict, e.g. for TensorBoard
@@ -182,6 +214,7 @@ class WindowLog(Callback):
         self._losses: list[tuple[float, float]] = []
         self._weight = 0.0
         self._closed = 0
+        self._place = (0, 0)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember where the accumulator stands."""
@@ -190,21 +223,30 @@ class WindowLog(Callback):
         if isinstance(self._write, _CsvFile):
             self._write.open(_columns(acc))
 
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """Log the window if others closed it since, and forget it if they have reset it."""
+        acc = _only_cell(run_context, "WindowLog").accumulator
+        self._log_if(_windows(acc) > self._closed, acc)
+        if float(acc.weight_sum) != self._weight:
+            self._losses, self._weight = [], float(acc.weight_sum)
+        self._closed = _windows(acc)
+
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Take the microbatch's loss, and log the window if it was closed."""
         acc = _only_cell(run_context, "WindowLog").accumulator
         context = run_context.original_args()
         outputs = context.net_outputs
+        self._place = context.cur_epoch_num, context.cur_step_num
         closed = _windows(acc) > self._closed
         weight = float(acc.window_weight if closed else acc.weight_sum)
         self._losses.append((float(outputs[0] if isinstance(outputs, tuple) else outputs), weight - self._weight))
         self._weight = weight
-        self._log_if(closed, context, acc)
+        self._log_if(closed, acc)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Log what a flush has just closed."""
         acc = _only_cell(run_context, "WindowLog").accumulator
-        self._log_if(_windows(acc) > self._closed, run_context.original_args(), acc)
+        self._log_if(_windows(acc) > self._closed, acc)
 
     def on_train_end(self, run_context: RunContext) -> None:
         """As at the end of an epoch; close the file."""
@@ -212,13 +254,13 @@ class WindowLog(Callback):
         if isinstance(self._write, _CsvFile):
             self._write.close()
 
-    def _log_if(self, closed: bool, context: Any, acc: Any) -> None:
+    def _log_if(self, closed: bool, acc: Any) -> None:
         if not closed:
             return
         weight = sum(weight for _, weight in self._losses)
         # A microbatch of weight 0 counts nothing, be its loss NaN.
         total = sum(loss * weight for loss, weight in self._losses if weight != 0)
-        row = (context.cur_epoch_num, context.cur_step_num, int(acc.update_step), total / weight if weight else 0.0,
+        row = (*self._place, int(acc.update_step), total / weight if weight else 0.0,
                float(acc.window_weight), float(acc.grad_norm), int(acc.skipped))
         scale = () if acc.loss_scaler is None else (float(acc.loss_scaler.scale_value),)
         self._write(dict(zip(_columns(acc), (*row, *scale))))
@@ -262,17 +304,6 @@ def _only_cell(run_context: RunContext, name: str) -> TrainOneStepCell:
     if run_context.original_args().get("dataset_sink_mode"):
         raise ValueError(f"{name} with dataset_sink_mode=True: single microbatches are not seen then; give dataset_sink_mode=False")
     return cells[0]
-
-
-@contextmanager
-def _context_of_update(run_context: RunContext, cell: TrainOneStepCell, update_step: int) -> Iterator[None]:
-    context = run_context.original_args()
-    before = context.cur_step_num, context.optimizer
-    context.cur_step_num, context.optimizer = update_step, cell.optimizer
-    try:
-        yield
-    finally:
-        context.cur_step_num, context.optimizer = before
 
 
 def _windows(acc: Any) -> int:

@@ -22,6 +22,10 @@ class TrainOneStepCell(nn.Cell):
     Compiled in graph mode, run op by op in PyNative, as any Cell. All state (the network's, the optimizer's, the accumulator's) is
     among its Parameters, so a `ModelCheckpoint` holds a window that is half full.
 
+    Load it before the first microbatch. `Parameter.set_data`, and with it `mindspore.load_param_into_net` and the `restore_best_weights` of
+    `EarlyStopping`, reach the Parameters, but neither a compiled graph with branches nor, in PyNative, an optimizer that has run (MindSpore
+    2.10): the cell would go on with the old values, out of sight. `ms_accum.load_checkpoint` and `ops.assign` reach both.
+
     Args:
         network: Gives the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`; e.g. an `nn.WithLossCell`.
         acc: An accumulator with `reduction="mean"`.

@@ -1,4 +1,5 @@
 """TrainOneStepCell in `mindspore.train.Model`: against the oracle, beside MindSpore's own callbacks, saved in mid-window."""
+import itertools
 import re
 
 import mindspore as ms
@@ -16,10 +17,11 @@ from mindspore.train import (
     LossMonitor,
     Model,
     ModelCheckpoint,
+    ReduceLROnPlateau,
     TimeMonitor,
 )
 
-from ms_accum import Accumulator, FlushCallback, PerUpdate, TrainOneStepCell, make_train_step
+from ms_accum import Accumulator, FlushCallback, PerUpdate, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 
 LOSS = nn.CrossEntropyLoss()
 SIZES = [6, 6, 7, 6, 2]
@@ -205,6 +207,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import mindspore as ms
 from conftest import batches, tensors
+from mindspore import ops
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 from test_model import dataset, make_cell
 
@@ -224,9 +227,14 @@ if sys.argv[2] == "first":
     assert int(cell.accumulator.mini_step) == 1
     go_on()
 else:
+    saved = ms.load_checkpoint("run-1_4.ckpt")
+    missing, unexpected = ms.load_param_into_net(cell, saved)
+    assert missing == []
+    saved = {name: ms.Tensor(value.asnumpy()) for name, value in saved.items()}
+    go_on()
     for forgetful in (False, True):
-        missing, unexpected = ms.load_param_into_net(cell, ms.load_checkpoint("run-1_4.ckpt"))
-        assert missing == []
+        for parameter in cell.get_parameters():  # what has run sees nothing of another load_param_into_net
+            ops.assign(parameter, saved[parameter.name])
         if forgetful:
             cell.accumulator.reset()
         go_on()
@@ -237,8 +245,24 @@ def test_a_model_checkpoint_holds_a_window_that_is_half_full(request):
     """Loaded into a fresh process, training goes on to the same bits; not if the window is forgotten."""
     here = str(request.path.parent)
     first = run_python(SAVED_IN_MID_WINDOW, here, "first").splitlines()[-1]
-    resumed, forgetful = run_python(SAVED_IN_MID_WINDOW, here, "resumed").splitlines()[-2:]
-    assert resumed == first != forgetful
+    resumed, again, forgetful = run_python(SAVED_IN_MID_WINDOW, here, "resumed").splitlines()[-3:]
+    assert resumed == again == first != forgetful
+
+
+def test_our_own_loading_reaches_a_cell_that_has_run(context):
+    """MindSpore's `load_param_into_net` does not."""
+    network, cell = make_cell()
+    save_checkpoint("start.ckpt", network, cell.accumulator)
+
+    def three_microbatches():
+        for x, y in batches([6, 6, 6]):
+            cell(*tensors(x, y))
+        return values(network.trainable_params())
+
+    once, further = three_microbatches(), three_microbatches()
+    load_checkpoint("start.ckpt", network, cell.accumulator)
+    assert difference(three_microbatches(), once) <= 1e-6 < difference(further, once)
+    assert [int(cell.accumulator.update_step), int(cell.accumulator.mini_step)] == [1, 1]
 
 
 RATES = [0.3, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001]
@@ -274,6 +298,31 @@ def test_a_learning_rate_scheduler_counts_updates(context):
         Model(cell).train(1, dataset(), callbacks=[FlushCallback(), scheduler], dataset_sink_mode=False)
 
 
+def test_per_update_shows_the_optimizer_at_the_end_of_an_epoch(mode_named):
+    mode_named("pynative")
+    _, cell = make_cell(learning_rate=0.5)
+    model = Model(cell)
+
+    def halving():
+        return ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=100.0)
+
+    with pytest.raises(AttributeError):  # negative control: by itself it does not find the optimizer
+        model.train(1, dataset(), callbacks=[FlushCallback(), halving()], dataset_sink_mode=False)
+    model.train(3, dataset(), callbacks=[FlushCallback(), PerUpdate(halving())], dataset_sink_mode=False)
+    assert float(cell.optimizer.learning_rate) == 0.125
+
+
+def test_a_model_checkpoint_in_per_update_counts_updates(mode_named, tmp_path):
+    """Six updates, saved after each second one, and no more than that at the end."""
+    mode_named("pynative")
+    _, cell = make_cell()
+    saving = ModelCheckpoint("m", str(tmp_path), CheckpointConfig(save_checkpoint_steps=2, keep_checkpoint_max=20))
+    Model(cell).train(2, dataset(), callbacks=[FlushCallback(), PerUpdate(saving)], dataset_sink_mode=False)
+    saved = [ms.load_checkpoint(str(file)) for file in tmp_path.glob("m-*.ckpt")]
+    updates = [int(value) for entries in saved for name, value in entries.items() if name.endswith(".update_step")]
+    assert sorted(updates) == [2, 4, 6]
+
+
 # --- our callbacks --------------------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +352,54 @@ def test_flush_after_a_stop_in_mid_epoch(mode_named):
     Model(cell).train(4, dataset(), callbacks=[FlushCallback(), StopAfterThree()], dataset_sink_mode=False)
     assert int(cell.accumulator.update_step) == 2
     assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
+
+
+def test_flush_after_a_stop_in_mid_epoch_comes_before_the_test(mode_named):
+    mode_named("pynative")
+    network, cell = make_cell()
+    open_windows = []
+
+    class StopAfterThree(Callback):
+        def on_train_step_end(self, run_context):
+            if run_context.original_args().cur_step_num == 3:
+                run_context.request_stop()
+
+        def on_eval_end(self, run_context):
+            open_windows.append(int(cell.accumulator.mini_step))
+
+    model = Model(cell, eval_network=nn.WithEvalCell(network, LOSS), eval_indexes=[0, 1, 2], metrics={"loss"})
+    model.fit(2, dataset(), dataset([8]), callbacks=[FlushCallback(), StopAfterThree()], dataset_sink_mode=False,
+              valid_dataset_sink_mode=False)
+    assert open_windows == [0]
+    cell(*tensors(*batches([6])[0]))  # negative control: a test of its own is none of the training's, and flushes nothing
+    model.eval(dataset([8]), callbacks=[FlushCallback()], dataset_sink_mode=False)
+    assert int(cell.accumulator.mini_step) == 1
+
+
+def test_flush_keeps_to_the_ends_of_epochs_that_differ_in_length(mode_named):
+    """MindSpore counts a dataset's microbatches once, here 3; some epochs then have 2."""
+    mode_named("pynative")
+    _, cell = make_cell(accumulate_step=2)
+    lengths = itertools.cycle([3, 3, 2])
+    (microbatch,) = Microbatches([4]).microbatches
+    epochs = []
+
+    class Varying:
+        def __iter__(self):
+            return iter([microbatch] * next(lengths))
+
+    class Windows(Callback):
+        def on_train_epoch_begin(self, run_context):
+            epochs.append([])
+
+        def on_train_step_end(self, run_context):
+            epochs[-1].append(int(cell.accumulator.mini_step))
+
+    varying = GeneratorDataset(Varying(), ["x", "y"], shuffle=False)
+    assert varying.get_dataset_size() == 3
+    Model(cell).train(6, varying, callbacks=[FlushCallback(), Windows()], dataset_sink_mode=False)
+    assert {2, 3} == set(map(len, epochs))
+    assert all(epoch == [1, 0, 0][:len(epoch)] for epoch in epochs)
 
 
 class TwoCells(nn.Cell):
@@ -429,6 +526,14 @@ def test_a_hook_runs_after_each_update_and_no_microbatch(context):
     state = {id(p) for p in acc.parameters}
     assert {id(p) for p in (*average.averages, average.taken)} <= state
     assert not {id(p) for p in network.trainable_params()} & state
+
+
+def test_a_method_of_a_cell_is_a_hook_with_the_same_state(mode_named):
+    mode_named("pynative")
+    network = MLP()
+    average = Average(network.trainable_params(), 0.9)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean", after_update=average.construct)
+    assert {id(p) for p in (*average.averages, average.taken)} <= {id(p) for p in acc.parameters}
 
 
 def test_a_hook_is_checked():

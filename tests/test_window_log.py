@@ -8,7 +8,7 @@ import pytest
 from conftest import batches
 from mindspore import Tensor, amp
 from mindspore.dataset import GeneratorDataset
-from mindspore.train import Model
+from mindspore.train import Callback, Model
 from test_model import SIZES, TwoCells, dataset, make_cell, trained_oracle
 
 from ms_accum import FlushCallback, WindowLog
@@ -49,6 +49,31 @@ def test_a_row_for_each_window(context, flush_first):
         assert float(row["weight"]) == weight
     assert float(rows[-1]["grad_norm"]) == pytest.approx(oracle.grad_norm, rel=1e-5)
     assert len({row["grad_norm"] for row in rows}) == 6
+
+
+def test_windows_that_others_close_or_reset(mode_named):
+    """By a callback behind the log: reset after the second microbatch, closed after the sixth."""
+    mode_named("pynative")
+    _, cell = make_cell(accumulate_step=3)
+
+    losses = []
+
+    class Meddling(Callback):
+        def on_train_step_end(self, run_context):
+            context = run_context.original_args()
+            losses.append(float(context.net_outputs))
+            if context.cur_step_num == 2:
+                cell.accumulator.reset()
+            elif context.cur_step_num == 6:
+                cell.flush()
+
+    rows, sizes = [], [6, 5, 4, 3, 2, 1, 7, 8]
+    Model(cell).train(1, dataset(sizes), callbacks=[FlushCallback(), WindowLog(rows.append), Meddling()], dataset_sink_mode=False)
+    parts = [slice(2, 5), slice(5, 6), slice(6, 8)]
+    assert [(row["microbatch"], row["update_step"], row["weight"]) for row in rows] == [
+        (part.stop, i + 1, sum(sizes[part])) for i, part in enumerate(parts)]
+    assert [row["loss"] for row in rows] == pytest.approx(
+        [np.average(losses[part], weights=sizes[part]) for part in parts], rel=1e-6)
 
 
 @pytest.mark.parametrize(("on_nonfinite", "closed_at"), [("skip_microbatch", [3, 5]), ("skip_window", [2, 4, 5])])
