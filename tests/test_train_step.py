@@ -605,7 +605,7 @@ def test_bad_loss_scalers_are_refused():
     other.add(tuple([p * 0 for p in other.optimizer.parameters]))
     with pytest.raises(ValueError, match=r"gradients without a loss scale in the open window; give the loss_scaler before, or reset"):
         build(acc=other, loss_scaler=amp.StaticLossScaler(8))
-    with pytest.raises(ValueError, match=r"acc has a loss_scaler, .* give make_train_step the same one"):
+    with pytest.raises(ValueError, match=r"acc has a loss_scaler, .* give the same one here"):
         build(acc=acc)
     acc = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="mean", on_nonfinite="skip_microbatch")
     scaler = amp.StaticLossScaler(8)
