@@ -434,6 +434,12 @@ def test_a_model_without_the_cell_is_refused():
             model.train(1, dataset(), callbacks=[callback], dataset_sink_mode=False)
 
 
+def test_the_network_keeps_its_names():
+    network, cell = make_cell()
+    assert [p.name for p in network.trainable_params()] == [p.name for p in MLP().trainable_params()]
+    assert {p.name for p in network.trainable_params()} <= {p.name for p in cell.get_parameters()}
+
+
 def test_wrong_arguments_are_refused():
     network = MLP()
     acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean")
