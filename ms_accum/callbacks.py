@@ -229,7 +229,6 @@ class WindowLog(Callback):
         self._log_if(_windows(acc) > self._closed, acc)
         if float(acc.weight_sum) != self._weight:
             self._losses, self._weight = [], float(acc.weight_sum)
-        self._closed = _windows(acc)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Take the microbatch's loss, and log the window if it was closed."""

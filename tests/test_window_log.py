@@ -5,7 +5,8 @@ import os
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import batches
+import reference
+from conftest import batches, tensors, values
 from mindspore import Tensor, amp
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
@@ -74,6 +75,19 @@ def test_windows_that_others_close_or_reset(mode_named):
         (part.stop, i + 1, sum(sizes[part])) for i, part in enumerate(parts)]
     assert [row["loss"] for row in rows] == pytest.approx(
         [np.average(losses[part], weights=sizes[part]) for part in parts], rel=1e-6)
+
+
+def test_a_window_that_was_open_when_the_training_began(mode_named):
+    """A window was closed and one opened by hand; the row has the whole window's weight, and the loss of what was seen."""
+    mode_named("pynative")
+    network, cell = make_cell()
+    for x, y in batches([7, 7, 7]):
+        cell(*tensors(x, y))
+    rows, (x, y) = [], batches([6, 6, 5])[0]
+    loss, _ = reference.loss_and_gradients(values(network.trainable_params()), x, y)
+    Model(cell).train(1, dataset([6, 6, 5]), callbacks=[WindowLog(rows.append)], dataset_sink_mode=False)
+    assert [(row["microbatch"], row["update_step"], row["weight"]) for row in rows] == [(1, 2, 13), (3, 3, 11)]
+    assert rows[0]["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(("on_nonfinite", "closed_at"), [("skip_microbatch", [3, 5]), ("skip_window", [2, 4, 5])])
