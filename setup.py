@@ -22,7 +22,8 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "ecosystem": ["mindcv", "mindone"],
-        "test": ["mindcv", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff"],
+        "tutorials": ["ipykernel", "matplotlib", "nbclient"],
+        "test": ["mindcv", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "nbclient", "nbformat", "ipykernel", "ruff"],
         "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],
     },
     entry_points={"console_scripts": ["ms-accum = ms_accum.cli:main"]},
