@@ -1,6 +1,9 @@
 """What every test shares: the modes, a network to train, and a scratch folder for what MindSpore drops into the cwd."""
+import inspect
 import subprocess
 import sys
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import mindspore as ms
@@ -24,6 +27,26 @@ MODES = {"jit": ms.PYNATIVE_MODE, "graph": ms.GRAPH_MODE, "pynative": ms.PYNATIV
 @pytest.fixture(autouse=True)
 def _scratch_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+_sizes = count(3)
+
+
+@pytest.fixture(autouse=True)
+def _forget_errors(request):
+    """After an error inside a gradient, MindSpore 2.10 cannot compile the next gradient of a gather (cross entropy); the one after it can.
+
+    So tests that raise are followed by that one here, instead of by another test that would fail for it.
+    """
+    yield
+    if "raises" in inspect.getsource(request.function):
+        size = next(_sizes)  # a graph that was not compiled before
+        with suppress(RuntimeError):
+            ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))
+
+
+def _gathered(values, index):
+    return ops.gather_d(values, -1, index).sum()
 
 
 @pytest.fixture
