@@ -1,0 +1,77 @@
+"""Notebooks, executed from a clean kernel. As a script it stores the outputs: `python tests/notebooks.py tutorials/1-*.ipynb`."""
+import copy
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+import numpy as np
+from nbclient import NotebookClient
+
+import ms_accum
+
+# Per cell, and generous: a hanging cell is to end, a busy machine is not to fail.
+TIMEOUT = 600
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+def executed(notebook):
+    """A copy of `notebook` with the outputs of a new kernel, which imports the ms_accum of this process.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: If a cell raises.
+    """
+    notebook = copy.deepcopy(notebook)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(ms_accum.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+            "IPYTHONDIR": folder,  # nobody's startup files, and no history left behind
+        }
+        client = NotebookClient(notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": folder}})
+        client.execute(env=environment)
+    return notebook
+
+
+def cleaned(notebook):
+    """`notebook` as it is stored: without MindSpore's warnings on stderr and without the times of execution."""
+    notebook = copy.deepcopy(notebook)
+    for cell in code_cells(notebook):
+        cell.metadata.pop("execution", None)
+        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    return notebook
+
+
+def code_cells(notebook):
+    """The cells that are executed."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text(cell):
+    """What a cell printed."""
+    return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+
+
+def pictures(cell):
+    """The PNGs of a cell, in base64."""
+    return [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+
+
+def same_text(cell, other):
+    """Whether two cells printed the same words and, unless the cell is tagged "measured", the same numbers.
+
+    Numbers are the same to 2 %; those below 1e-4 are rounding errors, and any other one will do.
+    """
+    if NUMBER.sub("#", text(cell)).split() != NUMBER.sub("#", text(other)).split():
+        return False
+    if "measured" in cell.metadata.get("tags", []):
+        return True
+    one, two = ([float(number.replace(",", "")) for number in NUMBER.findall(text(c))] for c in (cell, other))
+    return np.allclose(one, two, rtol=0.02, atol=1e-4)
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        nbformat.write(cleaned(executed(nbformat.read(path, as_version=4))), path)
