@@ -83,7 +83,8 @@ class Accumulator:
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`; stays 0 while
             `clip_norm` is None.
         weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`.
-        window_weight: The same of the last window that was closed.
+        window_weight: The same of the last window that was closed. On several ranks both are of this rank, or of all of them where
+            gradients are exchanged at each microbatch.
         parameters: ParameterTuple of all state, for checkpoints. Names are unique in the process and the same
             in the next process that builds its accumulators in the same order.
 

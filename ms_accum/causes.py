@@ -255,7 +255,7 @@ def of_the_loss(name: str, division: Division, comparison: Comparison, weighted:
         remedy = "let weight_fn" if weighted else "give weight_fn=, a function of a piece, and let it"
         return Cause(name, "function", what, f"{remedy} return what the mean in the loss divides by, e.g. the number of unmasked tokens")
     return Cause(name, "function", "couples samples: no weights make the gradients of the pieces into that of the batch, as with a "
-                 "contrastive loss", "none for plain accumulation: cut into fewer pieces, or cache the gradient of the representations")
+                 "contrastive loss", "none for plain accumulation: cut into fewer pieces, or train it with make_grad_cache_step")
 
 
 def _convex(target: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -48,7 +48,8 @@ class Report:
         return f"Accumulation is {answer} for this network, loss and batch ({self.samples} samples in {self.pieces} pieces)."
 
     def __str__(self) -> str:
-        worst = max(self.per_parameter, key=self.per_parameter.get)
+        # The first of those that are as good as equal: of a sum loss all are, and rounding would choose another one each time.
+        worst = next(n for n, difference in self.per_parameter.items() if not difference < 0.999 * self.max_relative_difference)
         rounding = f"rounding: up to {self.tolerances[worst]:.1e}"
         lines = [self.verdict, f"largest relative difference: {self.max_relative_difference:.1e} in {worst} ({rounding})"]
         beyond = sorted((n for n in self.per_parameter if not self.per_parameter[n] <= self.tolerances[n]), key=self.per_parameter.get)

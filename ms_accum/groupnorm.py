@@ -7,6 +7,10 @@ from mindspore import nn
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+# Of 32 channels of one value each: in 16 groups, two trainings that differ by rounding only were 30 % apart after 10 updates, in
+# 4 groups 5e-7.
+_VALUES = 8
+
 
 def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
     """Replace every BatchNorm in a network, in place, by a GroupNorm with the same gamma and beta.
@@ -24,8 +28,8 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
             replaced; a layer that is used at several places becomes one layer that is used at the same places. Layers that were built
             with `use_batch_statistics=False` have no batch statistics and stay.
         num_groups: Groups that the channels of a layer are divided into. For channels that it does not divide, the largest smaller count
-            that does and leaves at least two channels in a group. So, too, after a BatchNorm1d, where one channel may be one value,
-            which normalised alone is 0.
+            that does and leaves at least two channels in a group. In place of a BatchNorm1d, where a channel may be one value, at least
+            8 channels: two values alone are normalised to nearly +1 and -1, and what is left of them is rounding.
 
     Returns:
         The names of the replaced layers, as in `network.cells_and_names()`; for a shared layer, each place.
@@ -112,9 +116,10 @@ def groups_for(channels: int, num_groups: int, alone: bool) -> int:
         num_groups: What was asked for.
         alone: Whether a channel may be a single value.
     """
-    if channels % num_groups == 0 and not (alone and channels == num_groups):
+    least = _VALUES if alone else 2
+    if channels % num_groups == 0 and (not alone or channels // num_groups >= least):
         return num_groups
-    fitting = [g for g in range(1, min(num_groups, channels // 2) + 1) if channels % g == 0]
+    fitting = [g for g in range(1, min(num_groups, channels // least) + 1) if channels % g == 0]
     return max(fitting, default=1)
 
 

@@ -26,10 +26,11 @@ class GradientNoiseScale:
         scale() = mean of S / mean of G^2                 # means over windows, each counted k - 1 times
 
     S is the variance of one sample's gradient, summed over all parameters, and G^2 the squared norm of the true gradient: with w_i
-    independent samples, E|g_i|^2 = G^2 + S / w_i and E|g|^2 = G^2 + S / W, so E(spread) = W G^2 + k S, and both estimates are unbiased
-    whatever the weights are. Their ratio, the *simple noise scale*, approximates the critical batch size: far below it, twice the batch
-    halves the updates that training takes; far above it, more samples change next to nothing. It is counted in what the weights count
-    (samples; or tokens, as if each were independent of the others of its sequence), and grows while the loss falls.
+    independent samples (so shuffle them), E|g_i|^2 = G^2 + S / w_i and E|g|^2 = G^2 + S / W, so E(spread) = W G^2 + k S, and both
+    estimates are unbiased whatever the weights are. Their ratio, the *simple noise scale*, approximates the critical batch size: far
+    below it, twice the batch halves the updates that training takes; far above it, more samples change next to nothing. It is counted in
+    what the weights count (samples; or tokens, as if each were independent of the others of its sequence), and grows while the loss
+    falls.
 
     A microbatch is what is handed to the accumulator at once: with `make_train_step(micro_size=...)` a piece. What was skipped or has
     weight 0 counts nothing, nor does a window of one microbatch, which has nothing to compare with. With several ranks their
