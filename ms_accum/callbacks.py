@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Union
 
+from mindspore import nn
 from mindspore.train import Callback, RunContext
 
 from .model import TrainOneStepCell
@@ -22,7 +23,7 @@ class FlushCallback(Callback):
     weights.
 
     Raises:
-        ValueError: When training begins, if there is no `TrainOneStepCell`.
+        ValueError: When training begins, if there is no `TrainOneStepCell`, or the Model was given an optimizer besides it.
 
     Source: Lightning and HF Accelerate close the last window of an epoch, too, but divide it by the full length.
 
@@ -287,12 +288,15 @@ class _CsvFile:
 
 
 def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
-    """The `TrainOneStepCell`s that a run trains. Raises ValueError if there is none."""
+    """The `TrainOneStepCell`s that a run trains. Raises ValueError if there is none, or MindSpore trains it once more."""
     network = run_context.original_args().train_network
     cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepCell)]
     if not cells:
         raise ValueError(f"the model trains a {type(network).__name__} without a TrainOneStepCell of ms_accum in it; "
                          "give Model(TrainOneStepCell(network, accumulator)), without an optimizer")
+    if isinstance(network, nn.TrainOneStepCell):
+        raise ValueError("the model was given an optimizer of its own, which would update at each microbatch once more; give "
+                         "Model(TrainOneStepCell(network, accumulator)), without an optimizer")
     return cells
 
 

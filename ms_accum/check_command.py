@@ -93,7 +93,7 @@ def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, functi
 def load(case: str) -> Callable:
     """The function that `MODULE:FUNCTION` names. Raises ValueError if there is none."""
     module_name, colon, name = case.partition(":")
-    if not (module_name and colon and name):
+    if not (module_name and colon and name) or module_name.endswith(".py"):
         raise ValueError(f"expected MODULE:FUNCTION, got {case!r}; e.g. train:make_case for make_case in train.py")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -54,8 +54,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         extra: Whatever JSON can hold: epoch, position in the data, seed. NaN and infinity are kept.
 
     Raises:
-        TypeError: If `extra` cannot be written as JSON, or comes back from it as something else (tuples, keys that are no str), or the
-            optimizer is no `nn.Cell`, so that its state cannot be found.
+        TypeError: If `network` is no Cell or `acc` no Accumulator; if `extra` cannot be written as JSON, or comes back from it as
+            something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its state cannot be found.
         ValueError: If the suffix is another one, or a parameter of the network is called like an entry of the file.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
 
@@ -73,6 +73,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         {'epoch': 3, 'position': 1200}
     """
     path = _checked_path(path)
+    _require_network_and_accumulator(network, acc)
     rank, ranks = acc.reducer.rank, acc.reducer.ranks
     if ranks == 1:
         _write(path, *_contents(network, acc, extra, 0, ""))
@@ -108,6 +109,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network, optimizer,
             `accumulate_step` (of a function, the lengths at 0, 1, 2, 4, … 2**16 updates are compared), `reduction`, `clip_norm`,
             `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of them.
+        TypeError: If `network` is no Cell or `acc` no Accumulator.
 
     Source: see `save_checkpoint`.
 
@@ -123,6 +125,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         {'epoch': 3, 'position': 1200}
     """
     path = _checked_path(path)
+    _require_network_and_accumulator(network, acc)
     ranks = acc.reducer.ranks
     if ranks == 1:
         loaded, about = _read_checked(path, network, acc, 0)
@@ -138,6 +141,13 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
 
 
 # --- what is in a checkpoint -----------------------------------------------------------------------------------------------
+
+
+def _require_network_and_accumulator(network: object, acc: object) -> None:
+    if not isinstance(network, nn.Cell):
+        raise TypeError(f"network is of type {type(network).__name__}, expected a mindspore.nn.Cell; give path, network, accumulator")
+    if not isinstance(acc, Accumulator):
+        raise TypeError(f"acc is of type {type(acc).__name__}, expected an Accumulator; give path, network, accumulator")
 
 
 def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:

@@ -17,7 +17,7 @@ from mindspore.ops import constexpr
 from .accumulator import Accumulator
 from .gradients import FLOATS, scaled
 from .pieces import layout, select_rows
-from .train_step import checked_micro_size, compiled, require_callable, require_loss, require_mean
+from .train_step import checked_micro_size, compiled, refuse_named, require_callable, require_loss, require_mean
 
 
 def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, *, micro_size: int) -> GradCacheStep:
@@ -109,13 +109,15 @@ class GradCacheStep:
         self._graph_for = cache(graph_for)
         self._flush = compiled(flush)
 
-    def __call__(self, *batch: Any) -> Tensor:
+    def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """Train on a batch: its loss.
 
         Raises:
             TypeError, ValueError: If the batch, or what `encode_fn` and `loss_fn` return, does not fit.
             ValueError: If `encode_fn` gave other representations in the second pass. The batch counts nothing then.
         """
+        if named:
+            refuse_named(named)
         loss, same = self._graph_for(*layout(batch))(*batch)
         if not same:
             raise ValueError("encode_fn gave the same rows two different representations, so that the gradient would be wrong: does it "

@@ -118,7 +118,7 @@ def require_outputs(options: argparse.Namespace) -> None:
 def imported(name: str) -> Callable:
     """The function called "MODULE:FUNCTION". Raises ValueError if there is none."""
     module, _, function = name.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), function)):
+    if not all(part.isidentifier() for part in (*module.split("."), function)) or module.endswith(".py"):
         raise ValueError(f"argument MODULE:FUNCTION: got {name!r}, expected e.g. train:make_step")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

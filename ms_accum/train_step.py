@@ -141,13 +141,15 @@ class TrainStep:
         self._update = compiled(update)
         self._flush = compiled(flush)
 
-    def __call__(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Any]]:
+    def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Any]]:
         """Train on a batch: the loss, or `(loss, aux)`.
 
         Raises:
-            TypeError: If an argument is a tuple, list or dict.
+            TypeError: If an argument is a tuple, list or dict, or has a name.
             ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
         """
+        if named:
+            refuse_named(named)
         graph = self._graph_for(*layout(batch))
         if self.strategy == "fused":
             return graph(*batch)
@@ -316,6 +318,11 @@ def require_mean(acc: object) -> None:
     if acc.reduction != "mean":
         raise ValueError(f'acc has reduction={acc.reduction!r}, expected "mean": a train step hands over the loss undivided, and the '
                          'sum of N such gradients is N times too large; give Accumulator(..., reduction="mean")')
+
+
+def refuse_named(named: dict[str, Any]) -> None:
+    raise TypeError(f"the batch has arguments with names ({', '.join(named)}), expected none: a compiled step tells its arguments by "
+                    "their order; give them in the order of the function's, without names")
 
 
 def checked_micro_size(micro_size: object) -> int:

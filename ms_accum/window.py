@@ -50,7 +50,9 @@ class Window:
 
     def describe(self) -> str:
         """The same text for the same lengths; of a function, those at 0, 1, 2, 4, 8, … 2**16 updates are compared."""
-        return repr(self.stages) if self.schedule is None else f"a function with lengths {self.samples}"
+        if self.schedule is not None:
+            return f"a function with lengths {self.samples}"
+        return str(dict(self.stages) if len(self.stages) > 1 else self.stages[0][1])
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Microbatches in the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""

@@ -346,8 +346,18 @@ def test_a_made_up_file_executes_nothing(tmp_path):
     assert (tmp_path / "executed").exists()
 
 
+def test_arguments_of_the_wrong_kind_are_refused(tmp_path):
+    network, acc, _ = build()
+    for function in (save_checkpoint, load_checkpoint):
+        with pytest.raises(TypeError, match=r"acc is of type \w+, expected an Accumulator; give path, network"):
+            function(tmp_path / "c.ckpt", network, acc.optimizer)
+        with pytest.raises(TypeError, match=r"network is of type Accumulator, expected a mindspore\.nn\.Cell; give path, network"):
+            function(tmp_path / "c.ckpt", acc, network)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("other", "message"), [
-    ({"accumulate_step": 4}, r"was saved with accumulate_step \(\(0, 3\),\), but this run has \(\(0, 4\),\)"),
+    ({"accumulate_step": 4}, r"was saved with accumulate_step 3, but this run has 4; build it alike"),
     ({"reduction": "sum"}, r"was saved with reduction mean, but this run has sum"),
     ({"on_nonfinite": "skip_window"}, r"was saved with on_nonfinite apply, but this run has skip_window"),
     ({"hidden": 6}, r"first.weight has shape \(5, 6\), but this run's has \(6, 6\)"),

@@ -771,7 +771,9 @@ def test_the_command_refuses_in_one_line(check, function, message):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["no_such_module:f"], "cannot import no_such_module: ModuleNotFoundError"), (["json"], "expected MODULE:FUNCTION, got 'json'"),
+    (["no_such_module:f"], "cannot import no_such_module: ModuleNotFoundError"),
+    (["train.py:make_case"], "got 'train.py:make_case'; e.g. train:make_case for make_case in train.py"),
+    (["json"], "expected MODULE:FUNCTION, got 'json'"),
     (["json:loads", "--micro-size", "1"], "expected a whole number from 2, got '1'"),
     (["json:loads", "--json", "no/such/folder.json"], "cannot write"), ([], "required: MODULE:FUNCTION")])
 def test_a_bad_command_line(capsys, arguments, message):

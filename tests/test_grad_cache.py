@@ -270,6 +270,14 @@ def test_bad_arguments_are_refused(error, message, options):
         make_grad_cache_step(**arguments)
 
 
+def test_arguments_with_names_are_refused():
+    towers, encode, loss_fn = two_towers()
+    train_step = make_grad_cache_step(encode, loss_fn, counting(towers), micro_size=2)
+    x, y = pairs(4, 1)
+    with pytest.raises(TypeError, match=r"arguments with names \(y\), expected none: .* in the order"):
+        train_step(x, y=y)
+
+
 def test_a_loss_scaler_is_refused():
     towers, encode_fn, loss_fn = two_towers()
     acc = counting(towers)

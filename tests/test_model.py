@@ -21,7 +21,7 @@ from mindspore.train import (
     TimeMonitor,
 )
 
-from ms_accum import Accumulator, FlushCallback, PerUpdate, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import Accumulator, FlushCallback, PerUpdate, TrainOneStepCell, WindowLog, load_checkpoint, make_train_step, save_checkpoint
 
 LOSS = nn.CrossEntropyLoss()
 SIZES = [6, 6, 7, 6, 2]
@@ -432,6 +432,17 @@ def test_a_model_without_the_cell_is_refused():
     for callback in (FlushCallback(), PerUpdate(LossMonitor())):
         with pytest.raises(ValueError, match=r"without a TrainOneStepCell of ms_accum in it; give Model\(TrainOneStepCell"):
             model.train(1, dataset(), callbacks=[callback], dataset_sink_mode=False)
+
+
+def test_a_model_with_an_optimizer_of_its_own_is_refused():
+    """MindSpore would wrap the cell and update at each microbatch, besides the accumulator's updates."""
+    network, cell = make_cell()
+    before = [p.asnumpy().copy() for p in network.trainable_params()]
+    model = Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1))
+    for callback in (FlushCallback(), PerUpdate(LossMonitor()), WindowLog(print)):
+        with pytest.raises(ValueError, match=r"given an optimizer of its own.* give Model\(TrainOneStepCell"):
+            model.train(1, dataset(), callbacks=[callback], dataset_sink_mode=False)
+    assert all((old == p.asnumpy()).all() for old, p in zip(before, network.trainable_params()))
 
 
 def test_the_network_keeps_its_names():

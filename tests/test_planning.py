@@ -321,6 +321,7 @@ def test_a_terminal_sees_a_bar(capsys, monkeypatch):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["train"], "argument MODULE:FUNCTION: got 'train', expected e.g. train:make_step"),
+    (["train.py:make_step"], "argument MODULE:FUNCTION: got 'train.py:make_step', expected e.g. train:make_step"),
     (["no_such:f"], "argument MODULE:FUNCTION: no_such:f cannot be imported (ModuleNotFoundError: No module named 'no_such')"),
     (["json:nothing"], "argument MODULE:FUNCTION: json:nothing cannot be imported (AttributeError: "),
     (["json:__name__"], "make_step is of type str, expected a function"),

@@ -520,6 +520,13 @@ def test_numpy_arrays_are_refused():
         build()(Tensor(np.zeros((4, 6)), ms.float32), np.zeros(4))
 
 
+def test_arguments_with_names_are_refused():
+    data = Tensor(np.zeros((4, 6)), ms.float32)
+    for batch, named in (((), {"data": data, "label": data}), ((data,), {"label": data})):
+        with pytest.raises(TypeError, match=rf"arguments with names \({', '.join(named)}\), expected none: .* in the order"):
+            build()(*batch, **named)
+
+
 WRONG_RESULTS = """
 import mindspore as ms, numpy as np
 from mindspore import Tensor, nn
