@@ -149,5 +149,5 @@ def test_every_relative_link_leads_somewhere(page):
 
 
 def test_each_language_links_to_the_other():
-    assert TEXT[ENGLISH].splitlines()[1] == f"[中文]({CHINESE})"
-    assert TEXT[CHINESE].splitlines()[1] == "[English](../README.md)"
+    assert TEXT[ENGLISH].splitlines()[2] == f"[中文]({CHINESE})"
+    assert TEXT[CHINESE].splitlines()[2] == "[English](../README.md)"
