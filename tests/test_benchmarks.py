@@ -196,6 +196,7 @@ def test_growth_is_between_processes_that_trained_on_one_size_only():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow  # the suites mlp and memory run the same contestants through the same rounds
 def test_scaling(tmp_path):
     summary, record = quick("scaling", tmp_path, "--rounds", "1", "--contestants", "fused,update-only")
     assert {group["status"]["fused"] for group in summary["groups"].values()} == {"agreed"}
@@ -209,6 +210,7 @@ def test_scaling(tmp_path):
     assert f"|fused less update-only|{'|'.join(without_update)}|" in done.stdout
 
 
+@pytest.mark.slow  # what its contestants compute is in test_precision.py
 def test_skipping(tmp_path):
     summary, record = quick("skipping", tmp_path, "--rounds", "1", "--contestants", "skip-window,skip-microbatch")
     assert [group["case"]["network"].split("-")[0] for group in record["groups"]] == ["mlp", "cnn"]
@@ -248,6 +250,7 @@ def test_seed_with_the_widest_margin_is_taken():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow  # what ranks compute is in test_distributed.py; without msrun, below
 def test_ranks_agree_with_the_joint_batch_or_are_caught(tmp_path):
     """The shortened form of the test below: one way to exchange, and the wrong divisor."""
     summary, record = quick("distributed", tmp_path, "--contestants", "window,wrong-denominator")

@@ -97,8 +97,9 @@ def trained_oracle(network, epochs, sizes=SIZES, accumulate_step=2, clip_norm=0.
 # --- training ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_size", [1, 3])
-def test_a_model_follows_the_oracle(context, micro_size):
+@pytest.mark.parametrize(("context", "micro_size"), [("graph", 3), ("pynative", 1), ("pynative", 3)])
+def test_a_model_follows_the_oracle(mode_named, context, micro_size):
+    mode_named(context)
     network, cell = make_cell(micro_size=micro_size)
     oracle, losses = trained_oracle(network, epochs=2)
     record = Recorder()
