@@ -285,5 +285,5 @@ def nothing_but_rounding(name: str) -> Cause:
 
 
 def _numbers(values: np.ndarray) -> str:
-    shown = ", ".join(f"{value:.3g}" for value in values[:_LISTED])
+    shown = ", ".join(f"{value:.4g}" for value in values[:_LISTED])
     return shown if len(values) <= _LISTED else f"{shown}, ..."
