@@ -1,4 +1,5 @@
 """What every test shares: the modes, a network to train, and a scratch folder for what MindSpore drops into the cwd."""
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -27,6 +28,20 @@ MODES = {"jit": ms.PYNATIVE_MODE, "graph": ms.GRAPH_MODE, "pynative": ms.PYNATIV
 @pytest.fixture(autouse=True)
 def _scratch_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs tests that are marked `fresh_process` in one of their own: what other tests imported and compiled is not in the way there."""
+    marker = pyfuncitem.get_closest_marker("fresh_process")
+    if marker is None or "FRESH_PROCESS" in os.environ or not set(marker.args) & set(pyfuncitem.callspec.id.split("-")):
+        return None
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env={**os.environ, "FRESH_PROCESS": "1"}, capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout, done.stdout
+    return True
 
 
 _sizes = count(3)
