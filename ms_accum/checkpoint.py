@@ -62,15 +62,15 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Source: written beside the old file, fsynced and renamed, as databases do; the format is MindSpore's.
 
     Example:
-        >>> import os, tempfile
+        >>> import os, tempfile, mindspore as ms
         >>> from mindspore import nn
-        >>> from ms_accum import Accumulator, load_checkpoint, save_checkpoint
-        >>> network = nn.Dense(2, 1)
+        >>> from ms_accum import Accumulator, save_checkpoint
+        >>> network = nn.Dense(2, 1, weight_init="ones")
         >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
         >>> path = os.path.join(tempfile.mkdtemp(), "run.ckpt")
-        >>> save_checkpoint(path, network, accumulator, extra={"epoch": 3, "position": 1200})
-        >>> print(load_checkpoint(path, network, accumulator))
-        {'epoch': 3, 'position': 1200}
+        >>> save_checkpoint(path, network, accumulator)
+        >>> print(ms.load_checkpoint(path)["weight"].asnumpy())  # MindSpore reads the network's weights out of it
+        [[1. 1.]]
     """
     path = _checked_path(path)
     _require_network_and_accumulator(network, acc)

@@ -175,6 +175,7 @@ class _Graph(nn.Cell):
 
 
 def compiled(function: Callable) -> Callable:
+    """`function` as a graph of its own, in graph mode and PyNative."""
     return ms.jit(_Graph(function))
 
 
@@ -190,18 +191,8 @@ def make_accumulate(
 
     Arguments and errors as in `make_train_step`; `samples` and `cut` as from `pieces.layout`.
     """
-    require_callable("forward_fn", forward_fn)
-    if weight_fn is not None:
-        require_callable("weight_fn", weight_fn)
-    require_mean(acc)
-    if micro_size > 1 and acc.reducer.each_microbatch:
-        raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", or '
-                         'on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give sync="window" and '
-                         '"skip_window", or micro_size=1 and smaller batches')
-    if loss_scaler is not None:
-        acc.unscale_by(loss_scaler)
-    elif acc.loss_scaler is not None:
-        raise ValueError("acc has a loss_scaler, whose scale it divides by; give the same one here")
+    _require_fitting(forward_fn, acc, micro_size, weight_fn)
+    _bind_loss_scaler(acc, loss_scaler)
 
     # In float16, a loss multiplied by thousands of tokens would overflow in the backward pass; there the weight waits.
     scaler = acc.loss_scaler
@@ -283,6 +274,24 @@ def make_accumulate(
     return whole if micro_size == 1 else pieces
 
 
+def _require_fitting(forward_fn: object, acc: object, micro_size: int, weight_fn: object) -> None:
+    require_callable("forward_fn", forward_fn)
+    if weight_fn is not None:
+        require_callable("weight_fn", weight_fn)
+    require_mean(acc)
+    if micro_size > 1 and acc.reducer.each_microbatch:
+        raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", or '
+                         'on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give sync="window" and '
+                         '"skip_window", or micro_size=1 and smaller batches')
+
+
+def _bind_loss_scaler(acc: Accumulator, loss_scaler: Optional[amp.LossScaler]) -> None:
+    if loss_scaler is not None:
+        acc.unscale_by(loss_scaler)
+    elif acc.loss_scaler is not None:
+        raise ValueError("acc has a loss_scaler, whose scale it divides by; give the same one here")
+
+
 @constexpr
 def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type], name: str = "forward_fn") -> bool:
     """Refuse a loss that is no float scalar: value_and_grad would silently differentiate the sum of its elements, or through a cast."""
@@ -306,11 +315,13 @@ def require_aux(length: Optional[int]) -> bool:
 
 
 def require_callable(name: str, function: object) -> None:
+    """Raise TypeError unless `function`, the argument called `name`, can be called."""
     if not callable(function):
         raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
 
 
 def require_mean(acc: object) -> None:
+    """Refuse what is no accumulator (TypeError), or one that sums up or has frozen parameters (ValueError)."""
     if not isinstance(acc, Accumulator):
         raise TypeError(f"acc is of type {type(acc).__name__}, expected an Accumulator; "
                         'give Accumulator(optimizer, accumulate_step, reduction="mean")')
@@ -321,6 +332,7 @@ def require_mean(acc: object) -> None:
 
 
 def refuse_named(named: dict[str, Any]) -> None:
+    """Raise TypeError about the arguments that a step was given by name."""
     raise TypeError(f"the batch has arguments with names ({', '.join(named)}), expected none: a compiled step tells its arguments by "
                     "their order; give them in the order of the function's, without names")
 
