@@ -97,16 +97,17 @@ def compose(choose, **fixed):
     scale_free = optimizer in SCALE_FREE
     front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (scale_free and f == "mha")])
     loss = pick("loss", [kind for kind in LOSSES if not (front == "tied" and kind == "mse")])
-    norm = pick("norm", NORMS)
+    pick("norm", NORMS)
     backward_clip = pick("backward_clip", (False, False, True) if loss in ("mean", "smoothed") else (False,))
     extreme = exact and optimizer in LINEAR and loss != "mse"
     factor = pick("factor", (1.0, 1.0, 1.0, 1e-12, 1e12) if extreme else (1.0,))
-    pick("groups", (False, False, True))
-    pick("rates", ("number", "number", "list", "cell") if optimizer in NN else ("number",))
+    pick("groups", (False, False, True) if optimizer != "nn.FTRL" else (False,))
+    pick("rates", ("number", "number", "list", "cell") if optimizer in NN and optimizer != "nn.FTRL" else ("number",))
     reduction = pick("reduction", ("mean", "mean", "sum") if by_hand and loss in ("mean", "mse") else ("mean",))
     pick("accumulate_step", (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing") if reduction == "mean" else (2, 3))
     unit = factor * (40.0 if loss == "mse" else 1.0)
-    pick("clip_norm", (None, 0.1 * unit, 100.0 * unit, float("inf")))
+    small = 1.0 if factor < 1 else unit * (0.5 if level == "half" else 0.1)  # 1e-6 in the clip formula is not small beside a tiny norm
+    pick("clip_norm", (None, small, 100.0 * unit if factor >= 1 else 1e-6, float("inf")))
     micro_size = pick("micro_size", (1,) if by_hand else (1, 2, 3))
     pick("weight", ("tensor",) if loss == "masked" else ("samples", "number", "tensor"))
     on_nonfinite = pick("on_nonfinite", ("apply", "skip_microbatch", "skip_window"))
@@ -114,15 +115,18 @@ def compose(choose, **fixed):
     narrow = front == "dense" and loss == "mse" and not backward_clip
     least = 4 * micro_size if backward_clip else 2
     large = pick("large", (False, True) if narrow else (False,))
-    shapes = [(4096, 1000)] if large else [(n, m) for n in (least + 4, least + 5) for m in (least + 1, least + 4, 4 * least)]
+    # Each graph takes seconds to compile: anew for each shape, after a load and after an error.
+    event = pick("event", ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both"))
+    nonfinite_at = pick("nonfinite_at", (None, None, None, None, 1, 2, 3))
+    pick("noise_scale", (False, True) if reduction == "mean" and exact and nonfinite_at is None and not large else (False,))
+    pick("error_at", (2, 3) if event in ("error", "both") and loss != "mse" else (None,))
+    pick("save_at", (1, 3, 4, 5) if event in ("save", "both") else (None,))
+    others = (least + 1, 4 * least) if event == "shapes" or not compiled else ()
+    shapes = [(4096, 1000 if others else 4096)] if large else [(n, m) for n in (least + 4, least + 5) for m in (n, *others)]
     # A piece of fewer than 4 rows may have a gradient that the layer clips.
     one, other = pick("shapes", [pair for pair in shapes if not backward_clip or min(_last_piece(n, micro_size) for n in pair) >= 4])
     count = pick("count", (6, 7, 8))
     pick("sizes", [tuple(other if reduction == "mean" and i % 3 == 1 else one for i in range(count))])
-    nonfinite_at = pick("nonfinite_at", (None, None, None, None, 1, 2, 3))
-    pick("noise_scale", (False, True) if reduction == "mean" and exact and nonfinite_at is None and not large else (False,))
-    pick("error_at", (None, None, None, 2, 3) if loss != "mse" else (None,))
-    pick("save_at", (None, 1, 3, 4, 5))
     pick("seed", range(1000))
     return Case(**{name: values[name] for name in Case.__dataclass_fields__})
 

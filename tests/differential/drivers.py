@@ -2,7 +2,7 @@
 import os
 
 import mindspore as ms
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Tensor, amp, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
 

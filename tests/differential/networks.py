@@ -51,7 +51,7 @@ class AttentionFront(nn.Cell):
         x = x.reshape(-1, 4, 2)
         query, key, value = self.query(x), self.key(x), self.value(x)
         attention = ops.softmax(ops.matmul(query, key.transpose(0, 2, 1)) * 0.35)
-        return ops.matmul(attention, value).reshape(-1, 4, HIDDEN)[:, 0]
+        return ops.matmul(attention, value)[:, 0]
 
 
 class MHAFront(nn.Cell):
@@ -96,7 +96,7 @@ class GroupNorm(nn.Cell):
         self.norm = nn.GroupNorm(2, 4)
 
     def construct(self, x):
-        return self.norm(x.reshape(-1, 4, 2, 1)).reshape(-1, HIDDEN)
+        return self.norm(x.reshape(-1, 4, 2, 1)).reshape(-1, 8)  # level O1 rewrites this, and knows no global names
 
 
 class BackwardClip(nn.Cell):
@@ -175,7 +175,7 @@ def build_loss(case, seed):
     loss = Loss(network, case.loss, case.factor, dtype)
     loss.set_train(True)
     for _, cell in loss.cells_and_names():
-        if isinstance(cell, nn.BatchNorm1d):
+        if "BatchNorm" in type(cell).__name__:  # level O1 makes a class of its own of it
             cell.set_train(False)
     return loss
 

@@ -15,7 +15,7 @@ NN = {
     "nn.ASGD": lambda p, rate, eps: nn.ASGD(p, rate),
     "nn.Rprop": lambda p, rate, eps: nn.Rprop(p, rate),
     "nn.FTRL": lambda p, rate, eps: nn.FTRL(p, learning_rate=rate),
-    "nn.RMSProp": lambda p, rate, eps: nn.RMSProp(p, rate, epsilon=eps),
+    "nn.RMSProp": lambda p, rate, eps: nn.RMSProp(p, rate),
     "nn.ProximalAdagrad": lambda p, rate, eps: nn.ProximalAdagrad(p, learning_rate=rate),
     "nn.Adagrad": lambda p, rate, eps: nn.Adagrad(p, learning_rate=rate),
     "nn.AdaFactor": lambda p, rate, eps: nn.AdaFactor(p, learning_rate=rate, scale_parameter=False, relative_step=False),
@@ -44,8 +44,8 @@ OPTIMIZERS = {**NN, **EXPERIMENTAL, **MINT}
 LINEAR = ("nn.SGD", "nn.Momentum", "nn.ASGD", "optim.SGD", "optim.ASGD", "mint.SGD")
 _LIKE_LINEAR = (*LINEAR, "nn.Adadelta", "optim.Adadelta")  # with an eps of the gradients' size
 # The size of the gradient does not show in the update at all; of a gradient of 0 only the rounding would.
-SCALE_FREE = ("nn.Rprop", "nn.AdaFactor", "optim.Rprop")
-RATES = {"nn.Rprop": 0.01, "optim.Rprop": 0.01, "nn.AdaFactor": 0.02, "nn.FTRL": 0.05}
+SCALE_FREE = ("nn.Rprop", "nn.AdaFactor", "nn.RMSProp", "optim.Rprop")
+RATES = {"nn.Rprop": 0.01, "optim.Rprop": 0.01, "nn.AdaFactor": 0.02, "nn.RMSProp": 0.02, "nn.FTRL": 0.05}
 
 
 def build_optimizer(case, parameters):
@@ -54,6 +54,8 @@ def build_optimizer(case, parameters):
         rate = 0.01 / size
     else:
         rate = RATES.get(case.optimizer, 0.05)
+    if case.level == "half":
+        rate *= 3  # a float16 parameter keeps 11 bits of it
     second = 0.5 * rate
     if case.rates == "list":
         rate = nn.exponential_decay_lr(rate, 0.8, 100, 1, 1)

@@ -56,6 +56,7 @@ class Plain:
         self.noise_totals, self.noise_error = np.zeros(3), 0.0
         self.diverged = False
         self.path = [0.0] * len(self.loss.trainable_params())
+        self.rounding = 0.0
 
     @property
     def weight_sum(self):
@@ -130,6 +131,8 @@ class Plain:
 
     def _update(self, gradients, weight):
         norm = np.sqrt(sum((g**2).sum() for g in gradients))
+        if not self.case.exact and np.isfinite(norm) and weight > 0:
+            self.rounding = max(self.rounding, self._rounding(gradients, weight))
         if self.case.noise_scale:
             self._measure(gradients, weight)
         if self.case.clip_norm is not None:
@@ -147,6 +150,14 @@ class Plain:
                      for length, old, p in zip(self.path, before, self.loss.trainable_params())]
         self.diverged = not np.isfinite(self.path).all()
         self.update_step += 1
+
+    def _rounding(self, gradients, weight):
+        """How far the mean of plain MindSpore's gradients of the pieces is off that of the whole: what 16 bits lose, relative to it."""
+        pieces = [(w / weight, self.gradients(piece, self.scale)) for piece, w in self.window if w != 0]
+        scale = len(self.window) / self.case.accumulate_step if self.case.reduction == "sum" else 1.0
+        means = [scale * sum(w * piece[i] for w, piece in pieces) for i in range(len(gradients))]
+        longest = max(np.abs(g).max() for g in gradients)
+        return max(np.abs(m - g).max() / (np.abs(g).max() + 0.1 * longest) for m, g in zip(means, gradients)) if longest else 0.0
 
     def _adjust(self, finite):
         if self.case.scaler[0] == "dynamic":
