@@ -1,0 +1,67 @@
+"""Narrow draws, each around one defect that ms_accum has had; run by `python -m differential NAME`."""
+import random
+from itertools import cycle
+
+from .cases import compose
+
+_QUIET = {"event": "none", "nonfinite_at": None, "noise_scale": False}
+_PLAIN_NETWORK = {"front": "dense", "norm": "none", "backward_clip": False}
+_STEPS = ("fused-pynative", "split-pynative", "cell-pynative", "fused")
+# What is fixed for every Case, and what goes round.
+NARROW = {
+    # The number of samples multiplied the loss before the backward pass, which then overflowed in float16.
+    "weight in the loss, 16 bits": (
+        {**_PLAIN_NETWORK, **_QUIET, "loss": "mse", "large": True, "scaler": None, "on_nonfinite": "apply"},
+        {"driver": _STEPS, "level": ("O1", "O2", "O3", "auto")}),
+    # The same, for a layer whose gradient is not linear in that of the layer above it.
+    "weight in the loss, a bprop": (
+        {**_QUIET, "front": "dense", "loss": "mean", "backward_clip": True, "level": "none"}, {"driver": _STEPS}),
+    # The norm of gradients that still had the loss scale, and the number of samples, in them.
+    "norm of scaled gradients": (
+        {**_PLAIN_NETWORK, **_QUIET, "loss": "mean", "level": "none", "clip_norm": 0.1, "factor": 1.0, "on_nonfinite": "apply"},
+        {"driver": _STEPS, "scaler": (("static", 70), ("static", 100), ("static", 120))}),
+    "noise of scaled gradients": (
+        {**_PLAIN_NETWORK, **_QUIET, "loss": "mean", "level": "none", "noise_scale": True, "factor": 1.0, "on_nonfinite": "apply",
+         "accumulate_step": 2, "clip_norm": None},
+        {"driver": _STEPS, "scaler": (("static", 62), ("static", 70), ("static", 100))}),
+    # State of an optimizer in Python lists was not in the checkpoint.
+    "optimizer state in lists": (
+        {**_PLAIN_NETWORK, "loss": "mean", "level": "none", "clip_norm": None, "factor": 1.0, "nonfinite_at": None,
+         "event": "save", "save_at": 4, "accumulate_step": 2, "groups": False},
+        {"driver": ("hand-pynative", *_STEPS), "optimizer": ("optim.NAdam", "optim.ASGD")}),
+    "weights": ({**_QUIET, "loss": "mean", "level": "none", "event": "shapes", "accumulate_step": 3}, {"driver": _STEPS}),
+    "pieces": (
+        {**_QUIET, "loss": "mean", "level": "none", "accumulate_step": 2, "backward_clip": False, "shapes": (7, 7)},
+        {"driver": _STEPS, "micro_size": (2, 3)}),
+    # The pieces before the one that raised stayed in the window.
+    "pieces before an error": (
+        {**_PLAIN_NETWORK, "loss": "mean", "level": "none", "nonfinite_at": None, "event": "error", "accumulate_step": 3},
+        {"driver": _STEPS, "micro_size": (2, 3)}),
+}
+
+
+# Each defect: the draw that has to find it, and how it is put back: (file of ms_accum, text, what it becomes).
+PUT_BACK = {
+    "the window is divided by its microbatches": (
+        "weights", [("accumulator.py", "factor = self._normaliser(weight)", "factor = self._normaliser(self.mini_step.astype(ms.float32))")]),
+    "the weight sum is not emptied": ("weights", [("accumulator.py", "ops.assign(self.weight_sum, 0.0)", "pass")]),
+    "the loss of a batch is the sum of its pieces'": (
+        "pieces", [("train_step.py", "if has_aux else loss / divisor", "if has_aux else loss / divisor * micro_size")]),
+    "the short last piece counts as a full one": (
+        "pieces", [("train_step.py", "add_piece(totals, samples - full * rows,", "add_piece(totals, rows,")]),
+}
+
+
+def put_back(package, defect):
+    """Change a copy of ms_accum; each text has to be in it exactly once."""
+    for name, text, other in PUT_BACK[defect][1]:
+        source = (package / name).read_text(encoding="utf-8")
+        if source.count(text) != 1:
+            raise ValueError(f"{name} has {text!r} {source.count(text)} times, expected once")
+        (package / name).write_text(source.replace(text, other), encoding="utf-8")
+
+
+def cases(name, count=4):
+    fixed, varied = NARROW[name]
+    turns = {key: cycle(values) for key, values in varied.items()}
+    return [compose(random.Random(i).choice, **fixed, **{key: next(turn) for key, turn in turns.items()}) for i in range(count)]
