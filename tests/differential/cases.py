@@ -4,8 +4,8 @@ from typing import Optional, Union
 
 import numpy as np
 
-from .networks import AMP_LEVELS, FEATURES, FLOAT32_LEVELS, FRONTS, LEVELS, LOSSES, NORMS, WORDS, outputs
-from .optimizers import EXPERIMENTAL, LINEAR, MINT, NN, OPTIMIZERS, SCALE_FREE
+from .networks import FEATURES, FLOAT32_LEVELS, FRONTS, LEVELS, LOSSES, NORMS, WORDS, outputs
+from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 
 COMPILED = ("hand-jit", "fused", "split", "cell-graph", "model-graph")
 OP_BY_OP = ("hand-pynative", "fused-pynative", "split-pynative", "cell-pynative", "model-pynative")
@@ -139,7 +139,7 @@ def _last_piece(samples, micro_size):
 def _optimizers(level, compiled):
     if level == "half":
         return HALF_OPTIMIZERS
-    return [name for name in OPTIMIZERS if (compiled or name not in MINT) and (level in FLOAT32_LEVELS or name not in SCALE_FREE)]
+    return [name for name in OPTIMIZERS if (compiled or name not in COMPILED_ONLY) and (level in FLOAT32_LEVELS or name not in SCALE_FREE)]
 
 
 def _scalers(exact, unfit):
@@ -148,5 +148,3 @@ def _scalers(exact, unfit):
     static = (0, 3, 10, 40, 62, 70, 100, 120) if exact else (0, 3, 8)
     return (None, None, *(("static", exponent) for exponent in static), ("dynamic", 8, 2), ("dynamic", 6, 1))
 
-
-__all__ = ["AMP_LEVELS", "COMPILED", "DRIVERS", "EXPERIMENTAL", "LEVELS", "OP_BY_OP", "Case", "compose"]

@@ -43,7 +43,7 @@ NARROW = {
 # Each defect: the draw that has to find it, and how it is put back: (file of ms_accum, text, what it becomes).
 PUT_BACK = {
     "the window is divided by its microbatches": (
-        "weights", [("accumulator.py", "factor = self._normaliser(weight)", "factor = self._normaliser(self.mini_step.astype(ms.float32))")]),
+        "weights", [("accumulator.py", "self._normaliser(weight)", "self._normaliser(self.mini_step.astype(ms.float32))")]),
     "the weight sum is not emptied": ("weights", [("accumulator.py", "ops.assign(self.weight_sum, 0.0)", "pass")]),
     "the loss of a batch is the sum of its pieces'": (
         "pieces", [("train_step.py", "if has_aux else loss / divisor", "if has_aux else loss / divisor * micro_size")]),

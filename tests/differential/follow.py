@@ -140,7 +140,8 @@ class _Follow:
         close = (off <= bound) | (got == expected) | (np.isnan(got) & np.isnan(expected))
         if not close.all():
             worst = np.unravel_index(np.argmax(np.where(np.isnan(off), np.inf, np.where(close, 0.0, off))), close.shape)
-            pytest.fail(f"{what}{[*map(int, worst)]}: got {got[worst]}, plain training has {expected[worst]}; allowed is a difference of {bound}")
+            pytest.fail(f"{what}{[*map(int, worst)]}: got {got[worst]}, plain training has {expected[worst]}; "
+                        f"allowed is a difference of {bound}")
 
     def _compare_counters(self, where):
         if self.over:

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor
 
 from .networks import build_loss
-from .optimizers import MINT, build_optimizer
+from .optimizers import COMPILED_ONLY, build_optimizer
 
 LARGEST = 2.0**127
 
@@ -45,8 +45,7 @@ class Plain:
         self.case = case
         self.loss = build_loss(case, case.seed)
         self.optimizer = build_optimizer(case, self.loss.trainable_params())
-        # mint's optimizers do nothing op by op (MindSpore 2.10 on CPU).
-        self.update = ms.jit(self.optimizer) if case.optimizer in MINT else self.optimizer
+        self.update = ms.jit(self.optimizer) if case.optimizer in COMPILED_ONLY else self.optimizer
         self.mini_step = self.update_step = self.skipped = 0
         self.grad_norm = self.window_weight = 0.0
         self.window = []
@@ -141,7 +140,7 @@ class Plain:
             gradients = [g * factor for g in gradients]
         before = [p.asnumpy().copy() for p in self.loss.trainable_params()]
         given = tuple(Tensor(g.astype(np.float32)).astype(p.dtype) for g, p in zip(gradients, self.optimizer.parameters))
-        if self.case.optimizer in MINT:
+        if self.case.optimizer in COMPILED_ONLY:
             self.update(given)
         else:
             with op_by_op():
