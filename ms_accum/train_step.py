@@ -1,9 +1,12 @@
 """Train steps: cut a batch, run value_and_grad on each piece, feed the accumulator, give back the loss itself."""
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable
 from functools import partial
 from operator import index
+from textwrap import dedent
 from typing import Any, Optional, Union
 
 import mindspore as ms
@@ -376,9 +379,21 @@ def require_aux(length: Optional[int]) -> bool:
 
 
 def require_callable(name: str, function: object) -> None:
-    """Raise TypeError unless `function`, the argument called `name`, can be called."""
+    """Raise TypeError unless `function`, the argument called `name`, can be called and compiled."""
     if not callable(function):
         raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
+    if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
+        raise TypeError(f"{name} is a lambda that stands among other code, where MindSpore cannot compile it; expected a function: "
+                        "define it with def, or on a line of its own as `name = lambda ...`")
+
+
+def _is_readable(function: Callable) -> bool:
+    """Whether a lambda is all there is on the right-hand side of its statement."""
+    try:
+        statement = ast.parse(dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):
+        return False
+    return isinstance(getattr(statement, "value", None), ast.Lambda)
 
 
 def require_mean(acc: object) -> None:
