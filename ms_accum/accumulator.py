@@ -68,12 +68,12 @@ def unit_of(prefix: str, weight: Optional[float]) -> float:
 
     Args:
         prefix: As the accumulator's.
-        weight: A weight > 0, or None for one that is a Tensor.
+        weight: A weight, or None for one that is a Tensor.
     """
     unit = _units[prefix]
-    if unit.number is None:
+    if unit.number is None and weight != 0:
         unit.number = float(unit.parameter.asnumpy()) or weight or 0.0
-    return unit.number
+    return unit.number or 0.0
 
 
 @ms.jit_class
@@ -293,7 +293,7 @@ class Accumulator:
         if self.reducer.each_microbatch:
             while others > 0:
                 # Of weight 0, any tensors of the right shapes count nothing.
-                taken, others = self._take(self.optimizer.parameters, 1.0, 0.0, 0.0)
+                taken, others = self._take(self.optimizer.parameters, 0.0, 0.0, 0.0)
                 ops.assign_add(self.mini_step, taken * (others > 0))
                 self.close_if(ops.logical_or(self.due(), ops.logical_and(others == 0, self.mini_step > 0)))
         else:
@@ -375,8 +375,8 @@ class Accumulator:
         """Add a microbatch of all ranks: whether it was taken (int32 0 or 1), and how many ranks had one (`present`: 1 of this one)."""
         # Before the exchange: afterwards, these are gradients of all ranks together.
         spread = () if self.noise_scale is None else self.noise_scale.measure(grads, weight, self._loss_scale())
-        factor = self._in_units(factor)
-        gradients = tuple([scaled(g, factor, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
+        unit = self._unit(factor)
+        gradients = tuple([scaled(g, factor / unit, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
         bad = 0.0
         if self.on_nonfinite == "skip_microbatch":
             bad = ops.logical_and(ops.logical_not(all_finite(gradients)), weight != 0).astype(ms.float32)
@@ -386,27 +386,21 @@ class Accumulator:
             taken = (bad == 0).astype(ms.int32)
             ops.assign_add(self.skipped, 1 - taken)
             if ops.logical_and(taken > 0, weight != 0):
-                self._store(gradients, weight, header[3:])
+                self._store(gradients, unit, weight, header[3:])
             return taken, present
         if weight != 0:
-            self._store(gradients, weight, header[3:])
+            self._store(gradients, unit, weight, header[3:])
         return Tensor(1, ms.int32), present
 
-    def _in_units(self, factor: Scalar) -> Scalar:
-        """What a gradient is multiplied by on its way into the buffers: a number for a number, which is 1 for equal microbatches."""
+    def _unit(self, factor: Scalar) -> Scalar:
+        """What the buffers count in: a number, so that a number divided by it is a constant of the graph, unless the device decides."""
         if not self._in_unit:
-            return factor
-        if isinstance(factor, Tensor):
-            unit = unit_of(self._prefix, None)
-            if unit == 0:
-                # The first weight is known to the device alone.
-                unit = ops.where(ops.logical_and(self.weight_unit == 0, ops.isfinite(factor)), factor, self.weight_unit)
-        else:
-            if factor == 0:
-                return 1.0  # it adds nothing
-            unit = unit_of(self._prefix, factor)
-        ops.assign(self.weight_unit, unit)
-        return factor / unit
+            return 1.0
+        unit = unit_of(self._prefix, None if isinstance(factor, Tensor) else factor)
+        if unit == 0:
+            # The first weight is known to the device alone.
+            unit = ops.where(ops.logical_and(self.weight_unit == 0, ops.isfinite(factor)), factor, self.weight_unit)
+        return unit
 
     def settle_unit(self) -> None:
         """Bring buffers that were loaded into the unit that compiled graphs of this process count in; for `load_checkpoint`."""
@@ -440,11 +434,13 @@ class Accumulator:
     def _windows(self) -> Tensor:
         return self.update_step + self.skipped if self.on_nonfinite != "skip_microbatch" else self.update_step + 0
 
-    def _store(self, weighted_grads: Gradients, weight: Scalar, spread: Spread) -> None:
+    def _store(self, weighted_grads: Gradients, unit: Scalar, weight: Scalar, spread: Spread) -> None:
         for buffer, gradient in zip(self.buffers, weighted_grads):
             _add_to(buffer, gradient.astype(buffer.dtype))
         if self.reduction == "mean":
             ops.assign_add(self.weight_sum, weight)
+        if self._in_unit:
+            ops.assign(self.weight_unit, unit)
         if self.noise_scale is not None:
             self.noise_scale.include(spread)
 
