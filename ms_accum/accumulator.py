@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
+from mindspore.ops import constexpr
 
 from .distributed import DataParallel, Layout, OneDevice, empty_parameter, require_alike
 from .gradients import (
@@ -25,6 +26,7 @@ from .gradients import (
     require_condition,
     require_gradients,
     scaled,
+    unscaled,
 )
 from .noise_scale import GradientNoiseScale, Spread
 from .window import AccumulateStep, Window
@@ -41,6 +43,39 @@ def _nobody() -> None:
     return None
 
 
+class _Unit:
+    """What the buffers of an accumulator count in.
+
+    Attributes:
+        parameter: The unit on the device, 0 until there is one.
+        number: The same as a constant of the compiled graphs; 0 where only the device knows it, None until a graph needs it.
+    """
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+        self.number: Optional[float] = None
+
+
+_units: dict[str, _Unit] = {}
+
+
+@constexpr
+def unit_of(prefix: str, weight: Optional[float]) -> float:
+    """The unit of the accumulator whose state is named after `prefix`; 0 if only the device knows it.
+
+    A `constexpr`: graph mode runs it while it compiles, so that a weight divided by it is a constant of the graph, too. The first call
+    decides, by what a checkpoint brought or by `weight`.
+
+    Args:
+        prefix: As the accumulator's.
+        weight: A weight, or None for one that is a Tensor.
+    """
+    unit = _units[prefix]
+    if unit.number is None and weight != 0:
+        unit.number = float(unit.parameter.asnumpy()) or weight or 0.0
+    return unit.number or 0.0
+
+
 @ms.jit_class
 class Accumulator:
     """Adds up the gradients of microbatches and updates once per window; inside `ms.jit` and in PyNative.
@@ -55,6 +90,9 @@ class Accumulator:
     tutorial's contract) the script divides its loss by `accumulate_step`. With "mean", mean losses and the number of
     samples (or unmasked tokens) as weights, the update is that of the undivided batch, also for ragged microbatches
     and a short last window.
+
+    With "mean", a buffer counts in units of the first weight that is not 0: equal microbatches are added as they are, without a
+    multiplication, and the gradient of a window of one microbatch is that of plain MindSpore, bit for bit.
 
     Args:
         optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without elements.
@@ -138,6 +176,7 @@ class Accumulator:
         self.after_update = _checked_hook(after_update)
         self.noise_scale = _checked_noise_scale(noise_scale, reduction)
         self.loss_scaler = None
+        self.guarded = False  # whether a driver notes in `unfinished` that the pieces of a batch are being added
         self.accumulate_step = accumulate_step
         self._names = tuple(p.name for p in parameters)
         self._shapes = tuple(tuple(p.shape) for p in parameters)
@@ -153,13 +192,18 @@ class Accumulator:
         _name_optimizer_state(optimizer, parameters, prefix)
         self.buffers = ParameterTuple(self.reducer.new_buffers(prefix))
         self.weight_sum = empty_parameter(f"{prefix}.weight_sum", (), ms.float32)
+        self.weight_unit = empty_parameter(f"{prefix}.weight_unit", (), ms.float32)
+        self._in_unit = reduction == "mean" and not self.reducer.sums_microbatches
+        _units[prefix] = _Unit(self.weight_unit)
         self.mini_step = empty_parameter(f"{prefix}.mini_step", (), ms.int32)
+        self.unfinished = empty_parameter(f"{prefix}.unfinished", (), ms.int32)
         self.update_step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
         self.skipped = empty_parameter(f"{prefix}.skipped", (), ms.int32)
         self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32)
         self.window_weight = empty_parameter(f"{prefix}.window_weight", (), ms.float32)
         self.parameters = ParameterTuple(
-            [*self.buffers, self.weight_sum, self.mini_step, self.update_step, self.skipped, self.grad_norm, self.window_weight,
+            [*self.buffers, self.weight_sum, self.weight_unit, self.mini_step, self.unfinished, self.update_step, self.skipped,
+             self.grad_norm, self.window_weight,
              *_state_of(after_update, optimizer, parameters)])
         if noise_scale is not None:
             noise_scale.bind(prefix)
@@ -186,23 +230,23 @@ class Accumulator:
         """Add one microbatch to the open window; never updates. Arguments and errors as in a call, `close_if` to go on."""
         self._require(grads)
         weight = as_weight(weight)
-        weighted = tuple([scaled(g, weight, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
-        ops.assign_add(self.mini_step, self.take(weighted, weight))
+        ops.assign_add(self.mini_step, self.take(grads, weight, weight))
 
-    def take(self, weighted_grads: Gradients, weight: Scalar) -> Tensor:
-        """Add gradients that are already multiplied by `weight`, and leave `mini_step` alone.
+    def take(self, grads: Gradients, factor: Scalar, weight: Scalar) -> Tensor:
+        """Add `factor * grads` and count `weight`; leave `mini_step` alone.
 
-        For code that cuts a microbatch further, such as `make_train_step`. A weight of 0 adds nothing, be the gradient NaN,
-        as that of a mean over no unmasked token is.
+        For code that cuts a microbatch further, such as `make_train_step`. A microbatch of weight 0 is ignored, even if its
+        gradient is NaN, as that of a mean over no unmasked token is.
 
         Args:
-            weighted_grads: As `grads` in `add`, unchecked.
-            weight: As from `gradients.as_weight`.
+            grads: As in `add`, unchecked.
+            factor: What the gradients are multiplied by, as from `gradients.as_weight`; of a mean loss, `weight`.
+            weight: What is counted, as from `gradients.as_weight`.
 
         Returns:
             Whether they were taken: int32 Tensor of shape `()`, 1 unless `on_nonfinite="skip_microbatch"` made it 0.
         """
-        taken, present = self._take(weighted_grads, weight, 1.0)
+        taken, present = self._take(grads, factor, weight, 1.0)
         return ops.depend(taken, present)  # uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake"
 
     def due(self) -> Tensor:
@@ -249,7 +293,7 @@ class Accumulator:
         if self.reducer.each_microbatch:
             while others > 0:
                 # Of weight 0, any tensors of the right shapes count nothing.
-                taken, others = self._take(self.optimizer.parameters, 0.0, 0.0)
+                taken, others = self._take(self.optimizer.parameters, 0.0, 0.0, 0.0)
                 ops.assign_add(self.mini_step, taken * (others > 0))
                 self.close_if(ops.logical_or(self.due(), ops.logical_and(others == 0, self.mini_step > 0)))
         else:
@@ -260,6 +304,8 @@ class Accumulator:
     def reset(self) -> None:
         """Forget the open window: empty the buffers and `mini_step`; the counts of the past stay."""
         ops.assign(self.mini_step, 0)
+        if self.guarded:
+            ops.assign(self.unfinished, 0)
         ops.assign(self.weight_sum, 0.0)
         for buffer in self.buffers:
             # buffer * 0, where NaN * 0 is 0. Of 258 MB of buffers, graph mode keeps a second copy for zeros_like(buffer)
@@ -267,6 +313,12 @@ class Accumulator:
             ops.assign(buffer, _multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
         if self.noise_scale is not None:
             self.noise_scale.forget_window()
+
+    def require_whole(self) -> None:
+        """Raise RuntimeError if the open window holds a part of a batch, because of an error in a later piece of it. For the host."""
+        if int(self.unfinished) != 0:
+            raise RuntimeError("the open window holds only some pieces of a batch, because an error stopped the others; expected whole "
+                               "batches: call accumulator.reset(), which drops the open window, and go on with the next batch")
 
     def unscale_by(self, loss_scaler: amp.LossScaler) -> None:
         """Expect gradients of losses multiplied by `loss_scaler.scale_value`; for drivers, which multiply them.
@@ -319,35 +371,62 @@ class Accumulator:
         else:
             require_gradients(self._names, self._shapes, None, ())
 
-    def _take(self, weighted_grads: Gradients, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
+    def _take(self, grads: Gradients, factor: Scalar, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
         """Add a microbatch of all ranks: whether it was taken (int32 0 or 1), and how many ranks had one (`present`: 1 of this one)."""
+        # Before the exchange: afterwards, these are gradients of all ranks together.
+        spread = () if self.noise_scale is None else self.noise_scale.measure(grads, weight, self._loss_scale())
+        unit = self._unit(factor)
+        gradients = tuple([scaled(g, factor / unit, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
         bad = 0.0
         if self.on_nonfinite == "skip_microbatch":
-            bad = ops.logical_and(ops.logical_not(all_finite(weighted_grads)), weight != 0).astype(ms.float32)
-        # Before the exchange: afterwards, these are gradients of all ranks together.
-        spread = () if self.noise_scale is None else self.noise_scale.measure(weighted_grads, weight)
-        gradients, header = self.reducer.microbatch(weighted_grads, (weight, bad, present, *spread))
+            bad = ops.logical_and(ops.logical_not(all_finite(gradients)), weight != 0).astype(ms.float32)
+        gradients, header = self.reducer.microbatch(gradients, (weight, bad, present, *spread))
         weight, bad, present = header[:3]
         if self.on_nonfinite == "skip_microbatch":
             taken = (bad == 0).astype(ms.int32)
             ops.assign_add(self.skipped, 1 - taken)
             if ops.logical_and(taken > 0, weight != 0):
-                self._store(gradients, weight, header[3:])
+                self._store(gradients, unit, weight, header[3:])
             return taken, present
         if weight != 0:
-            self._store(gradients, weight, header[3:])
+            self._store(gradients, unit, weight, header[3:])
         return Tensor(1, ms.int32), present
+
+    def _unit(self, factor: Scalar) -> Scalar:
+        """What the buffers count in: a number, so that a number divided by it is a constant of the graph, unless the device decides."""
+        if not self._in_unit:
+            return 1.0
+        unit = unit_of(self._prefix, None if isinstance(factor, Tensor) else factor)
+        if unit == 0:
+            # The first weight is known to the device alone.
+            unit = ops.where(ops.logical_and(self.weight_unit == 0, ops.isfinite(factor)), factor, self.weight_unit)
+        return unit
+
+    def settle_unit(self) -> None:
+        """Bring buffers that were loaded into the unit that compiled graphs of this process count in; for `load_checkpoint`."""
+        unit, loaded = _units[self._prefix].number, float(self.weight_unit)
+        if unit and loaded and unit != loaded:
+            for buffer in self.buffers:
+                ops.assign(buffer, scaled(buffer, loaded / unit, buffer.dtype))
+            ops.assign(self.weight_unit, unit)
+
+    def _loss_scale(self) -> Scalar:
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale_value
 
     def _close(self, asked: float) -> Scalar:
         """Close the window of all ranks if one of them asked for it or there is anything in it; how many ranks asked."""
         spread = () if self.noise_scale is None else self.noise_scale.open_window()
-        gradients, header = self.reducer.window(self.buffers, (self.weight_sum, self.mini_step, asked, *spread))
+        unit = self.weight_unit + 0.0 if self._in_unit else 1.0
+        gradients, unit, header = self.reducer.window(self.buffers, unit, (self.weight_sum, self.mini_step, asked, *spread))
         weight, microbatches, asked = header[:3]
         if asked > 0 or microbatches > 0:
+            if self.loss_scaler is not None:
+                # First of all: norms and sums of scaled gradients would overflow where the gradients themselves do not.
+                gradients = unscaled(gradients, self.loss_scaler.scale_value)
             if self.on_nonfinite == "skip_window" or self.loss_scaler is not None:
-                self._update_finite(gradients, weight, header[3:])
+                self._update_finite(gradients, unit, weight, header[3:])
             else:
-                self._update(gradients, weight, header[3:])
+                self._update(gradients, unit, weight, header[3:])
             ops.assign(self.window_weight, self.weight_sum)
         self.reset()
         return asked
@@ -355,30 +434,30 @@ class Accumulator:
     def _windows(self) -> Tensor:
         return self.update_step + self.skipped if self.on_nonfinite != "skip_microbatch" else self.update_step + 0
 
-    def _store(self, weighted_grads: Gradients, weight: Scalar, spread: Spread) -> None:
+    def _store(self, weighted_grads: Gradients, unit: Scalar, weight: Scalar, spread: Spread) -> None:
         for buffer, gradient in zip(self.buffers, weighted_grads):
             _add_to(buffer, gradient.astype(buffer.dtype))
         if self.reduction == "mean":
             ops.assign_add(self.weight_sum, weight)
+        if self._in_unit:
+            ops.assign(self.weight_unit, unit)
         if self.noise_scale is not None:
             self.noise_scale.include(spread)
 
-    def _update_finite(self, gradients: Gradients, weight: Tensor, spread: Spread) -> None:
+    def _update_finite(self, gradients: Gradients, unit: Scalar, weight: Tensor, spread: Spread) -> None:
         finite = all_finite(gradients)
         ops.assign_add(self.skipped, ops.logical_not(finite).astype(ms.int32))
         if finite:
-            self._update(gradients, weight, spread)
+            self._update(gradients, unit, weight, spread)
         if self.loss_scaler is not None:
             self.loss_scaler.adjust(finite)
 
-    def _update(self, gradients: Gradients, weight: Tensor, spread: Spread) -> None:
-        factor = self._normaliser(weight)
-        if self.loss_scaler is not None:
-            factor = factor / self.loss_scaler.scale_value
+    def _update(self, gradients: Gradients, unit: Scalar, weight: Tensor, spread: Spread) -> None:
+        factor = self._normaliser(unit, weight)
         if self.clip_norm is not None or self.noise_scale is not None:
             norm = global_norm(gradients) * abs(factor)  # negative weights can make the factor negative
         if self.noise_scale is not None:
-            self.noise_scale.conclude(spread, weight, norm, 1.0 if self.loss_scaler is None else self.loss_scaler.scale_value)
+            self.noise_scale.conclude(spread, weight, norm)
         if self.clip_norm is not None:
             ops.assign(self.grad_norm, norm)
             factor = factor * clip_factor(norm, self.clip_norm)
@@ -387,11 +466,11 @@ class Accumulator:
         if self.after_update is not None:
             self.after_update()
 
-    def _normaliser(self, weight: Tensor) -> Scalar:
+    def _normaliser(self, unit: Scalar, weight: Tensor) -> Scalar:
         if self.reduction == "sum":
             return 1.0 / self.reducer.ranks
         # A window without weight (every token masked) has the gradient 0, not 0/0.
-        return 1.0 / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+        return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
 
 
 def _add_to(buffer: Parameter, gradient: Tensor) -> None:

@@ -24,7 +24,7 @@ from .distributed import ShardedSync, gather
 
 SUFFIXES = (".ckpt", ".safetensors")
 _ABOUT = "ms_accum"
-_VERSION = 1
+_VERSION = 2
 _MARK = b'{"ms_accum checkpoint, sha256": "'
 _DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 _BLANK = _MARK + b"0" * 64
@@ -137,6 +137,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     for name, parameter in _entries(network, acc).items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name])
+    acc.settle_unit()
     return about["extra"]
 
 
@@ -181,6 +182,7 @@ def _optimizer_state(optimizer: Any) -> list[Parameter]:
 
 
 def _contents(network: nn.Cell, acc: Accumulator, extra: Any, rank: int, generation: str) -> tuple[dict[str, Parameter], dict]:
+    acc.require_whole()
     entries = _entries(network, acc)
     return entries, _about(acc, entries, _as_json(extra), rank, generation)
 

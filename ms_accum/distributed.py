@@ -22,7 +22,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.common.initializer import initializer
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
-from .gradients import Gradients, Scalar
+from .gradients import Gradients, Scalar, scaled
 
 _SYNC = ("window", "microbatch")
 _MEBIBYTE = 2**20
@@ -145,7 +145,10 @@ class OneDevice:
     Attributes:
         rank, ranks: Which one this is, of how many.
         each_microbatch: Whether ranks exchange something at each microbatch.
+        sums_microbatches: Whether that is the gradients. Ranks have no common unit of weights, so buffers then count in the user's.
     """
+
+    sums_microbatches = False
 
     def __init__(self, layout: Layout) -> None:
         self.rank, self.ranks = 0, 1
@@ -160,14 +163,19 @@ class OneDevice:
         """What to add to the buffers. Header: weight, whether this is to be skipped (0 or more), how many ranks have data, others."""
         return gradients, header
 
-    def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """The whole gradients of a window. Header: weight, microbatches, whether any rank asks for an update (0 or more), others."""
-        return buffers, header
+    def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
+        """The whole gradients of a window, and the unit of weights that they count in.
+
+        Header: weight, microbatches, whether any rank asks for an update (0 or more), others.
+        """
+        return buffers, unit, header
 
 
 @ms.jit_class
 class WindowSync:
     """One exchange for each window; see `OneDevice` for the methods."""
+
+    sums_microbatches = False
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
         self.rank, self.ranks = buckets.rank, ranks
@@ -186,14 +194,17 @@ class WindowSync:
             header = (header[0], flags[1], flags[2], *header[3:])
         return gradients, header
 
-    def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """See `OneDevice`: the sums over all ranks."""
-        return self.buckets.all_reduce(buffers, header)
+    def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
+        """See `OneDevice`: the sums over all ranks, in the user's unit."""
+        gradients, header = self.buckets.all_reduce(tuple([scaled(b, unit, b.dtype) for b in buffers]), header)
+        return gradients, 1.0, header
 
 
 @ms.jit_class
 class MicrobatchSync:
     """One exchange for each microbatch; see `OneDevice` for the methods."""
+
+    sums_microbatches = True
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
         self.rank, self.ranks = buckets.rank, ranks
@@ -209,14 +220,16 @@ class MicrobatchSync:
         """See `OneDevice`: their sums over all ranks."""
         return self.buckets.all_reduce(_counted(gradients, header[0]), header)
 
-    def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
+    def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
         """See `OneDevice`: as they are, sums already."""
-        return buffers, header
+        return buffers, unit, header
 
 
 @ms.jit_class
 class ShardedSync:
     """One exchange for each microbatch, of which a rank keeps its part, and one more when a window closes; methods: `OneDevice`."""
+
+    sums_microbatches = True
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
         self.rank, self.ranks = buckets.rank, ranks
@@ -232,9 +245,9 @@ class ShardedSync:
         """See `OneDevice`: this rank's part of their sums."""
         return self.buckets.reduce_scatter(_counted(gradients, header[0]), header)
 
-    def window(self, buffers: Gradients, header: Header) -> tuple[Gradients, Header]:
+    def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
         """See `OneDevice`: gathered from all ranks."""
-        return self.buckets.all_gather(buffers), header
+        return self.buckets.all_gather(buffers), unit, header
 
 
 Reducer = Union[OneDevice, WindowSync, MicrobatchSync, ShardedSync]

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import mindspore as ms
@@ -15,9 +14,9 @@ from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
-from .gradients import FLOATS, scaled
+from .gradients import FLOATS
 from .pieces import layout, select_rows
-from .train_step import checked_micro_size, compiled, refuse_named, require_callable, require_loss, require_mean
+from .train_step import CompiledStep, checked_micro_size, compiled, plain, require_callable, require_loss, require_mean
 
 
 def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, *, micro_size: int) -> GradCacheStep:
@@ -82,17 +81,15 @@ def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulato
     return GradCacheStep(encode_fn, loss_fn, acc, micro_size)
 
 
-class GradCacheStep:
+class GradCacheStep(CompiledStep):
     """What `make_grad_cache_step` returns: see there.
 
     Attributes:
         accumulator: The accumulator it feeds.
-        micro_size: Pieces that a batch is cut into.
+        micro_size: Number of pieces that a batch is cut into.
     """
 
     def __init__(self, encode_fn: Callable, loss_fn: Callable, acc: Accumulator, micro_size: int) -> None:
-        self.accumulator = acc
-        self.micro_size = micro_size
         accumulate = _accumulate_fn(encode_fn, loss_fn, acc, micro_size)
 
         def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
@@ -103,43 +100,34 @@ class GradCacheStep:
 
             return compiled(accumulate_and_update)
 
-        def flush() -> Tensor:
-            return acc.flush()
-
-        self._graph_for = cache(graph_for)
-        self._flush = compiled(flush)
+        super().__init__(acc, micro_size, graph_for)
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """Train on a batch: its loss.
 
         Raises:
             TypeError, ValueError: If the batch, or what `encode_fn` and `loss_fn` return, does not fit.
-            ValueError: If `encode_fn` gave other representations in the second pass. The batch counts nothing then.
+            ValueError: If `encode_fn` gave other representations in the second pass. The batch is ignored then.
+            RuntimeError: If an error left a part of a batch in the open window.
         """
-        if named:
-            refuse_named(named)
-        loss, same = self._graph_for(*layout(batch))(*batch)
+        loss, same = self._call(batch, named)
         if not same:
             raise ValueError("encode_fn gave the same rows two different representations, so that the gradient would be wrong: does it "
                              "draw random numbers? Take Dropout out (p=0, or network.set_train(False)); the batch counted nothing")
         return loss
 
-    def flush(self) -> Tensor:
-        """Close a short window, if one is open; whether one was: bool Tensor of shape `()`."""
-        return self._flush()
-
 
 def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, micro_size: int) -> Callable:
     """`(samples, cut, *batch) -> (loss, whether both passes agreed)`: all of the step but the update."""
 
-    # As in a train step, the samples multiply the loss; but for half precision, where that might overflow.
-    early = all(p.dtype not in (ms.float16, ms.bfloat16) for p in acc.optimizer.parameters)
+    encode_fn, loss_fn = plain(encode_fn), plain(loss_fn)
+    acc.guarded = True
 
     def encode(*piece: Any) -> tuple[Tensor, ...]:
         representations = encode_fn(*piece)
         return representations if isinstance(representations, tuple) else (representations,)
 
-    def first_loss(cached: Tensor, factor: float, *piece: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def first_loss(cached: Tensor, *piece: Any) -> tuple[Tensor, Tensor]:
         # Rows of the first piece are encoded anew, the others cached: one backward pass gives the gradients of both.
         representations = encode(*piece)
         fresh = _side_by_side(representations)
@@ -149,18 +137,13 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, mic
             require_loss(loss.shape, loss.dtype, "loss_fn")
         else:
             require_loss(None, None, "loss_fn")
-        return loss.astype(ms.float32) * factor, loss, fresh
+        return loss, fresh
 
     def other_loss(cotangents: Tensor, *piece: Any) -> Tensor:
         return (cotangents * _side_by_side(encode(*piece))).sum(-1).sum()
 
     first_grad_fn = ms.value_and_grad(first_loss, 0, acc.optimizer.parameters, has_aux=True)
     other_grad_fn = ms.value_and_grad(other_loss, None, acc.optimizer.parameters)
-
-    def take(gradients: tuple[Tensor, ...], samples: int, weight: Tensor) -> Tensor:
-        if not early:
-            gradients = tuple([scaled(g, samples, dtype) for g, dtype in zip(gradients, acc.buffer_dtypes)])
-        return acc.take(gradients, weight)
 
     def accumulate(samples: int, cut: tuple[bool, ...], *batch: Any) -> tuple[Tensor, Tensor]:
         rows = -(-samples // micro_size)
@@ -184,25 +167,28 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, mic
             indices = ops.arange(full * rows, samples)
             cached = _with_rows(cached, indices, _side_by_side(encode(*select_rows(indices, cut, batch))))
 
-        (weighted, loss, again), (cotangents, gradients) = first_grad_fn(cached, float(samples if early else 1), *first_piece)
+        ops.assign_add(acc.unfinished, 1)
+        (loss, again), (cotangents, gradients) = first_grad_fn(cached, *first_piece)
         same = _same(once, again, representations[0].dtype)
         # Below, `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         # If they differ, everything counts nothing, instead of something wrong.
         weight = ops.where(same, Tensor(rows, ms.float32), Tensor(0.0, ms.float32))
-        taken = take(gradients, samples, weight)
+        # The gradients of the pieces add up to that of the batch, so each is multiplied by the weight of the batch.
+        taken = acc.take(gradients, float(samples), weight)
         piece = Tensor(1, ms.int32)
         while piece < full:
             indices = piece * rows + first
             partial, gradients = other_grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
-            taken = taken + ops.depend(take(gradients, samples, weight), partial)
+            taken = taken + ops.depend(acc.take(gradients, float(samples), weight), partial)
             piece = piece + 1
         if full * rows < samples:
             indices = ops.arange(full * rows, samples)
             partial, gradients = other_grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
             weight = weight * ((samples - full * rows) / rows)
-            taken = taken + ops.depend(take(gradients, samples, weight), partial)
+            taken = taken + ops.depend(acc.take(gradients, float(samples), weight), partial)
+        ops.assign_add(acc.unfinished, -1)
         ops.assign_add(acc.mini_step, ops.minimum(taken, 1) * same.astype(ms.int32))
-        return ops.depend(loss, weighted).astype(ms.float32), same
+        return loss.astype(ms.float32), same
 
     return accumulate
 

@@ -16,11 +16,29 @@ _COMPLEX = (ms.complex64, ms.complex128)
 
 
 def global_norm(gradients: Gradients) -> Tensor:
-    """The Euclidean norm of all gradients together: float32 Tensor of shape `()`, summed up in float32."""
+    """The Euclidean norm of all gradients together: float32 Tensor of shape `()`, right for every norm that float32 can hold."""
+    norm = _norm_of_quotients(gradients, 1.0)
+    # Squares of such gradients leave float32. Dividing always would take 4 x the time.
+    if ops.logical_not(ops.logical_and(norm > 1e-15, norm < 1e15)):
+        largest = _largest(gradients)
+        norm = _norm_of_quotients(gradients, largest) * largest
+    return norm
+
+
+def _norm_of_quotients(gradients: Gradients, divisor: Scalar) -> Tensor:
     squares = 0.0
     for gradient in gradients:
-        squares = squares + _sum(ops.square(gradient.astype(ms.float32)))
+        gradient = gradient.astype(ms.float32)
+        squares = squares + _sum(ops.square(gradient / divisor if isinstance(divisor, Tensor) else gradient))
     return ops.sqrt(squares)
+
+
+def _largest(gradients: Gradients) -> Tensor:
+    """The largest magnitude of any element, if it is a finite number > 0, else 1: float32 Tensor of shape `()`."""
+    largest = Tensor(0.0, ms.float32)
+    for gradient in gradients:
+        largest = ops.maximum(largest, ops.abs(gradient.astype(ms.float32)).max())
+    return ops.where(ops.logical_and(largest > 0, ops.isfinite(largest)), largest, Tensor(1.0, ms.float32))
 
 
 def clip_factor(norm: Tensor, clip_norm: float) -> Scalar:
@@ -54,6 +72,11 @@ def scaled(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
     if isinstance(factor, Tensor) or factor != 1:
         gradient = ops.mul(gradient.astype(_wider(gradient.dtype, dtype)), factor)
     return gradient.astype(dtype)
+
+
+def unscaled(gradients: Gradients, scale: Tensor) -> Gradients:
+    """Gradients divided by a loss scale, in float32 at least. Divided, for 1 / scale may be too small for float32."""
+    return tuple([g.astype(_wider(g.dtype, ms.float32)) / scale for g in gradients])
 
 
 def _wider(one: ms.Type, other: ms.Type) -> ms.Type:

@@ -105,13 +105,13 @@ class GradientNoiseScale:
         for parameter in (self.window, self.totals):
             parameter.name = f"{prefix}.{parameter.name}"
 
-    def measure(self, weighted_grads: Gradients, weight: Scalar) -> Spread:
+    def measure(self, grads: Gradients, weight: Scalar, loss_scale: Scalar) -> Spread:
         """What one microbatch adds to a window: its spread, and how many microbatches it is."""
+        if not isinstance(weight, Tensor) and weight == 0:
+            return 0.0, 0.0
+        spread = ops.square(global_norm(grads) / loss_scale) * weight
         if not isinstance(weight, Tensor):
-            if weight == 0:
-                return 0.0, 0.0
-            return ops.square(global_norm(weighted_grads)) / weight, 1.0
-        spread = ops.square(global_norm(weighted_grads)) / weight
+            return spread, 1.0
         present = weight != 0
         return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
 
@@ -124,18 +124,17 @@ class GradientNoiseScale:
         window = self.window + 0.0
         return window[0], window[1]
 
-    def conclude(self, spread: Spread, weight: Tensor, norm: Tensor, loss_scale: Scalar) -> None:
+    def conclude(self, spread: Spread, weight: Tensor, norm: Tensor) -> None:
         """Take a window into the means.
 
         Args:
             spread: Of all ranks: the sum of its microbatches' spreads, and how many they are.
             weight: Sum of its weights.
             norm: Of its gradient, before clipping.
-            loss_scale: What the gradients in `spread` are multiplied by.
         """
         others = spread[1] - 1.0
         squared = ops.square(norm)
-        noise = spread[0] / loss_scale / loss_scale - weight * squared
+        noise = spread[0] - weight * squared
         window = _vector((noise, others * squared - noise / weight, others))
         # One NaN would stay in the means for ever.
         informative = ops.logical_and(others > 0, ops.isfinite(window.sum()))

@@ -1,9 +1,12 @@
 """Train steps: cut a batch, run value_and_grad on each piece, feed the accumulator, give back the loss itself."""
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from operator import index
+from textwrap import dedent
 from typing import Any, Optional, Union
 
 import mindspore as ms
@@ -12,7 +15,7 @@ from mindspore import Tensor, amp, nn, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator, require_trainable
-from .gradients import FLOATS, Scalar, as_weight, scaled
+from .gradients import FLOATS, as_weight
 from .pieces import counted, empty_aux, join_aux, layout, select_rows, whole_aux
 
 _STRATEGIES = ("fused", "split")
@@ -64,8 +67,11 @@ def make_train_step(
         TypeError: If an argument is of the wrong kind.
         ValueError: If `acc` sums up instead of averaging, a parameter was frozen since, or an argument is out of range.
 
-    The loss is multiplied by the weight before the backward pass, so that weights cost no pass over the gradients (but not
-    with float16 parameters or a loss scaler, where it might overflow). Pieces of weight 0 count nothing, even if their loss is 0/0.
+    The weight multiplies the gradients and never the loss, so that the backward pass is that of plain MindSpore in every precision and for
+    every layer. Equal pieces (or a `weight_fn` that returns a number) cost no multiplication; a `weight_fn` that returns a Tensor costs one
+    for each gradient. Pieces of weight 0 are ignored, even if their loss is 0/0.
+    If an error stops a batch that is cut into pieces, some of which are in the window already, the next call and `save_checkpoint` raise
+    a RuntimeError until `accumulator.reset()` drops the open window.
     Numbers among the batch are constants of the graph: each new value compiles anew, so give what changes as a Tensor.
 
     Source: "split" is RATEX's scheme of two graphs; cutting a batch inside the step is `jax.lax.scan` over microbatches.
@@ -97,18 +103,67 @@ def make_train_step(
     return TrainStep(accumulate, acc, micro_size, strategy, has_aux)
 
 
-class TrainStep:
+class CompiledStep:
+    """A step over a batch: one compiled graph for each layout of a batch, and what has to hold before it is called.
+
+    Attributes:
+        accumulator: The accumulator it feeds.
+        micro_size: Number of pieces that a batch is cut into.
+    """
+
+    def __init__(self, acc: Accumulator, micro_size: int, graph_for: Callable) -> None:
+        def flush() -> Tensor:
+            return acc.flush()
+
+        self.accumulator = acc
+        self.micro_size = micro_size
+        self._graph_for = graph_for
+        self._graphs: dict[tuple, Callable] = {}
+        self._flush = compiled(flush)
+        self._returned = False  # whether the last call came to its end; until there was one, nobody knows
+
+    def _call(self, batch: tuple, named: dict[str, Any]) -> Any:
+        if named:
+            refuse_named(named)
+        # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
+        key = layout(batch)
+        if not self._returned:
+            self._recover()
+        self._returned = False
+        if key not in self._graphs:
+            self._graphs[key] = self._graph_for(*key)
+        try:
+            result = self._run(self._graphs[key], batch)
+        except Exception:
+            # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10).
+            del self._graphs[key]
+            raise
+        self._returned = True
+        return result
+
+    def _recover(self) -> None:
+        self.accumulator.require_whole()
+
+    def _run(self, graph: Callable, batch: tuple) -> Any:
+        return graph(*batch)
+
+    def flush(self) -> Tensor:
+        """Close a short window, if one is open; whether one was: bool Tensor of shape `()`."""
+        if not self._returned:
+            self.accumulator.require_whole()
+        return self._flush()
+
+
+class TrainStep(CompiledStep):
     """What `make_train_step` returns: see there.
 
     Attributes:
         accumulator: The accumulator it feeds.
-        micro_size: Pieces that a batch is cut into.
+        micro_size: Number of pieces that a batch is cut into.
         strategy: "fused" or "split".
     """
 
     def __init__(self, accumulate: Callable, acc: Accumulator, micro_size: int, strategy: str, has_aux: bool) -> None:
-        self.accumulator = acc
-        self.micro_size = micro_size
         self.strategy = strategy
 
         def depend(result: Any, closed: Tensor) -> Any:
@@ -133,13 +188,8 @@ class TrainStep:
             acc.apply()
             return acc.update_step + 0
 
-        def flush() -> Tensor:
-            return acc.flush()
-
-        # One graph for each layout of a batch: as arguments, samples and cut would cost 16 us a call.
-        self._graph_for = cache(graph_for)
+        super().__init__(acc, micro_size, graph_for)
         self._update = compiled(update)
-        self._flush = compiled(flush)
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Any]]:
         """Train on a batch: the loss, or `(loss, aux)`.
@@ -147,20 +197,22 @@ class TrainStep:
         Raises:
             TypeError: If an argument is a tuple, list or dict, or has a name.
             ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
+            RuntimeError: If an error left a part of a batch in the open window.
         """
-        if named:
-            refuse_named(named)
-        graph = self._graph_for(*layout(batch))
+        return self._call(batch, named)
+
+    def _recover(self) -> None:
+        super()._recover()
+        if self.strategy == "split" and self.accumulator.due():
+            self._update()  # a call was interrupted between its two graphs
+
+    def _run(self, graph: Callable, batch: tuple) -> Any:
         if self.strategy == "fused":
             return graph(*batch)
         result, due = graph(*batch)
         if due:
             self._update()
         return result
-
-    def flush(self) -> Tensor:
-        """Close a short window, if one is open; whether one was: bool Tensor of shape `()`."""
-        return self._flush()
 
 
 class _Graph(nn.Cell):
@@ -179,6 +231,18 @@ def compiled(function: Callable) -> Callable:
     return ms.jit(_Graph(function))
 
 
+def plain(function: Optional[Callable]) -> Optional[Callable]:
+    """A function that graph mode can call in another one: of a `functools.partial` it would not know what comes out."""
+    if not isinstance(function, partial):
+        return function
+    inner, arguments, named = function.func, function.args, function.keywords
+
+    def completed(*batch: Any) -> Any:
+        return inner(*arguments, *batch, **named)
+
+    return completed
+
+
 def make_accumulate(
     forward_fn: Callable,
     acc: Accumulator,
@@ -193,12 +257,11 @@ def make_accumulate(
     """
     _require_fitting(forward_fn, acc, micro_size, weight_fn)
     _bind_loss_scaler(acc, loss_scaler)
-
-    # In float16, a loss multiplied by thousands of tokens would overflow in the backward pass; there the weight waits.
+    forward_fn, weight_fn = plain(forward_fn), plain(weight_fn)
     scaler = acc.loss_scaler
-    early = scaler is None and all(p.dtype not in (ms.float16, ms.bfloat16) for p in acc.optimizer.parameters)
+    acc.guarded = acc.guarded or micro_size > 1
 
-    def weighted_loss(weight: Scalar, *piece: Any) -> tuple:
+    def differentiated(*piece: Any) -> tuple:
         if has_aux:
             result = forward_fn(*piece)
             if isinstance(result, tuple):
@@ -216,22 +279,21 @@ def make_accumulate(
             require_loss(None, None)
         if scaler is not None:
             return loss.astype(ms.float32) * scaler.scale_value, loss, aux
-        return (loss.astype(ms.float32) * weight if early else loss), loss, aux
+        return loss, loss, aux
 
-    grad_fn = ms.value_and_grad(weighted_loss, None, acc.optimizer.parameters, has_aux=True)
+    grad_fn = ms.value_and_grad(differentiated, None, acc.optimizer.parameters, has_aux=True)
 
     def take(samples: int, *piece: Any) -> tuple:
         weight = as_weight(samples if weight_fn is None else weight_fn(*piece))
-        (weighted, loss, aux), gradients = grad_fn(weight, *piece)
-        if not early:
-            gradients = tuple([scaled(g, weight, dtype) for g, dtype in zip(gradients, acc.buffer_dtypes)])
-        return ops.depend(loss, weighted).astype(ms.float32), weight, acc.take(gradients, weight), aux
+        (scaled_loss, loss, aux), gradients = grad_fn(*piece)
+        return ops.depend(loss, scaled_loss).astype(ms.float32), weight, acc.take(gradients, weight, weight), aux
 
     # Below, `depend` uses what take returns and nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
     def whole(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
         loss, weight, taken, aux = take(samples, *batch)
         ops.assign_add(acc.mini_step, taken)
-        loss = ops.depend(loss, weight)
+        if isinstance(weight, Tensor):
+            loss = loss + weight * 0.0  # a weight that is not finite shows in the loss
         return (loss, aux) if has_aux else loss
 
     def pieces(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
@@ -242,6 +304,7 @@ def make_accumulate(
         totals = (zero, zero, Tensor(0, ms.int32))
         aux, aux_totals = (), ()
         piece = Tensor(0, ms.int32)
+        ops.assign_add(acc.unfinished, 1)
         if has_aux:
             # The first piece shows what is to be joined. Without aux, it is a turn of the loop like any other.
             indices = ops.arange(rows)
@@ -262,6 +325,7 @@ def make_accumulate(
                 aux_totals = join_aux(aux_totals, piece_aux, indices, weight)
         loss, weight, taken = totals
         ops.assign_add(acc.mini_step, ops.minimum(taken, 1))
+        ops.assign_add(acc.unfinished, -1)
         divisor = ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
         return (loss / divisor, whole_aux(aux_totals, aux, divisor)) if has_aux else loss / divisor
 
@@ -315,9 +379,21 @@ def require_aux(length: Optional[int]) -> bool:
 
 
 def require_callable(name: str, function: object) -> None:
-    """Raise TypeError unless `function`, the argument called `name`, can be called."""
+    """Raise TypeError unless `function`, the argument called `name`, can be called and compiled."""
     if not callable(function):
         raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
+    if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
+        raise TypeError(f"{name} is a lambda that stands among other code, where MindSpore cannot compile it; expected a function: "
+                        "define it with def, or on a line of its own as `name = lambda ...`")
+
+
+def _is_readable(function: Callable) -> bool:
+    """Whether a lambda is all there is on the right-hand side of its statement."""
+    try:
+        statement = ast.parse(dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):
+        return False
+    return isinstance(getattr(statement, "value", None), ast.Lambda)
 
 
 def require_mean(acc: object) -> None:
