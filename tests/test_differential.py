@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mindspore import Tensor
 
 SHARDS, EXAMPLES = 10, 50
-COMPILED_UPDATES = 4
+UPDATES = 4
 
 
 def drawn(number, **fixed):
@@ -90,11 +90,15 @@ def exact_cases():
 @pytest.mark.parametrize("samples", [8, 6])
 @pytest.mark.parametrize(("level", "driver"), exact_cases())
 def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, samples):
-    """One microbatch to a window, whole, without clipping: nothing is divided, so nothing may be rounded differently."""
+    """One microbatch to a window, whole, without clipping: nothing is divided, so nothing may be rounded differently.
+
+    In graph mode, MindSpore gives Momentum and Adam float16 gradients that depend on what else is in the graph (on a factor of 1, say);
+    SGD gets the same ones.
+    """
     case = drawn(
         samples, driver=driver, level=level, front="dense", norm="none", backward_clip=False, loss="mean", factor=1.0, rates="number",
-        optimizer="nn.Momentum", accumulate_step=1, clip_norm=None, micro_size=1, weight="samples", scaler=None, on_nonfinite="apply",
-        noise_scale=False, event="none", nonfinite_at=None, sizes=(samples,) * COMPILED_UPDATES)
+        optimizer="nn.SGD" if level == "half" else "nn.Momentum", accumulate_step=1, clip_norm=None, micro_size=1, weight="samples",
+        scaler=None, on_nonfinite="apply", noise_scale=False, event="none", nonfinite_at=None, sizes=(samples,) * UPDATES)
     print(case)
     recover()
     loss = build_loss(case, case.seed)
@@ -109,7 +113,7 @@ def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, sampl
     step = ms.jit(plain) if case.compiled else plain
     accumulating = Accumulating(case, case.seed)
     start = [p.asnumpy().tobytes() for p in loss.trainable_params()]
-    batches = [case.batch(i) for i in range(COMPILED_UPDATES)]
+    batches = [case.batch(i) for i in range(UPDATES)]
     for batch in batches:
         step(*map(Tensor, batch))
     with accumulating:

@@ -41,6 +41,7 @@ class Case:
     nonfinite_at: Optional[int]
     error_at: Optional[int]
     save_at: Optional[int]
+    load_into: str
     seed: int
 
     @property
@@ -109,7 +110,8 @@ def compose(choose, **fixed):
     small = 1.0 if factor < 1 else unit * (0.5 if level == "half" else 0.1)  # 1e-6 in the clip formula is not small beside a tiny norm
     pick("clip_norm", (None, small, 100.0 * unit if factor >= 1 else 1e-6, float("inf")))
     micro_size = pick("micro_size", (1,) if by_hand else (1, 2, 3))
-    pick("weight", ("tensor",) if loss == "masked" else ("samples", "number", "tensor"))
+    mixed = () if driver.startswith("model") else ("mixed",)  # numbers and Tensors in turn: the accumulator sees both kinds
+    pick("weight", ("tensor",) if loss == "masked" else ("samples", "number", "tensor", *mixed))
     on_nonfinite = pick("on_nonfinite", ("apply", "skip_microbatch", "skip_window"))
     pick("scaler", _scalers(exact, backward_clip or by_hand or on_nonfinite == "skip_microbatch" or factor > 1))
     narrow = front == "dense" and loss == "mse" and not backward_clip
@@ -121,6 +123,7 @@ def compose(choose, **fixed):
     pick("noise_scale", (False, True) if reduction == "mean" and exact and nonfinite_at is None and not large else (False,))
     pick("error_at", (2, 3) if event in ("error", "both") and loss != "mse" else (None,))
     pick("save_at", (1, 3, 4, 5) if event in ("save", "both") else (None,))
+    pick("load_into", ("fresh", "used"))
     others = (least + 1, 4 * least) if event == "shapes" or not compiled else ()
     shapes = [(4096, 1000 if others else 4096)] if large else [(n, m) for n in (least + 4, least + 5) for m in (n, *others)]
     # A piece of fewer than 4 rows may have a gradient that the layer clips.

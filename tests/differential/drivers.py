@@ -36,10 +36,11 @@ def mask_of(*piece):
     return piece[3].sum()
 
 
-def weight_fn_of(case):
+def weight_fns_of(case):
+    """What counts a piece, in turn."""
     if case.loss == "masked":
-        return mask_of
-    return {"samples": None, "number": samples_of, "tensor": tensor_samples_of}[case.weight]
+        return (mask_of,)
+    return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,), "mixed": (None, tensor_samples_of)}[case.weight]
 
 
 class Accumulating:
@@ -58,22 +59,22 @@ class Accumulating:
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
         self.accumulator = Accumulator(self.optimizer, schedule, case.clip_norm, reduction=case.reduction,
                                        on_nonfinite=case.on_nonfinite, noise_scale=self.noise_scale)
+        self.calls = 0
         self.build_step()
 
     def build_step(self):
-        """A new driver for the same accumulator. After an error in a graph, MindSpore 2.10 never runs that graph again."""
+        """New drivers for the same accumulator, one for each way to weigh."""
+        self.steps = [self._step(weight_fn) for weight_fn in weight_fns_of(self.case)]
+
+    def _step(self, weight_fn):
         case, acc = self.case, self.accumulator
         driver = case.driver.split("-")[0]
         if driver == "hand":
-            self.step, self._flush = self._by_hand()
-        elif driver in ("fused", "split"):
-            self.step = make_train_step(self._forward(), acc, micro_size=case.micro_size, weight_fn=weight_fn_of(case),
-                                        loss_scaler=self.scaler, strategy=driver)
-            self._flush = self.step.flush
-        else:
-            self.step = TrainOneStepCell(self.loss, acc, loss_scaler=self.scaler, micro_size=case.micro_size,
-                                         weight_fn=weight_fn_of(case))
-            self._flush = self.step.flush
+            return self._by_hand(weight_fn)
+        if driver in ("fused", "split"):
+            return make_train_step(self._forward(), acc, micro_size=case.micro_size, weight_fn=weight_fn, loss_scaler=self.scaler,
+                                   strategy=driver)
+        return TrainOneStepCell(self.loss, acc, loss_scaler=self.scaler, micro_size=case.micro_size, weight_fn=weight_fn)
 
     def _forward(self):
         loss = self.loss
@@ -82,11 +83,10 @@ class Accumulating:
             return loss(x, ids, target, mask)
         return forward_fn
 
-    def _by_hand(self):
+    def _by_hand(self, weight_fn):
         acc, case = self.accumulator, self.case
         grad_fn = ms.value_and_grad(self._forward(), None, acc.optimizer.parameters)
         divisor = float(case.accumulate_step) if case.reduction == "sum" else 1.0
-        weight_fn = weight_fn_of(case)
 
         def train_step(x, ids, target, mask):
             loss, grads = grad_fn(x, ids, target, mask)
@@ -96,9 +96,7 @@ class Accumulating:
                 return ops.depend(loss, acc(grads, x.shape[0]))
             return ops.depend(loss, acc(grads, weight_fn(x, ids, target, mask)))
 
-        def flush():
-            return acc.flush()
-        return (ms.jit(train_step), ms.jit(flush)) if case.compiled else (train_step, flush)
+        return ms.jit(train_step) if case.compiled else train_step
 
     def __enter__(self):
         case = self.case
@@ -116,13 +114,19 @@ class Accumulating:
         if self.case.driver.startswith("model"):
             dataset = GeneratorDataset(batches, ["x", "ids", "target", "mask"], shuffle=False)
             callbacks = [_After(after), *([FlushCallback()] if last else [])]
-            Model(self.step).train(1, dataset, callbacks=callbacks, dataset_sink_mode=False)
+            Model(self.steps[0]).train(1, dataset, callbacks=callbacks, dataset_sink_mode=False)
             return
         for batch in batches:
-            after(_value(self.step(*map(Tensor, batch))))
+            self.calls += 1
+            after(_value(self.steps[self.calls % len(self.steps)](*map(Tensor, batch))))
 
     def flush(self):
-        return bool(self._flush())
+        if not self.case.by_hand:
+            return bool(self.steps[0].flush())
+
+        def flush():
+            return self.accumulator.flush()
+        return bool(ms.jit(flush)() if self.case.compiled else flush())
 
     def save(self, path, position):
         save_checkpoint(path, self.loss, self.accumulator, extra={"position": position})

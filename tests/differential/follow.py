@@ -128,6 +128,8 @@ class _Follow:
             self.accumulating.save(path, self.position)
         self.accumulating = Accumulating(self.case, self.case.seed + 1)
         with self.accumulating:
+            if self.case.load_into == "used":
+                self.accumulating.train([self.case.batch(1, spoil=False)], lambda loss: None)
             assert self.accumulating.load(path) == self.position
         self._compare_counters("after the load")
 
