@@ -4,7 +4,7 @@ from itertools import cycle
 
 from .cases import compose
 
-_QUIET = {"event": "none", "nonfinite_at": None, "noise_scale": False}
+_QUIET = {"event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples"}
 _PLAIN_NETWORK = {"front": "dense", "norm": "none", "backward_clip": False}
 _STEPS = ("fused-pynative", "split-pynative", "cell-pynative", "fused")
 # What is fixed for every Case, and what goes round.
@@ -12,11 +12,11 @@ NARROW = {
     # The number of samples multiplied the loss before the backward pass, which then overflowed in float16.
     "weight in the loss, 16 bits": (
         {**_PLAIN_NETWORK, **_QUIET, "loss": "mse", "large": True, "scaler": None, "on_nonfinite": "apply",
-         "weight": "samples"},
+         "micro_size": 1},
         {"driver": _STEPS, "level": ("O1", "O2", "O3", "auto")}),
     # The same, for a layer whose gradient is not linear in that of the layer above it.
     "weight in the loss, a bprop": (
-        {**_QUIET, "front": "dense", "loss": "mean", "backward_clip": True, "level": "none", "weight": "samples"}, {"driver": _STEPS}),
+        {**_QUIET, "front": "dense", "loss": "mean", "backward_clip": True, "level": "none"}, {"driver": _STEPS}),
     # The norm of gradients that still had the loss scale, and the number of samples, in them.
     "norm of scaled gradients": (
         {**_PLAIN_NETWORK, **_QUIET, "loss": "mean", "level": "none", "clip_norm": 0.1, "factor": 1.0, "on_nonfinite": "apply"},
@@ -28,13 +28,18 @@ NARROW = {
     # State of an optimizer in Python lists was not in the checkpoint.
     "optimizer state in lists": (
         {**_PLAIN_NETWORK, "loss": "mean", "level": "none", "clip_norm": None, "factor": 1.0, "nonfinite_at": None,
-         "event": "save", "save_at": 4, "accumulate_step": 2, "groups": False},
+         "event": "save", "save_at": 4, "accumulate_step": 2, "groups": False, "weight": "samples"},
         {"driver": ("hand-pynative", *_STEPS), "optimizer": ("optim.NAdam", "optim.ASGD")}),
-    "weights": ({**_QUIET, "loss": "mean", "level": "none", "event": "shapes", "accumulate_step": 3}, {"driver": _STEPS}),
+    "weights": (
+        {**_QUIET, "loss": "mean", "level": "none", "event": "shapes", "accumulate_step": 3},
+        {"driver": _STEPS, "weight": ("samples", "number", "tensor")}),
+    "numbers and Tensors as weights": (
+        {**_QUIET, **_PLAIN_NETWORK, "loss": "mean", "level": "none", "weight": "mixed", "accumulate_step": 3},
+        {"driver": ("hand-pynative", "split-pynative", "hand-jit", "fused")}),
     "unit of the buffers": (
         {**_PLAIN_NETWORK, **_QUIET, "loss": "mean", "level": "none", "event": "save", "save_at": 4, "load_into": "used", "factor": 1.0,
          "accumulate_step": 3, "sizes": (9, 5, 9, 9, 5, 9)},
-        {"driver": _STEPS, "weight": ("samples", "number", "mixed")}),
+        {"driver": _STEPS, "weight": ("samples", "number")}),
     "clipping": (
         {**_PLAIN_NETWORK, **_QUIET, "loss": "mean", "level": "none", "clip_norm": 0.1, "factor": 1.0, "accumulate_step": 2},
         {"driver": _STEPS}),
@@ -47,7 +52,8 @@ NARROW = {
         {"driver": _STEPS, "micro_size": (2, 3)}),
     # The pieces before the one that raised stayed in the window.
     "pieces before an error": (
-        {**_PLAIN_NETWORK, "loss": "mean", "level": "none", "nonfinite_at": None, "event": "error", "accumulate_step": 3},
+        {**_PLAIN_NETWORK, "loss": "mean", "level": "none", "nonfinite_at": None, "event": "error", "accumulate_step": 3,
+         "weight": "samples"},
         {"driver": _STEPS, "micro_size": (2, 3)}),
 }
 
@@ -74,7 +80,9 @@ PUT_BACK = {
     "loaded buffers keep the unit of another run": (
         "unit of the buffers", [("accumulator.py", "if unit and loaded and unit != loaded:", "if False:")]),
     "the norm is that of the sum": ("clipping", [("accumulator.py", "global_norm(gradients) * abs(factor)", "global_norm(gradients)")]),
-    "a skipped microbatch counts": ("nonfinite", [("accumulator.py", "            return taken, present\n", "            return 1, present\n")]),
+    "a skipped microbatch counts": (
+        "nonfinite",
+        [("accumulator.py", "            return taken, present\n", "            return Tensor(1, ms.int32), present\n")]),
     "the loss of a batch is the sum of its pieces'": (
         "pieces", [("train_step.py", "if has_aux else loss / divisor", "if has_aux else loss / divisor * micro_size")]),
     "the short last piece counts as a full one": (
@@ -94,4 +102,4 @@ def put_back(package, defect):
 def cases(name, count=4):
     fixed, varied = NARROW[name]
     turns = {key: cycle(values) for key, values in varied.items()}
-    return [compose(random.Random(i).choice, **fixed, **{key: next(turn) for key, turn in turns.items()}) for i in range(count)]
+    return [compose(random.Random(i).choice, **{**fixed, **{key: next(turn) for key, turn in turns.items()}}) for i in range(count)]
