@@ -52,6 +52,16 @@ def _kind(argument: Any) -> Union[tuple, str, None]:
     return None
 
 
+def with_storage_of_its_own(argument: Any) -> Any:
+    """A copy of a Tensor that is a slice of a larger one, for a graph that loops over pieces; anything else as it is.
+
+    In a graph with a loop, MindSpore 2.10 takes the first rows of the larger Tensor for those of the slice.
+    """
+    if isinstance(argument, Tensor) and argument.untyped_storage().nbytes() != argument.nbytes:
+        return argument.copy()
+    return argument
+
+
 def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
     """The arguments of one piece: `rows` (int Tensor) of those that are cut, the others whole."""
     inputs = ()
