@@ -133,14 +133,11 @@ def _diagnose(division: Division, comparison: Comparison, cells: dict[str, nn.Ce
     """Whether it is exact after all, with random layers switched off; the comparison to report; the causes."""
     name = getattr(division.forward_fn, "__name__", type(division.forward_fn).__name__)
     names = [p.name for p in division.parameters]
-    found = []
-    random = causes.random_layers(division, cells)
+    off, random = causes.switch_off_random(division, cells)
+    found = causes.drawing(off)
     if random is not None:
-        for cell in random.values():
-            cell.training = False  # it alone: a BatchNorm inside of it stays as it is
-        if not random or causes.random_layers(division, cells) is not None:
-            return False, comparison, [causes.draws_itself(n, c) for n, c in (random or {name: division.forward_fn}).items()]
-        found += causes.drawing(random)
+        return False, comparison, [*found, *(causes.draws_itself(n, c) for n, c in (random or {name: division.forward_fn}).items())]
+    if off:
         comparison = division.compare()
     if not np.isfinite(comparison.difference).all():
         return False, comparison, [*found, causes.not_finite(name, division, comparison, names)]
@@ -159,7 +156,8 @@ def _diagnose(division: Division, comparison: Comparison, cells: dict[str, nn.Ce
         if not rest.exact:
             division.perturb(rest)
     if not rest.exact:
-        found += causes.coupling_layers(division, cells) or [causes.of_the_loss(name, division, rest, weighted)]
+        found += (causes.coupling_layers(division, cells) or causes.wrong_normalisation(name, division, rest, weighted)
+                  or causes.nonlinear_backward(name, division, rest, cells) or [causes.couples_samples(name)])
     return False, comparison, found
 
 
