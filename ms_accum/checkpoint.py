@@ -21,6 +21,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from .accumulator import Accumulator, require_scale
 from .distributed import ShardedSync, gather
+from .optimizers import state_of
 
 SUFFIXES = (".ckpt", ".safetensors")
 _ABOUT = "ms_accum"
@@ -156,13 +157,14 @@ def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:
     known = {id(p) for p in entries.values()}
     if len(entries) < len(list(network.get_parameters())):
         raise ValueError("two parameters of the network have the same name; build its layers as attributes of one Cell")
-    for kind, parameters in (("optimizer", _optimizer_state(acc.optimizer)), ("accumulator", acc.parameters)):
-        for parameter in parameters:
+    accumulated = [(p.name, p) for p in acc.parameters]
+    for kind, state in (("optimizer", _optimizer_state(acc.optimizer)), ("accumulator", accumulated)):
+        for name, parameter in state:
             if id(parameter) in known:
                 continue
             known.add(id(parameter))
             # The number of an accumulator says how many were built before it, which may be others in the next process.
-            name = f"{kind}:{_INSTANCE.sub('', parameter.name)}"
+            name = f"{kind}:{_INSTANCE.sub('', name)}"
             if name in entries:
                 raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
             entries[name] = parameter
@@ -171,13 +173,10 @@ def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:
     return entries
 
 
-def _optimizer_state(optimizer: Any) -> list[Parameter]:
+def _optimizer_state(optimizer: Any) -> list[tuple[str, Parameter]]:
     if not isinstance(optimizer, nn.Cell):
         raise TypeError(f"the optimizer is of type {type(optimizer).__name__}, expected an nn.Cell, whose state can be found")
-    # Optimizers of mindspore.experimental keep their learning rates where a Cell does not see them.
-    groups = getattr(optimizer, "param_groups", [])
-    rates = [group["lr"] for group in groups if isinstance(group, dict) and isinstance(group.get("lr"), Parameter)]
-    return [*optimizer.parameters, *optimizer.get_parameters(), *rates]
+    return [*((p.name, p) for p in optimizer.parameters), *state_of(optimizer)]
 
 
 def _contents(network: nn.Cell, acc: Accumulator, extra: Any, rank: int, generation: str) -> tuple[dict[str, Parameter], dict]:

@@ -11,8 +11,9 @@ import numpy as np
 from mindspore import Tensor, amp, nn, ops
 from mindspore.ops import constexpr
 
-from .accumulator import Accumulator, require_trainable
+from .accumulator import Accumulator
 from .gradients import FLOATS, Scalar, as_weight, scaled
+from .optimizers import require_trainable
 from .pieces import counted, empty_aux, join_aux, layout, select_rows, whole_aux
 
 _STRATEGIES = ("fused", "split")
