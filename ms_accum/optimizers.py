@@ -1,6 +1,7 @@
 """What an optimizer holds: the parameters it updates, which have to be ones that gradients can be accumulated for, and its own state."""
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
@@ -13,6 +14,7 @@ from mindspore import Parameter, nn
 
 from .gradients import FLOATS
 
+_GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order of the process
 _named_by: dict[str, ref] = {}
 
 
@@ -48,18 +50,18 @@ def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
 
     Found are the Parameters of a Cell, and those in lists, tuples and dicts among its attributes, at any depth, where a Cell does not
     see its own (`mu_product` of `mindspore.experimental.optim.NAdam`, the learning rates in `param_groups`). The name is the
-    Parameter's own, or its place (`slots[0].first`) if several have the same one; both are the same in the next process. A number
-    that Python counts is not found; none of MindSpore's optimizers has one (2.10).
+    Parameter's own, or its place (`slots[0].first`) if several have the same one or it was given none; both are the same in the next
+    process. A number that Python counts is not found; none of MindSpore's optimizers that run on CPU has one (2.10).
     """
     if not isinstance(optimizer, nn.Cell):
         return []
     found = [(place, p) for place, p in _inside(optimizer, {id(p) for p in optimizer.parameters}) if isinstance(p, Parameter)]
     times = Counter(p.name for _, p in found)
-    return [(p.name if times[p.name] == 1 else place, p) for place, p in found]
+    return [(place if times[p.name] > 1 or _GENERATED.fullmatch(p.name) else p.name, p) for place, p in found]
 
 
 def name_state(optimizer: object, prefix: str) -> None:
-    """Rename state that has no name of its own in one graph, which graph mode refuses: two optimizers' `global_step`, say."""
+    """Rename state whose name is not its own, for graph mode refuses a name that it meets twice: two optimizers' `global_step`, say."""
     for name, state in state_of(optimizer):
         owner = _named_by.get(state.name, ref(optimizer))()
         if name == state.name and (owner is None or owner is optimizer):
@@ -93,9 +95,9 @@ def _require_unscaled(optimizer: Callable) -> None:
 
 def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Parameter, nn.Cell]]]:
     """The Parameters and Cells in a Cell, list, tuple or dict, at any depth, each once, with their places; `seen` are ids."""
+    seen.add(id(value))
     for name, held in _held(value):
         if isinstance(held, (Parameter, nn.Cell, list, tuple, dict)) and id(held) not in seen:
-            seen.add(id(held))
             if isinstance(held, (Parameter, nn.Cell)):
                 yield (place + name).lstrip("."), held
             yield from _inside(held, seen, place + name)
