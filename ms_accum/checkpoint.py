@@ -10,9 +10,11 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
+from socket import gethostname
 from typing import Any, Union
 
 import mindspore as ms
@@ -32,6 +34,16 @@ _BLANK = _MARK + b"0" * 64
 _INSTANCE = re.compile(r"^accumulator\d+\.")
 
 
+def _here() -> str:
+    """8 hexadecimal digits for this host; containers that share its name count processes apart."""
+    with suppress(OSError):
+        return sha256(f"{gethostname()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
+    return sha256(gethostname().encode()).hexdigest()[:8]
+
+
+_HERE = _here()
+
+
 class CheckpointError(ValueError):
     """A file that cannot be resumed from. Nothing was loaded."""
 
@@ -45,8 +57,10 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     seed and the position in the data, which `extra` holds.
 
     The file is written beside `path`, flushed to the disk and renamed: whoever is killed at any moment leaves the old file or the
-    new one, whole. (`mindspore.save_checkpoint` removes the old file first.) With several ranks every rank has to call it, with
-    the same path; theirs are `<stem>.rank<r>of<n>-<generation><suffix>`, and rank 0's renaming makes all of them valid at once.
+    new one, whole. (`mindspore.save_checkpoint` removes the old file first.) What a killed process left beside it, the next save on the
+    same host removes. Several processes may save to one path at once; the file is that of the last one. With several ranks every rank
+    has to call it, with the same path, and one such run at a time; theirs are `<stem>.rank<r>of<n>-<generation><suffix>`, and rank 0's
+    renaming makes all of them valid at once.
 
     Args:
         path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
@@ -244,15 +258,14 @@ def _write(path: Path, entries: dict[str, Parameter], about: dict) -> None:
     """Write a file beside `path`, whole and on the disk, then give it that name."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
-    suffix = path.suffix
-    part = path.with_name(f".{path.stem.lstrip('.')}.part{suffix}")
+    _remove_dead_parts(path)
+    part = path.with_name(f"{_parts_of(path)}{os.getpid()}-{token_hex(4)}{path.suffix}")
     text = _BLANK + b'"}' + json.dumps(about).encode()
     saved = [{"name": name, "data": p} for name, p in entries.items()]
     saved.append({"name": _ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
     try:
-        _remove(part)
         try:
-            ms.save_checkpoint(saved, str(part), format=suffix[1:])
+            ms.save_checkpoint(saved, str(part), format=path.suffix[1:])
         # An OSError, a RuntimeError or a SafetensorError: each way of writing has its own word for a full disk.
         except Exception as error:
             raise OSError(f"{path} cannot be written ({' '.join(str(error).split())[:200]})") from error
@@ -265,7 +278,8 @@ def _write(path: Path, entries: dict[str, Parameter], about: dict) -> None:
             os.fsync(file.fileno())
         _rename(part, path)
     finally:
-        _remove(part)
+        for left in (part, part.with_suffix(".tmp")):  # MindSpore's own unfinished file
+            left.unlink(missing_ok=True)
 
 
 def _usual_mode() -> int:
@@ -283,10 +297,29 @@ def _rename(part: Path, path: Path) -> None:
         os.close(folder)
 
 
-def _remove(part: Path) -> None:
-    """Remove what an earlier, killed run may have left, MindSpore's own unfinished file included."""
-    for left in (part, part.with_suffix(".tmp")):
-        left.unlink(missing_ok=True)
+def _parts_of(path: Path) -> str:
+    """How the names begin of what is written here for `path`; a process and a call follow."""
+    return f".{path.stem.lstrip('.')}.part-{_HERE}-"
+
+
+def _remove_dead_parts(path: Path) -> None:
+    """Remove what processes left that were killed while they wrote, on this host; others may be writing now."""
+    name = re.compile(rf"{re.escape(_parts_of(path))}(\d+)-[0-9a-f]{{8}}\.\w+")
+    for left in path.parent.iterdir():
+        found = name.fullmatch(left.name)
+        if found and not _lives(int(found[1])):
+            with suppress(OSError):
+                left.unlink()
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict]:
@@ -348,7 +381,7 @@ def _of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
 
 def _remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
     """Remove what this rank's earlier generations left, those of killed runs included."""
-    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}(\.part)?({re.escape(path.suffix)}|\.tmp)")
+    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}(\.part-[0-9a-f-]+)?({re.escape(path.suffix)}|\.tmp)")
     for old in path.parent.iterdir():
         if name.fullmatch(old.name) and old != mine:
             old.unlink(missing_ok=True)
