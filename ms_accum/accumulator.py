@@ -56,7 +56,8 @@ class Accumulator:
     and a short last window.
 
     Args:
-        optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without elements.
+        optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without elements,
+            and without a `loss_scale` of its own (give a `loss_scaler` to the train step).
             Gradients come in the order of `optimizer.parameters`. State that it names like another accumulator's living
             optimizer (`global_step`) is renamed, so that both fit into one graph.
         accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a callable; see `window.Window`.

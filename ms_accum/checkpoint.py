@@ -57,10 +57,10 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     seed and the position in the data, which `extra` holds.
 
     The file is written beside `path`, flushed to the disk and renamed: whoever is killed at any moment leaves the old file or the
-    new one, whole. (`mindspore.save_checkpoint` removes the old file first.) What a killed process left beside it, the next save on the
-    same host removes. Several processes may save to one path at once; the file is that of the last one. With several ranks every rank
-    has to call it, with the same path, and one such run at a time; theirs are `<stem>.rank<r>of<n>-<generation><suffix>`, and rank 0's
-    renaming makes all of them valid at once.
+    new one, whole. (`mindspore.save_checkpoint` removes the old file first.) What a killed process left beside it is
+    removed by the next save on the same host. Several processes may save to one path at once; the last one's file stays.
+    With several ranks every rank has to call it, with the same path, and only one such run at a time; theirs are
+    `<stem>.rank<r>of<n>-<generation><suffix>`, and rank 0's renaming makes all of them valid at once.
 
     Args:
         path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
@@ -381,7 +381,8 @@ def _of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
 
 def _remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
     """Remove what this rank's earlier generations left, those of killed runs included."""
-    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}(\.part-[0-9a-f-]+)?({re.escape(path.suffix)}|\.tmp)")
+    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}(\.part-[0-9a-f-]+)?"
+                      rf"({re.escape(path.suffix)}|\.tmp)")
     for old in path.parent.iterdir():
         if name.fullmatch(old.name) and old != mine:
             old.unlink(missing_ok=True)

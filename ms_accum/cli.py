@@ -34,12 +34,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `ms-accum` with `argv` (default: `sys.argv[1:]`).
 
     Returns:
-        Exit status: 0; 1 if something failed on the way, or a check says no; 2 for a bad command line; 130 after Ctrl-C; 141 if whoever
-        read stdout is gone (`| head`), without a message.
+        Exit status: 0; 1 if something failed on the way, or a check says no; 2 for a bad command line; 130 after Ctrl-C;
+        141, without a message, if stdout was closed early (`| head`).
     """
     try:
         status = _run(argv)
-        print(end="", flush=True)  # what is left is written here, where an error can be told, and not when the interpreter exits
+        print(end="", flush=True)  # an error in writing the rest is caught here; at exit, Python would print it
         return status
     except KeyboardInterrupt:
         print("ms-accum: interrupted", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What an optimizer holds: the parameters it updates, which have to be ones that gradients can be accumulated for, and its own state."""
+"""What an optimizer holds: parameters that gradients can be accumulated for, and state of its own."""
 from __future__ import annotations
 
 import re
@@ -19,9 +19,10 @@ _named_by: dict[str, ref] = {}
 
 
 def checked_parameters(optimizer: object) -> tuple[Parameter, ...]:
-    """The parameters that `optimizer` updates. Raises TypeError or ValueError if it cannot be run on accumulated gradients."""
+    """The parameters that `optimizer` updates; TypeError or ValueError if it cannot run on accumulated gradients."""
     parameters = getattr(optimizer, "parameters", None)
-    if not callable(optimizer) or not isinstance(parameters, (tuple, list)) or not all(isinstance(p, Parameter) for p in parameters):
+    listed = isinstance(parameters, (tuple, list)) and all(isinstance(p, Parameter) for p in parameters)
+    if not callable(optimizer) or not listed:
         raise TypeError(f"optimizer is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
                         "give e.g. nn.SGD(network.trainable_params(), learning_rate=0.01)")
     if not parameters:
@@ -32,36 +33,40 @@ def checked_parameters(optimizer: object) -> tuple[Parameter, ...]:
     names = [p.name for p in parameters]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; give it network.trainable_params()")
+        raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; "
+                         "give it network.trainable_params()")
     _require_unscaled(optimizer)
     return tuple(parameters)
 
 
 def require_trainable(parameters: Iterable[Parameter]) -> None:
-    """Refuse frozen parameters, of which graph mode hands out the gradient nevertheless and PyNative zeros (MindSpore 2.10)."""
+    """Refuse frozen parameters: graph mode computes their gradient all the same, PyNative zeros (MindSpore 2.10)."""
     frozen = next((p for p in parameters if not p.requires_grad), None)
     if frozen is not None:
-        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: graph mode would update "
-                         "it all the same; make the optimizer of network.trainable_params() after freezing")
+        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
+                         "graph mode would update it all the same; make the optimizer of network.trainable_params() after "
+                         "freezing")
 
 
 def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
-    """All state of an optimizer, each with a name: moments, counts, learning rates; without the parameters that it updates.
+    """All state of an optimizer with names: moments, counts, learning rates; without the parameters that it updates.
 
-    Found are the Parameters of a Cell, and those in lists, tuples and dicts among its attributes, at any depth, where a Cell does not
-    see its own (`mu_product` of `mindspore.experimental.optim.NAdam`, the learning rates in `param_groups`). The name is the
-    Parameter's own, or its place (`slots[0].first`) if several have the same one or it was given none; both are the same in the next
-    process. A number that Python counts is not found; none of MindSpore's optimizers that run on CPU has one (2.10).
+    Found are the Parameters of a Cell, and those in lists, tuples and dicts among its attributes, at any depth, where
+    a Cell does not see its own (`mu_product` of `mindspore.experimental.optim.NAdam`, the learning rates in
+    `param_groups`). The name is the Parameter's own, or its place (`slots[0].first`) if several have the same one or
+    it was given none; both are the same in the next process. A number that Python counts is not found; none of
+    MindSpore's optimizers that run on CPU has one (2.10).
     """
     if not isinstance(optimizer, nn.Cell):
         return []
-    found = [(place, p) for place, p in _inside(optimizer, {id(p) for p in optimizer.parameters}) if isinstance(p, Parameter)]
+    network = {id(p) for p in optimizer.parameters}
+    found = [(place, held) for place, held in _inside(optimizer, network) if isinstance(held, Parameter)]
     times = Counter(p.name for _, p in found)
     return [(place if times[p.name] > 1 or _GENERATED.fullmatch(p.name) else p.name, p) for place, p in found]
 
 
 def name_state(optimizer: object, prefix: str) -> None:
-    """Rename state whose name is not its own, for graph mode refuses a name that it meets twice: two optimizers' `global_step`, say."""
+    """Rename state whose name is not unique (two optimizers' `global_step`), which graph mode refuses."""
     for name, state in state_of(optimizer):
         owner = _named_by.get(state.name, ref(optimizer))()
         if name == state.name and (owner is None or owner is optimizer):
@@ -72,15 +77,17 @@ def name_state(optimizer: object, prefix: str) -> None:
 
 def describe(optimizer: object) -> str:
     """The same text for the same class with the same learning rate and state."""
-    return repr([type(optimizer).__name__, *((name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer))])
+    digests = [(name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer)]
+    return repr([type(optimizer).__name__, *digests])
 
 
 def _require_accumulable(parameter: Parameter) -> None:
     if parameter.dtype not in FLOATS:
-        raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; leave it out of the optimizer")
+        raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; "
+                        "leave it out of the optimizer")
     if prod(parameter.shape) == 0:
-        raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element, for MindSpore has no "
-                         "empty parameters; leave it out of the optimizer")
+        raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element, for "
+                         "MindSpore has no empty parameters; leave it out of the optimizer")
 
 
 def _require_unscaled(optimizer: Callable) -> None:
@@ -88,13 +95,13 @@ def _require_unscaled(optimizer: Callable) -> None:
     for _, holder in (("", optimizer), *_inside(optimizer, set())):
         scale = getattr(holder, "loss_scale", 1)
         if isinstance(scale, Real) and scale != 1:
-            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide by it what is accumulated undivided; "
-                             f"leave loss_scale out of the optimizer and give loss_scaler=amp.StaticLossScaler({scale:g}) to "
-                             "make_train_step or TrainOneStepCell")
+            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide by it once more, or "
+                             "what was never multiplied by it; leave loss_scale out of the optimizer and give "
+                             f"loss_scaler=amp.StaticLossScaler({scale:g}) to make_train_step or TrainOneStepCell")
 
 
 def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Parameter, nn.Cell]]]:
-    """The Parameters and Cells in a Cell, list, tuple or dict, at any depth, each once, with their places; `seen` are ids."""
+    """The Parameters and Cells in `value`, at any depth, each once, with their places; without those in `seen`."""
     seen.add(id(value))
     for name, held in _held(value):
         if isinstance(held, (Parameter, nn.Cell, list, tuple, dict)) and id(held) not in seen:
@@ -109,5 +116,6 @@ def _held(value: object) -> list[tuple[str, object]]:
         held = [*value.parameters_and_names(expand=False), *value.name_cells().items(), *vars(value).items()]
         return [(f".{name}", inside) for name, inside in held]
     if isinstance(value, dict):
-        return [(f"[{key if isinstance(key, (str, int)) else i}]", inside) for i, (key, inside) in enumerate(value.items())]
+        # Not a key that prints its address.
+        return [(f"[{key if isinstance(key, (str, int)) else i}]", held) for i, (key, held) in enumerate(value.items())]
     return [(f"[{i}]", inside) for i, inside in enumerate(value)] if isinstance(value, (list, tuple)) else []

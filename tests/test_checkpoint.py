@@ -420,7 +420,8 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "c.ckpt", network, acc)
     part = done[0][1]
     assert part.startswith(".c.part-")
-    assert done == [("fsync", part, (tmp_path / "c.ckpt").read_bytes()), ("rename", part, "c.ckpt"), ("fsync", tmp_path.name, None)]
+    assert done == [("fsync", part, (tmp_path / "c.ckpt").read_bytes()), ("rename", part, "c.ckpt"),
+                    ("fsync", tmp_path.name, None)]
 
 
 FULL_DISK = """
@@ -507,8 +508,8 @@ def test_what_a_dead_process_left_is_removed_by_the_next_save(tmp_path):
     dead.wait()
     parts = checkpoint_module._parts_of(tmp_path / "c.ckpt")
     of_dead = [f"{parts}{dead.pid}-01234567{suffix}" for suffix in (".ckpt", ".tmp", ".safetensors")]
-    others = [f"{parts}{os.getpid()}-01234567.ckpt", f"{parts}1-01234567.tmp", f".c.part-{'0' * 8}-{dead.pid}-01234567.ckpt",
-              f".d{parts[2:]}{dead.pid}-01234567.ckpt"]
+    others = [f"{parts}{os.getpid()}-01234567.ckpt", f"{parts}1-01234567.tmp",
+              f".c.part-{'0' * 8}-{dead.pid}-01234567.ckpt", f".d{parts[2:]}{dead.pid}-01234567.ckpt"]
     for name in of_dead + others:
         (tmp_path / name).touch()
     network, acc, _ = build()

@@ -1,4 +1,4 @@
-"""What an optimizer holds: every optimizer of MindSpore goes on bit-identically; what it may be called; its own loss scale."""
+"""What an optimizer holds: every one of MindSpore's goes on bit-identically; names of state; its own loss scale."""
 import inspect
 
 import mindspore as ms
@@ -24,7 +24,8 @@ ARGUMENTS = {
     "mint.SGD": {"lr": 0.1, "momentum": 0.9},
 }
 # Base classes; kernels that CPU has not (MindSpore 2.10).
-OUT_OF_REACH = {"nn.Optimizer", "experimental.Optimizer", "nn.OptTFTWrapper", "nn.Lamb", "nn.LARS", "mint.AdamW", "mint.FusedAdamW"}
+OUT_OF_REACH = {"nn.Optimizer", "experimental.Optimizer", "nn.OptTFTWrapper", "nn.Lamb", "nn.LARS", "mint.AdamW",
+                "mint.FusedAdamW"}
 # Tensor.add_, with which they update, does nothing there op by op.
 ONLY_COMPILED = {"mint.Adam", "mint.SGD"}
 STATE_IN_LISTS = {"experimental.NAdam", "experimental.ASGD"}
@@ -34,13 +35,14 @@ OPTIMIZERS = {f"{module}.{name}": made for module, of in MODULES.items() for nam
 
 
 def build(name, mode, seed=0):
-    """A network, its accumulator, whose parameters are in two groups, and what trains them on microbatches `first` to `last`."""
+    """A network, its accumulator (parameters in two groups), and what trains on microbatches `first` to `last`."""
     network = nn.Dense(3, 2)
     parameters = network.trainable_params()
     rng = np.random.default_rng(seed)
     for parameter in parameters:
         parameter.set_data(Tensor(rng.normal(size=parameter.shape), ms.float32))
-    acc = Accumulator(OPTIMIZERS[name]([{"params": [p]} for p in parameters], **ARGUMENTS.get(name, {})), 3, reduction="mean")
+    optimizer = OPTIMIZERS[name]([{"params": [p]} for p in parameters], **ARGUMENTS.get(name, {}))
+    acc = Accumulator(optimizer, 3, reduction="mean")
 
     def step(grads):
         return acc(grads)
@@ -79,9 +81,9 @@ def test_no_optimizer_is_forgotten():
 
 @pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - OUT_OF_REACH - ONLY_COMPILED))
 def test_every_optimizer_goes_on_bit_identically(name, tmp_path, monkeypatch):
-    """Control: without the optimizer's state in the file, it goes another way; so it does without what is in lists, where there is any."""
+    """Control: without the optimizer's state in the file, or without what is in lists, it goes another way."""
     assert same(*stopped(name, "pynative", tmp_path / "c.ckpt"))
-    monkeypatch.setattr(checkpoint_module, "state_of", lambda optimizer: [(p.name, p) for p in optimizer.get_parameters()])
+    monkeypatch.setattr(checkpoint_module, "state_of", lambda made: [(p.name, p) for p in made.get_parameters()])
     assert same(*stopped(name, "pynative", tmp_path / "c.ckpt")) == (name not in STATE_IN_LISTS)
     monkeypatch.setattr(checkpoint_module, "state_of", lambda optimizer: [])
     assert not same(*stopped(name, "pynative", tmp_path / "c.ckpt"))
@@ -94,7 +96,7 @@ def test_every_optimizer_goes_on_bit_identically_in_a_graph(name, tmp_path):
 
 
 def test_in_place_addition_does_nothing_op_by_op():
-    """So mint's optimizers update nothing there (MindSpore 2.10, CPU). If this fails one day, ONLY_COMPILED has to go."""
+    """So mint's optimizers update nothing there (MindSpore 2.10, CPU). If this fails one day, ONLY_COMPILED can go."""
     value = Parameter(Tensor([1.0]), name="value")
     value.add_(Tensor([1.0]))
     assert value.asnumpy().item() == 1
@@ -169,13 +171,13 @@ def test_learning_rates_of_two_optimizers_in_one_graph(mode):
     assert [float(p) for p in weights] == [-1, -2]
 
 
-@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, nn.LARS, lambda optimizer: Hoarder(optimizer.parameters, [optimizer])],
+@pytest.mark.parametrize("wrap", [lambda made: made, nn.LARS, lambda made: Hoarder(made.parameters, [made])],
                          ids=["bare", "LARS", "in a list"])
 def test_a_loss_scale_of_the_optimizers_own_is_refused(wrap):
     """It would divide once more: 1,024 x too small. Control: with 1, or as the loss scaler, the remedy, all is well."""
     network = nn.Dense(3, 2)
     parameters = network.trainable_params()
-    with pytest.raises(ValueError, match=r"the optimizer has loss_scale=1024, expected 1: .* loss_scaler=amp.StaticLossScaler\(1024\)"):
+    with pytest.raises(ValueError, match=r"has loss_scale=1024, expected 1: .*amp\.StaticLossScaler\(1024\) to make"):
         Accumulator(wrap(nn.Momentum(parameters, 1.0, 0.9, loss_scale=1024)), 1)
     Accumulator(wrap(nn.Momentum(parameters, 1.0, 0.9, loss_scale=1)), 1)
 
