@@ -14,8 +14,9 @@ import numpy as np
 from mindspore import Tensor, amp, nn, ops
 from mindspore.ops import constexpr
 
-from .accumulator import Accumulator, require_trainable
+from .accumulator import Accumulator
 from .gradients import FLOATS, as_weight
+from .optimizers import require_trainable
 from .pieces import counted, empty_aux, join_aux, layout, select_rows, whole_aux, with_storage_of_its_own
 
 _STRATEGIES = ("fused", "split")
