@@ -201,7 +201,7 @@ def test_between_a_weight_gradient_and_its_buffer_is_nothing_but_a_cast(dtype, w
         nodes = dict(re.findall(r"^\s*%(\d+)\(.*?\) = PrimFunc_(\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE))
         arguments = dict(re.findall(r"^\s*%(\d+)\(.*?\) = PrimFunc_\w+\(([^)]*)\)", file.read_text(encoding="utf-8"), re.MULTILINE))
         for node, name in nodes.items():
-            buffer, gradient = (arguments[node].split(", ") + ["", ""])[:2]
+            buffer, gradient = [*arguments[node].split(", "), "", ""][:2]
             if name == "AssignAdd" and re.fullmatch(r"%para\d+_accumulator0\.\d\.weight", buffer):
                 chain = []
                 while nodes.get(gradient[1:], "MatMul") != "MatMul":
@@ -367,17 +367,19 @@ def stop():
 # --- functions and shapes --------------------------------------------------------------------------------------------------
 
 
+def times_factor(network):
+    def forward_fn(x, y, factor=1.0):
+        return ((network(x) - y) ** 2).mean() * factor
+    return forward_fn
+
+
 def test_partials_train_as_the_function(mode_named):
     mode_named("jit")
     results = []
     for wrap in (lambda f: f, functools.partial, lambda f: functools.partial(functools.partial(f), factor=Tensor(1.0))):
         network = network_of()
-
-        def forward_fn(x, y, factor=1.0):
-            return ((network(x) - y) ** 2).mean() * factor
-
         accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), 1, reduction="mean")
-        make_train_step(wrap(forward_fn), accumulator)(X, Y)
+        make_train_step(wrap(times_factor(network)), accumulator)(X, Y)
         results.append(values(accumulator.optimizer.parameters))
     assert difference(results[1], results[0]) == difference(results[2], results[0]) == 0
     assert difference(results[0], plain_update(network_of(), X, Y)) < 1e-6
@@ -385,7 +387,7 @@ def test_partials_train_as_the_function(mode_named):
 
 def test_a_lambda_among_other_code_is_refused_with_the_remedy():
     accumulator = Accumulator(nn.SGD(network_of().trainable_params(), 0.1), 1, reduction="mean")
-    with pytest.raises(TypeError, match="forward_fn is a lambda that stands among other code.*define it with def"):
+    with pytest.raises(TypeError, match=r"forward_fn is a lambda that stands among other code.*define it with def"):
         make_train_step(lambda x: x.mean(), accumulator)
     with pytest.raises(TypeError, match="weight_fn is a lambda"):
         make_train_step(Loss(network_of()), accumulator, weight_fn=lambda x, y: 1)
