@@ -1,10 +1,9 @@
 """The accumulator: one buffer for each parameter, filled by microbatches and emptied by an update."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from hashlib import sha256
+from collections.abc import Callable
 from itertools import count
-from math import inf, prod
+from math import inf
 from numbers import Real
 from sys import float_info
 from typing import Optional
@@ -29,13 +28,13 @@ from .gradients import (
     unscaled,
 )
 from .noise_scale import GradientNoiseScale, Spread
+from .optimizers import checked_parameters, describe, name_state, state_of
 from .window import AccumulateStep, Window
 
 _REDUCTIONS = ("sum", "mean")
 _ON_NONFINITE = ("apply", "skip_microbatch", "skip_window")
 _multiply_no_nan = ops.MulNoNan()
 _instances = count()
-_named_by: dict[str, ref] = {}
 _unscaled_by: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 
 
@@ -95,7 +94,8 @@ class Accumulator:
     multiplication, and the gradient of a window of one microbatch is that of plain MindSpore, bit for bit.
 
     Args:
-        optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without elements.
+        optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without elements,
+            and without a `loss_scale` of its own (give a `loss_scaler` to the train step).
             Gradients come in the order of `optimizer.parameters`. State that it names like another accumulator's living
             optimizer (`global_step`) is renamed, so that both fit into one graph.
         accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a callable; see `window.Window`.
@@ -167,7 +167,7 @@ class Accumulator:
         after_update: Optional[Callable] = None,
         noise_scale: Optional[GradientNoiseScale] = None,
     ) -> None:
-        parameters = _optimizer_parameters(optimizer)
+        parameters = checked_parameters(optimizer)
         self.optimizer = optimizer
         self.window = Window(accumulate_step)
         self.clip_norm = _checked_clip_norm(clip_norm)
@@ -185,11 +185,11 @@ class Accumulator:
         self.buffer_dtypes = tuple(_buffer_dtype(buffer_dtype, p.dtype) for p in parameters)
         settings = {"accumulate_step": self.window.describe(), "clip_norm": repr(self.clip_norm), "reduction": reduction,
                     "on_nonfinite": on_nonfinite, "noise_scale": "None" if noise_scale is None else f"decay {noise_scale.decay}",
-                    "the optimizer, its learning rate or state": _describe(optimizer, parameters)}
+                    "the optimizer, its learning rate or state": describe(optimizer)}
         layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", settings)
         self.reducer = OneDevice(layout) if reducer is None else _checked_reducer(reducer).bind(layout)
         self._prefix = prefix = f"accumulator{next(_instances)}"
-        _name_optimizer_state(optimizer, parameters, prefix)
+        name_state(optimizer, prefix)
         self.buffers = ParameterTuple(self.reducer.new_buffers(prefix))
         self.weight_sum = empty_parameter(f"{prefix}.weight_sum", (), ms.float32)
         self.weight_unit = empty_parameter(f"{prefix}.weight_unit", (), ms.float32)
@@ -481,64 +481,11 @@ def _add_to(buffer: Parameter, gradient: Tensor) -> None:
         ops.assign_add(buffer, gradient)
 
 
-def _optimizer_parameters(optimizer: object) -> tuple[Parameter, ...]:
-    parameters = getattr(optimizer, "parameters", None)
-    if not callable(optimizer) or not isinstance(parameters, (tuple, list)) or not all(isinstance(p, Parameter) for p in parameters):
-        raise TypeError(f"optimizer is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
-                        "give e.g. nn.SGD(network.trainable_params(), learning_rate=0.01)")
-    if not parameters:
-        raise ValueError("optimizer holds no parameters, expected at least one; give it network.trainable_params()")
-    for parameter in parameters:
-        _require_accumulable(parameter)
-    require_trainable(parameters)
-    names = [p.name for p in parameters]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; give it network.trainable_params()")
-    return tuple(parameters)
-
-
-def _require_accumulable(parameter: Parameter) -> None:
-    if parameter.dtype not in FLOATS:
-        raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; leave it out of the optimizer")
-    if prod(parameter.shape) == 0:
-        raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element, for MindSpore has no "
-                         "empty parameters; leave it out of the optimizer")
-
-
-def require_trainable(parameters: Iterable[Parameter]) -> None:
-    """Refuse frozen parameters, of which graph mode hands out the gradient nevertheless and PyNative zeros (MindSpore 2.10)."""
-    frozen = next((p for p in parameters if not p.requires_grad), None)
-    if frozen is not None:
-        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: graph mode would update "
-                         "it all the same; make the optimizer of network.trainable_params() after freezing")
-
-
 def require_scale(scale: Tensor) -> None:
     """Refuse a loss scale that gradients cannot be divided by; MindSpore's own scalers let NaN and infinity through."""
     value = scale.asnumpy().astype(float)
     if value.size != 1 or not 0 < value.item() < inf:
         raise ValueError(f"the loss scale is {value}, expected one finite number > 0; give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
-
-
-def _name_optimizer_state(optimizer: Callable, parameters: tuple[Parameter, ...], prefix: str) -> None:
-    """Rename what two optimizers both call `global_step`: graph mode refuses a name that it meets twice in one graph."""
-    network = {id(p) for p in parameters}
-    for state in optimizer.get_parameters() if isinstance(optimizer, nn.Cell) else ():
-        if id(state) in network:
-            continue
-        owner = _named_by.get(state.name, ref(optimizer))()
-        if owner is None or owner is optimizer:
-            _named_by[state.name] = ref(optimizer)
-        else:
-            state.name = f"{prefix}.{state.name}"
-
-
-def _describe(optimizer: Callable, parameters: tuple[Parameter, ...]) -> str:
-    """The same text for the same class with the same learning rate and state."""
-    network = {id(p) for p in parameters}
-    state = [p for p in optimizer.get_parameters() if id(p) not in network] if isinstance(optimizer, nn.Cell) else []
-    return repr([type(optimizer).__name__, *((p.name, sha256(p.asnumpy().tobytes()).hexdigest()) for p in state)])
 
 
 def _checked_hook(after_update: object) -> Optional[Callable]:
@@ -552,7 +499,7 @@ def _state_of(after_update: Optional[Callable], optimizer: Callable, parameters:
     cell = getattr(after_update, "__self__", after_update)
     if not isinstance(cell, nn.Cell):
         return []
-    others = {id(p) for p in (*parameters, *(optimizer.get_parameters() if isinstance(optimizer, nn.Cell) else ()))}
+    others = {id(p) for p in (*parameters, *(p for _, p in state_of(optimizer)))}
     return [p for p in cell.get_parameters() if id(p) not in others]
 
 

@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from .comparison import CONFIDENCE, Comparison, Division
+from .comparison import CONFIDENCE, Comparison, Division, norms
 from .groupnorm import BATCH_NORMS, has_batch_statistics
 from .untouched import watched, write
 
@@ -64,7 +64,7 @@ def drawing(layers: Cells) -> list[Cause]:
 def random_layers(division: Division, cells: Cells) -> Optional[Cells]:
     """The layers whose output differs between two runs of the same batch although their input does not; None if nothing differs.
 
-    Empty if it is no layer that draws, but `forward_fn` itself.
+    Empty if it is no layer that draws, but `forward_fn` itself. Layers behind a random one get another input and are not judged.
     """
     first, second = (Record(division.forward_fn, cells, division.batch) for _ in range(2))
     # Kernels that sum up in any order differ in their last digits, random numbers from the first one on.
@@ -81,6 +81,22 @@ def random_layers(division: Division, cells: Cells) -> Optional[Cells]:
                 found[name] = cell
     found = innermost(found, cells)
     return found if found or differ([first.loss], [second.loss]) else None
+
+
+def switch_off_random(division: Division, cells: Cells) -> tuple[Cells, Optional[Cells]]:
+    """Switch off random layers until nothing differs between two runs; which, and what is random all the same.
+
+    Returns:
+        The layers that were switched off; what `random_layers` then finds, None if nothing differs any more.
+    """
+    off: Cells = {}
+    while True:
+        random = random_layers(division, cells)
+        if random is None or random.keys() <= off.keys():  # the same again: it cannot be switched off
+            return {name: cell for name, cell in off.items() if name not in (random or ())}, random
+        for cell in random.values():
+            cell.training = False  # it alone: a BatchNorm inside of it stays as it is
+        off.update(random)
 
 
 def draws_itself(name: str, drawing: Callable) -> Cause:
@@ -225,8 +241,9 @@ def distance(one: Tensor, other: Tensor) -> float:
 # --- the loss -------------------------------------------------------------------------------------------------------------
 
 
-def of_the_loss(name: str, division: Division, comparison: Comparison, weighted: bool) -> Cause:
-    """Tell apart, by the gradients of the pieces, a sum, a mean over something else than what was counted, and a loss that couples samples.
+def wrong_normalisation(name: str, division: Division, comparison: Comparison, weighted: bool) -> list[Cause]:
+    """The cause if some weights turn the gradients of the pieces into that of the batch: a sum, or a mean over something else than what
+    was counted.
 
     Args:
         name: Of the loss function.
@@ -246,16 +263,68 @@ def of_the_loss(name: str, division: Division, comparison: Comparison, weighted:
         return bool(gradient and loss)
 
     if explains(np.ones(len(counted))):
-        return Cause(name, "function", "wrong normalisation: the loss is a sum over samples, of which accumulation over "
-                     f"{len(counted)} pieces takes the mean", "return the mean over the samples")
+        return [Cause(name, "function", "wrong normalisation: the loss is a sum over samples, of which accumulation over "
+                      f"{len(counted)} pieces takes the mean", "return the mean over the samples")]
     counts = _convex(comparison.sketch, pieces)
     if explains(counts):
         what = (f"wrong normalisation: the batch counts its pieces {_numbers(counts)}, but they were weighted "
                 f"{_numbers(division.shares[counted])}")
         remedy = "let weight_fn" if weighted else "give weight_fn=, a function of a piece, and let it"
-        return Cause(name, "function", what, f"{remedy} return what the mean in the loss divides by, e.g. the number of unmasked tokens")
+        return [Cause(name, "function", what, f"{remedy} return what the mean in the loss divides by, e.g. the number of unmasked tokens")]
+    return []
+
+
+def couples_samples(name: str) -> Cause:
+    """The cause where nothing else is: a loss that couples samples."""
     return Cause(name, "function", "couples samples: no weights make the gradients of the pieces into that of the batch, as with a "
                  "contrastive loss", "none for plain accumulation: cut into fewer pieces, or train it with make_grad_cache_step")
+
+
+def nonlinear_backward(name: str, division: Division, comparison: Comparison, cells: Cells) -> list[Cause]:
+    """The causes if the gradient of a scaled loss is no scaled gradient: layers whose backward pass does that, or else the function.
+
+    The mean over a piece hands its samples larger gradients than the mean over the batch does, by about the number of pieces.
+    """
+    scale = 2.0 ** np.ceil(np.log2(len(division.pieces)))  # by a power of two: exact in any dtype
+    _, gradients = division.gradients(division.batch, scale)
+    change = norms([g / scale - whole for g, whole in zip(gradients, comparison.whole)])
+    if not (change > comparison.explained).any():
+        return []
+    found = _nonlinear_layers(division, cells, scale) or {name: division.forward_fn}
+    return [Cause(layer, _type(cell), "not linear backwards: what it hands back is not proportional to the gradient it gets, as where a "
+                  "bprop clips it or 16 bits underflow; the mean over a piece gives larger ones than the mean over the batch",
+                  "let the layer treat gradients of any scale alike (clip relative to their norm, or clip the accumulated gradient with "
+                  "clip_norm=); if 16 bits underflow, scale the loss") for layer, cell in found.items()]
+
+
+def _nonlinear_layers(division: Division, cells: Cells, scale: float) -> Cells:
+    """The innermost layers that get a scaled gradient, but hand none back, if the loss is scaled."""
+    first, second = (_backward_passes(division, cells, s) for s in (1.0, scale))
+    limit = CONFIDENCE * division.perturbation
+
+    def proportional(some: tuple, others: tuple) -> bool:
+        return all(distance(a.astype(ms.float32) * scale, b) <= limit for a, b in zip(some, others)
+                   if isinstance(a, Tensor) and isinstance(b, Tensor))
+
+    found = {n: cell for n, cell in cells.items() for one, other in zip(first.get(id(cell), ()), second.get(id(cell), ()))
+             if proportional(one[1], other[1]) and not proportional(one[0], other[0])}
+    return innermost(found, cells)
+
+
+def _backward_passes(division: Division, cells: Cells, scale: float) -> dict[int, list[tuple]]:
+    """Gradients of the inputs and of the outputs of each call of a cell, by its id, of the loss times `scale`."""
+    passes: dict[int, list[tuple]] = {}
+
+    def hook(cell: nn.Cell, inputs: Any, outputs: Any) -> None:
+        passes.setdefault(id(cell), []).append(tuple(t if isinstance(t, tuple) else (t,) for t in (inputs, outputs)))
+
+    handles = [cell.register_backward_hook(hook) for cell in cells.values()]
+    try:
+        division.gradients(division.batch, scale)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return passes
 
 
 def _convex(target: np.ndarray, rows: np.ndarray) -> np.ndarray:

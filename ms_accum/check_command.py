@@ -75,6 +75,8 @@ def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, functi
 
     try:
         case = function()
+    except BrokenPipeError:
+        raise
     except Exception as error:
         # Not ours: the whole traceback says where.
         traceback.print_exc()
@@ -84,6 +86,8 @@ def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, functi
         parser.error(f"{options.case} returned {got}, expected (forward_fn, network, batch) or (forward_fn, network, batch, weight_fn)")
     try:
         return check_equivalence(*case[:3], options.micro_size, weight_fn=case[3] if len(case) == 4 else None)
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(os.path.dirname(__file__)):
             traceback.print_exc()
@@ -99,6 +103,8 @@ def load(case: str) -> Callable:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if not isinstance(error, ModuleNotFoundError) or error.name != module_name:
             traceback.print_exc()

@@ -10,9 +10,11 @@ import json
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
+from socket import gethostname
 from typing import Any, Union
 
 import mindspore as ms
@@ -21,6 +23,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from .accumulator import Accumulator, require_scale
 from .distributed import ShardedSync, gather
+from .optimizers import state_of
 
 SUFFIXES = (".ckpt", ".safetensors")
 _ABOUT = "ms_accum"
@@ -29,6 +32,16 @@ _MARK = b'{"ms_accum checkpoint, sha256": "'
 _DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 _BLANK = _MARK + b"0" * 64
 _INSTANCE = re.compile(r"^accumulator\d+\.")
+
+
+def _here() -> str:
+    """8 hexadecimal digits for this host; containers that share its name count processes apart."""
+    with suppress(OSError):
+        return sha256(f"{gethostname()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
+    return sha256(gethostname().encode()).hexdigest()[:8]
+
+
+_HERE = _here()
 
 
 class CheckpointError(ValueError):
@@ -44,8 +57,10 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     seed and the position in the data, which `extra` holds.
 
     The file is written beside `path`, flushed to the disk and renamed: whoever is killed at any moment leaves the old file or the
-    new one, whole. (`mindspore.save_checkpoint` removes the old file first.) With several ranks every rank has to call it, with
-    the same path; theirs are `<stem>.rank<r>of<n>-<generation><suffix>`, and rank 0's renaming makes all of them valid at once.
+    new one, whole. (`mindspore.save_checkpoint` removes the old file first.) What a killed process left beside it is
+    removed by the next save on the same host. Several processes may save to one path at once; the last one's file stays.
+    With several ranks every rank has to call it, with the same path, and only one such run at a time; theirs are
+    `<stem>.rank<r>of<n>-<generation><suffix>`, and rank 0's renaming makes all of them valid at once.
 
     Args:
         path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
@@ -157,13 +172,14 @@ def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:
     known = {id(p) for p in entries.values()}
     if len(entries) < len(list(network.get_parameters())):
         raise ValueError("two parameters of the network have the same name; build its layers as attributes of one Cell")
-    for kind, parameters in (("optimizer", _optimizer_state(acc.optimizer)), ("accumulator", acc.parameters)):
-        for parameter in parameters:
+    accumulated = [(p.name, p) for p in acc.parameters]
+    for kind, state in (("optimizer", _optimizer_state(acc.optimizer)), ("accumulator", accumulated)):
+        for name, parameter in state:
             if id(parameter) in known:
                 continue
             known.add(id(parameter))
             # The number of an accumulator says how many were built before it, which may be others in the next process.
-            name = f"{kind}:{_INSTANCE.sub('', parameter.name)}"
+            name = f"{kind}:{_INSTANCE.sub('', name)}"
             if name in entries:
                 raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
             entries[name] = parameter
@@ -172,13 +188,10 @@ def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:
     return entries
 
 
-def _optimizer_state(optimizer: Any) -> list[Parameter]:
+def _optimizer_state(optimizer: Any) -> list[tuple[str, Parameter]]:
     if not isinstance(optimizer, nn.Cell):
         raise TypeError(f"the optimizer is of type {type(optimizer).__name__}, expected an nn.Cell, whose state can be found")
-    # Optimizers of mindspore.experimental keep their learning rates where a Cell does not see them.
-    groups = getattr(optimizer, "param_groups", [])
-    rates = [group["lr"] for group in groups if isinstance(group, dict) and isinstance(group.get("lr"), Parameter)]
-    return [*optimizer.parameters, *optimizer.get_parameters(), *rates]
+    return [*((p.name, p) for p in optimizer.parameters), *state_of(optimizer)]
 
 
 def _contents(network: nn.Cell, acc: Accumulator, extra: Any, rank: int, generation: str) -> tuple[dict[str, Parameter], dict]:
@@ -247,15 +260,14 @@ def _write(path: Path, entries: dict[str, Parameter], about: dict) -> None:
     """Write a file beside `path`, whole and on the disk, then give it that name."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
-    suffix = path.suffix
-    part = path.with_name(f".{path.stem.lstrip('.')}.part{suffix}")
+    _remove_dead_parts(path)
+    part = path.with_name(f"{_parts_of(path)}{os.getpid()}-{token_hex(4)}{path.suffix}")
     text = _BLANK + b'"}' + json.dumps(about).encode()
     saved = [{"name": name, "data": p} for name, p in entries.items()]
     saved.append({"name": _ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
     try:
-        _remove(part)
         try:
-            ms.save_checkpoint(saved, str(part), format=suffix[1:])
+            ms.save_checkpoint(saved, str(part), format=path.suffix[1:])
         # An OSError, a RuntimeError or a SafetensorError: each way of writing has its own word for a full disk.
         except Exception as error:
             raise OSError(f"{path} cannot be written ({' '.join(str(error).split())[:200]})") from error
@@ -268,7 +280,8 @@ def _write(path: Path, entries: dict[str, Parameter], about: dict) -> None:
             os.fsync(file.fileno())
         _rename(part, path)
     finally:
-        _remove(part)
+        for left in (part, part.with_suffix(".tmp")):  # MindSpore's own unfinished file
+            left.unlink(missing_ok=True)
 
 
 def _usual_mode() -> int:
@@ -286,10 +299,29 @@ def _rename(part: Path, path: Path) -> None:
         os.close(folder)
 
 
-def _remove(part: Path) -> None:
-    """Remove what an earlier, killed run may have left, MindSpore's own unfinished file included."""
-    for left in (part, part.with_suffix(".tmp")):
-        left.unlink(missing_ok=True)
+def _parts_of(path: Path) -> str:
+    """How the names begin of what is written here for `path`; a process and a call follow."""
+    return f".{path.stem.lstrip('.')}.part-{_HERE}-"
+
+
+def _remove_dead_parts(path: Path) -> None:
+    """Remove what processes left that were killed while they wrote, on this host; others may be writing now."""
+    name = re.compile(rf"{re.escape(_parts_of(path))}(\d+)-[0-9a-f]{{8}}\.\w+")
+    for left in path.parent.iterdir():
+        found = name.fullmatch(left.name)
+        if found and not _lives(int(found[1])):
+            with suppress(OSError):
+                left.unlink()
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict]:
@@ -351,7 +383,8 @@ def _of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
 
 def _remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
     """Remove what this rank's earlier generations left, those of killed runs included."""
-    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}(\.part)?({re.escape(path.suffix)}|\.tmp)")
+    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}(\.part-[0-9a-f-]+)?"
+                      rf"({re.escape(path.suffix)}|\.tmp)")
     for old in path.parent.iterdir():
         if name.fullmatch(old.name) and old != mine:
             old.unlink(missing_ok=True)

@@ -34,8 +34,26 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `ms-accum` with `argv` (default: `sys.argv[1:]`).
 
     Returns:
-        Exit status: 0; 1 if something failed on the way, or a check says no; 2 for a bad command line; 130 after Ctrl-C.
+        Exit status: 0; 1 if something failed on the way, or a check says no; 2 for a bad command line; 130 after Ctrl-C;
+        141, without a message, if stdout was closed early (`| head`).
     """
+    try:
+        status = _run(argv)
+        print(end="", flush=True)  # an error in writing the rest is caught here; at exit, Python would print it
+        return status
+    except KeyboardInterrupt:
+        print("ms-accum: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Without this, Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:  # a full disk behind stdout, say
+        print(f"ms-accum: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(argv: Optional[Sequence[str]]) -> int:
     try:
         options = _parser().parse_args(argv)
         avoid_busy_waiting()
@@ -43,16 +61,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             options.run(options)
     except SystemExit as stop:
         return int(stop.code or 0)
-    except KeyboardInterrupt:
-        print("ms-accum: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # Whoever read stdout is gone; without this, Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:  # a full disk behind stdout, say
-        print(f"ms-accum: error: {error}", file=sys.stderr)
-        return 1
     return 0
 
 

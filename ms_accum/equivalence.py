@@ -85,17 +85,19 @@ def check_equivalence(forward_fn: Callable, network: nn.Cell, batch: tuple, micr
 
     Returns:
         The report. `report.ok` is False if, in any parameter, the two differ by more than rounding explains (the bound is derived in
-        `ms_accum/comparison.py`). Causes are found by experiment: BatchNorm layers are frozen at the statistics of the batch, other
-        layers run once more on a part of their input, and weights are fitted that turn the gradients of the pieces into that of the batch.
+        `ms_accum/comparison.py`). Causes are found by experiment: random layers are switched off until two runs agree, BatchNorm layers
+        are frozen at the statistics of the batch, other layers run once more on a part of their input, weights are fitted that turn the
+        gradients of the pieces into that of the batch, and the loss is scaled to see whether the gradient scales with it.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or `forward_fn` returns no float Tensor.
         ValueError: If there is nothing to compare: one piece, one sample, no trainable parameter, a loss that does not depend on them.
 
     Computes op by op, in whatever mode the script is: an exact network costs two forward and backward passes of the batch, another one
-    about seven. Parameters, statistics, flags, random state and mode are afterwards as before, also if `forward_fn` raises; what it does
-    elsewhere (files, prints, counters of its own) is done. Layers that sit neither in `network` nor in what `forward_fn` refers to are not
-    named, only noticed. Memory is that of the undivided batch; with an inexact one, all of its activations are kept for a moment.
+    about 7 to 16, and two forward passes more for each random layer behind another (other than Dropout layers). Parameters, statistics,
+    flags, random state and mode are afterwards as before, also if `forward_fn` raises; what it does elsewhere (files, prints, counters of
+    its own) is done. Layers that sit neither in `network` nor in what `forward_fn` refers to are not named, only noticed. Memory is that of
+    the undivided batch; with an inexact one, all of its activations are kept for a moment.
 
     Source: the rounding bounds are those of Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019
     (https://doi.org/10.1137/18M1226312).
@@ -133,14 +135,11 @@ def _diagnose(division: Division, comparison: Comparison, cells: dict[str, nn.Ce
     """Whether it is exact after all, with random layers switched off; the comparison to report; the causes."""
     name = getattr(division.forward_fn, "__name__", type(division.forward_fn).__name__)
     names = [p.name for p in division.parameters]
-    found = []
-    random = causes.random_layers(division, cells)
+    off, random = causes.switch_off_random(division, cells)
+    found = causes.drawing(off)
     if random is not None:
-        for cell in random.values():
-            cell.training = False  # it alone: a BatchNorm inside of it stays as it is
-        if not random or causes.random_layers(division, cells) is not None:
-            return False, comparison, [causes.draws_itself(n, c) for n, c in (random or {name: division.forward_fn}).items()]
-        found += causes.drawing(random)
+        return False, comparison, [*found, *(causes.draws_itself(n, c) for n, c in (random or {name: division.forward_fn}).items())]
+    if off:
         comparison = division.compare()
     if not np.isfinite(comparison.difference).all():
         return False, comparison, [*found, causes.not_finite(name, division, comparison, names)]
@@ -159,7 +158,8 @@ def _diagnose(division: Division, comparison: Comparison, cells: dict[str, nn.Ce
         if not rest.exact:
             division.perturb(rest)
     if not rest.exact:
-        found += causes.coupling_layers(division, cells) or [causes.of_the_loss(name, division, rest, weighted)]
+        found += (causes.coupling_layers(division, cells) or causes.wrong_normalisation(name, division, rest, weighted)
+                  or causes.nonlinear_backward(name, division, rest, cells) or [causes.couples_samples(name)])
     return False, comparison, found
 
 

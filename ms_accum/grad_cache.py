@@ -15,7 +15,7 @@ from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
 from .gradients import FLOATS
-from .pieces import layout, select_rows
+from .pieces import select_rows
 from .train_step import CompiledStep, checked_micro_size, compiled, plain, require_callable, require_loss, require_mean
 
 

@@ -7,7 +7,7 @@ from typing import Any, Optional, Union
 from mindspore import Tensor, amp, nn, ops
 
 from .accumulator import Accumulator
-from .pieces import FLAT, layout_of
+from .pieces import FLAT, layout_of, with_storage_of_its_own
 from .train_step import checked_micro_size, make_accumulate
 
 _NESTED = f"a tuple, list or dict, {FLAT}"
@@ -93,7 +93,7 @@ class TrainOneStepCell(nn.Cell):
         if not self._calls["returned"]:
             self.accumulator.require_whole()
         self._calls["returned"] = False
-        result = super().__call__(*batch, **named)
+        result = super().__call__(*map(with_storage_of_its_own, batch), **named)
         self._calls["returned"] = True
         return result
 

@@ -32,8 +32,8 @@ def _layout(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
         raise TypeError(f"the batch holds {refused}")
     dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
     if dynamic is not None:
-        raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected lengths that are known when the graph is "
-                         "compiled, for they are what a microbatch weighs; leave set_inputs out, or give it the full shapes")
+        raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected lengths that are known when the graph "
+                         "is compiled, because they are the weights; leave set_inputs out, or give it the full shapes")
     lengths = [kind[0] if kind else None for kind in kinds]
     samples = next((length for length in lengths if length is not None), None)
     if not samples:
@@ -50,6 +50,16 @@ def _kind(argument: Any) -> Union[tuple, str, None]:
     if isinstance(argument, (tuple, list, dict)):
         return f"a {type(argument).__name__}, {FLAT}"
     return None
+
+
+def with_storage_of_its_own(argument: Any) -> Any:
+    """A copy of a Tensor that is a slice of a larger one, for a graph that loops over pieces; anything else as it is.
+
+    In a graph with a loop, MindSpore 2.10 takes the first rows of the larger Tensor for those of the slice.
+    """
+    if isinstance(argument, Tensor) and argument.untyped_storage().nbytes() != argument.nbytes:
+        return argument.copy()
+    return argument
 
 
 def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:

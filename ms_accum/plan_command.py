@@ -124,6 +124,8 @@ def imported(name: str) -> Callable:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(import_module(module), function)
+    except BrokenPipeError:
+        raise
     except Exception as error:
         raise ValueError(f"argument MODULE:FUNCTION: {name} cannot be imported ({type(error).__name__}: {error}); name a module in this "
                          "folder or on the Python path, and a function in it") from error

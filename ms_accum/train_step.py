@@ -14,9 +14,10 @@ import numpy as np
 from mindspore import Tensor, amp, nn, ops
 from mindspore.ops import constexpr
 
-from .accumulator import Accumulator, require_trainable
+from .accumulator import Accumulator
 from .gradients import FLOATS, as_weight
-from .pieces import counted, empty_aux, join_aux, layout, select_rows, whole_aux
+from .optimizers import require_trainable
+from .pieces import counted, empty_aux, join_aux, layout, select_rows, whole_aux, with_storage_of_its_own
 
 _STRATEGIES = ("fused", "split")
 
@@ -132,6 +133,8 @@ class CompiledStep:
         self._returned = False
         if key not in self._graphs:
             self._graphs[key] = self._graph_for(*key)
+        if self.micro_size > 1:
+            batch = tuple(map(with_storage_of_its_own, batch))
         try:
             result = self._run(self._graphs[key], batch)
         except Exception:

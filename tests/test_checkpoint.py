@@ -273,7 +273,8 @@ def test_earlier_generations_of_a_rank_are_removed_and_nothing_else(tmp_path):
     """Also half-written ones, and if the name looks like a pattern."""
     path, new = tmp_path / "g[1].ckpt", "f" * 16
     mine = checkpoint_module._of_rank(path, 1, 2, new)
-    old = [f"g[1].rank1of2-{'0' * 16}.ckpt", f".g[1].rank1of2-{'1' * 16}.part.ckpt", f".g[1].rank1of2-{'1' * 16}.part.tmp"]
+    old = [f"g[1].rank1of2-{'0' * 16}.ckpt", f".g[1].rank1of2-{'1' * 16}.part-0123abcd-4711-89abcdef.ckpt",
+           f".g[1].rank1of2-{'1' * 16}.part-0123abcd-4711-89abcdef.tmp"]
     others = [mine.name, "g[1].ckpt", f"g[1].rank0of2-{new}.ckpt", f"g[1].rank1of4-{new}.ckpt", f"g1.rank1of2-{new}.ckpt",
               "g[1].rank1of2.ckpt"]
     for name in old + others:
@@ -417,7 +418,9 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", seen_fsync)
     monkeypatch.setattr(os, "replace", seen_replace)
     save_checkpoint(tmp_path / "c.ckpt", network, acc)
-    assert done == [("fsync", ".c.part.ckpt", (tmp_path / "c.ckpt").read_bytes()), ("rename", ".c.part.ckpt", "c.ckpt"),
+    part = done[0][1]
+    assert part.startswith(".c.part-")
+    assert done == [("fsync", part, (tmp_path / "c.ckpt").read_bytes()), ("rename", part, "c.ckpt"),
                     ("fsync", tmp_path.name, None)]
 
 
@@ -465,6 +468,55 @@ while True:
 """
 
 
+SAVING_AT_ONCE = """
+import sys
+sys.path.insert(0, TESTS)
+from test_checkpoint import build, save_checkpoint
+network, acc, _ = build(hidden=500)
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(20):
+    network.first.bias.set_data(network.first.bias * 0 + i + float(sys.argv[2]))
+    save_checkpoint(sys.argv[1], network, acc, extra=[i, float(sys.argv[2])])
+"""
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_two_processes_save_to_one_path(suffix, tmp_path):
+    """None fails, and whoever reads finds one of their files, whole; in the end one of the last two."""
+    script, path = tmp_path / "saving.py", tmp_path / f"c{suffix}"
+    script.write_text(f"TESTS = {str(Path(__file__).parent)!r}\n{SAVING_AT_ONCE}", encoding="utf-8")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, script, path, who], **pipes) for who in ("100", "200")]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    network, acc, _ = build(hidden=500)
+    while any(process.poll() is None for process in processes):
+        if path.exists():
+            saved = load_checkpoint(path, network, acc)
+            assert float(network.first.bias.asnumpy()[0]) == sum(saved), "parts of two checkpoints"
+    assert [(process.wait(), process.stderr.read()) for process in processes] == [(0, ""), (0, "")]
+    assert load_checkpoint(path, network, acc) in ([19, 100], [19, 200])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([path.name, script.name])
+
+
+def test_what_a_dead_process_left_is_removed_by_the_next_save(tmp_path):
+    """And nothing of a living one, of another host or of another path."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    parts = checkpoint_module._parts_of(tmp_path / "c.ckpt")
+    of_dead = [f"{parts}{dead.pid}-01234567{suffix}" for suffix in (".ckpt", ".tmp", ".safetensors")]
+    others = [f"{parts}{os.getpid()}-01234567.ckpt", f"{parts}1-01234567.tmp",
+              f".c.part-{'0' * 8}-{dead.pid}-01234567.ckpt", f".d{parts[2:]}{dead.pid}-01234567.ckpt"]
+    for name in of_dead + others:
+        (tmp_path / name).touch()
+    network, acc, _ = build()
+    save_checkpoint(tmp_path / "c.ckpt", network, acc)
+    assert sorted(os.listdir(tmp_path)) == sorted(["c.ckpt", *others])
+
+
 def kill_while_saving(path, kills, rng):
     """Kill a process that saves without end, `kills` times; each next one has to find a whole checkpoint, at least as new as was said."""
     script = path.with_name("saving.py")
@@ -485,6 +537,9 @@ def kill_while_saving(path, kills, rng):
 
 def test_killed_while_saving(tmp_path):
     kill_while_saving(tmp_path / "c.ckpt", 2, random.Random(0))
+    network, acc, _ = build()
+    save_checkpoint(tmp_path / "c.ckpt", network, acc)
+    assert sorted(os.listdir(tmp_path)) == ["c.ckpt", "saving.py"]
 
 
 @pytest.mark.slow

@@ -88,7 +88,8 @@ def test_no_false_alarm_on_exact_networks(dtype, seeds):
         rng = np.random.default_rng(seed)
         network = random_network(rng)
         if dtype == "float16":
-            network.to_float(ms.float16)
+            level = ("to_float", "O1", "O2", "O3")[seed % 4]
+            network = network.to_float(ms.float16) if level == "to_float" else ms.amp.auto_mixed_precision(network, level)
         n = int(rng.integers(2, 40))
         report = check_equivalence(classifier(network), network, (normal(n, 12, seed=seed), labels(n)), int(rng.integers(2, 12)))
         if not report.ok:
@@ -149,6 +150,24 @@ def test_weights_that_are_off_are_no_rounding(dtype, off):
     assert causes(report) == [("forward_fn", "function", "wrong normalisation")]
     assert "let weight_fn return" in report.causes[0].remedy
     assert check_equivalence(classifier(network), network, batch, 8).ok
+
+
+@pytest.mark.parametrize("layers", [4, 6])
+def test_a_wrong_mean_is_no_rounding_in_16_bits(layers):
+    """Off by 1e-2, where rounding is 2e-3 and moved weights change a gradient by more than 1e-2."""
+    network = nn.SequentialCell(*[layer for i in range(layers) for layer in (nn.Dense(64 if i else 16, 64), nn.Tanh())], nn.Dense(64, 8))
+    for seed, p in enumerate(network.trainable_params()):
+        p.set_data(normal(*p.shape, seed=seed) / np.sqrt(3 * p.shape[-1]))
+    network = ms.amp.auto_mixed_precision(network, "O3")
+    mask = np.arange(12) < np.random.default_rng(0).integers(11, 13, 16)[:, None]
+
+    def masked(x, target, mask):
+        return (((network(x) - target) ** 2).mean(-1) * mask).sum() / mask.sum()
+    batch = normal(16, 12, 16), normal(16, 12, 8, seed=1), Tensor(mask, ms.float32)
+    report = check_equivalence(masked, network, batch, 4)
+    assert not report.ok
+    assert causes(report) == [("masked", "function", "wrong normalisation")]
+    assert check_equivalence(masked, network, batch, 4, weight_fn=lambda x, target, mask: mask.sum()).ok
 
 
 def test_float16_parameters_are_exact():
@@ -271,6 +290,55 @@ def test_a_layer_that_draws_keeps_the_batchnorm_in_it():
     report = check_equivalence(classifier(network), network, (normal(24, 6), labels(24)), 4)
     assert not report.ok
     assert causes(report) == [("1", "Block", "random"), ("1.norm", "BatchNorm1d", "batch statistics")]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_random_layers_behind_each_other(count):
+    network = nn.SequentialCell(*[nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True) for _ in range(count)], Drop(),
+                                nn.Dense(8, 3)).set_train()
+
+    def forward_fn(x, y):
+        return CE(network(x).mean(1), y)
+    report = check_equivalence(forward_fn, network, (normal(6, 3, 8), labels(6)), 3)
+    assert report.ok
+    assert [c.layer for c in report.causes if c.type != "Dropout"] == [*(f"{i}.self_attn" for i in range(count)), f"{count}"]
+    assert network[0].self_attn.training
+
+
+def test_what_cannot_be_switched_off_is_named_behind_what_can():
+    class Noise(nn.Cell):
+        def construct(self, x):
+            return ops.dropout(x, 0.5, True)
+    network = nn.SequentialCell(nn.Dense(6, 16), Drop(), nn.Tanh(), Noise(), Drop(), nn.Dense(16, 3)).set_train()
+    report = check_equivalence(classifier(network), network, (normal(24, 6), labels(24)), 4)
+    assert not report.ok
+    assert [(c.layer, "compared with the layer switched off" in c.what) for c in report.causes] == [("1", True), ("3", False)]
+    assert "nothing can be compared" in report.causes[1].what
+
+
+class Clip(nn.Cell):
+    """The identity, but for a gradient that it clips."""
+
+    def __init__(self, bound):
+        super().__init__()
+        self.bound = bound
+
+    def construct(self, x):
+        return x
+
+    def bprop(self, x, out, dout):
+        return (ops.clamp(dout, -self.bound, self.bound),)
+
+
+@pytest.mark.parametrize(("bound", "exact"), [(0.3, True), (0.02, False), (1e-4, False)])
+def test_a_bprop_that_clips_is_named(bound, exact):
+    """Where it never clips, where it clips in the pieces alone, and where it always does."""
+    network = nn.SequentialCell(nn.Dense(6, 8), nn.SequentialCell(nn.Dense(8, 8), Clip(bound)), nn.Tanh(), nn.Dense(8, 3))
+    for seed, p in enumerate(network.trainable_params()):
+        p.set_data(normal(*p.shape, seed=seed) / 3)
+    report = check_equivalence(classifier(network), network, (normal(24, 6), labels(24)), 4)
+    assert report.ok == exact
+    assert causes(report) == ([] if exact else [("1.1", "Clip", "not linear backwards")])
 
 
 def test_a_loss_that_draws_cannot_be_compared():

@@ -30,6 +30,34 @@ def to_zero(update_step):
     return update_step
 
 
+def falling(update_step):
+    return 4 - update_step
+
+
+def late(update_step):
+    if update_step > 20000:
+        return -1
+    return 2
+
+
+def dipping(update_step):
+    return ops.minimum(ops.abs(update_step - 777), 8)
+
+
+def to_int64(update_step):
+    return update_step.astype(ms.int64) * 4 + 1 - ops.minimum(update_step, 1)
+
+
+def dipping_unseen(update_step):
+    return ops.minimum(ops.abs(update_step - 1500), 8) - 3
+
+
+def branching_unseen(update_step):
+    if update_step == 1500:
+        return -3
+    return 5
+
+
 def to_vector(update_step):
     return ops.stack([update_step + 1, update_step + 2])
 
@@ -61,6 +89,10 @@ def test_length(mode, accumulate_step, expected):
     (ValueError, r"accumulate_step\[2\] is 0, but a window holds at least 1", {0: 1, 2: 0}),
     (TypeError, r"accumulate_step='to_float' at update 0 is 1\.5 of type float", to_float),
     (ValueError, r"accumulate_step='to_zero' at update 0 is 0", to_zero),
+    (ValueError, r"'falling' at update 4 is 0, but a window holds .* return ops\.maximum\(\.\.\., 1\)", falling),
+    (ValueError, r"'late' at update 32768 is -1, but", late),
+    (ValueError, r"'dipping' at update 777 is 0, but", dipping),
+    (ValueError, r"'to_int64' at update 536870912 is 2147483648, expected at most 2147483647", to_int64),
     (TypeError, r"accumulate_step='to_vector' returned a Tensor of shape \(2,\)", to_vector),
     (TypeError, r"accumulate_step='<lambda>' cannot be compiled in graph mode \(.*define it with `def`",
      (lambda update_step: 0, lambda u: 1)[1]),
@@ -68,6 +100,19 @@ def test_length(mode, accumulate_step, expected):
 def test_bad_schedules_are_refused_by_the_host(error, message, accumulate_step):
     with pytest.raises(error, match=message):
         Window(accumulate_step)
+
+
+@pytest.mark.parametrize("schedule", [dipping_unseen, branching_unseen])
+def test_a_length_below_1_that_was_not_seen_counts_as_1(mode, schedule):
+    """Control: the function itself."""
+    window = Window(schedule)
+
+    def length(update_step):
+        return window.length(update_step) + 0 * update_step
+
+    length = compiled(length, mode)
+    at = Tensor(1500, ms.int32)
+    assert (int(schedule(at)), int(length(at)), int(length(Tensor(1, ms.int32)))) == (-3, 1, 5)
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), [({0: 4}, 10), ({0: 1, 2: 4, 3: 3}, 10), ({0: 8, 1: 1}, 3), ({0: 2, 5: 7}, 1)])

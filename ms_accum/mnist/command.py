@@ -155,6 +155,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         runs, figures = train_all(settings, mnist, options)
         if settings.rank == 0:
             write_all(options, runs, figures)
+    except BrokenPipeError:
+        raise  # whoever read stdout is gone, which main knows
     except (CheckpointError, OSError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     finally:

@@ -1,0 +1,121 @@
+"""What an optimizer holds: parameters that gradients can be accumulated for, and state of its own."""
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import sha256
+from math import prod
+from numbers import Real
+from typing import Union
+from weakref import ref
+
+from mindspore import Parameter, nn
+
+from .gradients import FLOATS
+
+_GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order of the process
+_named_by: dict[str, ref] = {}
+
+
+def checked_parameters(optimizer: object) -> tuple[Parameter, ...]:
+    """The parameters that `optimizer` updates; TypeError or ValueError if it cannot run on accumulated gradients."""
+    parameters = getattr(optimizer, "parameters", None)
+    listed = isinstance(parameters, (tuple, list)) and all(isinstance(p, Parameter) for p in parameters)
+    if not callable(optimizer) or not listed:
+        raise TypeError(f"optimizer is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
+                        "give e.g. nn.SGD(network.trainable_params(), learning_rate=0.01)")
+    if not parameters:
+        raise ValueError("optimizer holds no parameters, expected at least one; give it network.trainable_params()")
+    for parameter in parameters:
+        _require_accumulable(parameter)
+    require_trainable(parameters)
+    names = [p.name for p in parameters]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; "
+                         "give it network.trainable_params()")
+    _require_unscaled(optimizer)
+    return tuple(parameters)
+
+
+def require_trainable(parameters: Iterable[Parameter]) -> None:
+    """Refuse frozen parameters: graph mode computes their gradient all the same, PyNative zeros (MindSpore 2.10)."""
+    frozen = next((p for p in parameters if not p.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
+                         "graph mode would update it all the same; make the optimizer of network.trainable_params() after "
+                         "freezing")
+
+
+def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
+    """All state of an optimizer with names: moments, counts, learning rates; without the parameters that it updates.
+
+    Found are the Parameters of a Cell, and those in lists, tuples and dicts among its attributes, at any depth, where
+    a Cell does not see its own (`mu_product` of `mindspore.experimental.optim.NAdam`, the learning rates in
+    `param_groups`). The name is the Parameter's own, or its place (`slots[0].first`) if several have the same one or
+    it was given none; both are the same in the next process. A number that Python counts is not found; none of
+    MindSpore's optimizers that run on CPU has one (2.10).
+    """
+    if not isinstance(optimizer, nn.Cell):
+        return []
+    network = {id(p) for p in optimizer.parameters}
+    found = [(place, held) for place, held in _inside(optimizer, network) if isinstance(held, Parameter)]
+    times = Counter(p.name for _, p in found)
+    return [(place if times[p.name] > 1 or _GENERATED.fullmatch(p.name) else p.name, p) for place, p in found]
+
+
+def name_state(optimizer: object, prefix: str) -> None:
+    """Rename state whose name is not unique (two optimizers' `global_step`), which graph mode refuses."""
+    for name, state in state_of(optimizer):
+        owner = _named_by.get(state.name, ref(optimizer))()
+        if name == state.name and (owner is None or owner is optimizer):
+            _named_by[name] = ref(optimizer)
+        else:
+            state.name = f"{prefix}.{name}"
+
+
+def describe(optimizer: object) -> str:
+    """The same text for the same class with the same learning rate and state."""
+    digests = [(name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer)]
+    return repr([type(optimizer).__name__, *digests])
+
+
+def _require_accumulable(parameter: Parameter) -> None:
+    if parameter.dtype not in FLOATS:
+        raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; "
+                        "leave it out of the optimizer")
+    if prod(parameter.shape) == 0:
+        raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element, for "
+                         "MindSpore has no empty parameters; leave it out of the optimizer")
+
+
+def _require_unscaled(optimizer: Callable) -> None:
+    """Refuse an optimizer that divides by a loss scale of its own, also inside a wrapper such as `nn.LARS`."""
+    for _, holder in (("", optimizer), *_inside(optimizer, set())):
+        scale = getattr(holder, "loss_scale", 1)
+        if isinstance(scale, Real) and scale != 1:
+            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide by it once more, or "
+                             "what was never multiplied by it; leave loss_scale out of the optimizer and give "
+                             f"loss_scaler=amp.StaticLossScaler({scale:g}) to make_train_step or TrainOneStepCell")
+
+
+def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Parameter, nn.Cell]]]:
+    """The Parameters and Cells in `value`, at any depth, each once, with their places; without those in `seen`."""
+    seen.add(id(value))
+    for name, held in _held(value):
+        if isinstance(held, (Parameter, nn.Cell, list, tuple, dict)) and id(held) not in seen:
+            if isinstance(held, (Parameter, nn.Cell)):
+                yield (place + name).lstrip("."), held
+            yield from _inside(held, seen, place + name)
+
+
+def _held(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, nn.Cell):
+        # First what the Cell itself knows, by the shortest names.
+        held = [*value.parameters_and_names(expand=False), *value.name_cells().items(), *vars(value).items()]
+        return [(f".{name}", inside) for name, inside in held]
+    if isinstance(value, dict):
+        # Not a key that prints its address.
+        return [(f"[{key if isinstance(key, (str, int)) else i}]", held) for i, (key, held) in enumerate(value.items())]
+    return [(f"[{i}]", inside) for i, inside in enumerate(value)] if isinstance(value, (list, tuple)) else []
