@@ -1,0 +1,153 @@
+"""What is drawn: one training run, as plain values that can be printed and put into a test again."""
+from dataclasses import dataclass
+from typing import Optional, Union
+
+import numpy as np
+
+from .networks import FEATURES, FLOAT32_LEVELS, FRONTS, LEVELS, LOSSES, NORMS, WORDS, outputs
+from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
+
+COMPILED = ("hand-jit", "fused", "split", "cell-graph", "model-graph")
+OP_BY_OP = ("hand-pynative", "fused-pynative", "split-pynative", "cell-pynative", "model-pynative")
+DRIVERS = (*COMPILED, *OP_BY_OP)
+# MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
+BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float", "half"))}
+HALF_OPTIMIZERS = ("nn.SGD", "nn.Momentum", "nn.Adam", "nn.ASGD", "optim.SGD", "optim.Adam", "optim.AdamW")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. Everything random in it comes from `seed`."""
+
+    driver: str
+    level: str
+    front: str
+    norm: str
+    backward_clip: bool
+    loss: str
+    factor: float
+    optimizer: str
+    groups: bool
+    rates: str
+    reduction: str
+    accumulate_step: Union[int, tuple[tuple[int, int], ...], str]
+    clip_norm: Optional[float]
+    micro_size: int
+    weight: str
+    scaler: Optional[tuple]
+    on_nonfinite: str
+    noise_scale: bool
+    sizes: tuple[int, ...]
+    nonfinite_at: Optional[int]
+    error_at: Optional[int]
+    save_at: Optional[int]
+    load_into: str
+    seed: int
+
+    @property
+    def compiled(self):
+        return self.driver in COMPILED
+
+    @property
+    def by_hand(self):
+        return self.driver.startswith("hand")
+
+    @property
+    def exact(self):
+        return self.level in FLOAT32_LEVELS
+
+    def batch(self, position, spoil=True):
+        """The microbatch at `position` as NumPy arrays `(x, ids, target, mask)`."""
+        rng = np.random.default_rng((self.seed, position))
+        n = self.sizes[position]
+        x = rng.normal(size=(n, FEATURES)).astype(np.float32)
+        ids = rng.integers(0, WORDS, (n, 3)).astype(np.int32)
+        classes = outputs(self.front, self.loss)
+        if self.loss == "mse":
+            target = (20 + rng.normal(size=(n, classes))).astype(np.float32)
+        else:
+            target = rng.integers(0, classes, n).astype(np.int32)
+        # A mask is 0 as a whole now and then: then there is nothing to learn from a piece.
+        mask = (rng.random(n) < rng.choice([0.0, 0.6, 0.9], p=[0.2, 0.4, 0.4])).astype(np.float32)
+        if position == 0:
+            mask[:] = 1
+        if spoil and position == self.nonfinite_at:
+            x[rng.integers(n), 0] = np.nan
+        if spoil and position == self.error_at:
+            target[-1] = 99  # in the last piece, for which the kernel of the loss raises
+        return x, ids, target, mask
+
+
+def compose(choose, **fixed):
+    """A Case from `choose(name, options)`, which picks one of a sequence; what `fixed` holds is not drawn."""
+    values = {}
+
+    def pick(name, options):
+        options = tuple(options)
+        if name in fixed:
+            values[name] = fixed[name]
+        else:
+            values[name] = options[0] if len(options) == 1 else choose(options)
+        return values[name]
+
+    driver = pick("driver", DRIVERS)
+    level = pick("level", LEVELS)
+    compiled, by_hand = driver in COMPILED, driver.startswith("hand")
+    exact = level in FLOAT32_LEVELS
+    optimizer = pick("optimizer", _optimizers(level, compiled))
+    scale_free = optimizer in SCALE_FREE
+    front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (scale_free and f == "mha")])
+    loss = pick("loss", [kind for kind in LOSSES if not (front == "tied" and kind == "mse")])
+    pick("norm", NORMS)
+    backward_clip = pick("backward_clip", (False, False, True) if loss in ("mean", "smoothed") else (False,))
+    extreme = exact and optimizer in LINEAR and loss != "mse"
+    factor = pick("factor", (1.0, 1.0, 1.0, 1e-12, 1e12) if extreme else (1.0,))
+    pick("groups", (False, False, True) if optimizer != "nn.FTRL" else (False,))
+    pick("rates", ("number", "number", "list", "cell") if optimizer in NN and optimizer != "nn.FTRL" else ("number",))
+    reduction = pick("reduction", ("mean", "mean", "sum") if by_hand and loss in ("mean", "mse") else ("mean",))
+    pick("accumulate_step", (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing") if reduction == "mean" else (2, 3))
+    unit = factor * (40.0 if loss == "mse" else 1.0)
+    small = 1.0 if factor < 1 else unit * (0.5 if level == "half" else 0.1)  # 1e-6 in the clip formula is not small beside a tiny norm
+    pick("clip_norm", (None, small, 100.0 * unit if factor >= 1 else 1e-6, float("inf")))
+    micro_size = pick("micro_size", (1,) if by_hand else (1, 2, 3))
+    mixed = () if driver.startswith("model") else ("mixed",)  # numbers and Tensors in turn: the accumulator sees both kinds
+    pick("weight", ("tensor",) if loss == "masked" else ("samples", "number", "tensor", *mixed))
+    on_nonfinite = pick("on_nonfinite", ("apply", "skip_microbatch", "skip_window"))
+    pick("scaler", _scalers(exact, backward_clip or by_hand or on_nonfinite == "skip_microbatch" or factor > 1))
+    narrow = front == "dense" and loss == "mse" and not backward_clip
+    least = 4 * micro_size if backward_clip else 2
+    large = pick("large", (False, True) if narrow else (False,))
+    # Each graph takes seconds to compile: anew for each shape, after a load and after an error.
+    event = pick("event", ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both"))
+    nonfinite_at = pick("nonfinite_at", (None, None, None, None, 1, 2, 3))
+    pick("noise_scale", (False, True) if reduction == "mean" and exact and nonfinite_at is None and not large else (False,))
+    pick("error_at", (2, 3) if event in ("error", "both") and loss != "mse" else (None,))
+    pick("save_at", (1, 3, 4, 5) if event in ("save", "both") else (None,))
+    pick("load_into", ("fresh", "used"))
+    others = (least + 1, 4 * least) if event == "shapes" or not compiled else ()
+    shapes = [(4096, 1000 if others else 4096)] if large else [(n, m) for n in (least + 4, least + 5) for m in (n, *others)]
+    # A piece of fewer than 4 rows may have a gradient that the layer clips.
+    one, other = pick("shapes", [pair for pair in shapes if not backward_clip or min(_last_piece(n, micro_size) for n in pair) >= 4])
+    count = pick("count", (6, 7, 8))
+    pick("sizes", [tuple(other if reduction == "mean" and i % 3 == 1 else one for i in range(count))])
+    pick("seed", range(1000))
+    return Case(**{name: values[name] for name in Case.__dataclass_fields__})
+
+
+def _last_piece(samples, micro_size):
+    rows = -(-samples // micro_size)
+    return samples % rows or rows
+
+
+def _optimizers(level, compiled):
+    if level == "half":
+        return HALF_OPTIMIZERS
+    return [name for name in OPTIMIZERS if (compiled or name not in COMPILED_ONLY) and (level in FLOAT32_LEVELS or name not in SCALE_FREE)]
+
+
+def _scalers(exact, unfit):
+    if unfit:
+        return (None,)
+    static = (0, 3, 10, 40, 62, 70, 100, 120) if exact else (0, 3, 8)
+    return (None, None, *(("static", exponent) for exponent in static), ("dynamic", 8, 2), ("dynamic", 6, 1))
+

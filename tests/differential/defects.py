@@ -1,0 +1,105 @@
+"""Narrow draws, each around one defect that ms_accum has had; run by `python -m differential NAME`."""
+import random
+from itertools import cycle
+
+from .cases import compose
+
+_QUIET = {"event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples"}
+_PLAIN_NETWORK = {"front": "dense", "norm": "none", "backward_clip": False}
+_STEPS = ("fused-pynative", "split-pynative", "cell-pynative", "fused")
+# What is fixed for every Case, and what goes round.
+NARROW = {
+    # The number of samples multiplied the loss before the backward pass, which then overflowed in float16.
+    "weight in the loss, 16 bits": (
+        {**_PLAIN_NETWORK, **_QUIET, "loss": "mse", "large": True, "scaler": None, "on_nonfinite": "apply",
+         "micro_size": 1},
+        {"driver": _STEPS, "level": ("O1", "O2", "O3", "auto")}),
+    # The same, for a layer whose gradient is not linear in that of the layer above it.
+    "weight in the loss, a bprop": (
+        {**_QUIET, "front": "dense", "loss": "mean", "backward_clip": True, "level": "none"}, {"driver": _STEPS}),
+    # The norm of gradients that still had the loss scale, and the number of samples, in them.
+    "norm of scaled gradients": (
+        {**_PLAIN_NETWORK, **_QUIET, "loss": "mean", "level": "none", "clip_norm": 0.1, "factor": 1.0, "on_nonfinite": "apply"},
+        {"driver": _STEPS, "scaler": (("static", 70), ("static", 100), ("static", 120))}),
+    "noise of scaled gradients": (
+        {**_PLAIN_NETWORK, **_QUIET, "loss": "mean", "level": "none", "noise_scale": True, "factor": 1.0, "on_nonfinite": "apply",
+         "accumulate_step": 2, "clip_norm": None},
+        {"driver": _STEPS, "scaler": (("static", 62), ("static", 70), ("static", 100))}),
+    # State of an optimizer in Python lists was not in the checkpoint.
+    "optimizer state in lists": (
+        {**_PLAIN_NETWORK, "loss": "mean", "level": "none", "clip_norm": None, "factor": 1.0, "nonfinite_at": None,
+         "event": "save", "save_at": 4, "accumulate_step": 2, "groups": False, "weight": "samples"},
+        {"driver": ("hand-pynative", *_STEPS), "optimizer": ("optim.NAdam", "optim.ASGD")}),
+    "weights": (
+        {**_QUIET, "loss": "mean", "level": "none", "event": "shapes", "accumulate_step": 3},
+        {"driver": _STEPS, "weight": ("samples", "number", "tensor")}),
+    "numbers and Tensors as weights": (
+        {**_QUIET, **_PLAIN_NETWORK, "loss": "mean", "level": "none", "weight": "mixed", "accumulate_step": 3},
+        {"driver": ("hand-pynative", "split-pynative", "hand-jit", "fused")}),
+    "unit of the buffers": (
+        {**_PLAIN_NETWORK, **_QUIET, "loss": "mean", "level": "none", "event": "save", "save_at": 4, "load_into": "used", "factor": 1.0,
+         "accumulate_step": 3, "sizes": (9, 5, 9, 9, 5, 9)},
+        {"driver": _STEPS, "weight": ("samples", "number")}),
+    "clipping": (
+        {**_PLAIN_NETWORK, **_QUIET, "loss": "mean", "level": "none", "clip_norm": 0.1, "factor": 1.0, "accumulate_step": 2},
+        {"driver": _STEPS}),
+    "nonfinite": (
+        {**_QUIET, "loss": "mean", "level": "none", "nonfinite_at": 1, "accumulate_step": 2, "micro_size": 1,
+         "on_nonfinite": "skip_microbatch"},
+        {"driver": _STEPS}),
+    "pieces": (
+        {**_QUIET, "loss": "mean", "level": "none", "accumulate_step": 2, "backward_clip": False, "shapes": (7, 7)},
+        {"driver": _STEPS, "micro_size": (2, 3)}),
+    # The pieces before the one that raised stayed in the window.
+    "pieces before an error": (
+        {**_PLAIN_NETWORK, "loss": "mean", "level": "none", "nonfinite_at": None, "event": "error", "accumulate_step": 3,
+         "weight": "samples"},
+        {"driver": _STEPS, "micro_size": (2, 3)}),
+}
+
+
+# Each defect: the draw that has to find it, and how it is put back: (file of ms_accum, text, what it becomes).
+_WEIGHT_IN_LOSS = [
+    ("train_step.py", "        return loss, loss, aux\n", "        return loss * piece[0].shape[0], loss, aux\n"),
+    ("train_step.py", "acc.take(gradients, weight, weight)", "acc.take(gradients, 1.0, weight)")]
+PUT_BACK = {
+    "the number of samples multiplies the loss": ("weight in the loss, 16 bits", _WEIGHT_IN_LOSS),
+    "the number of samples reaches a bprop": ("weight in the loss, a bprop", _WEIGHT_IN_LOSS),
+    "the loss scale is divided out after the norm": (
+        "norm of scaled gradients",
+        [("accumulator.py", "gradients = unscaled(gradients, self.loss_scaler.scale_value)", "pass"),
+         ("accumulator.py", "self._normaliser(unit, weight)\n", "self._normaliser(unit, weight) / self._loss_scale()\n"),
+         ("gradients.py", "if ops.logical_not(ops.logical_and(norm > 1e-15, norm < 1e15)):", "if norm < 0:")]),
+    "the spread is squared before the loss scale is divided out": (
+        "noise of scaled gradients",
+        [("noise_scale.py", "ops.square(global_norm(grads) / loss_scale)", "ops.square(global_norm(grads)) / loss_scale / loss_scale")]),
+    "pieces before an error stay": ("pieces before an error", [("accumulator.py", "if int(self.unfinished) != 0:", "if False:")]),
+    "the window is divided by its microbatches": (
+        "weights", [("accumulator.py", "self._normaliser(unit, weight)\n", "unit / self.mini_step\n")]),
+    "the weight sum is not emptied": ("weights", [("accumulator.py", "ops.assign(self.weight_sum, 0.0)", "pass")]),
+    "loaded buffers keep the unit of another run": (
+        "unit of the buffers", [("accumulator.py", "if unit and loaded and unit != loaded:", "if False:")]),
+    "the norm is that of the sum": ("clipping", [("accumulator.py", "global_norm(gradients) * abs(factor)", "global_norm(gradients)")]),
+    "a skipped microbatch counts": (
+        "nonfinite",
+        [("accumulator.py", "            return taken, present\n", "            return Tensor(1, ms.int32), present\n")]),
+    "the loss of a batch is the sum of its pieces'": (
+        "pieces", [("train_step.py", "if has_aux else loss / divisor", "if has_aux else loss / divisor * micro_size")]),
+    "the short last piece counts as a full one": (
+        "pieces", [("train_step.py", "add_piece(totals, samples - full * rows,", "add_piece(totals, rows,")]),
+}
+
+
+def put_back(package, defect):
+    """Change a copy of ms_accum; each text has to be in it exactly once."""
+    for name, text, other in PUT_BACK[defect][1]:
+        source = (package / name).read_text(encoding="utf-8")
+        if source.count(text) != 1:
+            raise ValueError(f"{name} has {text!r} {source.count(text)} times, expected once")
+        (package / name).write_text(source.replace(text, other), encoding="utf-8")
+
+
+def cases(name, count=4):
+    fixed, varied = NARROW[name]
+    turns = {key: cycle(values) for key, values in varied.items()}
+    return [compose(random.Random(i).choice, **{**fixed, **{key: next(turn) for key, turn in turns.items()}}) for i in range(count)]

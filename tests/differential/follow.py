@@ -1,0 +1,198 @@
+"""Train a Case both ways and compare after each microbatch."""
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, ops
+
+from .drivers import Accumulating
+from .optimizers import state_of
+from .plain import Plain
+
+# Relative to how far a parameter has moved. In 16 bits, pieces of a batch round differently from the whole; how much is measured, too.
+TOLERANCE = {"exact": 3e-5, "16 bit": 3e-2}
+
+
+def follow(case, folder):
+    """Raise AssertionError where ms_accum and plain MindSpore disagree."""
+    recover()
+    _Follow(case, folder).run()
+
+
+def recover():
+    """Compile a small new graph: after an error, the next compilation of MindSpore 2.10 can fail, and the one after it works."""
+    recover.size += 1
+    size = recover.size
+    try:
+        ms.jit(ms.grad(_gathered))(Tensor(np.ones((2, size), np.float32)), Tensor(np.zeros((2, size), np.int64)))
+    except RuntimeError:
+        pass
+
+
+recover.size = 2
+
+
+def _gathered(values, index):
+    return ops.gather_d(values, -1, index).sum()
+
+
+class _Follow:
+    def __init__(self, case, folder):
+        self.case, self.folder = case, folder
+        self.position = 0
+        self.over = False
+
+    def run(self):
+        case = self.case
+        self.plain = Plain(case)
+        self.accumulating = Accumulating(case, case.seed)
+        self.start = [p.asnumpy().copy() for p in self.plain.loss.trainable_params()]
+        ends = sorted({case.error_at, case.save_at, len(case.sizes)} - {None})
+        for end in ends:
+            if end == case.error_at == self.position:
+                self._error()
+            if self.over:
+                return
+            with self.accumulating:
+                batches = [case.batch(i) for i in range(self.position, end)]
+                self.accumulating.train(batches, self._after, last=end == len(case.sizes))
+            if self.over:
+                return
+            assert self.position == end
+            if end == case.error_at:
+                self._error()
+            if end == case.save_at:
+                self._resume()
+        self._flush()
+        if not self.over:
+            self._require_motion()
+
+    @property
+    def tolerance(self):
+        return TOLERANCE["exact" if self.case.exact else "16 bit"] + 4 * self.plain.rounding
+
+    def _after(self, loss):
+        if self.over:
+            return
+        expected, full = self.plain.microbatch(self.case.batch(self.position))
+        where = f"after microbatch {self.position}"
+        self._equal(f"loss {where}", loss, expected, self.tolerance * max(abs(expected), self.case.factor))
+        self.position += 1
+        if full:
+            self._close(where)
+        self._compare_counters(where)
+
+    def _close(self, where):
+        accumulator = self.accumulating.accumulator
+        self.plain.close(dropped=int(accumulator.skipped) > self.plain.skipped)
+        if self.plain.diverged:
+            finite = all(np.isfinite(p.asnumpy()).all() for p in accumulator.optimizer.parameters)
+            assert not finite, f"{where}: plain training has become NaN, but ms_accum has not"
+            self.over = True
+            return
+        self._compare_parameters(where)
+        self._compare_state(where)
+        if self.case.noise_scale:
+            self._compare_noise(where)
+
+    def _flush(self):
+        with self.accumulating:
+            closed = self.accumulating.flush()
+            if not self.case.driver.startswith("model"):
+                assert closed == (self.plain.mini_step > 0)
+        if self.plain.mini_step > 0:
+            self._close("after the flush")
+        self._compare_counters("after the flush")
+
+    def _error(self):
+        """A microbatch whose kernel raises: nothing of it counts, or what is left is refused until a reset."""
+        case, accumulator = self.case, self.accumulating.accumulator
+        before = _open_window(accumulator)
+        # A driver called by hand sees the error in value_and_grad, before the accumulator.
+        with self.accumulating, pytest.raises((RuntimeError, ValueError)):
+            self.accumulating.train([case.batch(case.error_at)], lambda loss: None)
+        recover()
+        with self.accumulating:
+            if case.compiled:
+                self.accumulating.build_step()
+            if _open_window(accumulator) != before:
+                with pytest.raises((RuntimeError, ValueError), match="reset"):
+                    self.accumulating.train([case.batch(case.error_at, spoil=False)], lambda loss: None)
+                accumulator.reset()
+                self.plain.mini_step, self.plain.window = 0, []
+        self.position = case.error_at + 1
+        self._compare_counters("after the error")
+
+    def _resume(self):
+        path = self.folder / "run.ckpt"
+        with self.accumulating:
+            self.accumulating.save(path, self.position)
+        self.accumulating = Accumulating(self.case, self.case.seed + 1)
+        with self.accumulating:
+            if self.case.load_into == "used":
+                self.accumulating.train([self.case.batch(1, spoil=False)], lambda loss: None)
+            assert self.accumulating.load(path) == self.position
+        self._compare_counters("after the load")
+
+    # --- what is compared ----------------------------------------------------------------------------------------------------
+
+    def _equal(self, what, got, expected, bound):
+        got, expected = np.asarray(got, float), np.asarray(expected, float)
+        with np.errstate(invalid="ignore"):
+            off = np.abs(got - expected)
+        close = (off <= bound) | (got == expected) | (np.isnan(got) & np.isnan(expected))
+        if not close.all():
+            worst = np.unravel_index(np.argmax(np.where(np.isnan(off), np.inf, np.where(close, 0.0, off))), close.shape)
+            pytest.fail(f"{what}{[*map(int, worst)]}: got {got[worst]}, plain training has {expected[worst]}; "
+                        f"allowed is a difference of {bound}")
+
+    def _compare_counters(self, where):
+        if self.over:
+            return
+        accumulator, plain = self.accumulating.accumulator, self.plain
+        for name in ("mini_step", "update_step", "skipped"):
+            assert int(getattr(accumulator, name)) == getattr(plain, name), f"{name} {where}"
+        for name in ("weight_sum", "window_weight"):
+            self._equal(f"{name} {where}", float(getattr(accumulator, name)), getattr(plain, name), 1e-6 * getattr(plain, name))
+        self._equal(f"grad_norm {where}", float(accumulator.grad_norm), plain.grad_norm, self.tolerance * plain.grad_norm)
+
+    def _compare_parameters(self, where):
+        pairs = zip(self.accumulating.loss.trainable_params(), self.plain.loss.trainable_params(), self.plain.path)
+        for got, expected, path in pairs:
+            bound = self._bound(expected, path)
+            self._equal(f"{expected.name} {where}", got.asnumpy(), expected.asnumpy(), bound)
+
+    def _bound(self, parameter, path):
+        # What is lost when an update is added to the parameter, in all updates so far and on both sides.
+        values = parameter.asnumpy()
+        lost = np.finfo(values.dtype).eps * np.abs(values.astype(float)).max() * self.plain.update_step
+        return self.tolerance * (path + 0.1 * max(self.plain.path)) + lost
+
+    def _compare_state(self, where):
+        got, expected = state_of(self.accumulating.optimizer), state_of(self.plain.optimizer)
+        assert len(got) == len(expected)
+        got, expected = [[np.array(s.asnumpy(), np.float64) for s in state] for state in (got, expected)]
+        for i, (one, other) in enumerate(zip(got, expected)):
+            # A moment of a small gradient among large ones has their rounding errors.
+            largest = np.abs(other).max(initial=0.0)
+            self._equal(f"state {i} of the optimizer {where}", one, other, 10 * self.tolerance * largest)
+
+    def _compare_noise(self, where):
+        measured, (noise, squared, count) = self.accumulating.noise_scale, self.plain.noise_totals
+        if not count:
+            assert np.isnan(measured.noise)
+            return
+        bound = 10 * self.tolerance * self.plain.noise_error
+        self._equal(f"noise {where}", measured.noise, noise / count, bound)
+        self._equal(f"gradient_squared {where}", measured.gradient_squared, squared / count, bound)
+
+    def _require_motion(self):
+        """Or the comparison says nothing."""
+        if self.plain.update_step == 0:
+            return
+        bounds = [self._bound(p, path) / path for p, path in zip(self.plain.loss.trainable_params(), self.plain.path) if path]
+        assert min(bounds, default=1.0) < (1e-3 if self.case.exact else 0.3), f"the bounds are too wide for the motion: {bounds}"
+
+
+def _open_window(accumulator):
+    state = (*accumulator.buffers, accumulator.weight_sum, accumulator.mini_step)
+    return [p.asnumpy().tobytes() for p in state]

@@ -1,0 +1,123 @@
+"""Training runs drawn as a whole, with ms_accum and with plain MindSpore on the undivided batches."""
+import os
+import random
+import shutil
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import mindspore as ms
+import pytest
+from differential.cases import DRIVERS, LEVELS, compose
+from differential.defects import NARROW, PUT_BACK, cases, put_back
+from differential.drivers import Accumulating
+from differential.follow import follow, recover
+from differential.networks import build_loss
+from differential.optimizers import build_optimizer
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+from mindspore import Tensor
+
+SHARDS, EXAMPLES = 10, 50
+UPDATES = 4
+
+
+def drawn(number, **fixed):
+    """The Case of a number."""
+    return compose(random.Random(number).choice, **fixed)
+
+
+def stratified(count):
+    """Cases in which each driver and each amp level occurs once at least; everything else is drawn."""
+    return [drawn(i, driver=DRIVERS[i % len(DRIVERS)], level=LEVELS[(i + i // len(LEVELS)) % len(LEVELS)]) for i in range(count)]
+
+
+@pytest.mark.parametrize("case", stratified(20), ids=lambda case: f"{case.driver}-{case.level}")
+def test_runs_of_each_driver_and_level(case, tmp_path):
+    print(case)
+    follow(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_any_run(shard, tmp_path_factory):
+    """Shrinking is off: after an error MindSpore may fail by itself, and each attempt takes seconds. The Case is printed."""
+
+    # hypothesis tries the simplest example first, in every shard; without `nontrivial` it would be the same run.
+    @seed(shard)
+    @settings(max_examples=EXAMPLES, phases=[Phase.generate], suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+    @given(nontrivial=st.booleans(), data=st.data())
+    def run(nontrivial, data):
+        assume(nontrivial)
+        case = compose(lambda options: data.draw(st.sampled_from(options)))
+        print(case)
+        follow(case, tmp_path_factory.mktemp("run"))
+
+    run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_draws(name, tmp_path_factory):
+    """Around defects that ms_accum has had."""
+    for case in cases(name):
+        print(case)
+        follow(case, tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", PUT_BACK)
+def test_a_defect_that_is_put_back_is_found(defect, tmp_path):
+    """Negative control of `test_narrow_draws`, in a process that imports a copy of ms_accum with the defect."""
+    tests = Path(__file__).parent
+    shutil.copytree(tests.parent / "ms_accum", tmp_path / "ms_accum", ignore=shutil.ignore_patterns("__pycache__"))
+    put_back(tmp_path / "ms_accum", defect)
+    done = subprocess.run(
+        [sys.executable, "-m", "differential", str(tmp_path), PUT_BACK[defect][0]], cwd=tmp_path, capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tests}"})
+    assert "\nfound: " in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1
+
+
+def exact_cases():
+    drivers = ("fused", "split", "cell-graph", "cell-pynative")
+    for level, driver in product(LEVELS, drivers):
+        fast = driver == "cell-pynative" or (level, driver) in {("none", "fused"), ("O2", "split"), ("O1", "cell-graph"), ("half", "fused")}
+        yield pytest.param(level, driver, marks=[] if fast else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("samples", [8, 6])
+@pytest.mark.parametrize(("level", "driver"), exact_cases())
+def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, samples):
+    """One microbatch to a window, whole, without clipping: nothing is divided, so nothing may be rounded differently.
+
+    In graph mode, MindSpore gives Momentum and Adam float16 gradients that depend on what else is in the graph (on a factor of 1, say);
+    SGD gets the same ones.
+    """
+    case = drawn(
+        samples, driver=driver, level=level, front="dense", norm="none", backward_clip=False, loss="mean", factor=1.0, rates="number",
+        optimizer="nn.SGD" if level == "half" else "nn.Momentum", accumulate_step=1, clip_norm=None, micro_size=1, weight="samples",
+        scaler=None, on_nonfinite="apply", noise_scale=False, event="none", nonfinite_at=None, sizes=(samples,) * UPDATES)
+    print(case)
+    recover()
+    loss = build_loss(case, case.seed)
+    optimizer = build_optimizer(case, loss.trainable_params())
+    grad_fn = ms.value_and_grad(loss, None, optimizer.parameters)
+
+    def plain(*batch):
+        value, gradients = grad_fn(*batch)
+        optimizer(gradients)
+        return value
+
+    step = ms.jit(plain) if case.compiled else plain
+    accumulating = Accumulating(case, case.seed)
+    start = [p.asnumpy().tobytes() for p in loss.trainable_params()]
+    batches = [case.batch(i) for i in range(UPDATES)]
+    for batch in batches:
+        step(*map(Tensor, batch))
+    with accumulating:
+        accumulating.train(batches, lambda value: None)
+    expected = [p.asnumpy().tobytes() for p in loss.trainable_params()]
+    assert all(one != other for one, other in zip(start, expected))
+    assert [p.asnumpy().tobytes() for p in accumulating.loss.trainable_params()] == expected
