@@ -121,7 +121,10 @@ class Accumulator:
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`; stays 0 while
             `clip_norm` is None.
         weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`.
-        window_weight: The same of the last window that was closed. On several ranks both are of this rank, or of all of them where
+        weight_unit: What the buffers count in: the first weight that was not 0, float32 Parameter of shape `()`.
+        unfinished: Not 0 while pieces of a batch are being added, or if an error stopped them: int32 Parameter of shape `()`.
+        window_weight: The same as `weight_sum`, of the last window that was closed. On several ranks `weight_sum` and
+            `window_weight` are of this rank, or of all of them where
             gradients are exchanged at each microbatch.
         parameters: ParameterTuple of all state, for checkpoints. Names are unique in the process and the same
             in the next process that builds its accumulators in the same order.
@@ -399,7 +402,8 @@ class Accumulator:
         unit = unit_of(self._prefix, None if isinstance(factor, Tensor) else factor)
         if unit == 0:
             # The first weight is known to the device alone.
-            unit = ops.where(ops.logical_and(self.weight_unit == 0, ops.isfinite(factor)), factor, self.weight_unit)
+            first = factor * ops.ones_like(self.weight_unit)
+            unit = ops.where(ops.logical_and(self.weight_unit == 0, ops.isfinite(first)), first, self.weight_unit)
         return unit
 
     def settle_unit(self) -> None:

@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from conftest import compiled, difference, run_python, values
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Parameter, Tensor, amp, nn, ops
 
 from ms_accum import (
     Accumulator,
@@ -155,6 +155,24 @@ def test_a_checkpoint_keeps_the_unit_of_its_weights(mode):
         train_step(slice(48, 64))
         assert int(accumulator.update_step) == 1
         assert difference(values(accumulator.optimizer.parameters), plain_update(network_of(), X, Y)) < 1e-6
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    (6, 2), (Tensor(6.0), 2), (6, Tensor(2.0)), (Tensor(6.0), Tensor(2.0)), (ms.mutable(6.0), ms.mutable(2.0))],
+    ids=["numbers", "tensor-number", "number-tensor", "tensors", "changing-numbers"])
+@pytest.mark.parametrize("ignored", [0, Tensor(0.0)], ids=["number", "tensor"])
+def test_weights_of_every_form_share_one_unit(mode, first, second, ignored):
+    parameters = [Parameter(Tensor(np.zeros((2, 3 + i)), ms.float32), name=f"weight{i}") for i in range(2)]
+    accumulator = Accumulator(nn.SGD(parameters, 1.0), 3, reduction="mean")
+
+    def step(gradients, weight):
+        return accumulator(gradients, weight)
+
+    step = compiled(step, mode)
+    for value, weight in ((np.nan, ignored), (1.0, first), (5.0, second)):
+        step(tuple(Tensor(np.full(p.shape, value), ms.float32) for p in parameters), weight)
+    assert all((p.asnumpy() == -2).all() for p in parameters)  # (6 * 1 + 2 * 5) / 8
+    assert float(accumulator.window_weight) == 8
 
 
 def lambda_free(accumulator, grad_fn, samples):
