@@ -33,7 +33,7 @@ def _layout(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
     dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
     if dynamic is not None:
         raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected lengths that are known when the graph "
-                         "is compiled, because they are the weights; leave set_inputs out, or give it the full shapes")
+                         "is compiled: axis 0 counts the samples; leave set_inputs out, or give it the full shapes")
     lengths = [kind[0] if kind else None for kind in kinds]
     samples = next((length for length in lengths if length is not None), None)
     if not samples:
