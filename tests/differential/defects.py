@@ -73,6 +73,9 @@ PUT_BACK = {
     "the spread is squared before the loss scale is divided out": (
         "noise of scaled gradients",
         [("noise_scale.py", "ops.square(global_norm(grads) / loss_scale)", "ops.square(global_norm(grads)) / loss_scale / loss_scale")]),
+    "state in lists is not found": (
+        "optimizer state in lists",
+        [("optimizers.py", "if isinstance(held, Parameter)]", "if isinstance(held, Parameter) and '[' not in place]")]),
     "pieces before an error stay": ("pieces before an error", [("accumulator.py", "if int(self.unfinished) != 0:", "if False:")]),
     "the window is divided by its microbatches": (
         "weights", [("accumulator.py", "self._normaliser(unit, weight)\n", "unit / self.mini_step\n")]),
