@@ -104,7 +104,8 @@ class Accumulator:
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
         reduction: "sum" or "mean".
-        buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16.
+        buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16 buffer overflows
+            where the sum of weight / first weight * gradient exceeds 65504.
         on_nonfinite: What NaN and infinity do. "apply": nothing special. "skip_microbatch": that microbatch adds nothing
             and the window stays open for another one (`optax.skip_not_finite`). "skip_window": the window is dropped
             when it closes, the optimizer untouched. See `gradients.all_finite` for what counts as finite.
