@@ -90,8 +90,10 @@ class Accumulator:
     samples (or unmasked tokens) as weights, the update is that of the undivided batch, also for ragged microbatches
     and a short last window.
 
-    With "mean", a buffer counts in units of the first weight that is not 0: equal microbatches are added as they are, without a
-    multiplication, and the gradient of a window of one microbatch is that of plain MindSpore, bit for bit.
+    With "mean", a buffer holds the sum of weight / unit * gradient, and is multiplied by unit / sum of the weights at the
+    boundary. The unit is the first weight that is not 0; it stays the same for the life of the accumulator. So microbatches of
+    equal weight are added as they are, without a multiplication, and a window of one of them gives the optimizer the very
+    bits of its gradient.
 
     Args:
         optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without elements,
@@ -102,7 +104,8 @@ class Accumulator:
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
         reduction: "sum" or "mean".
-        buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16.
+        buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16 buffer overflows
+            where the sum of weight / first weight * gradient exceeds 65504.
         on_nonfinite: What NaN and infinity do. "apply": nothing special. "skip_microbatch": that microbatch adds nothing
             and the window stays open for another one (`optax.skip_not_finite`). "skip_window": the window is dropped
             when it closes, the optimizer untouched. See `gradients.all_finite` for what counts as finite.
@@ -122,7 +125,8 @@ class Accumulator:
             `clip_norm` is None.
         weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`.
         weight_unit: What the buffers count in: the first weight that was not 0, float32 Parameter of shape `()`.
-        unfinished: Not 0 while pieces of a batch are being added, or if an error stopped them: int32 Parameter of shape `()`.
+        unfinished: Not 0 while pieces of a batch are being added, or if an error stopped them (then call `reset`): int32 Parameter of
+            shape `()`.
         window_weight: The same as `weight_sum`, of the last window that was closed. On several ranks `weight_sum` and
             `window_weight` are of this rank, or of all of them where
             gradients are exchanged at each microbatch.
@@ -305,7 +309,7 @@ class Accumulator:
         return self._windows() > windows  # from the state after the branches, which keeps them
 
     def reset(self) -> None:
-        """Forget the open window: empty the buffers and `mini_step`; the counts of the past stay."""
+        """Forget the open window, also after an error: empty the buffers and `mini_step`; the counts of the past stay."""
         ops.assign(self.mini_step, 0)
         if self.guarded:
             ops.assign(self.unfinished, 0)
@@ -320,15 +324,15 @@ class Accumulator:
     def require_whole(self) -> None:
         """Raise RuntimeError if the open window holds a part of a batch, because of an error in a later piece of it. For the host."""
         if int(self.unfinished) != 0:
-            raise RuntimeError("the open window holds only some pieces of a batch, because an error stopped the others; expected whole "
-                               "batches: call accumulator.reset(), which drops the open window, and go on with the next batch")
+            raise RuntimeError("the open window may hold only some pieces of a batch, because an error stopped the others; expected "
+                               "whole batches: call accumulator.reset(), which drops the open window, and go on with the next batch")
 
     def unscale_by(self, loss_scaler: amp.LossScaler) -> None:
         """Expect gradients of losses multiplied by `loss_scaler.scale_value`; for drivers, which multiply them.
 
-        The scale is divided out once per window, in the factor that normalises and clips. Then the scaler is adjusted, also
-        once: if a gradient of the window overflowed, the window is dropped and counted in `skipped`. The scaler's Parameters
-        become state of the accumulator, under its names.
+        When a window closes, the accumulated gradient is divided by the scale, before anything is measured, averaged or clipped. Then the
+        scaler is adjusted, also once: if a gradient of the window overflowed, the window is dropped and counted in `skipped`. The
+        scaler's Parameters become state of the accumulator, under its names.
 
         Args:
             loss_scaler: A `mindspore.amp.StaticLossScaler`, `DynamicLossScaler` or other `LossScaler` with a `scale_value`.

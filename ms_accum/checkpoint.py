@@ -114,7 +114,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Args:
         path: The file that was given to `save_checkpoint`.
         network: With the parameters that were saved, of any values.
-        acc: Built with the same arguments as the one that was saved.
+        acc: Built with the same arguments as the one that was saved; also its train step, if that has a loss scaler.
 
     Returns:
         `extra`.
@@ -123,7 +123,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network, optimizer,
             `accumulate_step` (of a function, the lengths at 0, 1, 2, 4, … 2**16 updates are compared), `reduction`, `clip_norm`,
-            `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of them.
+            `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of them. Not compared are
+            arguments of the optimizer that are no Parameters, factor and window of a loss scaler, and those of the train step.
         TypeError: If `network` is no Cell or `acc` no Accumulator.
 
     Source: see `save_checkpoint`.

@@ -4,9 +4,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Optional, Union
 
-from mindspore import Tensor, amp, nn, ops
+from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
 from .accumulator import Accumulator
+from .optimizers import state_of
 from .pieces import FLAT, layout_of, with_storage_of_its_own
 from .train_step import checked_micro_size, make_accumulate
 
@@ -34,7 +35,7 @@ class TrainOneStepCell(nn.Cell):
         weight_fn: `(*piece) -> weight`, what a piece counts; see `make_train_step`.
 
     Inputs:
-        The microbatch: Tensors of any dtype, whose axis 0 is the samples.
+        The microbatch: Tensors, as for `make_train_step`.
 
     Outputs:
         The loss, never divided by anything: float32 Tensor of shape `()`. With a loss scaler, as of
@@ -47,7 +48,8 @@ class TrainOneStepCell(nn.Cell):
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: See `make_train_step`.
+        ValueError: See `make_train_step`; in graph mode also if `set_inputs` gave a dynamic shape.
+        RuntimeError: See `make_train_step`.
 
     Source: `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`, whose form it has.
 
@@ -84,7 +86,7 @@ class TrainOneStepCell(nn.Cell):
         self.accumulator = acc
         self.optimizer = acc.optimizer
         self.loss_scaler = loss_scaler
-        self.state = acc.parameters
+        self.state = ParameterTuple([*acc.parameters, *(parameter for _, parameter in state_of(acc.optimizer))])
         self._flush = _Flush(acc)
         self._calls = {"returned": False}  # a dict, for a Cell takes 20 us to set an attribute
 
@@ -93,7 +95,12 @@ class TrainOneStepCell(nn.Cell):
         if not self._calls["returned"]:
             self.accumulator.require_whole()
         self._calls["returned"] = False
-        result = super().__call__(*map(with_storage_of_its_own, batch), **named)
+        try:
+            result = super().__call__(*map(with_storage_of_its_own, batch), **named)
+        except Exception:
+            # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
+            self.compile_cache.clear()
+            raise
         self._calls["returned"] = True
         return result
 
@@ -113,6 +120,8 @@ class TrainOneStepCell(nn.Cell):
 
     def flush(self) -> Tensor:
         """Close a short window, if one is open; whether one was: bool Tensor of shape `()`. See `FlushCallback`."""
+        if not self._calls["returned"]:
+            self.accumulator.require_whole()
         return self._flush()
 
 

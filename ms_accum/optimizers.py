@@ -95,8 +95,8 @@ def _require_unscaled(optimizer: Callable) -> None:
     for _, holder in (("", optimizer), *_inside(optimizer, set())):
         scale = getattr(holder, "loss_scale", 1)
         if isinstance(scale, Real) and scale != 1:
-            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide by it once more, or "
-                             "what was never multiplied by it; leave loss_scale out of the optimizer and give "
+            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide gradients that are not "
+                             "multiplied by it, or are divided already; leave loss_scale out of the optimizer and give "
                              f"loss_scaler=amp.StaticLossScaler({scale:g}) to make_train_step or TrainOneStepCell")
 
 

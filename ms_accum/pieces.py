@@ -33,7 +33,7 @@ def _layout(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
     dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
     if dynamic is not None:
         raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected lengths that are known when the graph "
-                         "is compiled, because they are the weights; leave set_inputs out, or give it the full shapes")
+                         "is compiled: axis 0 counts the samples; leave set_inputs out, or give it the full shapes")
     lengths = [kind[0] if kind else None for kind in kinds]
     samples = next((length for length in lengths if length is not None), None)
     if not samples:
@@ -53,13 +53,15 @@ def _kind(argument: Any) -> Union[tuple, str, None]:
 
 
 def with_storage_of_its_own(argument: Any) -> Any:
-    """A copy of a Tensor that is a slice of a larger one, for a graph that loops over pieces; anything else as it is.
+    """A copy of a Tensor that is a view (a slice, a transposed one), for a graph that loops over pieces; anything else as it is.
 
-    In a graph with a loop, MindSpore 2.10 takes the first rows of the larger Tensor for those of the slice.
+    In a graph with a loop, MindSpore 2.10 takes rows of what a view was made of for those of the view.
     """
-    if isinstance(argument, Tensor) and argument.untyped_storage().nbytes() != argument.nbytes:
-        return argument.copy()
-    return argument
+    if not isinstance(argument, Tensor):
+        return argument
+    if not argument.is_contiguous():
+        argument = argument.contiguous()
+    return argument.copy() if argument.untyped_storage().nbytes() != argument.nbytes else argument
 
 
 def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:

@@ -51,8 +51,9 @@ def make_train_step(
         weight_fn: `(*piece) -> weight`: what a piece counts, a number or a Tensor of shape `()`; it has to be what the mean in
             `forward_fn` divides by, e.g. the unmasked tokens. None: the samples.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16. Its scale
-            multiplies the loss before the backward pass and is divided out once per window, in the factor that normalises and
-            clips; it is adjusted once per window. A window with an overflow in it is dropped. See `Accumulator.unscale_by`.
+            multiplies the loss before the backward pass; when the window closes, the accumulated gradient is divided by it, before it is
+            measured, averaged or clipped. A window with NaN or infinity in its gradient is dropped. The scaler is adjusted once per window.
+            Return the loss in float32: a float16 loss overflows from a scale of 2**16 on. See `Accumulator.unscale_by`.
         strategy: "fused": one graph holds forward, backward, add and the update at the boundary. "split": one graph for
             forward, backward and add, a second one for the update, invoked once per window (RATEX's scheme); the host
             reads one flag after each call to know when.
@@ -65,14 +66,16 @@ def make_train_step(
         `train_step.flush()` closes a short window, `train_step.accumulator` is `acc`.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument is of the wrong kind, or a function is a lambda inside another expression, which MindSpore cannot compile.
         ValueError: If `acc` sums up instead of averaging, a parameter was frozen since, or an argument is out of range.
 
-    The weight multiplies the gradients and never the loss, so that the backward pass is that of plain MindSpore in every precision and for
-    every layer. Equal pieces (or a `weight_fn` that returns a number) cost no multiplication; a `weight_fn` that returns a Tensor costs one
-    for each gradient. Pieces of weight 0 are ignored, even if their loss is 0/0.
-    If an error stops a batch that is cut into pieces, some of which are in the window already, the next call and `save_checkpoint` raise
-    a RuntimeError until `accumulator.reset()` drops the open window.
+    The weight multiplies the gradients, after the backward pass. What is differentiated is your loss, times the loss scale if there is one,
+    so layers whose backward pass is not linear work, and float16 does not overflow. A piece that weighs as much as the first one costs no
+    multiplication, any other one for each gradient; a weight that is a Tensor always costs one. Pieces of weight 0 are ignored, even if
+    their loss is 0/0.
+    If an error stops a batch that is cut into pieces, the window may hold some of them. The next call, `flush` and `save_checkpoint` then
+    raise a RuntimeError until `accumulator.reset()` drops the open window; `accumulator.flush()` and `accumulator.apply()` do not check.
+    If an error stops a batch that is not cut, the window stays as it was.
     Numbers among the batch are constants of the graph: each new value compiles anew, so give what changes as a Tensor.
 
     Source: "split" is RATEX's scheme of two graphs; cutting a batch inside the step is `jax.lax.scan` over microbatches.
@@ -386,8 +389,8 @@ def require_callable(name: str, function: object) -> None:
     if not callable(function):
         raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
     if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
-        raise TypeError(f"{name} is a lambda that stands among other code, where MindSpore cannot compile it; expected a function: "
-                        "define it with def, or on a line of its own as `name = lambda ...`")
+        raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function: "
+                        "define it with def, or write `name = lambda ...` as a statement of its own")
 
 
 def _is_readable(function: Callable) -> bool:

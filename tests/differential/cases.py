@@ -121,7 +121,8 @@ def compose(choose, **fixed):
     event = pick("event", ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both"))
     nonfinite_at = pick("nonfinite_at", (None, None, None, None, 1, 2, 3))
     pick("noise_scale", (False, True) if reduction == "mean" and exact and nonfinite_at is None and not large else (False,))
-    pick("error_at", (2, 3) if event in ("error", "both") and loss != "mse" else (None,))
+    # Not both in one batch: a piece that is skipped before the error is counted in `skipped`, and the reference has no pieces.
+    pick("error_at", tuple(i for i in (2, 3) if i != nonfinite_at) if event in ("error", "both") and loss != "mse" else (None,))
     pick("save_at", (1, 3, 4, 5) if event in ("save", "both") else (None,))
     pick("load_into", ("fresh", "used"))
     others = (least + 1, 4 * least) if event == "shapes" or not compiled else ()
