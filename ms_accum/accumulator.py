@@ -381,7 +381,7 @@ class Accumulator:
     def _take(self, grads: Gradients, factor: Scalar, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
         """Add a microbatch of all ranks: whether it was taken (int32 0 or 1), and how many ranks had one (`present`: 1 of this one)."""
         # Before the exchange: afterwards, these are gradients of all ranks together.
-        spread = () if self.noise_scale is None else self.noise_scale.measure(grads, weight, self._loss_scale())
+        spread = () if self.noise_scale is None else self.noise_scale.measure(self._unscaled(grads), weight)
         unit = self._unit(factor)
         gradients = tuple([scaled(g, factor / unit, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
         bad = 0.0
@@ -418,8 +418,8 @@ class Accumulator:
                 ops.assign(buffer, scaled(buffer, loaded / unit, buffer.dtype))
             ops.assign(self.weight_unit, unit)
 
-    def _loss_scale(self) -> Scalar:
-        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale_value
+    def _unscaled(self, gradients: Gradients) -> Gradients:
+        return gradients if self.loss_scaler is None else unscaled(gradients, self.loss_scaler.scale_value)
 
     def _close(self, asked: float) -> Scalar:
         """Close the window of all ranks if one of them asked for it or there is anything in it; how many ranks asked."""
@@ -428,9 +428,8 @@ class Accumulator:
         gradients, unit, header = self.reducer.window(self.buffers, unit, (self.weight_sum, self.mini_step, asked, *spread))
         weight, microbatches, asked = header[:3]
         if asked > 0 or microbatches > 0:
-            if self.loss_scaler is not None:
-                # First of all: norms and sums of scaled gradients would overflow where the gradients themselves do not.
-                gradients = unscaled(gradients, self.loss_scaler.scale_value)
+            # First of all: norms and sums of scaled gradients would overflow where the gradients themselves do not.
+            gradients = self._unscaled(gradients)
             if self.on_nonfinite == "skip_window" or self.loss_scaler is not None:
                 self._update_finite(gradients, unit, weight, header[3:])
             else:

@@ -105,11 +105,11 @@ class GradientNoiseScale:
         for parameter in (self.window, self.totals):
             parameter.name = f"{prefix}.{parameter.name}"
 
-    def measure(self, grads: Gradients, weight: Scalar, loss_scale: Scalar) -> Spread:
+    def measure(self, grads: Gradients, weight: Scalar) -> Spread:
         """What one microbatch adds to a window: its spread, and how many microbatches it is."""
         if not isinstance(weight, Tensor) and weight == 0:
             return 0.0, 0.0
-        spread = ops.square(global_norm(grads) / loss_scale) * weight
+        spread = ops.square(global_norm(grads)) * weight
         if not isinstance(weight, Tensor):
             return spread, 1.0
         present = weight != 0

@@ -164,8 +164,8 @@ def test_compare_agrees_with_the_undivided_batch(run, mode):
 
 
 def test_compare_shows_a_wrong_divisor(run, monkeypatch):
-    def divided_twice(self, weight):
-        return 1 / (weight * self.accumulate_step)
+    def divided_twice(self, unit, weight):
+        return unit / (weight * self.accumulate_step)
 
     monkeypatch.setattr(ms_accum.Accumulator, "_normaliser", divided_twice)
     status, _, _ = run("--compare", "--json", "run.json")

@@ -255,7 +255,7 @@ def test_a_mistake_shows_in_the_comparison(mnist, monkeypatch, mistake):
     if mistake == "weight":
         monkeypatch.setattr(train, "make_train_step", partial(train.make_train_step, weight_fn=all_equal))
     elif mistake == "divisor":
-        monkeypatch.setattr(Accumulator, "_normaliser", lambda self, weight: 1.0)
+        monkeypatch.setattr(Accumulator, "_normaliser", lambda self, unit, weight: 1.0)
     else:
         monkeypatch.setattr(Accumulator, "flush", lambda self: Tensor(False))
     wrong, _ = trained(mnist, settings)

@@ -67,12 +67,12 @@ PUT_BACK = {
     "the number of samples reaches a bprop": ("weight in the loss, a bprop", _WEIGHT_IN_LOSS),
     "the loss scale is divided out after the norm": (
         "norm of scaled gradients",
-        [("accumulator.py", "gradients = unscaled(gradients, self.loss_scaler.scale_value)", "pass"),
-         ("accumulator.py", "self._normaliser(unit, weight)\n", "self._normaliser(unit, weight) / self._loss_scale()\n"),
-         ("gradients.py", "if ops.logical_not(ops.logical_and(norm > 1e-15, norm < 1e15)):", "if norm < 0:")]),
+        [("accumulator.py", "gradients = self._unscaled(gradients)", "pass"),
+         ("accumulator.py", "self._normaliser(unit, weight)\n",
+          "self._normaliser(unit, weight) / (1.0 if self.loss_scaler is None else self.loss_scaler.scale_value)\n")]),
     "the spread is squared before the loss scale is divided out": (
         "noise of scaled gradients",
-        [("noise_scale.py", "ops.square(global_norm(grads) / loss_scale)", "ops.square(global_norm(grads)) / loss_scale / loss_scale")]),
+        [("accumulator.py", "self.noise_scale.measure(self._unscaled(grads), weight)", "self.noise_scale.measure(grads, weight)")]),
     "state in lists is not found": (
         "optimizer state in lists",
         [("optimizers.py", "if isinstance(held, Parameter)]", "if isinstance(held, Parameter) and '[' not in place]")]),
