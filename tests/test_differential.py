@@ -1,4 +1,18 @@
-"""Training runs drawn as a whole, with ms_accum and with plain MindSpore on the undivided batches."""
+"""Training runs drawn as a whole, with ms_accum and with plain MindSpore on the undivided batches.
+
+`differential.cases` says what is drawn, `differential.plain` is the reference. To run a Case that failed again, give the one that was
+printed to `differential.follow.follow`. After some hundred Cases a process takes gigabytes, for MindSpore keeps each graph.
+
+Left out, because MindSpore 2.10 fails by itself on CPU:
+
+- optimizers: nn.Lamb, nn.LARS, mint.AdamW and mint.FusedAdamW have no kernel; the AdaSum wrappers and OptTFTWrapper need several devices
+  or other hardware. mint.SGD and mint.Adam do nothing op by op, and nn.AdaFactor fails there for some networks: compiled runs only.
+  nn.RMSProp has its own small epsilon, for with a large one the kernel's result depends on where it cuts a tensor.
+- layers: LSTM in float16 gets a gradient of 0 op by op (levels O2, O3, to_float, half); nn.MultiheadAttention cannot be compiled after
+  level O1.
+- dtypes: bfloat16 has no MatMul.
+- after an error in a kernel MindSpore never runs that graph again, so compiled runs go on with a new driver for the same accumulator.
+"""
 import os
 import random
 import shutil
@@ -29,11 +43,14 @@ def drawn(number, **fixed):
 
 
 def stratified(count):
-    """Cases in which each driver and each amp level occurs once at least; everything else is drawn."""
-    rare = {2: "save", 11: "shapes", 14: "error"}  # each compiles graphs anew
+    """Cases in which each driver and each amp level occurs once at least; what compiles more graphs than one is rare."""
+    rare = {0: "save", 10: "shapes", 14: "error"}
     for i in range(count):
         driver, level = DRIVERS[i % len(DRIVERS)], LEVELS[(i + i // len(LEVELS)) % len(LEVELS)]
-        yield drawn(i, driver=driver, level=level, **({"event": rare.get(i, "none")} if driver in COMPILED else {}))
+        fixed = {}
+        if driver in COMPILED or level == "O1":
+            fixed = {"event": rare.get(i, "none"), "weight": "number"}
+        yield drawn(i, driver=driver, level=level, **fixed)
 
 
 @pytest.mark.parametrize("case", stratified(20), ids=lambda case: f"{case.driver}-{case.level}")
