@@ -189,7 +189,7 @@ def test_float16_towers_do_not_overflow(monkeypatch):
 @pytest.mark.parametrize("jit", ["1", "0"])
 def test_dropout_is_refused_and_counts_nothing(monkeypatch, jit):
     monkeypatch.setenv("MS_JIT", jit)
-    towers, encode, loss_fn = two_towers(dropout=0.1)
+    towers, encode, loss_fn = two_towers(dropout=0.5)  # with 0.1, two masks of these few elements are alike in one run of five
     towers.set_train()
     acc = counting(towers)
     train_step = make_grad_cache_step(encode, loss_fn, acc, micro_size=2)
