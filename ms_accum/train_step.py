@@ -75,7 +75,7 @@ def make_train_step(
     their loss is 0/0.
     If an error stops a batch that is cut into pieces, the window may hold some of them. The next call, `flush` and `save_checkpoint` then
     raise a RuntimeError until `accumulator.reset()` drops the open window; `accumulator.flush()` and `accumulator.apply()` do not check.
-    If an error stops a batch that is not cut, the window stays as it was.
+    If an error stops the forward pass or the loss of a batch that is not cut, the window stays as it was.
     Numbers among the batch are constants of the graph: each new value compiles anew, so give what changes as a Tensor.
 
     Source: "split" is RATEX's scheme of two graphs; cutting a batch inside the step is `jax.lax.scan` over microbatches.

@@ -33,7 +33,7 @@ class Window:
         accumulate_step: Microbatches in a window, each >= 1. A callable takes the number of updates done
             (int32 Tensor of shape `()`) and returns an int or an integer Tensor of shape `()`. It is compiled here, to
             refuse what graph mode cannot run, and called with 0 to 1000 and the powers of two up to 2**30, to refuse
-            lengths below 1 (0.1 to 0.4 s). Elsewhere a length below 1 counts as 1.
+            lengths below 1. Elsewhere a length below 1 counts as 1.
 
     Raises:
         TypeError: If `accumulate_step`, or a key or value of it, is no integer (bool and float included), or the
