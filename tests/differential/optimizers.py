@@ -6,7 +6,8 @@ from mindspore.mint import optim as mint_optim
 
 # name: (parameters, learning rate as given, eps) -> optimizer. `rate` is 1 times what suits the optimizer.
 NN = {
-    "nn.SGD": lambda p, rate, eps: nn.SGD(p, rate, momentum=0.9, weight_decay=0.01),
+    # The decay is multiplied by the rate, which undoes the size of the gradients.
+    "nn.SGD": lambda p, rate, eps: nn.SGD(p, rate, momentum=0.9, weight_decay=0.1 * eps),
     "nn.Momentum": lambda p, rate, eps: nn.Momentum(p, rate, 0.9),
     "nn.Adam": lambda p, rate, eps: nn.Adam(p, rate, eps=eps),
     "nn.AdamWeightDecay": lambda p, rate, eps: nn.AdamWeightDecay(p, rate, eps=eps, weight_decay=0.01),
