@@ -28,7 +28,7 @@ setup(
                  "ipykernel", "ruff"],
         "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],
     },
-    entry_points={"console_scripts": ["ms-accum = ms_accum.cli:main"]},
+    entry_points={"console_scripts": ["ms-accum = ms_accum.cli.main:main"]},
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
         "Operating System :: POSIX :: Linux",

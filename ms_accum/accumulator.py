@@ -13,7 +13,10 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 from mindspore.ops import constexpr
 
-from .distributed import DataParallel, Layout, OneDevice, empty_parameter, require_alike
+from .batch_size.noise_scale import GradientNoiseScale, Spread
+from .distributed.buckets import Layout
+from .distributed.ranks import require_alike
+from .distributed.reducers import DataParallel, OneDevice
 from .gradients import (
     FLOATS,
     Gradients,
@@ -27,8 +30,8 @@ from .gradients import (
     scaled,
     unscaled,
 )
-from .noise_scale import GradientNoiseScale, Spread
 from .optimizers import checked_parameters, describe, name_state, state_of
+from .state import empty_parameter
 from .window import AccumulateStep, Window
 
 _REDUCTIONS = ("sum", "mean")

@@ -22,7 +22,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from .accumulator import Accumulator, require_scale
-from .distributed import ShardedSync, gather
+from .distributed.ranks import gather
+from .distributed.reducers import ShardedSync
 from .optimizers import state_of
 
 SUFFIXES = (".ckpt", ".safetensors")

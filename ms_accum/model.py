@@ -6,10 +6,10 @@ from typing import Any, Optional, Union
 
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
+from .accumulate import checked_micro_size, make_accumulate
 from .accumulator import Accumulator
 from .optimizers import state_of
-from .pieces import FLAT, layout_of, with_storage_of_its_own
-from .train_step import checked_micro_size, make_accumulate
+from .split import FLAT, layout_of, with_storage_of_its_own
 
 _NESTED = f"a tuple, list or dict, {FLAT}"
 

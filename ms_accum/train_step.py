@@ -1,23 +1,15 @@
 """Train steps: cut a batch, run value_and_grad on each piece, feed the accumulator, give back the loss itself."""
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable
-from functools import partial
-from operator import index
-from textwrap import dedent
 from typing import Any, Optional, Union
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, amp, nn, ops
-from mindspore.ops import constexpr
 
+from .accumulate import checked_micro_size, make_accumulate
 from .accumulator import Accumulator
-from .gradients import FLOATS, as_weight
-from .optimizers import require_trainable
-from .pieces import counted, empty_aux, join_aux, layout, select_rows, whole_aux, with_storage_of_its_own
+from .split import layout, with_storage_of_its_own
 
 _STRATEGIES = ("fused", "split")
 
@@ -237,196 +229,7 @@ def compiled(function: Callable) -> Callable:
     return ms.jit(_Graph(function))
 
 
-def plain(function: Optional[Callable]) -> Optional[Callable]:
-    """A function that graph mode can call in another one: of a `functools.partial` it would not know what comes out."""
-    if not isinstance(function, partial):
-        return function
-    inner, arguments, named = function.func, function.args, function.keywords
-
-    def completed(*batch: Any) -> Any:
-        return inner(*arguments, *batch, **named)
-
-    return completed
-
-
-def make_accumulate(
-    forward_fn: Callable,
-    acc: Accumulator,
-    micro_size: int,
-    weight_fn: Optional[Callable],
-    loss_scaler: Optional[amp.LossScaler],
-    has_aux: bool,
-) -> Callable:
-    """`(samples, cut, *batch) -> loss` or `(loss, aux)`: all of a train step but the update, uncompiled.
-
-    Arguments and errors as in `make_train_step`; `samples` and `cut` as from `pieces.layout`.
-    """
-    _require_fitting(forward_fn, acc, micro_size, weight_fn)
-    _bind_loss_scaler(acc, loss_scaler)
-    forward_fn, weight_fn = plain(forward_fn), plain(weight_fn)
-    scaler = acc.loss_scaler
-    acc.guarded = acc.guarded or micro_size > 1
-
-    def differentiated(*piece: Any) -> tuple:
-        if has_aux:
-            result = forward_fn(*piece)
-            if isinstance(result, tuple):
-                require_aux(len(result))
-                loss, aux = result[0], result[1]
-            else:
-                require_aux(None)
-                loss, aux = result, result
-        else:
-            loss = forward_fn(*piece)
-            aux = loss
-        if isinstance(loss, Tensor):
-            require_loss(loss.shape, loss.dtype)
-        else:
-            require_loss(None, None)
-        if scaler is not None:
-            return loss.astype(ms.float32) * scaler.scale_value, loss, aux
-        return loss, loss, aux
-
-    grad_fn = ms.value_and_grad(differentiated, None, acc.optimizer.parameters, has_aux=True)
-
-    def take(samples: int, *piece: Any) -> tuple:
-        weight = as_weight(samples if weight_fn is None else weight_fn(*piece))
-        (scaled_loss, loss, aux), gradients = grad_fn(*piece)
-        return ops.depend(loss, scaled_loss).astype(ms.float32), weight, acc.take(gradients, weight, weight), aux
-
-    # Below, `depend` uses what take returns and nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-    def whole(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
-        loss, weight, taken, aux = take(samples, *batch)
-        ops.assign_add(acc.mini_step, taken)
-        if isinstance(weight, Tensor):
-            loss = loss + weight * 0.0  # a weight that is not finite shows in the loss
-        return (loss, aux) if has_aux else loss
-
-    def pieces(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
-        rows = -(-samples // micro_size)
-        full = samples // rows
-        # Not the constant 0.0: MindSpore would try to fold 0 / 0 while it compiles, and warn.
-        zero = acc.weight_sum * 0.0
-        totals = (zero, zero, Tensor(0, ms.int32))
-        aux, aux_totals = (), ()
-        piece = Tensor(0, ms.int32)
-        ops.assign_add(acc.unfinished, 1)
-        if has_aux:
-            # The first piece shows what is to be joined. Without aux, it is a turn of the loop like any other.
-            indices = ops.arange(rows)
-            totals, aux, weight = add_piece(totals, rows, select_rows(indices, cut, batch))
-            aux_totals = join_aux(empty_aux(aux, samples, rows), aux, indices, weight)
-            piece = piece + 1
-        # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
-        while piece < full:
-            indices = piece * rows + ops.arange(rows)
-            totals, piece_aux, weight = add_piece(totals, rows, select_rows(indices, cut, batch))
-            if has_aux:
-                aux_totals = join_aux(aux_totals, piece_aux, indices, weight)
-            piece = piece + 1
-        if full * rows < samples:
-            indices = ops.arange(full * rows, samples)
-            totals, piece_aux, weight = add_piece(totals, samples - full * rows, select_rows(indices, cut, batch))
-            if has_aux:
-                aux_totals = join_aux(aux_totals, piece_aux, indices, weight)
-        loss, weight, taken = totals
-        ops.assign_add(acc.mini_step, ops.minimum(taken, 1))
-        ops.assign_add(acc.unfinished, -1)
-        divisor = ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
-        return (loss / divisor, whole_aux(aux_totals, aux, divisor)) if has_aux else loss / divisor
-
-    def add_piece(totals: tuple, samples: int, inputs: tuple) -> tuple:
-        loss, weight, taken = totals
-        piece_loss, piece_weight, piece_taken, aux = take(samples, *inputs)
-        piece_loss = counted(ops.depend(piece_loss, aux), piece_weight)
-        return (loss + piece_loss, weight + piece_weight, taken + piece_taken), aux, piece_weight
-
-    return whole if micro_size == 1 else pieces
-
-
-def _require_fitting(forward_fn: object, acc: object, micro_size: int, weight_fn: object) -> None:
-    require_callable("forward_fn", forward_fn)
-    if weight_fn is not None:
-        require_callable("weight_fn", weight_fn)
-    require_mean(acc)
-    if micro_size > 1 and acc.reducer.each_microbatch:
-        raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", or '
-                         'on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give sync="window" and '
-                         '"skip_window", or micro_size=1 and smaller batches')
-
-
-def _bind_loss_scaler(acc: Accumulator, loss_scaler: Optional[amp.LossScaler]) -> None:
-    if loss_scaler is not None:
-        acc.unscale_by(loss_scaler)
-    elif acc.loss_scaler is not None:
-        raise ValueError("acc has a loss_scaler, whose scale it divides by; give the same one here")
-
-
-@constexpr
-def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type], name: str = "forward_fn") -> bool:
-    """Refuse a loss that is no float scalar: value_and_grad would silently differentiate the sum of its elements, or through a cast."""
-    if shape is None:
-        remedy = "; give has_aux=True if it returns (loss, aux)" if name == "forward_fn" else ""
-        raise TypeError(f"{name} returned no Tensor, expected the loss alone{remedy}")
-    if tuple(shape) != ():
-        raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); give the mean over the samples")
-    if dtype not in FLOATS:
-        raise TypeError(f"{name} returned a loss of {dtype}, expected a float dtype; leave the loss as the network computed it")
-    return True
-
-
-@constexpr
-def require_aux(length: Optional[int]) -> bool:
-    """Refuse what is no pair: graph mode would silently drop a third value."""
-    if length != 2:
-        got = "no tuple" if length is None else f"{length} values"
-        raise TypeError(f"forward_fn returned {got}, expected (loss, aux), as has_aux=True says; aux may be a tuple")
-    return True
-
-
-def require_callable(name: str, function: object) -> None:
-    """Raise TypeError unless `function`, the argument called `name`, can be called and compiled."""
-    if not callable(function):
-        raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
-    if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
-        raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function: "
-                        "define it with def, or write `name = lambda ...` as a statement of its own")
-
-
-def _is_readable(function: Callable) -> bool:
-    """Whether a lambda is all there is on the right-hand side of its statement."""
-    try:
-        statement = ast.parse(dedent(inspect.getsource(function))).body[0]
-    except (OSError, SyntaxError):
-        return False
-    return isinstance(getattr(statement, "value", None), ast.Lambda)
-
-
-def require_mean(acc: object) -> None:
-    """Refuse what is no accumulator (TypeError), or one that sums up or has frozen parameters (ValueError)."""
-    if not isinstance(acc, Accumulator):
-        raise TypeError(f"acc is of type {type(acc).__name__}, expected an Accumulator; "
-                        'give Accumulator(optimizer, accumulate_step, reduction="mean")')
-    require_trainable(acc.optimizer.parameters)
-    if acc.reduction != "mean":
-        raise ValueError(f'acc has reduction={acc.reduction!r}, expected "mean": a train step hands over the loss undivided, and the '
-                         'sum of N such gradients is N times too large; give Accumulator(..., reduction="mean")')
-
-
 def refuse_named(named: dict[str, Any]) -> None:
     """Raise TypeError about the arguments that a step was given by name."""
     raise TypeError(f"the batch has arguments with names ({', '.join(named)}), expected none: a compiled step tells its arguments by "
                     "their order; give them in the order of the function's, without names")
-
-
-def checked_micro_size(micro_size: object) -> int:
-    """`micro_size` as an int >= 1. Raises TypeError or ValueError if it is none."""
-    try:
-        if isinstance(micro_size, (bool, np.bool_)):
-            raise TypeError
-        micro_size = index(micro_size)
-    except (TypeError, ValueError):  # ValueError: a Tensor of several elements
-        raise TypeError(f"micro_size is {micro_size!r}, expected an int >= 1: the pieces a batch is cut into") from None
-    if micro_size < 1:
-        raise ValueError(f"micro_size is {micro_size}, expected an int >= 1: the pieces a batch is cut into")
-    return micro_size

@@ -16,7 +16,7 @@ from mindspore.communication import get_group_size, get_rank, init
 
 from ms_accum import Accumulator, DataParallel, GradientNoiseScale, avoid_busy_waiting, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.checkpoint import CheckpointError
-from ms_accum.distributed import wait_for_all
+from ms_accum.distributed.ranks import wait_for_all
 
 N = 2
 SYNCS = {

@@ -16,8 +16,10 @@ import pytest
 from mnist_files import embedded_set, random_set, write
 
 import ms_accum
-from ms_accum import cli
-from ms_accum.mnist import command, data, fetch, output, report, train
+from ms_accum.cli import files as output
+from ms_accum.cli import main as cli
+from ms_accum.cli import mnist as command
+from ms_accum.mnist import data, fetch, report, train
 from ms_accum.mnist.network import Network
 from ms_accum.mnist.settings import Settings
 

@@ -20,9 +20,11 @@ import reference
 from conftest import MLP, difference, values
 from mindspore import nn
 
-from ms_accum import Accumulator, DataParallel, cli, distributed, load_checkpoint, make_train_step
+from ms_accum import Accumulator, DataParallel, load_checkpoint, make_train_step
 from ms_accum.checkpoint import CheckpointError
-from ms_accum.mnist import command
+from ms_accum.cli import main as cli
+from ms_accum.cli import mnist as command
+from ms_accum.distributed import reducers
 from ms_accum.mnist.network import Network
 
 RANKS = Path(workers.__file__)
@@ -346,7 +348,7 @@ def test_an_accumulator_before_init_is_refused(monkeypatch):
 
 
 def test_float64_between_cpu_ranks_is_refused(monkeypatch):
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(reducers, "world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"DataParallel with buffers of float64: .* give buffer_dtype=ms.float32"):
         Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=ms.float64, reducer=DataParallel())
 

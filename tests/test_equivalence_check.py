@@ -13,10 +13,11 @@ import pytest
 from conftest import MLP, Counting, run_python
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_accum import Accumulator, batchnorm_to_groupnorm, check_equivalence, cli, make_train_step
-from ms_accum.comparison import Division
-from ms_accum.groupnorm import groups_for
-from ms_accum.untouched import untouched
+from ms_accum import Accumulator, batchnorm_to_groupnorm, check_equivalence, make_train_step
+from ms_accum.check.comparison import Division
+from ms_accum.check.groupnorm import groups_for
+from ms_accum.check.isolation import untouched
+from ms_accum.cli import main as cli
 
 CE = nn.CrossEntropyLoss()
 

@@ -15,9 +15,12 @@ from conftest import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_accum import cli, plan_command, plan_micro_batch, planning
-from ms_accum.planning import Plan, PlanError, Trial
-from ms_accum.trial import Outcome, run_trial
+from ms_accum import plan_micro_batch
+from ms_accum.batch_size import planning
+from ms_accum.batch_size.planning import Plan, PlanError, Trial
+from ms_accum.batch_size.trial import Outcome, run_trial
+from ms_accum.cli import main as cli
+from ms_accum.cli import plan as plan_command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .output import whole
+from ..cli.files import whole
 from .train import Epoch
 
 # The second run lies on the first where they agree: dashes and crosses leave it visible.

@@ -15,10 +15,11 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_accum.accumulator import Accumulator
+from ms_accum.batch_size.noise_scale import GradientNoiseScale
 from ms_accum.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from ms_accum.distributed import DataParallel, gather
+from ms_accum.distributed.ranks import gather
+from ms_accum.distributed.reducers import DataParallel
 from ms_accum.model import TrainOneStepCell
-from ms_accum.noise_scale import GradientNoiseScale
 from ms_accum.train_step import TrainStep, make_train_step
 
 from .data import Digits, Mnist

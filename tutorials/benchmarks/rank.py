@@ -27,7 +27,7 @@ from suites import ALONE, WINDOWS
 from worker import error_line, state
 
 from ms_accum import avoid_busy_waiting
-from ms_accum.distributed import gather
+from ms_accum.distributed.ranks import gather
 
 COLLECTIVES = (ops.AllReduce, ops.AllGather, ops.ReduceScatter)
 

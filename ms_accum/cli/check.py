@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .equivalence import Report
+    from ..check.equivalence import Report
 
 DESCRIPTION = """\
 Is accumulation exact for a network? Computes the gradient of a batch, undivided and accumulated over its pieces, prints
@@ -54,7 +54,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     Raises:
         SystemExit: With status 1 if accumulation is not exact; with status 2 and a line on stderr if it could not be checked.
     """
-    from .mnist.output import require_writable, write_json
+    from .files import require_writable, write_json
 
     try:
         if options.json:
@@ -71,7 +71,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, function: Callable) -> Report:
-    from .equivalence import check_equivalence
+    from ..check.equivalence import check_equivalence
 
     try:
         case = function()

@@ -13,12 +13,12 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .settings import APIS, MODES, OPTIMIZERS, STRATEGIES, SYNCS, Settings
+from ..mnist.settings import APIS, MODES, OPTIMIZERS, STRATEGIES, SYNCS, Settings
 
 if TYPE_CHECKING:
-    from .data import Mnist
-    from .network import Network
-    from .train import Checkpoints, Epoch
+    from ..mnist.data import Mnist
+    from ..mnist.network import Network
+    from ..mnist.train import Checkpoints, Epoch
 
 DEVICES = ("CPU", "GPU", "Ascend")
 LARGEST_COUNT = 2 ** 31 - 1
@@ -129,8 +129,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     Raises:
         SystemExit: With a line on stderr; status 2 for a bad value, 1 if digits cannot be fetched or a file not be written.
     """
-    from .data import load
-    from .fetch import FetchError
+    from ..mnist.data import load
+    from ..mnist.fetch import FetchError
 
     try:
         settings = settings_of(options)
@@ -200,7 +200,7 @@ def require_outputs(options: argparse.Namespace) -> None:
     """Raise ValueError unless every file that is to be written can be."""
     from ms_accum.checkpoint import SUFFIXES
 
-    from .output import require_writable
+    from .files import require_writable
 
     if options.save_every and not options.save:
         raise ValueError("argument --save-every: says when, but not where; add --save FILE.ckpt")
@@ -259,7 +259,7 @@ def join_ranks(settings: Settings) -> Settings:
 def part_ranks(settings: Settings) -> None:
     """Wait for all ranks, if there are several."""
     if settings.ranks > 1:
-        from ms_accum.distributed import wait_for_all
+        from ms_accum.distributed.ranks import wait_for_all
 
         wait_for_all()
 
@@ -274,9 +274,9 @@ def require_microbatch(settings: Settings, mnist: Mnist) -> None:
 
 def train_all(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> tuple[dict[str, list[Epoch]], dict]:
     """Train, with --compare both ways, and print; the epochs of each run by name, and every figure."""
-    from . import report
-    from .network import largest_difference
-    from .train import Checkpoints
+    from ..mnist import report
+    from ..mnist.network import largest_difference
+    from ..mnist.train import Checkpoints
 
     print(report.header(settings, mnist, options.data, options.device_target), flush=True)
     network, epochs = _train(settings, mnist, Checkpoints(
@@ -298,19 +298,19 @@ def train_all(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> 
 
 def write_all(options: argparse.Namespace, runs: dict[str, list[Epoch]], figures: dict) -> None:
     """Write the files that the options name. Raises OSError if one cannot be written after all."""
-    from .output import write_json
+    from .files import write_json
 
     if options.json:
         write_json(options.json, figures)
     if options.plot:
-        from .plot import write_plot
+        from ..mnist.plot import write_plot
         write_plot(options.plot, runs, figures["effective_batch"])
 
 
 def _train(settings: Settings, mnist: Mnist, checkpoints: Checkpoints) -> tuple[Network, list[Epoch]]:
-    from . import report
-    from .network import Network
-    from .train import train
+    from ..mnist import report
+    from ..mnist.network import Network
+    from ..mnist.train import train
 
     network = Network(settings.seed)
     epochs = []
@@ -325,7 +325,7 @@ def _train(settings: Settings, mnist: Mnist, checkpoints: Checkpoints) -> tuple[
 
 
 def _circumstances(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> dict:
-    from . import report
+    from ..mnist import report
 
     named = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items() if name != "run"}
     return {

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Optional
 
-from . import __version__, check_command, plan_command
-from .mnist import command as mnist
-from .runtime import avoid_busy_waiting
+from .. import __version__
+from ..runtime import avoid_busy_waiting
+from . import check as check_command
+from . import mnist
+from . import plan as plan_command
 
 
 class Parser(argparse.ArgumentParser):

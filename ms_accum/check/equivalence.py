@@ -9,11 +9,11 @@ from typing import Optional
 import numpy as np
 from mindspore import nn
 
+from ..split import layout
 from . import causes
 from .causes import Cause as Cause
 from .comparison import Comparison, Division
-from .pieces import layout
-from .untouched import cells_of, untouched
+from .isolation import cells_of, untouched
 
 _LISTED = 5  # parameters, and names of layers, that a report spells out
 

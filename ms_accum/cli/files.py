@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .report import as_json
+from ..mnist.report import as_json
 
 
 def require_writable(path: Path, *suffixes: str) -> None:

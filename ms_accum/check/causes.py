@@ -11,7 +11,7 @@ from mindspore import Tensor, nn
 
 from .comparison import CONFIDENCE, Comparison, Division, norms
 from .groupnorm import BATCH_NORMS, has_batch_statistics
-from .untouched import watched, write
+from .isolation import watched, write
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, ms.mint.nn.Dropout, ms.mint.nn.Dropout2d)
 Cells = dict[str, nn.Cell]

@@ -10,41 +10,21 @@ with zeros until all have.
 """
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from hashlib import sha256
-from math import inf, prod
+from math import inf
 from typing import Union
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor, ops
-from mindspore.common.initializer import initializer
-from mindspore.communication import GlobalComm, get_group_size, get_rank
 
-from .gradients import Gradients, Scalar, scaled
+from ..gradients import Gradients, Scalar, scaled
+from ..state import empty_parameter
+from .buckets import Buckets, Header, Layout
+from .ranks import broadcast_parameters, require_alike, world_size
 
 _SYNC = ("window", "microbatch")
 _MEBIBYTE = 2**20
 _multiply_no_nan = ops.MulNoNan()
-Header = tuple[Scalar, ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What is accumulated: the optimizer's parameters, and the dtypes of their buffers.
-
-    Attributes:
-        parameters: The optimizer's parameters.
-        dtypes: Of the buffers, one for each parameter.
-        flags: Whether ranks have to agree about each microbatch (`on_nonfinite="skip_microbatch"`).
-        settings: What has to be the same on every rank, by name, as text.
-    """
-
-    parameters: tuple[Parameter, ...]
-    dtypes: tuple[ms.Type, ...]
-    flags: bool
-    settings: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -131,6 +111,10 @@ class DataParallel:
         if self.shard:
             return ShardedSync(layout, buckets, ranks)
         return MicrobatchSync(layout, buckets, ranks) if self.sync == "microbatch" else WindowSync(layout, buckets, ranks)
+
+
+def _describe(layout: Layout) -> str:
+    return repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype)) for p, dtype in zip(layout.parameters, layout.dtypes)])
 
 
 # --- reducers: what an accumulator asks at each microbatch and when a window closes ---------------------------------------
@@ -257,188 +241,8 @@ def _whole_buffers(layout: Layout, prefix: str) -> list[Parameter]:
     return [empty_parameter(f"{prefix}.{p.name}", p.shape, dtype) for p, dtype in zip(layout.parameters, layout.dtypes)]
 
 
-def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parameter:
-    """Zeros that are state, and not trained."""
-    return Parameter(initializer("zeros", shape, dtype), name=name, requires_grad=False)
-
-
 def _counted(gradients: Gradients, weight: Scalar) -> Gradients:
     """The gradients; zero for a weight of 0, be they NaN as those of a mean over no unmasked token are."""
     if not isinstance(weight, Tensor):
         return gradients if weight != 0 else tuple([_multiply_no_nan(g, 0) for g in gradients])
     return tuple([ops.where(weight != 0, g, ops.zeros((), g.dtype)) for g in gradients])
-
-
-# --- buckets: gradients on their way through collectives ------------------------------------------------------------------
-
-
-@ms.jit_class
-class Buckets:
-    """Gradients of one dtype one after another, so that few large collectives carry many parameters.
-
-    Attributes:
-        members: Indices of the parameters in each bucket.
-        lengths: Elements in each bucket, padded to a multiple of the ranks.
-        bucket_dtypes: dtype of each.
-    """
-
-    def __init__(self, layout: Layout, size: int, ranks: int) -> None:
-        self.ranks = ranks
-        self.shapes = tuple(tuple(p.shape) for p in layout.parameters)
-        self.dtypes = layout.dtypes
-        self.sizes = tuple(prod(shape) for shape in self.shapes)
-        self.members = _filled(self.sizes, layout.dtypes, size)
-        places = [i for members in self.members for i in members]
-        self.order = tuple(places.index(i) for i in range(len(places)))
-        self.bucket_dtypes = tuple(layout.dtypes[members[0]] for members in self.members)
-        self.carries_header = self.bucket_dtypes[0] == ms.float32
-        self.totals = tuple(sum(self.sizes[i] for i in members) for members in self.members)
-        self.lengths = tuple(-(-total // ranks) * ranks for total in self.totals)
-        self.padding = tuple(length - total for length, total in zip(self.lengths, self.totals))
-        self.rank = get_rank()
-        self.scatters = ms.get_context("device_target") != "CPU"
-        self.sum = ops.AllReduce()
-        self.gather = ops.AllGather()
-        self.scatter = ops.ReduceScatter() if self.scatters else None
-
-    # Each collective waits for the one before: left to themselves, those of one graph may start in another order on another rank.
-
-    def all_reduce(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """The sums over all ranks. The header travels behind the first bucket, if that is of float32."""
-        if self.carries_header:
-            first = self.members[0]
-            sums = self.sum(ops.concat((self._flat(gradients, first, 0), _as_tensor(header))))
-            header = _as_header(sums[self.totals[0]:], len(header))
-            summed = self._split(sums, first)
-            others = self.members[1:]
-        else:
-            sums = self.sum(_as_tensor(header))
-            header = _as_header(sums, len(header))
-            summed = ()
-            others = self.members
-        for members in others:
-            sums = self.sum(ops.depend(self._flat(gradients, members, 0), sums))
-            summed = (*summed, *self._split(sums, members))
-        return tuple([summed[i] for i in self.order]), header
-
-    def reduce_scatter(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """This rank's part of the sums over all ranks, one flat Tensor for each bucket; the sums of the header."""
-        sums = self.sum(_as_tensor(header))
-        header = _as_header(sums, len(header))
-        parts = ()
-        for members, length, padding in zip(self.members, self.lengths, self.padding):
-            flat = ops.depend(self._flat(gradients, members, padding), sums)
-            if self.scatters:
-                sums = self.scatter(flat)
-                part = sums
-            else:
-                share = length // self.ranks
-                sums = self.sum(flat)
-                part = sums[self.rank * share:(self.rank + 1) * share]
-            parts = (*parts, part)
-        return parts, header
-
-    def all_gather(self, parts: Gradients) -> Gradients:
-        """Whole gradients from the parts of all ranks."""
-        gathered = ()
-        whole = parts[0]
-        for members, part in zip(self.members, parts):
-            whole = self.gather(ops.depend(part, whole))
-            gathered = (*gathered, *self._split(whole, members))
-        return tuple([gathered[i] for i in self.order])
-
-    def sum_header(self, header: Header) -> Header:
-        """The sums over all ranks of a header alone."""
-        return _as_header(self.sum(_as_tensor(header)), len(header))
-
-    def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
-        parts = [gradients[i].reshape(-1).astype(self.dtypes[i]) for i in members]
-        if padding:
-            parts.append(ops.zeros(padding, self.dtypes[members[0]]))
-        return ops.concat(tuple(parts))
-
-    def _split(self, flat: Tensor, members: tuple[int, ...]) -> Gradients:
-        gradients = ()
-        start = 0
-        for i in members:
-            gradients = (*gradients, flat[start:start + self.sizes[i]].reshape(self.shapes[i]))
-            start += self.sizes[i]
-        return gradients
-
-
-def _filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of the parameters in each bucket of at most `limit` bytes (a larger parameter has its own); float32 first."""
-    buckets: list[list[int]] = []
-    for dtype in sorted(set(dtypes), key=lambda dtype: (dtype != ms.float32, str(dtype))):
-        itemsize = np.dtype(ms.dtype_to_nptype(dtype)).itemsize
-        room = 0
-        for i in (i for i, other in enumerate(dtypes) if other == dtype):
-            if not buckets or room < sizes[i] * itemsize or dtypes[buckets[-1][0]] != dtype:
-                buckets.append([])
-                room = limit
-            buckets[-1].append(i)
-            room -= sizes[i] * itemsize
-    return tuple(map(tuple, buckets))
-
-
-def _as_tensor(header: Header) -> Tensor:
-    return ops.concat(tuple([_element(value) for value in header]))
-
-
-def _element(value: Scalar) -> Tensor:
-    return value.reshape(1).astype(ms.float32) if isinstance(value, Tensor) else Tensor([value], ms.float32)
-
-
-def _as_header(sums: Tensor, length: int) -> Header:
-    return tuple([sums[i] for i in range(length)])
-
-
-# --- the start: are all ranks alike? -------------------------------------------------------------------------------------
-
-
-def world_size() -> int:
-    """Ranks in this run; 1 outside msrun. RuntimeError under msrun, if `mindspore.communication.init()` was not called."""
-    if GlobalComm.INITED:
-        return get_group_size()
-    if int(os.environ.get("MS_WORKER_NUM") or 1) > 1:
-        raise RuntimeError("msrun started several ranks, but they do not know of each other yet; call mindspore.communication.init() "
-                           "before the Accumulator is made")
-    return 1
-
-
-def require_alike(facts: dict[str, Union[str, bytes]], remedy: str) -> None:
-    """Raise ValueError on every rank if the facts are not the same on all of them, naming those that differ."""
-    rows = gather(np.array([_digest(fact) for fact in facts.values()], np.int32))
-    differs = rows != rows[0]
-    if differs.any():
-        what = ", ".join(name for name, column in zip(facts, differs.T) if column.any())
-        others = ", ".join(str(rank) for rank, row in enumerate(differs) if row.any())
-        raise ValueError(f"rank {others} and rank 0 differ in {what}; {remedy}")
-
-
-def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
-    """Give every rank the values of rank 0."""
-    broadcast = ops.Broadcast(0)
-    for parameter in parameters:
-        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
-        ops.assign(parameter, broadcast((parameter.value(),))[0])
-
-
-def wait_for_all() -> None:
-    """Return when every rank is here: one that ends while another still communicates makes that one fail."""
-    gather(np.zeros(1, np.int32))
-
-
-def gather(numbers: np.ndarray) -> np.ndarray:
-    """A row of numbers (1 axis, of the same length everywhere) from each rank: of shape `(ranks, length)`; returns when all are there."""
-    bits = np.ascontiguousarray(numbers).view(np.int32)
-    return ops.AllGather()(Tensor(bits)).asnumpy().reshape(world_size(), -1).view(numbers.dtype)
-
-
-def _digest(fact: Union[str, bytes]) -> int:
-    data = fact if isinstance(fact, bytes) else fact.encode()
-    return int.from_bytes(sha256(data).digest()[:4], "little", signed=True)
-
-
-def _describe(layout: Layout) -> str:
-    return repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype)) for p, dtype in zip(layout.parameters, layout.dtypes)])

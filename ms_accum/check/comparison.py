@@ -30,10 +30,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from .gradients import FLOATS, as_weight
-from .pieces import layout, select_rows
-from .train_step import require_loss
-from .untouched import watched, write
+from ..accumulate import require_loss
+from ..gradients import FLOATS, as_weight
+from ..split import layout, select_rows
+from .isolation import watched, write
 
 CONFIDENCE = 4.0
 PROBES = 2

@@ -13,10 +13,11 @@ import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
+from .accumulate import checked_micro_size, plain, require_callable, require_loss, require_mean
 from .accumulator import Accumulator
 from .gradients import FLOATS
-from .pieces import select_rows
-from .train_step import CompiledStep, checked_micro_size, compiled, plain, require_callable, require_loss, require_mean
+from .split import select_rows
+from .train_step import CompiledStep, compiled
 
 
 def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, *, micro_size: int) -> GradCacheStep:

@@ -9,8 +9,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from .distributed import empty_parameter
-from .gradients import Gradients, Scalar, global_norm
+from ..gradients import Gradients, Scalar, global_norm
+from ..state import empty_parameter
 
 Spread = tuple[Scalar, Scalar]
 _RULES = ("linear", "sqrt")

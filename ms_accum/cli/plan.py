@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 from tqdm import tqdm
 
-from .planning import DEVICES, Plan, PlanError, Trial, divisors_of, plan_micro_batch, size
+from ..batch_size.planning import DEVICES, Plan, PlanError, Trial, divisors_of, plan_micro_batch, size
 
 DESCRIPTION = """\
 Find the largest microbatch whose memory fits. FUNCTION takes a microbatch and returns a function that runs one train step
@@ -100,7 +100,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 def require_outputs(options: argparse.Namespace) -> None:
     """Raise ValueError unless every file that is to be written can be."""
-    from .mnist.output import require_writable
+    from .files import require_writable
 
     if options.plot and find_spec("matplotlib") is None:
         raise ValueError(f"argument --plot: matplotlib is not installed; install it, e.g. with {sys.executable} -m pip install matplotlib")
@@ -157,7 +157,7 @@ class Progress:
 
 def write_all(options: argparse.Namespace, trials: tuple[Trial, ...], plan: Optional[Plan]) -> None:
     """Write the files that the options name, also where nothing was found."""
-    from .mnist.output import write_json
+    from .files import write_json
 
     if options.json:
         write_json(options.json, figures(options, trials, plan))
@@ -183,7 +183,7 @@ def write_plot(path: Path, trials: tuple[Trial, ...], plan: Optional[Plan]) -> N
     """Draw the memory of each trial against its microbatch; writes a PNG."""
     from matplotlib.figure import Figure
 
-    from .mnist.output import whole
+    from .files import whole
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

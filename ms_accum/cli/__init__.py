@@ -1,0 +1,1 @@
+"""The command `ms-accum`: one module for each subcommand."""

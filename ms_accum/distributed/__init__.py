@@ -1,0 +1,1 @@
+"""Ranks: how the gradients of several become one."""

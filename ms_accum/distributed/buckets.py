@@ -1,0 +1,152 @@
+"""Buckets: gradients one after another, so that few large collectives carry many parameters."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+from mindspore.communication import get_rank
+
+from ..gradients import Gradients, Scalar
+
+Header = tuple[Scalar, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is accumulated: the optimizer's parameters, and the dtypes of their buffers.
+
+    Attributes:
+        parameters: The optimizer's parameters.
+        dtypes: Of the buffers, one for each parameter.
+        flags: Whether ranks have to agree about each microbatch (`on_nonfinite="skip_microbatch"`).
+        settings: What has to be the same on every rank, by name, as text.
+    """
+
+    parameters: tuple[Parameter, ...]
+    dtypes: tuple[ms.Type, ...]
+    flags: bool
+    settings: dict[str, str]
+
+
+@ms.jit_class
+class Buckets:
+    """Gradients of one dtype one after another, so that few large collectives carry many parameters.
+
+    Attributes:
+        members: Indices of the parameters in each bucket.
+        lengths: Elements in each bucket, padded to a multiple of the ranks.
+        bucket_dtypes: dtype of each.
+    """
+
+    def __init__(self, layout: Layout, size: int, ranks: int) -> None:
+        self.ranks = ranks
+        self.shapes = tuple(tuple(p.shape) for p in layout.parameters)
+        self.dtypes = layout.dtypes
+        self.sizes = tuple(prod(shape) for shape in self.shapes)
+        self.members = _filled(self.sizes, layout.dtypes, size)
+        places = [i for members in self.members for i in members]
+        self.order = tuple(places.index(i) for i in range(len(places)))
+        self.bucket_dtypes = tuple(layout.dtypes[members[0]] for members in self.members)
+        self.carries_header = self.bucket_dtypes[0] == ms.float32
+        self.totals = tuple(sum(self.sizes[i] for i in members) for members in self.members)
+        self.lengths = tuple(-(-total // ranks) * ranks for total in self.totals)
+        self.padding = tuple(length - total for length, total in zip(self.lengths, self.totals))
+        self.rank = get_rank()
+        self.scatters = ms.get_context("device_target") != "CPU"
+        self.sum = ops.AllReduce()
+        self.gather = ops.AllGather()
+        self.scatter = ops.ReduceScatter() if self.scatters else None
+
+    # Each collective waits for the one before: left to themselves, those of one graph may start in another order on another rank.
+
+    def all_reduce(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """The sums over all ranks. The header travels behind the first bucket, if that is of float32."""
+        if self.carries_header:
+            first = self.members[0]
+            sums = self.sum(ops.concat((self._flat(gradients, first, 0), _as_tensor(header))))
+            header = _as_header(sums[self.totals[0]:], len(header))
+            summed = self._split(sums, first)
+            others = self.members[1:]
+        else:
+            sums = self.sum(_as_tensor(header))
+            header = _as_header(sums, len(header))
+            summed = ()
+            others = self.members
+        for members in others:
+            sums = self.sum(ops.depend(self._flat(gradients, members, 0), sums))
+            summed = (*summed, *self._split(sums, members))
+        return tuple([summed[i] for i in self.order]), header
+
+    def reduce_scatter(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """This rank's part of the sums over all ranks, one flat Tensor for each bucket; the sums of the header."""
+        sums = self.sum(_as_tensor(header))
+        header = _as_header(sums, len(header))
+        parts = ()
+        for members, length, padding in zip(self.members, self.lengths, self.padding):
+            flat = ops.depend(self._flat(gradients, members, padding), sums)
+            if self.scatters:
+                sums = self.scatter(flat)
+                part = sums
+            else:
+                share = length // self.ranks
+                sums = self.sum(flat)
+                part = sums[self.rank * share:(self.rank + 1) * share]
+            parts = (*parts, part)
+        return parts, header
+
+    def all_gather(self, parts: Gradients) -> Gradients:
+        """Whole gradients from the parts of all ranks."""
+        gathered = ()
+        whole = parts[0]
+        for members, part in zip(self.members, parts):
+            whole = self.gather(ops.depend(part, whole))
+            gathered = (*gathered, *self._split(whole, members))
+        return tuple([gathered[i] for i in self.order])
+
+    def sum_header(self, header: Header) -> Header:
+        """The sums over all ranks of a header alone."""
+        return _as_header(self.sum(_as_tensor(header)), len(header))
+
+    def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
+        parts = [gradients[i].reshape(-1).astype(self.dtypes[i]) for i in members]
+        if padding:
+            parts.append(ops.zeros(padding, self.dtypes[members[0]]))
+        return ops.concat(tuple(parts))
+
+    def _split(self, flat: Tensor, members: tuple[int, ...]) -> Gradients:
+        gradients = ()
+        start = 0
+        for i in members:
+            gradients = (*gradients, flat[start:start + self.sizes[i]].reshape(self.shapes[i]))
+            start += self.sizes[i]
+        return gradients
+
+
+def _filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Indices of the parameters in each bucket of at most `limit` bytes (a larger parameter has its own); float32 first."""
+    buckets: list[list[int]] = []
+    for dtype in sorted(set(dtypes), key=lambda dtype: (dtype != ms.float32, str(dtype))):
+        itemsize = np.dtype(ms.dtype_to_nptype(dtype)).itemsize
+        room = 0
+        for i in (i for i, other in enumerate(dtypes) if other == dtype):
+            if not buckets or room < sizes[i] * itemsize or dtypes[buckets[-1][0]] != dtype:
+                buckets.append([])
+                room = limit
+            buckets[-1].append(i)
+            room -= sizes[i] * itemsize
+    return tuple(map(tuple, buckets))
+
+
+def _as_tensor(header: Header) -> Tensor:
+    return ops.concat(tuple([_element(value) for value in header]))
+
+
+def _element(value: Scalar) -> Tensor:
+    return value.reshape(1).astype(ms.float32) if isinstance(value, Tensor) else Tensor([value], ms.float32)
+
+
+def _as_header(sums: Tensor, length: int) -> Header:
+    return tuple([sums[i] for i in range(length)])

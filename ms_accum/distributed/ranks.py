@@ -1,0 +1,54 @@
+"""The ranks of a run: how many there are, whether they are alike, and what they tell each other at the start."""
+from __future__ import annotations
+
+import os
+from hashlib import sha256
+from typing import Union
+
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+from mindspore.communication import GlobalComm, get_group_size
+
+
+def world_size() -> int:
+    """Ranks in this run; 1 outside msrun. RuntimeError under msrun, if `mindspore.communication.init()` was not called."""
+    if GlobalComm.INITED:
+        return get_group_size()
+    if int(os.environ.get("MS_WORKER_NUM") or 1) > 1:
+        raise RuntimeError("msrun started several ranks, but they do not know of each other yet; call mindspore.communication.init() "
+                           "before the Accumulator is made")
+    return 1
+
+
+def require_alike(facts: dict[str, Union[str, bytes]], remedy: str) -> None:
+    """Raise ValueError on every rank if the facts are not the same on all of them, naming those that differ."""
+    rows = gather(np.array([_digest(fact) for fact in facts.values()], np.int32))
+    differs = rows != rows[0]
+    if differs.any():
+        what = ", ".join(name for name, column in zip(facts, differs.T) if column.any())
+        others = ", ".join(str(rank) for rank, row in enumerate(differs) if row.any())
+        raise ValueError(f"rank {others} and rank 0 differ in {what}; {remedy}")
+
+
+def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
+    """Give every rank the values of rank 0."""
+    broadcast = ops.Broadcast(0)
+    for parameter in parameters:
+        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+        ops.assign(parameter, broadcast((parameter.value(),))[0])
+
+
+def wait_for_all() -> None:
+    """Return when every rank is here: one that ends while another still communicates makes that one fail."""
+    gather(np.zeros(1, np.int32))
+
+
+def gather(numbers: np.ndarray) -> np.ndarray:
+    """A row of numbers (1 axis, of the same length everywhere) from each rank: of shape `(ranks, length)`; returns when all are there."""
+    bits = np.ascontiguousarray(numbers).view(np.int32)
+    return ops.AllGather()(Tensor(bits)).asnumpy().reshape(world_size(), -1).view(numbers.dtype)
+
+
+def _digest(fact: Union[str, bytes]) -> int:
+    data = fact if isinstance(fact, bytes) else fact.encode()
+    return int.from_bytes(sha256(data).digest()[:4], "little", signed=True)
