@@ -220,14 +220,14 @@ class WindowLog(Callback):
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember where the accumulator stands."""
         acc = _only_cell(run_context, "WindowLog").accumulator
-        self._losses, self._weight, self._closed = [], float(acc.weight_sum), _windows(acc)
+        self._losses, self._weight, self._closed = [], float(acc.weight_sum), int(acc.closed_windows)
         if isinstance(self._write, _CsvFile):
             self._write.open(_columns(acc))
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Log the window if others closed it since, and forget it if they have reset it."""
         acc = _only_cell(run_context, "WindowLog").accumulator
-        self._log_if(_windows(acc) > self._closed, acc)
+        self._log_if(int(acc.closed_windows) > self._closed, acc)
         if float(acc.weight_sum) != self._weight:
             self._losses, self._weight = [], float(acc.weight_sum)
 
@@ -237,7 +237,7 @@ class WindowLog(Callback):
         context = run_context.original_args()
         outputs = context.net_outputs
         self._place = context.cur_epoch_num, context.cur_step_num
-        closed = _windows(acc) > self._closed
+        closed = int(acc.closed_windows) > self._closed
         weight = float(acc.window_weight if closed else acc.weight_sum)
         self._losses.append((float(outputs[0] if isinstance(outputs, tuple) else outputs), weight - self._weight))
         self._weight = weight
@@ -246,7 +246,7 @@ class WindowLog(Callback):
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Log what a flush has just closed."""
         acc = _only_cell(run_context, "WindowLog").accumulator
-        self._log_if(_windows(acc) > self._closed, acc)
+        self._log_if(int(acc.closed_windows) > self._closed, acc)
 
     def on_train_end(self, run_context: RunContext) -> None:
         """As at the end of an epoch; close the file."""
@@ -264,7 +264,7 @@ class WindowLog(Callback):
                float(acc.window_weight), float(acc.grad_norm), int(acc.skipped))
         scale = () if acc.loss_scaler is None else (float(acc.loss_scaler.scale_value),)
         self._write(dict(zip(_columns(acc), (*row, *scale))))
-        self._losses, self._weight, self._closed = [], 0.0, _windows(acc)
+        self._losses, self._weight, self._closed = [], 0.0, int(acc.closed_windows)
 
 
 class _CsvFile:
@@ -307,12 +307,6 @@ def _only_cell(run_context: RunContext, name: str) -> TrainOneStepCell:
     if run_context.original_args().get("dataset_sink_mode"):
         raise ValueError(f"{name} with dataset_sink_mode=True: single microbatches are not seen then; give dataset_sink_mode=False")
     return cells[0]
-
-
-def _windows(acc: Any) -> int:
-    """Windows that were closed, updated or dropped."""
-    dropped = 0 if acc.on_nonfinite == "skip_microbatch" else int(acc.skipped)
-    return int(acc.update_step) + dropped
 
 
 def _columns(acc: Any) -> tuple[str, ...]:

@@ -21,9 +21,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from .accumulator import Accumulator, require_scale
+from .accumulator import Accumulator
 from .distributed.ranks import gather
 from .distributed.reducers import ShardedSync
+from .loss_scale import require_scale
 from .optimizers import state_of
 
 SUFFIXES = (".ckpt", ".safetensors")
@@ -154,7 +155,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     for name, parameter in _entries(network, acc).items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name])
-    acc.settle_unit()
+    acc._unit.settle(acc.buffers)
     return about["extra"]
 
 
@@ -197,7 +198,7 @@ def _optimizer_state(optimizer: Any) -> list[tuple[str, Parameter]]:
 
 
 def _contents(network: nn.Cell, acc: Accumulator, extra: Any, rank: int, generation: str) -> tuple[dict[str, Parameter], dict]:
-    acc.require_whole()
+    acc._require_whole()
     entries = _entries(network, acc)
     return entries, _about(acc, entries, _as_json(extra), rank, generation)
 

@@ -45,7 +45,7 @@ def make_train_step(
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16. Its scale
             multiplies the loss before the backward pass; when the window closes, the accumulated gradient is divided by it, before it is
             measured, averaged or clipped. A window with NaN or infinity in its gradient is dropped. The scaler is adjusted once per window.
-            Return the loss in float32: a float16 loss overflows from a scale of 2**16 on. See `Accumulator.unscale_by`.
+            Return the loss in float32: a float16 loss overflows from a scale of 2**16 on.
         strategy: "fused": one graph holds forward, backward, add and the update at the boundary. "split": one graph for
             forward, backward and add, a second one for the update, invoked once per window (RATEX's scheme); the host
             reads one flag after each call to know when.
@@ -140,7 +140,7 @@ class CompiledStep:
         return result
 
     def _recover(self) -> None:
-        self.accumulator.require_whole()
+        self.accumulator._require_whole()
 
     def _run(self, graph: Callable, batch: tuple) -> Any:
         return graph(*batch)
@@ -148,7 +148,7 @@ class CompiledStep:
     def flush(self) -> Tensor:
         """Close a short window, if one is open; whether one was: bool Tensor of shape `()`."""
         if not self._returned:
-            self.accumulator.require_whole()
+            self.accumulator._require_whole()
         return self._flush()
 
 
@@ -173,12 +173,12 @@ class TrainStep(CompiledStep):
         def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
             def accumulate_and_update(*batch: Any) -> Any:
                 result = accumulate(samples, cut, *batch)
-                closed = acc.close_if(acc.due())
+                closed = acc.close_if(acc._due())
                 return depend(result, closed)
 
             def accumulate_only(*batch: Any) -> Any:
                 result = accumulate(samples, cut, *batch)
-                return result, acc.due()
+                return result, acc._due()
 
             return compiled(accumulate_and_update if strategy == "fused" else accumulate_only)
 
@@ -201,7 +201,7 @@ class TrainStep(CompiledStep):
 
     def _recover(self) -> None:
         super()._recover()
-        if self.strategy == "split" and self.accumulator.due():
+        if self.strategy == "split" and self.accumulator._due():
             self._update()  # a call was interrupted between its two graphs
 
     def _run(self, graph: Callable, batch: tuple) -> Any:
