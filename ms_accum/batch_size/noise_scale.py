@@ -1,15 +1,15 @@
 """How large a batch is worth it: the gradient noise scale of a run, and the learning rate that goes with a larger batch."""
 from __future__ import annotations
 
-from math import inf, isfinite, nan, sqrt
+from math import inf, nan, sqrt
 from numbers import Real
-from operator import index
 from typing import Optional, Union
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 
+from ..arguments import number, one_of, whole_number
 from ..distributed.buckets import Header
 from ..gradients import Gradients, Scalar, global_norm
 from ..loss_scale import LossScale
@@ -188,7 +188,7 @@ def _vector(values: tuple[Scalar, ...]) -> Tensor:
 
 
 def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
-    """The learning rate for a batch `accumulate_step` times as large.
+    """Scale a learning rate to a batch `accumulate_step` times as large.
 
         "linear": lr * accumulate_step         # SGD, and only up to the critical batch size; needs a warmup
         "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
@@ -213,19 +213,6 @@ def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
     Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": Krizhevsky, "One weird trick for parallelizing
     convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize better" (2017).
     """
-    if isinstance(lr, bool) or not isinstance(lr, Real):
-        raise TypeError(f"lr is {lr!r} of type {type(lr).__name__}, expected a number; scale each rate of a schedule")
-    if not (lr > 0 and isfinite(lr)):
-        raise ValueError(f"lr is {lr}, expected a finite number > 0")
-    try:
-        if isinstance(accumulate_step, (bool, np.bool_)):
-            raise TypeError
-        times = index(accumulate_step)
-    except TypeError:
-        raise TypeError(f"accumulate_step is {accumulate_step!r} of type {type(accumulate_step).__name__}, expected an int >= 1; "
-                        "of a schedule, scale the rate for each of its lengths") from None
-    if times < 1:
-        raise ValueError(f"accumulate_step is {times}, expected an int >= 1")
-    if not isinstance(rule, str) or rule not in _RULES:
-        raise ValueError(f"rule is {rule!r}, expected one of {', '.join(map(repr, _RULES))}")
-    return float(lr) * (times if rule == "linear" else sqrt(times))
+    lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
+    times = whole_number("accumulate_step", accumulate_step, "of a schedule, scale the rate for each of its lengths")
+    return lr * (times if one_of("rule", rule, _RULES) == "linear" else sqrt(times))
