@@ -1,20 +1,16 @@
 """value_and_grad over the pieces of a batch, into an accumulator; shared by all drivers."""
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable
 from functools import partial
-from operator import index
-from textwrap import dedent
 from typing import Any, Optional
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, amp, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
+from .arguments import instance_of, require_callable, whole_number
 from .gradients import FLOATS, as_weight
 from .optimizers import require_trainable
 from .split import counted, empty_aux, join_aux, over_pieces, select_rows, whole_aux
@@ -162,29 +158,9 @@ def require_aux(length: Optional[int]) -> bool:
     return True
 
 
-def require_callable(name: str, function: object) -> None:
-    """Raise TypeError unless `function`, the argument called `name`, can be called and compiled."""
-    if not callable(function):
-        raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
-    if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
-        raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function: "
-                        "define it with def, or write `name = lambda ...` as a statement of its own")
-
-
-def _is_readable(function: Callable) -> bool:
-    """Whether a lambda is all there is on the right-hand side of its statement."""
-    try:
-        statement = ast.parse(dedent(inspect.getsource(function))).body[0]
-    except (OSError, SyntaxError):
-        return False
-    return isinstance(getattr(statement, "value", None), ast.Lambda)
-
-
 def require_mean(acc: object) -> None:
     """Refuse what is no accumulator (TypeError), or one that sums up or has frozen parameters (ValueError)."""
-    if not isinstance(acc, Accumulator):
-        raise TypeError(f"acc is of type {type(acc).__name__}, expected an Accumulator; "
-                        'give Accumulator(optimizer, accumulate_step, reduction="mean")')
+    instance_of("acc", acc, Accumulator, "an Accumulator", 'give Accumulator(optimizer, accumulate_step, reduction="mean")')
     require_trainable(acc.optimizer.parameters)
     if acc.reduction != "mean":
         raise ValueError(f'acc has reduction={acc.reduction!r}, expected "mean": a train step hands over the loss undivided, and the '
@@ -193,12 +169,4 @@ def require_mean(acc: object) -> None:
 
 def checked_micro_size(micro_size: object) -> int:
     """`micro_size` as an int >= 1. Raises TypeError or ValueError if it is none."""
-    try:
-        if isinstance(micro_size, (bool, np.bool_)):
-            raise TypeError
-        micro_size = index(micro_size)
-    except (TypeError, ValueError):  # ValueError: a Tensor of several elements
-        raise TypeError(f"micro_size is {micro_size!r}, expected an int >= 1: the pieces a batch is cut into") from None
-    if micro_size < 1:
-        raise ValueError(f"micro_size is {micro_size}, expected an int >= 1: the pieces a batch is cut into")
-    return micro_size
+    return whole_number("micro_size", micro_size, "it is the number of pieces that a batch is cut into")

@@ -3,14 +3,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from math import inf
-from numbers import Real
-from sys import float_info
 from typing import Optional
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
+from .arguments import instance_of, number, one_of
 from .batch_size.noise_scale import GradientNoiseScale, meter_of
 from .distributed.buckets import Layout
 from .distributed.reducers import DataParallel, OneDevice
@@ -140,9 +138,11 @@ class Accumulator:
         self.accumulate_step = accumulate_step
         self.window = Window(accumulate_step)
         self.clip_norm = _checked_clip_norm(clip_norm)
-        self.reduction = _one_of("reduction", reduction, _REDUCTIONS)
-        self.on_nonfinite = _one_of("on_nonfinite", on_nonfinite, _ON_NONFINITE)
-        self.after_update = _checked_hook(after_update)
+        self.reduction = one_of("reduction", reduction, _REDUCTIONS)
+        self.on_nonfinite = one_of("on_nonfinite", on_nonfinite, _ON_NONFINITE)
+        self.after_update = None
+        if after_update is not None:
+            self.after_update = instance_of("after_update", after_update, Callable, "a function without arguments, a Cell, or None")
         self.noise_scale = _checked_noise_scale(noise_scale, reduction)
         self.loss_scaler = None
         self._names = tuple(p.name for p in parameters)
@@ -151,7 +151,9 @@ class Accumulator:
         self.buffer_dtypes = tuple(_buffer_dtype(buffer_dtype, p.dtype) for p in parameters)
 
         layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", self._settings())
-        self.reducer = OneDevice(layout) if reducer is None else _checked_reducer(reducer).bind(layout)
+        self.reducer = OneDevice(layout)
+        if reducer is not None:
+            self.reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()").bind(layout)
         self._prefix = prefix = f"accumulator{next(_instances)}"
         name_state(optimizer, prefix)
         self.buffers = ParameterTuple(self.reducer.new_buffers(prefix))
@@ -419,12 +421,6 @@ def _add_to(buffer: Parameter, gradient: Tensor) -> None:
         ops.assign_add(buffer, gradient)
 
 
-def _checked_hook(after_update: object) -> Optional[Callable]:
-    if after_update is not None and not callable(after_update):
-        raise TypeError(f"after_update is of type {type(after_update).__name__}, expected a function without arguments or a Cell")
-    return after_update
-
-
 def _state_of(after_update: Optional[Callable], optimizer: Callable, parameters: tuple[Parameter, ...]) -> list[Parameter]:
     """The Parameters of a hook that is a Cell or a method of one, but for the network's and the optimizer's."""
     cell = getattr(after_update, "__self__", after_update)
@@ -435,37 +431,19 @@ def _state_of(after_update: Optional[Callable], optimizer: Callable, parameters:
 
 
 def _checked_clip_norm(clip_norm: object) -> Optional[float]:
-    remedy = 'give a norm > 0, float("inf") to measure without clipping, or None'
     if clip_norm is None:
         return None
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, Real):
-        raise TypeError(f"clip_norm is {clip_norm!r} of type {type(clip_norm).__name__}, expected a number; {remedy}")
-    if not clip_norm > 0:
-        raise ValueError(f"clip_norm is {clip_norm}, expected a number > 0; {remedy}")
-    return float(clip_norm) if clip_norm <= float_info.max else inf
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}")
-    return value
-
-
-def _checked_reducer(reducer: object) -> DataParallel:
-    if not isinstance(reducer, DataParallel):
-        raise TypeError(f"reducer is of type {type(reducer).__name__}, expected a DataParallel, or None for one device; "
-                        "give e.g. DataParallel()")
-    return reducer
+    return number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0",
+                  'give a norm > 0, float("inf") to measure without clipping, or None')
 
 
 def _checked_noise_scale(noise_scale: object, reduction: str) -> Optional[GradientNoiseScale]:
-    if noise_scale is not None and not isinstance(noise_scale, GradientNoiseScale):
-        raise TypeError(f"noise_scale is of type {type(noise_scale).__name__}, expected a GradientNoiseScale, or None; "
-                        "give GradientNoiseScale()")
-    if noise_scale is not None and reduction != "mean":
+    if noise_scale is None:
+        return None
+    if reduction != "mean":
         raise ValueError(f'noise_scale with reduction={reduction!r}: only with "mean" is it known how many samples a gradient stands '
                          'for; give reduction="mean" and the number of samples as weight')
-    return noise_scale
+    return instance_of("noise_scale", noise_scale, GradientNoiseScale, "a GradientNoiseScale, or None", "give GradientNoiseScale()")
 
 
 def _buffer_dtype(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:

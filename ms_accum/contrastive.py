@@ -13,8 +13,9 @@ import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from .accumulate import checked_micro_size, plain, require_callable, require_loss, require_mean
+from .accumulate import checked_micro_size, plain, require_loss, require_mean
 from .accumulator import Accumulator
+from .arguments import require_callable
 from .gradients import FLOATS
 from .split import over_pieces, select_rows
 from .train_step import CompiledStep, compiled

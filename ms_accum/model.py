@@ -8,6 +8,7 @@ from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
 from .accumulate import checked_micro_size, make_accumulate
 from .accumulator import Accumulator
+from .arguments import instance_of
 from .optimizers import state_of
 from .split import FLAT, layout_of, with_storage_of_its_own
 
@@ -78,9 +79,8 @@ class TrainOneStepCell(nn.Cell):
     ) -> None:
         # Without a prefix, the network's parameters keep their names.
         super().__init__(auto_prefix=False)
-        if not isinstance(network, nn.Cell):
-            raise TypeError(f"network is of type {type(network).__name__}, expected a Cell that gives the loss, such as "
-                            "nn.WithLossCell(network, loss_fn); a function goes into make_train_step")
+        instance_of("network", network, nn.Cell, "a Cell that gives the loss, such as nn.WithLossCell(network, loss_fn)",
+                    "a function goes into make_train_step")
         self.accumulate = make_accumulate(network, acc, checked_micro_size(micro_size), weight_fn, loss_scaler, has_aux=False)
         self.network = network
         self.accumulator = acc

@@ -9,6 +9,7 @@ from mindspore import Tensor, amp, nn, ops
 
 from .accumulate import checked_micro_size, make_accumulate
 from .accumulator import Accumulator
+from .arguments import boolean, one_of
 from .split import layout, with_storage_of_its_own
 
 _STRATEGIES = ("fused", "split")
@@ -90,10 +91,8 @@ def make_train_step(
         >>> print(bool(train_step.flush()), network.weight.asnumpy())
         True [[-1. -1.]]
     """
-    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(map(repr, _STRATEGIES))}")
-    if not isinstance(has_aux, bool):
-        raise TypeError(f"has_aux is {has_aux!r}, expected True or False: whether forward_fn returns (loss, aux)")
+    one_of("strategy", strategy, _STRATEGIES)
+    boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
     micro_size = checked_micro_size(micro_size)
     accumulate = make_accumulate(forward_fn, acc, micro_size, weight_fn, loss_scaler, has_aux)
     return TrainStep(accumulate, acc, micro_size, strategy, has_aux)

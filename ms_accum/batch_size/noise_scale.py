@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from math import inf, nan, sqrt
-from numbers import Real
 from typing import Optional, Union
 
 import mindspore as ms
@@ -61,11 +60,7 @@ class GradientNoiseScale:
     """
 
     def __init__(self, decay: float = 0.99) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, Real):
-            raise TypeError(f"decay is {decay!r} of type {type(decay).__name__}, expected a number; give 0 < decay <= 1")
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay is {decay}, expected 0 < decay <= 1; 1 takes plain means")
-        self.decay = float(decay)
+        self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1", "1 takes plain means")
         self.meter = Meter(self.decay)
 
     @property
