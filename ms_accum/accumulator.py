@@ -157,25 +157,32 @@ class Accumulator:
         self._prefix = prefix = f"accumulator{next(_instances)}"
         name_state(optimizer, prefix)
         self.buffers = ParameterTuple(self.reducer.new_buffers(prefix))
-        self.weight_sum = empty_parameter(f"{prefix}.weight_sum", (), ms.float32)
-        weight_unit = empty_parameter(f"{prefix}.weight_unit", (), ms.float32)
-        self.mini_step = empty_parameter(f"{prefix}.mini_step", (), ms.int32)
-        self.unfinished = empty_parameter(f"{prefix}.unfinished", (), ms.int32)
-        self.update_step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
-        self.closed_windows = empty_parameter(f"{prefix}.closed_windows", (), ms.int32)
-        self.skipped = empty_parameter(f"{prefix}.skipped", (), ms.int32)
-        self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32)
-        self.window_weight = empty_parameter(f"{prefix}.window_weight", (), ms.float32)
+        self._make_counters(prefix)
 
-        self._unit = FirstWeight(prefix, weight_unit) if reduction == "mean" and not self.reducer.sums_microbatches else One()
+        self._unit = FirstWeight(prefix, self._weight_unit) if reduction == "mean" and not self.reducer.sums_microbatches else One()
         self._microbatch_guard = FiniteMicrobatch(self.skipped) if on_nonfinite == "skip_microbatch" else AnyMicrobatch()
         self._window_guard = FiniteWindow(self.skipped) if on_nonfinite == "skip_window" else AnyWindow()
         self._loss_scale = NoLossScale()
         self._meter = meter_of(noise_scale, prefix)
         self._in_pieces = False  # whether a driver adds microbatches in pieces, and notes in `unfinished` that it does
         self.parameters = ParameterTuple(
-            [*self.buffers, self.weight_sum, weight_unit, self.mini_step, self.unfinished, self.update_step, self.closed_windows,
-             self.skipped, self.grad_norm, self.window_weight, *_state_of(after_update, optimizer, parameters), *self._meter.parameters])
+            [*self.buffers, *self._counters, *_state_of(after_update, optimizer, parameters), *self._meter.parameters])
+
+    def _make_counters(self, prefix: str) -> None:
+        def counter(name: str, dtype: ms.Type) -> Parameter:
+            return empty_parameter(f"{prefix}.{name}", (), dtype)
+
+        self.mini_step = counter("mini_step", ms.int32)
+        self.unfinished = counter("unfinished", ms.int32)
+        self.update_step = counter("update_step", ms.int32)
+        self.closed_windows = counter("closed_windows", ms.int32)
+        self.skipped = counter("skipped", ms.int32)
+        self.weight_sum = counter("weight_sum", ms.float32)
+        self._weight_unit = counter("weight_unit", ms.float32)
+        self.grad_norm = counter("grad_norm", ms.float32)
+        self.window_weight = counter("window_weight", ms.float32)
+        self._counters = [self.mini_step, self.unfinished, self.update_step, self.closed_windows, self.skipped, self.weight_sum,
+                          self._weight_unit, self.grad_norm, self.window_weight]
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
         """Add one microbatch and, if it closes the window, update.
@@ -242,7 +249,7 @@ class Accumulator:
                 norm = self._norm(gradients, factor)
                 self._meter.conclude(header[3:], weight, norm)
                 # clip
-                factor = factor * self._clip_factor(norm)
+                factor = self._clipped(factor, norm)
                 # optimizer
                 self.optimizer(tuple([scaled(g, factor, dtype) for g, dtype in zip(gradients, self._dtypes)]))
                 ops.assign_add(self.update_step, 1)
@@ -265,11 +272,11 @@ class Accumulator:
             return 0.0
         return global_norm(gradients) * abs(factor)  # negative weights can make the factor negative
 
-    def _clip_factor(self, norm: Scalar) -> Scalar:
+    def _clipped(self, factor: Scalar, norm: Scalar) -> Scalar:
         if self.clip_norm is None:
-            return 1.0
+            return factor
         ops.assign(self.grad_norm, norm)
-        return clip_factor(norm, self.clip_norm)
+        return factor * clip_factor(norm, self.clip_norm)
 
     def flush(self) -> Tensor:
         """Close the incomplete window, if one is open: with "mean" it is divided by the weights that are really in it.
