@@ -62,11 +62,14 @@ def _differentiated(forward_fn: Callable, acc: Accumulator, has_aux: bool) -> Ca
 
     def differentiated(*piece: Any) -> tuple:
         result = forward_fn(*piece)
+        loss, aux = result, ()
         if has_aux:
-            require_aux(len(result) if isinstance(result, tuple) else None)
-            loss, aux = result
-        else:
-            loss, aux = result, ()
+            # In branches of their own: graph mode would look into what is no tuple before it asks.
+            if isinstance(result, tuple):
+                require_aux(len(result))
+                loss, aux = result[0], result[1]
+            else:
+                require_aux(None)
         if isinstance(loss, Tensor):
             require_loss(loss.shape, loss.dtype)
         else:
