@@ -101,15 +101,29 @@ def readme_scripts():
     }
 
 
-def test_examples_of_docstrings_and_readme_run():
+IMPORT = """
+import os
+os.environ.pop("MS_DEV_HOST_BLOCKING_RUN", None)
+import mindspore as ms
+def state():
+    return dict(os.environ), ms.get_context("mode"), ms.get_context("device_target"), ms.get_seed()
+before = state()
+import ms_accum
+print("unchanged" if state() == before else "changed")
+"""
+
+
+def test_importing_changes_no_global_state_and_examples_of_docstrings_and_readme_run():
     """As modules of one process: graph mode does not find the names of a doctest's functions."""
     names = [name for name in PUBLIC if name != "plan_micro_batch"]  # whose trials run the main script, too
     docstrings = {f"doc_{name}": docstring_script(name) for name in names}
     scripts = {**{name: script for name, (script, _) in docstrings.items()}, **readme_scripts()}
     for name, script in scripts.items():
         Path(f"example_{name}.py").write_text(script, encoding="utf-8")
-    printed = run_python("".join(f"print('--- {name}')\nimport example_{name}\n" for name in scripts)).split("--- ")[1:]
-    printed = dict(part.split("\n", 1) for part in printed)
+    run = "".join(f"print('--- {name}')\nimport example_{name}\n" for name in scripts)
+    imported, *parts = run_python(IMPORT + run).split("--- ")
+    assert imported == "unchanged\n"
+    printed = dict(part.split("\n", 1) for part in parts)
     assert printed.keys() == scripts.keys()
     assert {name: printed[name] for name in docstrings} == {name: expected for name, (_, expected) in docstrings.items()}
     assert printed["model"].count("loss is") == 27
