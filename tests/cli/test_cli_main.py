@@ -38,8 +38,8 @@ def test_help_and_version(capsys):
     assert "mnist" in capsys.readouterr().out
     assert cli.main(["mnist", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for option in ("data", "batch-size", "accumulate-step", "epochs", "lr", "momentum", "optimizer", "clip-norm", "seed",
-                   "device-target", "mode", "json", "plot", "save", "compare"):
+    options = "data batch-size accumulate-step epochs lr momentum optimizer clip-norm seed device-target mode json plot save compare"
+    for option in options.split():
         assert f"--{option} " in text
     for default in ("embedded", "32", "2", "3", "0.01", "sgd", "42", "CPU", "graph"):
         assert f"(default: {default})" in text

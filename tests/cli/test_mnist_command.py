@@ -11,7 +11,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from mnist_files import embedded_set, random_set, write
+from mnist_files import NAMES, embedded_set, random_set, write
 
 import ms_accum
 from ms_accum.cli import main as cli
@@ -60,27 +60,21 @@ def losses(name):
     return [epoch["loss"] for epoch in read(name)["epochs"]]
 
 
-# --- a run ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
     status, out, err = run(*"--json run.json --save run.ckpt --clip-norm 5 --momentum 0.5 --lr 0.05 --seed 7".split())
     assert (status, err) == (0, [])
     assert sorted(os.listdir()) == ["run.ckpt", "run.json"]
-    text = "\n".join(out)
-    for version in (f"ms_accum {ms_accum.__version__}", f"mindspore {ms.__version__}", f"numpy {np.__version__}", "python 3."):
-        assert version in out[0]
-    assert re.search(r"^device     CPU, \d+ CPU cores, pynative mode", text, re.MULTILINE)
-    assert ": 90 digits to train on, 50 to test on" in text
-    assert "16 x 4 = 64 digits an update" in text
-    assert "sgd, learning rate 0.05, clipped to norm 5, seed 7" in text
-    epochs = [line for line in out if re.fullmatch(
-        r"epoch \d/2  loss \d\.\d{4}  accuracy \d+\.\d\d %  train \d+\.\d\d s  test \d+\.\d\d s", line)]
-    assert [line[:9] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
-    # Without a terminal: a few plain lines of progress for each epoch.
-    progress = [line for line in out if re.fullmatch(r"epoch \d/2  \d+ digits  loss \d\.\d{4}  [\d,]+ digits/s", line)]
-    assert len(progress) == 2 * (figures.PROGRESS_LINES - 1)
-    assert len(out) == 5 + len(epochs) + len(progress)
+    seconds = r"train \d+\.\d\d s  test \d+\.\d\d s"
+    lines = [f"versions   ms_accum {ms_accum.__version__}, mindspore {ms.__version__}, numpy {np.__version__}, python 3.*",
+             r"device     CPU, \d+ CPU cores, pynative mode, make_train_step, gradients in float32",
+             "data       .*: 90 digits to train on, 50 to test on",
+             "batch      16 x 4 = 64 digits an update",
+             "optimizer  sgd, learning rate 0.05, clipped to norm 5, seed 7"]
+    for epoch in (1, 2):  # without a terminal, a few plain lines of progress
+        lines += [rf"epoch {epoch}/2  \d+ digits  loss \d\.\d{{4}}  [\d,]+ digits/s"] * (figures.PROGRESS_LINES - 1)
+        lines += [rf"epoch {epoch}/2  loss \d\.\d{{4}}  accuracy \d+\.\d\d %  {seconds}"]
+    assert len(out) == len(lines)
+    assert [line for line, expected in zip(out, lines) if not re.fullmatch(expected, line)] == []
 
     result = read("run.json")
     settings = Settings(batch_size=16, accumulate_step=4, epochs=2, lr=0.05, momentum=0.5, clip_norm=5.0, seed=7, mode="pynative")
@@ -145,17 +139,6 @@ def test_every_option_arrives_in_the_settings():
     assert settings("--compare", "--device-target", "Ascend") == Settings()
 
 
-def test_a_run_that_diverges_is_reported_in_valid_json(run):
-    status, out, _ = run("--lr", "1e30", "--json", "run.json")
-    assert status == 0
-    assert "loss nan" in out[-1]
-    assert read("run.json")["loss"] is None
-    assert read("run.json")["accuracy"] is not None
-
-
-# --- compare --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_compare_agrees_with_the_undivided_batch(run, mode, drawn):
     status, out, _ = run("--compare", "--json", "run.json", "--lr", "0.1", "--mode", mode, "--plot", "run.png", "--noise-scale")
@@ -190,7 +173,11 @@ def test_compare_shows_a_wrong_divisor(run, monkeypatch):
     assert read("run.json")["max_parameter_difference"] > 1e-3
 
 
-# --- resume and noise scale -----------------------------------------------------------------------------------------
+def test_a_run_that_diverges_is_reported_in_valid_json(run):
+    status, out, _ = run("--lr", "1e30", "--json", "run.json")
+    assert status == 0
+    assert "loss nan" in out[-1]
+    assert read("run.json")["loss"] is None is not read("run.json")["accuracy"]
 
 
 def test_killed_at_a_random_microbatch_and_resumed(digits, run):
@@ -265,39 +252,24 @@ def test_what_cannot_be_resumed_is_refused(run, tmp_path):
         assert re.search(message, err[0])
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("arguments", "match"), [
     ("--batch-size 0", r"argument --batch-size: expected a whole number from 1 to \d+, got '0'"),
-    ("--batch-size -3", r"argument --batch-size: expected a whole number"),
     ("--batch-size 91", r"argument --batch-size: a microbatch of 91 digits cannot be filled from 90; choose at most 90"),
-    ("--accumulate-step 0", r"argument --accumulate-step: expected a whole number from 1 to \d+, got '0'"),
     ("--accumulate-step 2.5", r"argument --accumulate-step: expected a whole number"),
     ("--accumulate-step 2147483648", r"argument --accumulate-step: expected a whole number from 1 to 2147483647"),
-    ("--epochs 0", r"argument --epochs: expected a whole number"),
     ("--epochs x", r"argument --epochs: expected a whole number from 1 to \d+, got 'x'"),
     ("--lr 0", r"argument --lr: expected a finite number > 0, got '0'"),
-    ("--lr -0.1", r"argument --lr: expected a finite number > 0"),
     ("--lr nan", r"argument --lr: expected a finite number > 0, got 'nan'"),
-    ("--lr inf", r"argument --lr: expected a finite number > 0"),
     ("--momentum 1", r"argument --momentum: expected a number from 0 to below 1, got '1'"),
-    ("--momentum nan", r"argument --momentum: expected a number"),
     ("--momentum 0.9 --optimizer adam", r"argument --momentum: adam takes none; leave it out"),
     ("--clip-norm 0", r"argument --clip-norm: expected a number > 0, got '0'"),
-    ("--clip-norm nan", r"argument --clip-norm: expected a number > 0"),
     ("--seed -1", r"argument --seed: expected a whole number from 0, got '-1'"),
-    ("--optimizer lamb", r"argument --optimizer: invalid choice: 'lamb'"),
-    ("--mode eager", r"argument --mode: invalid choice: 'eager'"),
     ("--device-target TPU", r"argument --device-target: invalid choice: 'TPU'"),
-    ("--json missing/run.json", r"argument --json: cannot write missing/run\.json: missing: No such file or directory; name a file"),
-    ("--json .", r"argument --json: \. is no regular file; name a new file"),
     ("--json /dev/null", r"argument --json: /dev/null is no regular file"),
     ("--json a.png --plot a.png", "arguments --json, --plot and --save: two of them name the same file; name each another one"),
     ("--plot run.jpg", r"argument --plot: run\.jpg does not end in \.png; name the file run\.png"),
-    ("--plot missing/run.png", r"argument --plot: cannot write missing/run\.png"),
+    ("--plot missing/run.png", r"argument --plot: cannot write missing/run\.png: missing: No such file or directory; name a file"),
     ("--save run", r"argument --save: run does not end in \.ckpt or \.safetensors; name the file run\.ckpt"),
-    ("--save missing/run.ckpt", r"argument --save: cannot write missing/run\.ckpt"),
     ("--save-every 3", r"argument --save-every: requires --save FILE\.ckpt"),
     ("--save c.ckpt --save-every 3 --compare", "argument --compare: a comparison trains twice and cannot be resumed"),
     ("--resume none.ckpt", r"argument --resume: there is no file none\.ckpt; give one that --save wrote"),
@@ -317,17 +289,8 @@ def test_a_bad_value_is_refused_in_one_line_before_training(run, monkeypatch, ar
     assert os.listdir() == []
 
 
-def test_damaged_digits_are_refused_in_one_line(run, tmp_path):
-    files = embedded_set(5, 5)
-    name = "train/train-images-idx3-ubyte"
-    write(tmp_path / "cut", {**files, name: files[name][:-1]})
-    status, out, err = run(data=str(tmp_path / "cut"))
-    assert (status, out, len(err)) == (2, [], 1)
-    assert "train-images-idx3-ubyte holds 3919 bytes behind its header, expected 3920 for 5 items" in err[0]
-
-
 def test_what_is_missing_on_this_machine_is_refused_before_training(run, monkeypatch, tmp_path):
-    """matplotlib, a device, the network."""
+    """Whole files, matplotlib, a device, the network."""
     def set_device(name):
         raise RuntimeError(f"Unsupported device target {name}. This process only supports one of the ['CPU']. Please check\n\nlibraries")
 
@@ -338,7 +301,9 @@ def test_what_is_missing_on_this_machine_is_refused_before_training(run, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = (r"argument --device-target: (\w+) cannot be used here \(Unsupported device target \1\. This process only supports one of "
               r"the \['CPU'\]\.\); try --device-target CPU")
+    write(tmp_path / "damaged", {**embedded_set(5, 5), NAMES[1]: b""})
     for options, status, message in [
+        (["--data", str(tmp_path / "damaged")], 2, "/.*train-labels-idx1-ubyte holds 0 bytes, but an idx1 header has 8; fetch it again"),
         (["--plot", "run.png"], 2, "argument --plot: matplotlib is not installed; install it, e.g. with .* -m pip install matplotlib"),
         (["--device-target", "GPU"], 2, device),
         (["--device-target", "Ascend"], 2, device),
@@ -358,9 +323,6 @@ def test_a_file_that_cannot_be_written_after_all(run, monkeypatch):
     assert status == 1
     assert err == ["ms-accum mnist: error: [Errno 28] No space left on device: 'run.json'"]
     assert "accuracy" in out[-1]
-
-
-# --- terminal -------------------------------------------------------------------------------------------------------
 
 
 def test_a_terminal_shows_a_bar_with_loss_and_rate(run, monkeypatch):

@@ -74,9 +74,6 @@ def assert_same_run(one, other, bound):
         assert (a.epoch, a.accuracy, a.update_step) == (b.epoch, b.accuracy, b.update_step)
 
 
-# --- network --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [ms.float32, ms.float64])
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_the_network_is_that_of_the_tutorial(mnist, mode, dtype):
@@ -114,9 +111,6 @@ def test_accuracy_counts_every_digit_once(mnist, monkeypatch):
         assert train.evaluate(count_correct, Digits(mnist.test.images, labels), FEW) == 100 * (50 - wrong) / 50
 
 
-# --- one epoch ------------------------------------------------------------------------------------------------------
-
-
 class Recorder:
     """Stands for the train step: notes what it is given."""
 
@@ -124,44 +118,30 @@ class Recorder:
         self.rows, self.events = [], []
 
     def __call__(self, images, labels):
-        assert images.dtype == ms.uint8
-        assert labels.dtype == ms.int32
+        assert (images.dtype, labels.dtype) == (ms.uint8, ms.int32)
         assert (images.asnumpy()[:, 0, 0] == labels.asnumpy()).all()
         self.rows.append(labels.asnumpy().tolist())
-        self.events.append("microbatch")
+        self.events.append(len(labels))
         return Tensor(float(len(self.rows)), ms.float32)
 
     def flush(self):
         self.events.append("flush")
 
 
-@pytest.fixture
-def numbered():
-    """90 digits whose label and first pixel are their number."""
+@pytest.mark.parametrize(("done", "save_at", "saves"), [(0, range(0), []), (2, range(3, 7, 2), [[7, 7, 1], [7, 7, 1, 2, 3]])])
+def test_an_epoch_takes_every_row_once_from_where_it_stopped_and_flushes_at_the_end(done, save_at, saves):
+    recorder, progress, losses, saved = Recorder(), [], [7.0] * done, []
+    order = np.random.default_rng(0).permutation(90)
     images = np.zeros((90, 28, 28), np.uint8)
     images[:, 0, 0] = np.arange(90)
-    return Digits(images, np.arange(90, dtype=np.int32))
-
-
-def test_an_epoch_takes_every_row_once_and_flushes_at_the_end(numbered):
-    recorder, progress, losses = Recorder(), [], []
-    order = np.random.default_rng(0).permutation(90)
-    train.train_epoch(recorder, numbered, train.cut(order, 16), lambda done, loss: progress.append((done, float(loss))), losses)
-    assert [row for rows in recorder.rows for row in rows] == order.tolist()
-    assert [len(rows) for rows in recorder.rows] == [16] * 5 + [10]
-    assert recorder.events == ["microbatch"] * 6 + ["flush"]
-    assert losses == [1, 2, 3, 4, 5, 6]
-    assert progress == [(16, 1), (32, 2), (48, 3), (64, 4), (80, 5), (90, 6)]
-
-
-def test_an_epoch_goes_on_where_it_stopped_and_saves_on_the_way(numbered):
-    recorder, progress, losses, saved = Recorder(), [], [7.0, 7.0], []
-    train.train_epoch(recorder, numbered, train.cut(np.arange(90), 16), lambda done, loss: progress.append(done), losses,
-                      range(3, 7, 2), lambda: saved.append(list(losses)))
-    assert [row for rows in recorder.rows for row in rows] == list(range(32, 90))
-    assert losses == [7, 7, 1, 2, 3, 4]
-    assert saved == [[7, 7, 1], [7, 7, 1, 2, 3]]
-    assert progress == [48, 64, 80, 90]
+    digits = Digits(images, np.arange(90, dtype=np.int32))
+    train.train_epoch(recorder, digits, train.cut(order, 16), lambda done, loss: progress.append((done, float(loss))), losses,
+                      save_at, lambda: saved.append(list(losses)))
+    assert [row for rows in recorder.rows for row in rows] == order[16 * done:].tolist()
+    assert recorder.events == [16, 16, 16, 16, 16, 10, "flush"][done:]
+    assert losses == [7] * done + [1, 2, 3, 4, 5, 6][:6 - done]
+    assert progress == [(seen, loss + 1) for loss, seen in enumerate([16, 32, 48, 64, 80, 90][done:])]
+    assert saved == saves
 
 
 def test_each_epoch_has_its_seeded_order_dealt_out_to_the_ranks():
@@ -176,16 +156,6 @@ def test_each_epoch_has_its_seeded_order_dealt_out_to_the_ranks():
     for rank in range(2):
         dealt = train.microbatches_of(1, 90, replace(FEW, ranks=2, rank=rank))
         assert [rows.tolist() for rows in dealt] == [rows.tolist() for rows in alone[rank::2]]
-
-
-@pytest.mark.parametrize(("count", "size", "sizes"), [(7, 3, [3, 3, 1]), (6, 3, [3, 3]), (2, 5, [2]), (1, 1, [1])])
-def test_cut(count, size, sizes):
-    pieces = train.cut(np.arange(count), size)
-    assert [len(piece) for piece in pieces] == sizes
-    assert np.concatenate(pieces).tolist() == list(range(count))
-
-
-# --- windows and losses ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate_step", "updates"), [(30, 2, 2), (90, 3, 1), (16, 50, 1)])
@@ -207,9 +177,6 @@ def test_the_loss_is_the_mean_over_digits(mnist, settings):
     assert np.abs(epoch.microbatch_losses - expected).max() < 2e-6
     # Control: the mean of the microbatches' means, and what the tutorial logs, are something else.
     assert abs(np.mean(expected) - losses.mean()) > 1e-5 or settings == FEW.undivided()
-
-
-# --- accumulated = undivided ----------------------------------------------------------------------------------------
 
 
 def test_accumulated_is_undivided_and_runs_are_reproducible(mnist, accumulated, undivided):
@@ -245,9 +212,6 @@ def test_a_mistake_shows_in_the_comparison(mnist, undivided, monkeypatch, mistak
         monkeypatch.setattr(Accumulator, "flush", lambda self: Tensor(False))
     wrong, _ = trained(mnist, TWO_EPOCHS)
     assert largest_difference(wrong, undivided[0]) > 1e-4
-
-
-# --- optimizers, modes and ways to feed -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("optimizer", "momentum", "kind", "expected"), [
@@ -317,9 +281,3 @@ def test_a_model_resumes_where_it_was_saved(mnist, tmp_path, saved_at):
     assert resumed == [(0, saved_at)]
     assert largest_difference(network, whole) == 0
     assert epoch.microbatch_losses.tolist() == expected.microbatch_losses.tolist()
-
-
-def test_settings():
-    settings = Settings(batch_size=48, accumulate_step=3, lr=0.5)
-    assert settings.effective_batch == 144
-    assert settings.undivided() == Settings(batch_size=144, accumulate_step=1, lr=0.5)
