@@ -1,0 +1,197 @@
+"""Report a run: a header, progress, a line for each epoch, every figure as a dict, and the curves."""
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import asdict
+from math import isfinite
+from time import perf_counter
+from typing import TYPE_CHECKING, Optional, Union
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from tqdm import tqdm
+
+import ms_accum
+
+from .data import Mnist
+from .settings import Settings
+from .train import Epoch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PROGRESS_LINES = 4
+# The second run lies on the first where they agree: dashes and crosses leave it visible.
+STYLES = ("o-", "x--")
+_API = {"functional": "make_train_step", "model": "mindspore.train.Model"}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what a run's figures depend on."""
+    return {"ms_accum": ms_accum.__version__, "mindspore": ms.__version__, "numpy": np.__version__, "python": platform.python_version()}
+
+
+def header(settings: Settings, mnist: Mnist, source: str, device: str) -> str:
+    """Format versions, device, data, effective batch and optimizer, a line each."""
+    names = ", ".join(f"{name} {version}" for name, version in versions().items())
+    clipped = "" if settings.clip_norm is None else f", clipped to norm {settings.clip_norm:g}"
+    source = source.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8, but output is
+    return "\n".join((
+        f"versions   {names}",
+        f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, {_API[settings.api]}, gradients in {settings.gradients}",
+        f"data       {source}: {len(mnist.train):,} digits to train on, {len(mnist.test):,} to test on",
+        f"batch      {batch(settings)}{_cut(settings)}",
+        f"optimizer  {settings.optimizer}, learning rate {settings.lr:g}{clipped}, seed {settings.seed}",
+    ))
+
+
+def _cut(settings: Settings) -> str:
+    cut = "" if settings.micro_size == 1 else f", each microbatch in {settings.micro_size:,} pieces"
+    strategy = "" if settings.strategy == "fused" else f", strategy {settings.strategy}"
+    shards = " in shards" if settings.shard else ""
+    return cut + strategy + ("" if settings.ranks == 1 else f", gradients exchanged each {settings.sync}{shards}")
+
+
+def batch(settings: Settings) -> str:
+    """Format the effective batch and how it is made up."""
+    ranks = "" if settings.ranks == 1 else f" x {settings.ranks} ranks"
+    return f"{settings.batch_size:,} x {settings.accumulate_step:,}{ranks} = {settings.effective_batch:,} digits an update"
+
+
+def epoch_line(epoch: Epoch, settings: Settings) -> str:
+    """Format the figures of one epoch."""
+    noise = "" if epoch.noise_scale is None else f"  noise scale {epoch.noise_scale:,.0f} digits"
+    return (f"epoch {epoch.epoch}/{settings.epochs}  loss {epoch.loss:.4f}  accuracy {epoch.accuracy:.2f} %  "
+            f"train {epoch.train_seconds:.2f} s  test {epoch.test_seconds:.2f} s{noise}")
+
+
+def critical_batch(settings: Settings, epochs: list[Epoch]) -> str:
+    """Say what the noise scale of the last epoch means for the batch."""
+    critical, used = epochs[-1].noise_scale, settings.effective_batch
+    if not isfinite(critical):
+        return "critical batch size unknown: the last epoch's gradient is lost in noise; give more microbatches"
+    verdict = "a larger batch saves updates" if critical > used else "a smaller batch learns as much from an update"
+    return f"critical batch size about {critical:,.0f} digits, {critical / used:.2g} x the {used:,} of an update: {verdict}"
+
+
+def comparison(settings: Settings, accumulated: list[Epoch], undivided: list[Epoch], difference: float) -> str:
+    """Format both accuracies and the largest difference between the parameters."""
+    return "\n".join((
+        f"accumulated  {batch(settings)}: accuracy {accumulated[-1].accuracy:.2f} %",
+        f"undivided    {batch(settings.undivided())}: accuracy {undivided[-1].accuracy:.2f} %",
+        f"largest parameter difference {difference:.3g}",
+    ))
+
+
+def figures(settings: Settings, epochs: list[Epoch]) -> dict:
+    """Return what a training gave; seconds are sums over its epochs, accuracy in per cent is that after the last."""
+    last = epochs[-1]
+    chosen = ("batch_size", "accumulate_step", "micro_size", "api", "strategy", "ranks", "sync", "shard", "effective_batch")
+    return {
+        "accuracy": last.accuracy,
+        "loss": last.loss,
+        "train_seconds": sum(epoch.train_seconds for epoch in epochs),
+        "test_seconds": sum(epoch.test_seconds for epoch in epochs),
+        "update_step": last.update_step,
+        "noise_scale": last.noise_scale,
+        **{name: getattr(settings, name) for name in chosen},
+        "epochs": [{name: value for name, value in asdict(epoch).items() if name != "microbatch_losses"} for epoch in epochs],
+    }
+
+
+class Bar:
+    """Show progress on a terminal: a bar for each epoch, with the loss of the newest microbatch and digits/s."""
+
+    def __init__(self, settings: Settings, mnist: Mnist) -> None:
+        self.epochs = settings.epochs
+        self.digits = len(mnist.train)
+        self.bar: Optional[tqdm] = None
+
+    def __call__(self, epoch: int, done: int, loss: Tensor) -> None:
+        if self.bar is None:
+            self.bar = tqdm(total=self.digits, desc=f"epoch {epoch}/{self.epochs}", unit=" digits", unit_scale=True,
+                            leave=False, dynamic_ncols=True, file=sys.stdout)
+        # Reading the loss waits for the device, so it is only done when the bar is drawn.
+        if self.bar.update(done - self.bar.n):
+            self.bar.set_postfix(loss=f"{float(loss.asnumpy()):.3f}", refresh=False)
+        if done == self.digits:
+            self.close()
+
+    def close(self) -> None:
+        """Remove the bar; the next epoch draws its own."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+class Lines:
+    """Show progress without a terminal: `PROGRESS_LINES` - 1 lines an epoch; the epoch's own line is the last."""
+
+    def __init__(self, settings: Settings, mnist: Mnist) -> None:
+        self.epochs = settings.epochs
+        self.digits = len(mnist.train)
+        self.parts = 0
+        self.first = 0
+        self.start = 0.0
+
+    def __call__(self, epoch: int, done: int, loss: Tensor) -> None:
+        if self.first == 0:
+            # The first microbatch may be compiled first: the rate counts from its end.
+            self.first, self.start = done, perf_counter()
+        parts = PROGRESS_LINES * done // self.digits
+        if self.parts < parts < PROGRESS_LINES:
+            value = float(loss.asnumpy())
+            rate = (done - self.first) / (perf_counter() - self.start)
+            print(f"epoch {epoch}/{self.epochs}  {done:,} digits  loss {value:.4f}  {rate:,.0f} digits/s", flush=True)
+            self.parts = parts
+        if done == self.digits:
+            self.close()
+
+    def close(self) -> None:
+        """Start again with the next epoch."""
+        self.parts = 0
+        self.first = 0
+
+
+def progress(settings: Settings, mnist: Mnist) -> Union[Bar, Lines]:
+    """Make what shows progress on stdout: it is called as `(epoch, digits done, loss)` and closed with `close()`."""
+    return Bar(settings, mnist) if sys.stdout.isatty() else Lines(settings, mnist)
+
+
+def plot(runs: dict[str, list[Epoch]], effective_batch: int) -> Figure:
+    """Draw one or two runs, by name, over the epochs: loss and test accuracy; of the first also the noise scale, if it was measured."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    first = next(iter(runs.values()))
+    panels = 2 if first[0].noise_scale is None else 3
+    # A Figure of its own, not pyplot: no global state, and no display is needed.
+    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
+    loss_axes, accuracy_axes, *noise_axes = figure.subplots(1, panels)
+    for number, (name, epochs) in enumerate(runs.items()):
+        look = {"color": f"C{number}", "label": name}
+        losses = np.concatenate([epoch.microbatch_losses for epoch in epochs])
+        loss_axes.plot(np.linspace(0, len(epochs), len(losses)), losses, color=look["color"], alpha=0.25, linewidth=0.5)
+        loss_axes.plot([epoch.epoch - 0.5 for epoch in epochs], [epoch.loss for epoch in epochs], STYLES[number], **look)
+        accuracy_axes.plot([epoch.epoch for epoch in epochs], [epoch.accuracy for epoch in epochs], STYLES[number], **look)
+    loss_axes.set(ylabel="loss", title="Cross entropy: each microbatch, and mean of an epoch", ylim=(0, None))
+    accuracy_axes.set(ylabel="accuracy in %", title="Test digits labelled correctly")
+    for axes in noise_axes:
+        _draw_noise_scale(axes, first, effective_batch)
+    for axes in (loss_axes, accuracy_axes, *noise_axes):
+        axes.set_xlabel("epochs")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
+def _draw_noise_scale(axes: Axes, epochs: list[Epoch], effective_batch: int) -> None:
+    axes.plot([epoch.epoch - 0.5 for epoch in epochs], [epoch.noise_scale for epoch in epochs], STYLES[0], color="C2",
+              label="critical batch size (noise scale)")
+    axes.axhline(effective_batch, color="C7", linestyle=":", label=f"an update: {effective_batch:,} digits")
+    axes.set(ylabel="digits", yscale="log", title="How large a batch is worth it")
