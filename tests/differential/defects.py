@@ -71,7 +71,8 @@ PUT_BACK = {
          ("accumulator.py", "self._normaliser(unit, weight)\n",
           "self._normaliser(unit, weight) / (1.0 if self.loss_scaler is None else self.loss_scaler.scale_value)\n")]),
     "the spread is squared before the loss scale is divided out": (
-        "noise of scaled gradients", [("batch_size/noise_scale.py", "global_norm(loss_scale.divide(gradients))", "global_norm(gradients)")]),
+        "noise of scaled gradients",
+        [("batch_size/noise_scale.py", "global_norm(loss_scale.divide(gradients))", "global_norm(gradients)")]),
     "state in lists is not found": (
         "optimizer state in lists",
         [("optimizers.py", "if isinstance(held, Parameter)]", "if isinstance(held, Parameter) and '[' not in place]")]),
