@@ -164,7 +164,7 @@ class Accumulator:
         self._window_guard = FiniteWindow(self.skipped) if on_nonfinite == "skip_window" else AnyWindow()
         self._loss_scale = NoLossScale()
         self._meter = meter_of(noise_scale, prefix)
-        self._in_pieces = False  # whether a driver adds microbatches in pieces, and notes in `unfinished` that it does
+        self._in_pieces = False  # whether a driver adds microbatches in pieces, and notes in `_unfinished` that it does
         self.parameters = ParameterTuple(
             [*self.buffers, *self._counters, *_state_of(after_update, optimizer, parameters), *self._meter.parameters])
 
@@ -173,7 +173,7 @@ class Accumulator:
             return empty_parameter(f"{prefix}.{name}", (), dtype)
 
         self.mini_step = counter("mini_step", ms.int32)
-        self.unfinished = counter("unfinished", ms.int32)
+        self._unfinished = counter("unfinished", ms.int32)
         self.update_step = counter("update_step", ms.int32)
         self.closed_windows = counter("closed_windows", ms.int32)
         self.skipped = counter("skipped", ms.int32)
@@ -181,7 +181,7 @@ class Accumulator:
         self._weight_unit = counter("weight_unit", ms.float32)
         self.grad_norm = counter("grad_norm", ms.float32)
         self.window_weight = counter("window_weight", ms.float32)
-        self._counters = [self.mini_step, self.unfinished, self.update_step, self.closed_windows, self.skipped, self.weight_sum,
+        self._counters = [self.mini_step, self._unfinished, self.update_step, self.closed_windows, self.skipped, self.weight_sum,
                           self._weight_unit, self.grad_norm, self.window_weight]
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
@@ -304,7 +304,7 @@ class Accumulator:
         """Forget the open window, also after an error: empty the buffers and `mini_step`; the counts of the past stay."""
         ops.assign(self.mini_step, 0)
         if self._in_pieces:
-            ops.assign(self.unfinished, 0)
+            ops.assign(self._unfinished, 0)
         ops.assign(self.weight_sum, 0.0)
         for buffer in self.buffers:
             # buffer * 0, where NaN * 0 is 0. Of 258 MB of buffers, graph mode keeps a second copy for zeros_like(buffer)
@@ -320,7 +320,7 @@ class Accumulator:
 
     def _begin_pieces(self) -> None:
         """Note that a microbatch is added in pieces, so that an error in one of them leaves a trace; `_end_microbatch` to go on."""
-        ops.assign_add(self.unfinished, 1)
+        ops.assign_add(self._unfinished, 1)
 
     def _add_piece(self, grads: Gradients, factor: Scalar, weight: Scalar) -> Tensor:
         """Add `factor * grads` and count `weight`.
@@ -342,11 +342,11 @@ class Accumulator:
         """Count a microbatch of which `taken` pieces were taken: int32 Tensor of shape `()`."""
         ops.assign_add(self.mini_step, ops.minimum(taken, 1) if in_pieces else taken)
         if in_pieces:
-            ops.assign_add(self.unfinished, -1)
+            ops.assign_add(self._unfinished, -1)
 
     def _require_whole(self) -> None:
         """Raise RuntimeError if the open window holds a part of a microbatch, because of an error in a later piece. For the host."""
-        if int(self.unfinished) != 0:
+        if int(self._unfinished) != 0:
             raise RuntimeError("the open window may hold only some pieces of a batch, because an error stopped the others; expected "
                                "whole batches: call accumulator.reset(), which drops the open window, and go on with the next batch")
 

@@ -76,7 +76,7 @@ PUT_BACK = {
     "state in lists is not found": (
         "optimizer state in lists",
         [("optimizers.py", "if isinstance(held, Parameter)]", "if isinstance(held, Parameter) and '[' not in place]")]),
-    "pieces before an error stay": ("pieces before an error", [("accumulator.py", "if int(self.unfinished) != 0:", "if False:")]),
+    "pieces before an error stay": ("pieces before an error", [("accumulator.py", "if int(self._unfinished) != 0:", "if False:")]),
     "the window is divided by its microbatches": (
         "weights", [("accumulator.py", "self._normaliser(unit, weight)\n", "unit / self.mini_step\n")]),
     "the weight sum is not emptied": ("weights", [("accumulator.py", "ops.assign(self.weight_sum, 0.0)", "pass")]),
