@@ -38,7 +38,7 @@ _instances = count()
 
 @ms.jit_class
 class Accumulator:
-    """Adds up the gradients of microbatches and updates once per window; inside `ms.jit` and in PyNative.
+    """Add up the gradients of microbatches and update once per window; inside `ms.jit` and in PyNative.
 
         buffer += weight * gradient                              # every microbatch
         gradient = buffer                                        # reduction="sum", at the boundary
@@ -46,49 +46,47 @@ class Accumulator:
         gradient *= min(1, clip_norm / (norm(gradient) + 1e-6))  # if clip_norm is given
         optimizer(gradient); buffer = 0
 
-    A drop-in for the class of MindSpore's gradient accumulation tutorial, with half its memory. With "sum" (the
-    tutorial's contract) the script divides its loss by `accumulate_step`. With "mean", mean losses and the number of
-    samples (or unmasked tokens) as weights, the update is that of the undivided batch, also for ragged microbatches
-    and a short last window.
+    A drop-in replacement for the class of MindSpore's gradient accumulation tutorial, with half its memory. With "sum" (the
+    tutorial's contract) the script divides its loss by `accumulate_step`. With "mean", mean losses, and the number of
+    samples (or unmasked tokens) as weights, the update equals the full-batch update, also for ragged microbatches
+    and an incomplete last window.
 
-    With "mean", a buffer holds the sum of weight / unit * gradient, and is multiplied by unit / sum of the weights at the
-    boundary. The unit is the first weight that is not 0; it stays the same for the life of the accumulator. So microbatches of
-    equal weight are added as they are, without a multiplication, and a window of one of them gives the optimizer the very
-    bits of its gradient.
+    With "mean", a buffer holds the sum of weight / unit * gradient; see `unit.py`. Microbatches of equal weight are added without
+    a multiplication, and for a window of one microbatch the optimizer gets a gradient that is bit-identical to the microbatch's.
 
     Args:
         optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without elements,
             and without a `loss_scale` of its own (give a `loss_scaler` to the train step).
-            Gradients come in the order of `optimizer.parameters`. State that it names like another accumulator's living
+            Gradients come in the order of `optimizer.parameters`. State with the same name as that of another accumulator's
             optimizer (`global_step`) is renamed, so that both fit into one graph.
         accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a callable; see `window.Window`.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
         reduction: "sum" or "mean".
         buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16 buffer overflows
-            where the sum of weight / first weight * gradient exceeds 65504.
-        on_nonfinite: What NaN and infinity do. "apply": nothing special. "skip_microbatch": that microbatch adds nothing
-            and the window stays open for another one (`optax.skip_not_finite`). "skip_window": the window is dropped
-            when it closes, the optimizer untouched. See `gradients.all_finite` for what counts as finite.
+            if the sum of weight / first weight * gradient exceeds 65504.
+        on_nonfinite: What NaN and infinity do. "apply": they are applied like other values. "skip_microbatch": the microbatch is
+            ignored and the window stays open for another one (`optax.skip_not_finite`). "skip_window": the window is dropped
+            when it closes, and the optimizer does not run. See `gradients.all_finite` for what counts as finite.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
         after_update: Called without arguments after each update, never for a microbatch or a window that is skipped; for a moving average
             of the weights, say. Part of the graph in graph mode, so it has to work on Parameters. If it is a Cell or a
             method of one, the Cell's Parameters are state of the accumulator; those of other hooks no checkpoint knows.
-        noise_scale: A `GradientNoiseScale`, which then measures what the windows say about the batch size that is worth it, for one norm
-            at each microbatch. With `reduction="mean"` only.
+        noise_scale: A `GradientNoiseScale`, which measures up to which batch size more samples help. Costs one norm per microbatch.
+            With `reduction="mean"` only.
 
     Attributes:
         mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
         update_step: Updates done: int32 Parameter of shape `()`.
         closed_windows: Windows closed, with an update or dropped: int32 Parameter of shape `()`.
         buffer_dtypes: dtype of each parameter's accumulated gradient.
-        skipped: Microbatches or windows skipped by `on_nonfinite` or a loss scaler: int32 Parameter of shape `()`.
+        skipped: Gradients ignored because they were not finite, each of a microbatch ("skip_microbatch") or of a window ("skip_window",
+            or with a loss scaler): int32 Parameter of shape `()`.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`; stays 0 while
             `clip_norm` is None.
         weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`.
-        window_weight: The same as `weight_sum`, of the last window that was closed. On several ranks `weight_sum` and
-            `window_weight` are of this rank, or of all of them where
-            gradients are exchanged at each microbatch.
+        window_weight: `weight_sum` of the last window that was closed. On several ranks, `weight_sum` and `window_weight` are those of
+            this rank, or of all ranks if gradients are exchanged at each microbatch.
         parameters: ParameterTuple of all state, for checkpoints. Names are unique in the process and the same
             in the next process that builds its accumulators in the same order.
 
