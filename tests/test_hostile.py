@@ -22,7 +22,8 @@ from mindspore import Parameter, Tensor, nn
 from mnist_files import embedded_set, write
 from pair import METHODS, SHAPES, Pair, gradients_of, tensors_of
 
-from ms_accum import Accumulator, DataParallel, cli, make_train_step
+from ms_accum import Accumulator, DataParallel, make_train_step
+from ms_accum.cli import main as cli
 from ms_accum.mnist import fetch, train
 from ms_accum.window import Window
 
@@ -155,7 +156,7 @@ BAD_CALLS = {  # method, arguments, and the beginning of what is said
     "complex": ("__call__", (tuple(g.astype(ms.complex64) for g in good()),), r"the gradient of p0 is of Complex64, expected real"),
     "weight -1": ("add", (good(), -1), r"weight is -1, expected a finite number >= 0"),
     "weight NaN": ("__call__", (good(), NAN), r"weight is nan, expected a finite number >= 0"),
-    "weight beyond float32": ("__call__", (good(), 1e39), r"weight is 1e\+39, expected a finite number"),
+    "weight beyond float32": ("__call__", (good(), 1e39), r"weight is (1e\+39|inf), expected a finite number"),
     "weight beyond float": ("add", (good(), 10**400), r"weight is 10{400}, expected a finite number"),
     "weight None": ("add", (good(), None), r"weight is None, expected a number"),
     "weight bool": ("__call__", (good(), True), r"weight is True, expected a number"),
@@ -169,8 +170,6 @@ BAD_CALLS = {  # method, arguments, and the beginning of what is said
     "condition vector": ("close_if", (Tensor([True, True]),), r"condition is a Tensor of shape \(2,\), expected shape \(\)"),
     "condition empty": ("close_if", (Tensor(np.zeros(0), ms.bool_),), r"condition is a Tensor of shape \(0,\)"),
 }
-# Not in a graph: what it cannot take as an argument, and a number that is one is a constant of it.
-UNCOMPILED = ("NumPy", "a generator", "weight beyond float", "condition NumPy")
 
 
 def refuse(pair, name, compile_it=False):
@@ -197,8 +196,7 @@ def test_a_bad_call_is_refused_and_changes_no_bit(jit):
     for seed in range(4):
         pair.microbatch("__call__", gradients_of(seed), 2.0, 2.0)
     for name in BAD_CALLS:
-        if not (jit and name in UNCOMPILED):
-            refuse(pair, name, jit)
+        refuse(pair, name, jit and name != "weight beyond float")  # MindSpore itself refuses that int in a graph
     pair.microbatch("__call__", gradients_of(7), 2.0, 2.0)
 
 
