@@ -119,6 +119,7 @@ CONTRACT = [
     # gradients that are not finite
     Row(total(), [NAN, 1], ".x", NAN, (0, 1, 0)),
     Row(total(1, on_nonfinite="skip_microbatch"), [NAN, 1, INF], ".x.", 1, (0, 1, 2)),
+    Row(total(1, on_nonfinite="skip_microbatch"), [1e30], "x", 1e30, (0, 1, 0)),  # its square overflows
     *[skipping(bad, place) for bad in (NAN, INF, -INF) for place in range(3)],
     *[dropping(bad, place) for bad in (NAN, INF, -INF) for place in range(2)],
 ]
@@ -302,6 +303,68 @@ def test_accumulated_gradient_is_that_of_the_undivided_batch(mode):
     assert difference(values(unweighted.optimizer.seen), undivided) > 1e-2
 
 
+# --- gradients that are not finite -------------------------------------------------------------------------------------
+
+BAD = [(parameter, value) for parameter in range(len(SHAPES)) for value in (NAN, INF, -INF)]
+
+
+def spoiled(grads, parameter, value):
+    """Return the same with one bad element, the last one, in one parameter's gradient."""
+    grads = [g.copy() for g in grads]
+    grads[parameter].reshape(-1)[-1:] = value
+    return grads
+
+
+def test_skipped_microbatches_and_dropped_windows_leave_no_trace(mode):
+    """A bad element of every kind in every parameter at every place of a window: state is that of a run that never saw one."""
+    accumulators = []
+    for i, policy in enumerate(("skip_microbatch", "skip_window")):
+        weights = [Parameter(Tensor(np.full(shape, 0.5), ms.float32), name=f"trace{i}.{j}") for j, shape in enumerate(SHAPES)]
+        optimizer = nn.Momentum(weights, nn.exponential_decay_lr(0.5, 0.9, 100, 1, 1), 0.9, weight_decay=0.01)
+        accumulators.append(Accumulator(optimizer, 3, 0.5, reduction="mean", on_nonfinite=policy))
+    held = [[p for p in (*acc.optimizer.get_parameters(), *acc.parameters) if p is not acc.skipped] for acc in accumulators]
+    start = [p.asnumpy().copy() for p in (*held[0], *held[1])]
+    accumulators = tuple(accumulators)
+
+    def step(*grads):
+        return tuple([acc(grads, 2.0) for acc in accumulators])
+
+    step = compiled(step, mode)
+
+    def run(sequence):
+        """Return the bits of both accumulators after a sequence, from the start."""
+        for parameter, value in zip((*held[0], *held[1]), start):
+            ops.assign(parameter, Tensor(value))
+        for grads in sequence:
+            step(*tensors_of(grads))
+        return [[p.asnumpy().tobytes() for p in state] for state in held]
+
+    rng = np.random.default_rng(0)
+    good = [[[rng.normal(size=shape) for shape in SHAPES] for _ in range(3)] for _ in range(3)]
+    sequence, finite = [], []
+    for place, window in enumerate(good):
+        for i, (parameter, value) in enumerate(BAD):
+            window_of_bad = list(window)
+            window_of_bad[(i + place) % 3] = spoiled(window[(i + place) % 3], parameter, value)
+            sequence += window_of_bad
+            finite += [grads for j, grads in enumerate(window) if j != (i + place) % 3]
+        sequence += window
+        finite += window
+    seen = run([*sequence, good[0][0]])
+    assert [int(acc.skipped) for acc in accumulators] == [27, 27]
+    assert [int(acc.update_step) for acc in accumulators] == [21, 3]
+    assert seen[0] == run([*finite, good[0][0]])[0]
+    assert seen[1] == run([*good[0], *good[1], *good[2], good[0][0]])[1]
+    assert seen[1] != run([*good[0], *good[1], good[0][0]])[1]  # the negative control
+
+
+def test_finite_gradients_whose_sum_overflows_are_skipped():
+    """No update would survive them; see `gradients.all_finite`."""
+    accumulator = descend(1, on_nonfinite="skip_microbatch")
+    assert not bool(accumulator(gradients(1e38)))
+    assert (int(accumulator.skipped), int(accumulator.mini_step)) == (1, 0)
+
+
 # --- forms and dtypes --------------------------------------------------------------------------------------------------
 
 
@@ -406,7 +469,7 @@ def test_the_optimizer_advances_once_per_update(mode):
     rates = [0.5, 0.25, 0.125, 0.0625]
     scheduled, grouped, plain = parameters(), parameters(), parameters()
     momentum = nn.Momentum(scheduled, learning_rate=rates, momentum=0.5, weight_decay=0.1)
-    groups = nn.SGD([{"params": [grouped[0]], "lr": 1.0}, {"params": [grouped[1]], "lr": 0.5}], 0.1)
+    groups = nn.SGD([{"params": [grouped[0]], "lr": 1.0}, {"params": [grouped[1]], "lr": 0.5, "weight_decay": 0.1}], 0.1)
     optimizers = momentum, groups, optim.SGD(plain, lr=1.0, momentum=0.5)
     accumulators = tuple([Accumulator(optimizer, 3, reduction="mean") for optimizer in optimizers])
 
@@ -414,17 +477,18 @@ def test_the_optimizer_advances_once_per_update(mode):
         return tuple([accumulator((first, second)) for accumulator in accumulators])
 
     step = compiled(step, mode)
-    weight = velocity = plain_weight = plain_velocity = 0.0
+    weight = velocity = decayed = plain_weight = plain_velocity = 0.0
     for update in range(4):
         for value in (1.0, 2.0, 6.0):
             step(*gradients(value))
         velocity = 0.5 * velocity + 3.0 + 0.1 * weight
         weight -= rates[update] * velocity
+        decayed -= 0.5 * (3.0 + 0.1 * decayed)
         plain_velocity = 0.5 * plain_velocity + 3.0
         plain_weight -= plain_velocity
         assert int(momentum.global_step.asnumpy().item()) == update + 1
-        for parameter, expected in zip((*scheduled, *grouped, *plain), (weight, weight, -3.0 * (update + 1), -1.5 * (update + 1),
-                                                                        plain_weight, plain_weight)):
+        all_expected = weight, weight, -3.0 * (update + 1), decayed, plain_weight, plain_weight
+        for parameter, expected in zip((*scheduled, *grouped, *plain), all_expected):
             np.testing.assert_allclose(parameter.asnumpy(), np.full(parameter.shape, expected), rtol=1e-5)
 
 

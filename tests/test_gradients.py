@@ -11,7 +11,8 @@ DTYPES = (ms.float16, ms.float32, ms.float64)
 SHAPES = [(), (1,), (7, 3), (200, 300)]
 INF = float("inf")
 FACTORS = [  # norm, clip_norm, factor
-    (2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (1e-6, 1e-6, 0.5), (5.0, INF, 1.0), (INF, INF, 1.0), (INF, 1.0, 0.0)]
+    (2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (1e-6, 1e-6, 0.5),
+    (5.0, INF, 1.0), (INF, INF, 1.0), (INF, 1.0, 0.0)]
 SCALED = [  # 3 in this dtype, times this factor, in that dtype
     (ms.float16, 1.0, ms.float32, 3.0), (ms.float32, 0.5, ms.float16, 1.5), (ms.float32, 2, ms.float32, 6.0),
     (ms.float16, 30000.0, ms.float32, 90000.0)]
