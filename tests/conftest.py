@@ -16,6 +16,11 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from ms_accum import avoid_busy_waiting
 from ms_accum.mnist.data import load
 
+try:
+    from mindspore.graph.api import ms_compile_cache
+except ImportError:  # before MindSpore 2.8
+    from mindspore.common.api import ms_compile_cache
+
 avoid_busy_waiting()
 # The same examples in every run, however slow the machine.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
@@ -92,6 +97,11 @@ def in_modes(cases, compiled):
     """pytest.params `(mode, *case)`: op by op all cases; compiled, at 3 s each and more, those in `compiled`, the others with -m slow."""
     return [pytest.param(mode, *case, marks=[pytest.mark.slow] if mode == "jit" and case not in compiled else [])
             for case in cases for mode in ("jit", "pynative")]
+
+
+def compiled_graphs():
+    """How many graphs MindSpore has compiled in this process."""
+    return len(ms_compile_cache)
 
 
 def compiled(function, mode):

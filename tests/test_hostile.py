@@ -616,7 +616,10 @@ SOAK = """
 import resource, sys
 import mindspore as ms, numpy as np
 from mindspore import Tensor, nn
-from mindspore.graph import api
+try:
+    from mindspore.graph.api import ms_compile_cache
+except ImportError:  # before MindSpore 2.8
+    from mindspore.common.api import ms_compile_cache
 from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
 avoid_busy_waiting()
 microbatches, warm_up = map(int, sys.argv[1:])
@@ -631,10 +634,10 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 for i in range(microbatches):
     if i == warm_up:
-        memory, graphs = resident(), len(api.ms_compile_cache)
+        memory, graphs = resident(), len(ms_compile_cache)
     loss = train_step(Tensor(data[i % 64]))
 grown = resident() - memory
-print(grown, len(api.ms_compile_cache) - graphs, int(acc.mini_step), int(acc.update_step), np.isfinite(float(loss)))
+print(grown, len(ms_compile_cache) - graphs, int(acc.mini_step), int(acc.update_step), np.isfinite(float(loss)))
 """
 
 

@@ -7,8 +7,8 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
+from conftest import compiled_graphs
 from mindspore import Tensor, nn
-from mindspore.graph import api
 
 from ms_accum import Accumulator
 from ms_accum.mnist import data, step, train
@@ -296,12 +296,12 @@ def test_graph_and_pynative_give_the_same_numbers(mnist, optimizer):
 
 def test_graph_mode_compiles_and_pynative_does_not(mnist, monkeypatch):
     monkeypatch.delenv("MS_JIT", raising=False)
-    before = len(api.ms_compile_cache)
+    before = compiled_graphs()
     trained(mnist, FEW)
-    assert len(api.ms_compile_cache) == before
+    assert compiled_graphs() == before
     assert "MS_JIT" not in os.environ
     trained(mnist, replace(FEW, mode="graph"))
-    assert len(api.ms_compile_cache) > before
+    assert compiled_graphs() > before
 
 
 @pytest.mark.parametrize(("mode", "strategy", "micro_size"), [

@@ -12,35 +12,6 @@ from pathlib import Path
 
 import pytest
 import rank_cases
-from rank_cases import OPTIMIZERS, SYNCS
-
-MATRIX = [f"trained:{sync}:{sizes}:{optimizer}"
-          for sync in SYNCS for sizes in ("equal", "unequal", "uneven") for optimizer in OPTIMIZERS]
-BAD = [f"trained:{sync}:{sizes}:SGD:{what}" for sync, sizes, what in (
-    ("window", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_microbatch"),
-    ("microbatch", "uneven", "nan:skip_window"), ("window", "equal", "overflow"), ("window", "uneven", "nan"))]
-NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
-         for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
-RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors"]
-LAUNCHES = {  # ranks, cases
-    # Every sync with each kind of sizes and each optimizer.
-    "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, *NOISE, *RESUME,
-                 "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit", "mnist",
-                 "killed"]),
-    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:4], *NOISE, *RESUME, "mnist"]),
-                     "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:split:jit",
-                     "trained:shard:uneven:Adam:split:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
-    "four": (4, [*MATRIX[2::3], "trained:window:uneven:Adam", "trained:window:uneven:SGD:nan:skip_microbatch",
-                 *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
-}
-
-
-def of_cases(kind, feature=None):
-    """Parametrize a test with `(launch, case)` of each case of a kind and a feature; all but the fast ones are slow."""
-    found = [pytest.param(launch, case, marks=[] if launch == "fast" else [pytest.mark.slow])
-             for launch, (_, cases) in LAUNCHES.items() for case in cases
-             if case.split(":")[0] == kind and (feature is None or feature in case.split(":"))]
-    return pytest.mark.parametrize(("launch", "case"), found)
 
 
 @pytest.fixture
@@ -54,7 +25,7 @@ def folder_of(tmp_path_factory):
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "end.json").exists():
-                _launch(folder, *LAUNCHES[launch])
+                _launch(folder, *rank_cases.LAUNCHES[launch])
         return folder
     return folder_of
 
@@ -98,7 +69,7 @@ def left_by(folder_of):
     """`left_by(case, launch)`: what a case left on each rank."""
     def left_by(case, launch="fast"):
         folder = folder_of(launch)
-        results = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(LAUNCHES[launch][0])]
+        results = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(rank_cases.LAUNCHES[launch][0])]
         assert all(case in result for result in results), (folder / "end.json").read_text(encoding="utf-8")[-3000:]
         return [result[case] for result in results]
     return left_by

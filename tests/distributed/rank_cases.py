@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
+import pytest
 from conftest import MLP, mean_loss, tensors, values
 from mindspore import Tensor, amp, nn, ops
 from mindspore.communication import get_rank, init
@@ -39,7 +40,35 @@ SIZES = {  # samples in the microbatches of rank r; those of one size are compil
 # The accumulators of `together`: optimizer, reducer, on_nonfinite.
 TOGETHER = [("Momentum", "window", "apply"), ("SGD", "microbatch", "apply"), ("Adam", "shard", "apply"),
             ("SGD", "window", "skip_microbatch")]
-MNIST = ("--epochs", "2", "--batch-size", "128", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
+MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
+
+MATRIX = [f"trained:{sync}:{sizes}:{optimizer}"
+          for sync in SYNCS for sizes in ("equal", "unequal", "uneven") for optimizer in OPTIMIZERS]
+BAD = [f"trained:{sync}:{sizes}:SGD:{what}" for sync, sizes, what in (
+    ("window", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_microbatch"),
+    ("microbatch", "uneven", "nan:skip_window"), ("window", "equal", "overflow"), ("window", "uneven", "nan"))]
+NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
+         for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
+RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors"]
+LAUNCHES = {  # ranks, cases
+    # Every sync with each kind of sizes and each optimizer.
+    "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, *NOISE, *RESUME,
+                 "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit", "mnist",
+                 "killed"]),
+    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:4], *NOISE, *RESUME, "mnist"]),
+                     "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:split:jit",
+                     "trained:shard:uneven:Adam:split:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
+    "four": (4, [*MATRIX[2::3], "trained:window:uneven:Adam", "trained:window:uneven:SGD:nan:skip_microbatch",
+                 *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
+}
+
+
+def of_cases(kind, feature=None):
+    """Parametrize a test with `(launch, case)` of each case of a kind and a feature; all but the fast ones are slow."""
+    found = [pytest.param(launch, case, marks=[] if launch == "fast" else [pytest.mark.slow])
+             for launch, (_, cases) in LAUNCHES.items() for case in cases
+             if case.split(":")[0] == kind and (feature is None or feature in case.split(":"))]
+    return pytest.mark.parametrize(("launch", "case"), found)
 
 
 def microbatches(sizes, rank):
@@ -53,9 +82,9 @@ def weight_of(rank, i):
     return 1 + (rank + i) % 3
 
 
-def accumulator(network, optimizer="SGD", sync="window", **settings):
+def accumulator(network, optimizer="SGD", sync="window", clip_norm=0.5, **settings):
     optimizer = {**OPTIMIZERS, **STILL}[optimizer](network.trainable_params())
-    return Accumulator(optimizer, N, 0.5, reduction="mean", reducer=SYNCS.get(sync), **settings)
+    return Accumulator(optimizer, N, clip_norm, reduction="mean", reducer=SYNCS.get(sync), **settings)
 
 
 def train(step, batches):
@@ -86,13 +115,11 @@ def trained(rank, sync, sizes, optimizer, *features):
             "noise": noise_scale and [noise_scale.noise, noise_scale.gradient_squared]}
 
 
-def in_one_step(settings):
-    """Accumulators, and one step `(x, y, weight, spoil)` of all; `spoil` multiplies the gradients of the last one."""
-    networks = nn.CellList([MLP(seed=0) for _ in settings])
-    accs = [accumulator(network, optimizer, sync, on_nonfinite=on_nonfinite)
-            for network, (optimizer, sync, on_nonfinite) in zip(networks, settings)]
-    one, two, three, four = accs
-    loss_fn = nn.CrossEntropyLoss()
+def together(rank, settings=TOGETHER):
+    """Four accumulators in one step, with Tensors as weights; only the last one sees the NaN of rank 1."""
+    networks, loss_fn = nn.CellList([MLP(seed=0) for _ in settings]), nn.CrossEntropyLoss()
+    accs = one, two, three, four = [accumulator(network, optimizer, sync, on_nonfinite=on_nonfinite)
+                                    for network, (optimizer, sync, on_nonfinite) in zip(networks, settings)]
 
     def forward_fn(x, y):
         return sum([loss_fn(network(x), y) for network in networks])
@@ -108,12 +135,6 @@ def in_one_step(settings):
         weight = ops.depend(weight, three(grads[8:12], weight))
         return four(tuple([g * spoil for g in grads[12:]]), weight)
 
-    return accs, step
-
-
-def together(rank, settings=TOGETHER):
-    """Each way to exchange in one step, with Tensors as weights; only the last accumulator sees the NaN of rank 1."""
-    accs, step = in_one_step(settings)
     for i, (x, y) in enumerate(microbatches("equal", rank)):
         spoil = np.nan if (rank, i) == (1, 1) else 1.0
         step(*tensors(x, y), Tensor(weight_of(rank, i), ms.float32), Tensor(spoil, ms.float32))
@@ -124,29 +145,36 @@ def together(rank, settings=TOGETHER):
 
 def by_hand(rank):
     """Gradients that the script computes itself: reduction="sum", a number 0 as the weight, the published experiment."""
-    found = {}
+    found = {"article": train_article([article_rows()[rank::2]], reducer=DataParallel())}
     for sync, reducer in SYNCS.items():
         network = MLP(seed=0)
         acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), N, reducer=reducer)
+        grad_fn = ms.grad(mean_loss(network), None, acc.optimizer.parameters)
         for x, y in microbatches("equal", rank):
-            acc(tuple([g / N for g in ms.grad(mean_loss(network), None, acc.optimizer.parameters)(*tensors(x, y))]))
+            acc(tuple([g / N for g in grad_fn(*tensors(x, y))]))
         acc.flush()
         found[f"sum:{sync}"] = state(acc)
-        acc = Accumulator(nn.SGD(MLP(seed=0).trainable_params(), 0.1), N, reduction="mean", reducer=reducer)
+        acc = accumulator(MLP(seed=0), sync=sync, clip_norm=None)
         for value, weight in ((float("nan") if rank else 1.0, 0 if rank else 1.0), (1.0, 1.0)):
             acc(tuple([p * 0 + value for p in acc.optimizer.parameters]), weight)
         found[f"zero:{sync}"] = state(acc)
-    network = nn.Dense(8, 1, weight_init="ones", has_bias=False)
-    acc = Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), 1, reducer=DataParallel())
-    for _ in range(2):
-        acc(ms.grad(lambda x: network(x).sum(), None, acc.optimizer.parameters)(Tensor(article_rows()[rank::2])))
-    return {**found, "article": network.weight.reshape(-1)}
+    return found
 
 
 def article_rows():
     """The published 8 x 8 numbers."""
     path = Path(__file__).parents[1] / "article_rand8x8.json"
     return np.array(json.loads(path.read_text(encoding="utf-8"))["rows"], np.float32)
+
+
+def train_article(windows, divisor=1, reducer=None):
+    """Two epochs of the published experiment; the loss is the sum of the outputs."""
+    network = nn.Dense(8, 1, weight_init="ones", has_bias=False)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), len(windows), reducer=reducer)
+    grad_fn = ms.grad(lambda x: network(x).sum() / divisor, None, acc.optimizer.parameters)
+    for x in windows * 2:
+        acc(grad_fn(Tensor(x)))
+    return [f"{weight:.4f}" for weight in network.weight.asnumpy().reshape(-1)]
 
 
 def traffic(rank, sync):
@@ -249,7 +277,7 @@ def mnist(rank):
     os.chdir(folder)
     mode = "pynative" if os.environ["MS_JIT"] == "0" else "graph"
     with redirect_stdout(sys.stdout):  # rank 1 replaces its own
-        return cli.main(["mnist", *MNIST, "--save-every", "10", "--mode", mode])
+        return cli.main(["mnist", *MNIST, "--save-every", "5", "--mode", mode])
 
 
 def killed(rank):

@@ -1,7 +1,7 @@
 """What travels between ranks, and in how many collectives."""
 import numpy as np
 from conftest import MLP
-from launch import LAUNCHES, of_cases
+from rank_cases import LAUNCHES, of_cases
 
 pytest_plugins = ["launch"]
 

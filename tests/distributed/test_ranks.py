@@ -6,9 +6,8 @@ from dataclasses import replace
 import mindspore as ms
 import pytest
 from conftest import MLP, difference, values
-from launch import LAUNCHES, of_cases
 from mindspore import nn
-from rank_cases import MNIST, accumulator
+from rank_cases import LAUNCHES, MNIST, accumulator, of_cases
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.checkpoint import CheckpointError
@@ -68,13 +67,13 @@ def test_checkpoints_of_other_numbers_of_ranks_are_refused(folder_of):
 
 @of_cases("mnist")
 def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, folder_of, tmp_path, launch, case):
-    """Sharded digits (40 and 39 microbatches), the same update; only rank 0 prints, with checkpoints on the way."""
+    """Sharded digits (13 and 12 microbatches), the same update; only rank 0 prints, with checkpoints on the way."""
     assert cli.main(["mnist", *MNIST, "--mode", "pynative", "--accumulate-step", "4"]) == 0
     assert left_by(case, launch) == [0, 0]
     folders = [folder_of(launch) / "mnist", tmp_path]
     two, one = (json.loads((folder / "run.json").read_text(encoding="utf-8")) for folder in folders)
     assert (two["ranks"], one["ranks"]) == (2, 1)
-    assert two["update_step"] == one["update_step"] == 40
+    assert two["update_step"] == one["update_step"] == 14
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["accuracy"] == pytest.approx(one["accuracy"], abs=0.2)
     names = [p.name for p in Network(0).trainable_params()]
@@ -82,7 +81,7 @@ def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, f
     assert difference(*(values(parameters[name] for name in names) for parameters in trained)) <= 1e-3  # float32, and ReLU
     logs = logs_of(folder_of(launch), 2)
     assert ["epoch 2/2  loss" in log for log in logs] == [True, False]
-    assert "128 x 2 x 2 ranks = 512 digits an update, gradients exchanged each window" in logs[0]
+    assert "400 x 2 x 2 ranks = 1,600 digits an update, gradients exchanged each window" in logs[0]
     assert sorted(re.sub("-[0-9a-f]{16}", "", path.name) for path in folders[0].glob("*run.*")) == [
         "run.ckpt", "run.json", "run.rank1of2.ckpt"]
 

@@ -3,10 +3,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, compiled, difference, values
-from launch import LAUNCHES, of_cases
-from mindspore import Tensor, nn
-from rank_cases import SYNCS, TOGETHER, N, article_rows, microbatches, together, weight_of
+from conftest import MLP, difference, values
+from mindspore import nn
+from rank_cases import LAUNCHES, SYNCS, TOGETHER, N, article_rows, microbatches, of_cases, together, train_article, weight_of
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import reducers
@@ -113,29 +112,13 @@ def test_a_weight_of_zero_counts_nothing_on_any_rank(left_by, sync):
 
 def test_article_in_two_processes(left_by):
     for left in left_by("by_hand"):
-        assert [f"{weight:.4f}" for weight in left["article"]] == ARTICLE
+        assert left["article"] == ARTICLE
 
 
-def test_article_in_one_process(mode):
+@pytest.mark.parametrize(("divisor", "same"), [(2, True), (1, False)])
+def test_article_in_one_process(divisor, same):
     """Two microbatches, loss / 2; control: without the division the weights are others."""
-    divided, whole = networks = nn.CellList([nn.Dense(8, 1, weight_init="ones", has_bias=False) for _ in range(2)])
-    first, second = (Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), 2) for network in networks)
-
-    def forward_fn(x):
-        return divided(x).sum() / 2 + whole(x).sum()
-
-    grad_fn = ms.grad(forward_fn, None, networks.trainable_params())
-
-    def step(x):
-        grads = grad_fn(x)
-        return first(grads[:1]), second(grads[1:])
-
-    step = compiled(step, mode)
-    for start in (0, 1, 0, 1):
-        step(Tensor(article_rows()[start::2]))
-    weights = [[f"{weight:.4f}" for weight in network.weight.asnumpy().reshape(-1)] for network in networks]
-    assert weights[0] == ARTICLE
-    assert weights[1] != ARTICLE
+    assert (train_article([article_rows()[0::2], article_rows()[1::2]], divisor) == ARTICLE) == same
 
 
 @of_cases("trained", "noise")
@@ -163,8 +146,10 @@ def test_microbatches_of_all_ranks_are_in_the_noise_scale(left_by, launch, case)
 # --- one rank, and bad arguments ---------------------------------------------------------------------------------------
 
 
-def test_without_other_ranks_it_accumulates_on_one(mode):
+@pytest.mark.parametrize("jit", ["0", "1"])
+def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit):
     """No process group: the same script, the same parameters to the bit as without a reducer."""
+    monkeypatch.setenv("MS_JIT", jit)
     expected, *others = together(0, [("SGD", sync, "apply") for sync in (None, *SYNCS)])
     assert expected["counters"] == [3, 0, 0]
     assert difference(expected["parameters"], values(MLP(seed=0).trainable_params())) > 1e-2
