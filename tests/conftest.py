@@ -62,9 +62,14 @@ def _forget_errors():
     start = perf_counter()
     yield
     if perf_counter() - start > 0.02:  # the others run nothing of MindSpore
-        size = next(_sizes)  # a graph that was not compiled before
-        with suppress(RuntimeError):
-            ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))
+        recover()
+
+
+def recover():
+    """Compile a small graph that was not compiled before; see `_forget_errors`."""
+    size = next(_sizes)
+    with suppress(RuntimeError):
+        ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))
 
 
 def _gathered(values, index):

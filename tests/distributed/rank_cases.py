@@ -58,17 +58,18 @@ LAUNCHES = {  # ranks, cases
     "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:4], *NOISE, *RESUME, "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:split:jit",
                      "trained:shard:uneven:Adam:split:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
-    "four": (4, [*MATRIX[2::3], "trained:window:uneven:Adam", "trained:window:uneven:SGD:nan:skip_microbatch",
+    "four": (4, [*MATRIX[2::3], "trained:window:uneven:Adam", "trained:window:uneven:SGD:nan:skip_microbatch", NOISE[0], RESUME[0],
                  *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
 }
 
 
-def of_cases(kind, feature=None):
-    """Parametrize a test with `(launch, case)` of each case of a kind and a feature; all but the fast ones are slow."""
-    found = [pytest.param(launch, case, marks=[] if launch == "fast" else [pytest.mark.slow])
-             for launch, (_, cases) in LAUNCHES.items() for case in cases
-             if case.split(":")[0] == kind and (feature is None or feature in case.split(":"))]
-    return pytest.mark.parametrize(("launch", "case"), found)
+EVERY_LAUNCH = pytest.mark.parametrize(
+    "launch", ["fast", *(pytest.param(launch, marks=pytest.mark.slow) for launch in ("compiled", "four"))])
+
+
+def cases_of(launch, kind, feature=""):
+    """The cases of a launch that call the function `kind`, and have the argument `feature`."""
+    return [case for case in LAUNCHES[launch][1] if case.split(":")[0] == kind and (not feature or feature in case.split(":"))]
 
 
 def microbatches(sizes, rank):

@@ -1,7 +1,7 @@
 """What travels between ranks, and in how many collectives."""
 import numpy as np
 from conftest import MLP
-from rank_cases import LAUNCHES, of_cases
+from rank_cases import EVERY_LAUNCH, LAUNCHES, cases_of
 
 pytest_plugins = ["launch"]
 
@@ -18,11 +18,9 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
         assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(16)] == ([False] * 7 + [True]) * 2
 
 
-@of_cases("trained")
-def test_shards_are_a_part_of_the_buffers(left_by, launch, case):
+@EVERY_LAUNCH
+def test_shards_are_a_part_of_the_buffers(left_by, launch):
     whole, ranks = sum(p.nbytes for p in MLP().trainable_params()), LAUNCHES[launch][0]
-    for left in left_by(case, launch):
-        if ":shard:" in case:
-            assert whole / ranks <= left["buffers"] <= whole / ranks + 3 * 4  # one element of padding in each of three buckets
-        else:
-            assert left["buffers"] == whole
+    for case in cases_of(launch, "trained"):
+        share, padding = (whole / ranks, 3 * 4) if ":shard:" in case else (whole, 0)  # an element in each of three buckets
+        assert all(share <= left["buffers"] <= share + padding for left in left_by(case, launch)), case
