@@ -6,7 +6,11 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore.graph import api
+
+try:
+    from mindspore.graph import api
+except ImportError:  # before MindSpore 2.8
+    from mindspore.common import api
 
 from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
 

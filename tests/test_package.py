@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -175,3 +176,8 @@ def test_ci_runs_the_readmes_test_command():
     commands = re.findall(r"^python3 -m venv .*pytest.*$", README, re.MULTILINE)
     assert len(commands) == 1
     assert "grep -m1 '^python3 -m venv .*pytest' README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_github_runs_the_versions_of_the_matrix():
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    assert re.findall(r'mindspore: "(.+?)", python: "(.+?)"', workflow) == runpy.run_path(str(ROOT / "tests" / "matrix"))["PAIRS"]

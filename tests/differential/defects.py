@@ -1,8 +1,19 @@
-"""Narrow draws, each around one defect that ms_accum has had; run by `python -m differential NAME`."""
+"""Narrow draws, each around one defect that ms_accum has had.
+
+`python -m differential.defects FOLDER NAME`: whether a draw finds a defect in the ms_accum of FOLDER. Status 1 if so, 0 if not.
+"""
 import random
+import sys
+import tempfile
 from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+import ms_accum
 
 from .cases import compose
+from .follow import follow
 
 _QUIET = {"event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples"}
 _PLAIN_NETWORK = {"front": "dense", "norm": "none", "backward_clip": False}
@@ -104,3 +115,20 @@ def cases(name, count=4):
     fixed, varied = NARROW[name]
     turns = {key: cycle(values) for key, values in varied.items()}
     return [compose(random.Random(i).choice, **{**fixed, **{key: next(turn) for key, turn in turns.items()}}) for i in range(count)]
+
+
+def main(folder, name):
+    if not Path(ms_accum.__file__).is_relative_to(folder):
+        return f"ms_accum is imported from {ms_accum.__file__}, expected {folder}"
+    for case in cases(name):
+        print(case, flush=True)
+        try:
+            follow(case, Path(tempfile.mkdtemp(dir=".")))
+        except (AssertionError, pytest.fail.Exception) as found:
+            print(f"found: {found}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
