@@ -48,7 +48,7 @@ def test_any_compiled_run_follows_the_oracle(options):
     ("graph", 3, {"driver": "split", "sizes": [6] * 3, "micro_size": 4, "aux": "rows", "scaler": "dynamic"}),
 ])
 def test_compiled_runs_follow_the_oracle_and_compile_once(mode_named, capfd, context, graphs, options):
-    """A graph for each size of a batch, one for flush ("split": and one for the update), whatever the epochs. MindSpore warns of nothing."""
+    """A graph for each size of a batch, one for flush ("split": one for the update, too), in the first epoch. MindSpore warns of nothing."""
     mode_named(context)
     compiled = [len(api.ms_compile_cache)]
     run(**options, epochs=2, after_epoch=lambda: compiled.append(len(api.ms_compile_cache)))
