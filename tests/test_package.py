@@ -20,13 +20,14 @@ PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.D
 
 
 PUBLIC = sorted(name for name, value in vars(ms_accum).items() if inspect.isclass(value) or inspect.isfunction(value))
+ERRORS = {name for name in PUBLIC if inspect.isclass(getattr(ms_accum, name)) and issubclass(getattr(ms_accum, name), Exception)}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name):
     text = inspect.getdoc(getattr(ms_accum, name))
-    assert "Example:" in text
-    assert "Source:" in text
+    assert name in ERRORS or ("Example:" in text and "Source:" in text)
+    assert text
     assert getattr(ms_accum, name).__module__.startswith("ms_accum.")
 
 
@@ -133,7 +134,7 @@ print("ran")
 
 
 def test_no_block_of_readme_is_untested():
-    """What each of them holds that the tests here (the check's: test_equivalence_check.py) find it by."""
+    """What each of them holds that the tests here (the check's: test_equivalence.py) find it by."""
     tested = (PYTHON_BLOCKS[0], PYTHON_BLOCKS[1], PYTHON_BLOCKS[2], *map(block_with, (
         "Model(train_cell", "PerUpdate(LearningRateScheduler", "class MovingAverage", 'save_checkpoint("run.ckpt"',
         "reducer=DataParallel()",
@@ -152,7 +153,7 @@ def test_readme_signatures_are_the_real_ones():
 def test_docstring_examples():
     """Every public name has one, and prints what it says. As a script: graph mode does not find the names of a doctest's functions."""
     script, expected = [], []
-    for name in PUBLIC:
+    for name in sorted({*PUBLIC} - ERRORS):
         examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(ms_accum, name)))
         assert any(example.want for example in examples), name
         if name == "plan_micro_batch":  # its trials run the script, too

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ms_accum.batch_size.trial import run_trial
+from ms_accum.batch_size.trial import _measure, pickled, run_trial
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -60,9 +60,8 @@ def no_step(microbatch):
     (killed, {}, "out of memory", ""),
     (exhausted, {}, "out of memory", "RuntimeError: Malloc memory failed: size 123"),
     (raising, {}, "failed", "KeyError: 'no data for 4\\nsecond line'"),
-    (no_step, {}, "failed", "TypeError: make_step(4) returned int, expected a function that runs one train step"),
     (crashing, {}, "failed", "its process ended with status 3: the last words"),
-    (hanging, {"timeout": 2.5}, "failed", "it was not done within 2.5 s"),
+    (hanging, {"timeout": 1.5}, "failed", "it was not done within 1.5 s"),
     (growing, {"memory_limit": 700 * MIB}, "beyond the limit", ""),
 ])
 def test_a_trial_survives_whatever_happens_in_it(make_step, options, ended, reason):
@@ -84,6 +83,11 @@ def _parent(pid):
 
 def _tracker(pid):
     return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()  # Python's own, one for the session
+
+
+def test_what_is_no_step_is_refused():
+    with pytest.raises(TypeError, match=r"make_step\(4\) returned int, expected a function that runs one train step"):
+        _measure(pickled(no_step), 4, 2, "CPU")
 
 
 def test_a_peak_is_measured_past_all_steps():

@@ -120,7 +120,7 @@ def test_a_gradient_of_0_is_compared_with_what_it_is_made_of():
 # --- negative controls: what the tolerance must not swallow -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-4), ("float16", 0.3)])
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-4), pytest.param("float16", 0.3, marks=pytest.mark.slow)])
 def test_weights_that_are_off_are_no_rounding(dtype, off):
     network = MLP().to_float(getattr(ms, dtype))
 

@@ -35,6 +35,14 @@ class Everything(nn.Cell):
         return self.out(x + 0.1 * ops.dropout(self.noise(x.shape), 0.5, True))
 
 
+def taught(network, teacher, broken):
+    def forward_fn(x, y):
+        if broken and len(x) < 12:
+            raise KeyError("not with so few")
+        return ops.cross_entropy(network(x) + teacher(x), y) + float(np.random.rand() + random.random()) * 0
+    return forward_fn
+
+
 def trace(*cells):
     """All that a check might leave behind."""
     return [(name, type(cell).__name__, cell.training, cell.phase, len(cell._forward_hook), [id(p) for p in cell._primitives.values()],
@@ -61,11 +69,7 @@ def test_no_trace_is_left(mode_named, mode, broken, monkeypatch):
         ms.set_seed(7)
         random.seed(7)
         network, teacher = Everything(), nn.SequentialCell(nn.Dense(6, 3), nn.BatchNorm1d(3)).set_train()
-
-        def forward_fn(x, y, network=network, teacher=teacher):
-            if broken and len(x) < 12:
-                raise KeyError("not with so few")
-            return ops.cross_entropy(network(x) + teacher(x), y) + float(np.random.rand() + random.random()) * 0
+        forward_fn = taught(network, teacher, broken)
         network(BATCH[0])  # randomness has begun
         optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
         mode_named(mode)

@@ -21,14 +21,14 @@ from mindspore import Tensor, nn
 from ms_accum import Accumulator, make_train_step
 
 def make_step(microbatch):
-    network = nn.SequentialCell(nn.Dense(784, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 10))
+    network = nn.SequentialCell(nn.Dense(64, 512), *[nn.Tanh() for _ in range(7)], nn.Dense(512, 10))
     loss_fn = nn.CrossEntropyLoss()
     def forward_fn(data, label):
         return loss_fn(network(data), label)
     acc = Accumulator(nn.Adam(network.trainable_params(), 1e-3), 32768 // microbatch, reduction="mean")
     train_step = make_train_step(forward_fn, acc)
     rng = np.random.default_rng(0)
-    data, label = Tensor(rng.random((microbatch, 784), np.float32)), Tensor(rng.integers(0, 10, microbatch), ms.int32)
+    data, label = Tensor(rng.random((microbatch, 64), np.float32)), Tensor(rng.integers(0, 10, microbatch), ms.int32)
     return lambda: train_step(data, label)
 
 if __name__ == "__main__":
@@ -40,10 +40,10 @@ if __name__ == "__main__":
 
 
 def test_the_command_predicts_what_the_run_then_uses(capsys, monkeypatch):
-    """Within 10 %, after 4 updates in a fresh process; control: that of the next microbatch would be off by more."""
+    """Within 10 %, after 2 updates in a fresh process; control: that of the next microbatch would be off by more."""
     Path("planned_train.py").write_text(TRAIN)
     monkeypatch.setattr(planning, "divisors_of", lambda batch_size: [4096, 16384, 32768])  # two trials are enough here
-    status = cli.main(["plan", "planned_train:make_step", "--batch-size", "32768", "--memory-limit", "800MiB",
+    status = cli.main(["plan", "planned_train:make_step", "--batch-size", "32768", "--memory-limit", "950MiB",
                        "--json", "plan.json", "--plot", "plan.png"])
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")
@@ -53,26 +53,19 @@ def test_the_command_predicts_what_the_run_then_uses(capsys, monkeypatch):
     assert out.splitlines()[-1].startswith("batch 32,768 = accumulate_step 2 x microbatch 16,384: ")
     assert len([line for line in out.splitlines() if line.startswith("trial")]) == 2
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
-    used = int(run_python(TRAIN, "16384", "8"))
+    used = int(run_python(TRAIN, "16384", "4"))
     assert plan["peak"] == pytest.approx(used, rel=0.1)
     assert not plan["trials"][1]["peak"] == pytest.approx(used, rel=0.1)
 
 
-def test_functions_of_a_script_work_if_it_has_a_guard():
-    script = """
-import numpy as np
+def test_functions_of_a_script_need_a_guard():
+    """With one, they work: as a script runs the docstring's example in test_package.py."""
+    Path("unguarded.py").write_text("""
 from ms_accum import plan_micro_batch
-
 def make_step(microbatch):
-    return lambda: np.ones(microbatch * 2**17).sum()
-
-def main():
-    plan = plan_micro_batch(make_step, 2, memory_limit=2**40)
-    print(plan.microbatch, len(plan.trials))
-
-"""
-    assert run_python(script + "if __name__ == '__main__':\n    main()").split() == ["2", "2"]
-    Path("unguarded.py").write_text(script + "main()")
+    return int
+plan_micro_batch(make_step, 2, memory_limit=2**40)
+""")
     done = subprocess.run([sys.executable, "unguarded.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert 'a script needs `if __name__ == "__main__":` around what is not to run in each trial' in done.stderr.splitlines()[-1]
