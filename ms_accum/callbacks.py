@@ -4,7 +4,6 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Union
 
 from mindspore import nn
@@ -35,7 +34,7 @@ class FlushCallback(Callback):
         >>> from mindspore.dataset import GeneratorDataset
         >>> from mindspore.train import Model
         >>> from ms_accum import Accumulator, FlushCallback, TrainOneStepCell
-        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), target, np.float32)) for target in (4.0, 5.0, 9.0)]
+        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
         >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
@@ -107,7 +106,7 @@ class PerUpdate(Callback):
         >>> from mindspore.dataset import GeneratorDataset
         >>> from mindspore.train import LearningRateScheduler, Model
         >>> from ms_accum import Accumulator, FlushCallback, PerUpdate, TrainOneStepCell
-        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), target, np.float32)) for target in (4.0, 5.0, 9.0)]
+        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
         >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
@@ -127,12 +126,10 @@ class PerUpdate(Callback):
         self._update_step = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Pass it on."""
         self._update_step = int(_only_cell(run_context, self).accumulator.update_step)
         self._pass_on("on_train_begin", run_context)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Pass it on."""
         self._pass_on("on_train_epoch_begin", run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
@@ -189,7 +186,7 @@ class WindowLog(Callback):
         >>> from mindspore.dataset import GeneratorDataset
         >>> from mindspore.train import Model
         >>> from ms_accum import Accumulator, FlushCallback, TrainOneStepCell, WindowLog
-        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), target, np.float32)) for target in (4.0, 5.0, 9.0)]
+        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
         >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
@@ -204,8 +201,7 @@ class WindowLog(Callback):
     def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]]) -> None:
         super().__init__()
         instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
-        self._file = None if callable(to) else _CsvFile(Path(to))
-        self._write = self._file or to
+        self._to, self._file = to, None
         self._losses: list[tuple[float, float]] = []
         self._weight = 0.0
         self._closed = 0
@@ -215,8 +211,9 @@ class WindowLog(Callback):
         """Remember the state of the accumulator, and open the file."""
         acc = _only_cell(run_context, self).accumulator
         self._losses, self._weight, self._closed = [], float(acc.weight_sum), int(acc.closed_windows)
-        if self._file:
-            self._file.open(_columns(acc))
+        if not callable(self._to):
+            self._file = open(self._to, "w", newline="", encoding="utf-8")
+            csv.writer(self._file).writerow(_columns(acc))
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Log the window if something else closed it since, and forget it if something else reset it."""
@@ -255,27 +252,12 @@ class WindowLog(Callback):
         row = (*self._place, int(acc.update_step), total / weight if weight else 0.0,
                float(acc.window_weight), float(acc.grad_norm), int(acc.skipped))
         scale = () if acc.loss_scaler is None else (float(acc.loss_scaler.scale_value),)
-        self._write(dict(zip(_columns(acc), (*row, *scale))))
+        if self._file:
+            csv.writer(self._file).writerow((*row, *scale))
+            self._file.flush()  # so that the file can be followed during a long run
+        else:
+            self._to(dict(zip(_columns(acc), (*row, *scale))))
         self._losses, self._weight, self._closed = [], 0.0, int(acc.closed_windows)
-
-
-class _CsvFile:
-    """A CSV file that grows by a row for each call."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def open(self, columns: tuple[str, ...]) -> None:
-        self.file = self.path.open("w", newline="", encoding="utf-8")
-        self.writer = csv.DictWriter(self.file, columns)
-        self.writer.writeheader()
-
-    def __call__(self, row: dict) -> None:
-        self.writer.writerow(row)
-        self.file.flush()  # so that the file can be followed during a long run
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:

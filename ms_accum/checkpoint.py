@@ -161,9 +161,6 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     return about["extra"]
 
 
-# --- what is in a checkpoint -----------------------------------------------------------------------------------------------
-
-
 def _require_network_and_accumulator(network: object, acc: object) -> None:
     remedy = "give path, network, accumulator"
     instance_of("network", network, nn.Cell, "a mindspore.nn.Cell", remedy)
@@ -245,9 +242,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_same, one, other))
     return type(one) is type(other) and (one == other or one != one)
-
-
-# --- one file ----------------------------------------------------------------------------------------------------------------
 
 
 def _checked_path(path: Union[str, os.PathLike]) -> Path:
@@ -383,9 +377,6 @@ def _require_fitting(what: str, value: Tensor, wanted: Parameter) -> None:
         raise CheckpointError(f"{what} has shape {tuple(value.shape)}, but this run's has {tuple(wanted.shape)}; {_ALIKE}")
     if value.dtype != wanted.dtype:
         raise CheckpointError(f"{what} is of {value.dtype}, but this run's of {wanted.dtype}; {_ALIKE}")
-
-
-# --- several ranks -----------------------------------------------------------------------------------------------------------
 
 
 def _of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:

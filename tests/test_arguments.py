@@ -1,7 +1,7 @@
 """Argument checks: what they take and return, what they refuse, and how they say so."""
 from collections.abc import Callable
 from fractions import Fraction
-from math import inf, nan
+from math import inf
 
 import mindspore as ms
 import numpy as np
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Tensor
 
-from ms_accum.arguments import LARGEST_INT32, boolean, instance_of, number, one_of, require_callable, whole_number
+from ms_accum.arguments import boolean, instance_of, number, one_of, require_callable, whole_number
 
 CONVERSIONS = [int, np.int8, np.uint16, np.int64, np.array, lambda n: Tensor(n, ms.int32), lambda n: Tensor([n])]
 NO_INTEGERS = [True, False, np.True_, np.array(True), Tensor(True), Tensor([True]), 2.0, np.float32(2), Tensor(2.0), Tensor([2, 2]),
@@ -37,27 +37,19 @@ def test_no_whole_number(value):
     assert f"of type {type(value).__name__}," in str(caught.value)
 
 
-def test_a_number_has_no_largest_unless_one_is_given():
-    assert whole_number("bytes", 10**30) == 10**30
-    with pytest.raises(ValueError, match=r"^length is 2147483648, expected at most 2147483647; give less$"):
-        whole_number("length", LARGEST_INT32 + 1, "give less", maximum=LARGEST_INT32)
-
-
-@given(st.one_of(st.integers(), st.floats(), st.fractions(), st.just(10**400), st.just(-10**400), st.floats(width=32).map(np.float32)))
+@given(st.one_of(st.integers(), st.floats(), st.fractions(), st.floats(width=32).map(np.float32)))
 def test_number(value):
-    accepted = value > 0
-    if accepted:
+    if value > 0:
         got = number("rate", value, lambda x: x > 0, "a number > 0")
-        assert (got, type(got)) == (float(value) if value < 10**300 else got, float)
+        assert (got, type(got)) == (float(value), float)
         return
     with pytest.raises(ValueError, match=r"^rate is \S+, expected a number > 0; give 1$"):
         number("rate", value, lambda x: x > 0, "a number > 0", "give 1")
 
 
-def test_a_number_too_large_for_a_float_is_infinite():
+def test_a_whole_number_has_no_largest_and_a_number_too_large_for_a_float_is_infinite():
+    assert whole_number("bytes", 10**400) == 10**400
     assert (number("rate", 10**400, lambda x: True, ""), number("rate", -10**400, lambda x: True, "")) == (inf, -inf)
-    with pytest.raises(ValueError, match=r"rate is nan, expected a number < 1$"):
-        number("rate", nan, lambda x: x < 1, "a number < 1")
 
 
 @pytest.mark.parametrize("value", [True, np.True_, "1", None, 1j, [1.0], Tensor(1.0), np.array([1.0])], ids=repr)

@@ -44,16 +44,15 @@ def output(*arguments):
 
 CASES = {
     "fused": {},
-    "split with a loss scaler": {"strategy": "split", "optimizer": "Adam", "scaler": True},
-    "loss scaler": {"scaler": True},
+    "loss scaler": {"scaler": True, "optimizer": "Adam"},
     "sum": {"reduction": "sum"},
-    "float16, skip_microbatch": {"dtype": ms.float16, "optimizer": "SGD", "on_nonfinite": "skip_microbatch"},
+    "split, skip_microbatch, float16": {"strategy": "split", "dtype": ms.float16, "optimizer": "SGD", "on_nonfinite": "skip_microbatch"},
     "float16 buffers": {"buffer_dtype": ms.float16},
     "skip_window": {"on_nonfinite": "skip_window", "optimizer": "Adam"},
     "schedule": {"accumulate_step": {0: 2, 2: 3}},
     "one rank": {"reducer": DataParallel()},
 }
-COMPILED = {("split with a loss scaler", ".safetensors"), ("float16, skip_microbatch", ".ckpt")}  # and fused in a fresh process
+COMPILED = [("split, skip_microbatch, float16", ".safetensors")]  # and fused in a fresh process
 
 
 @pytest.mark.parametrize(("mode", "case", "suffix"), [

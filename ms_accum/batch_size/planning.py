@@ -31,44 +31,26 @@ class PlanError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial.
+    """The result of a trial."""
 
-    Attributes:
-        microbatch: Samples in a microbatch.
-        accumulate_step: How many of them make up the batch.
-        peak: Peak memory in bytes; of a trial that was stopped, the peak until then; None if unknown.
-        fits: Whether it completed within the limit.
-        ended: "completed", "beyond the limit", "out of memory" or "failed".
-        seconds: Wall time.
-    """
-
-    microbatch: int
-    accumulate_step: int
-    peak: Optional[int]
+    microbatch: int  # samples
+    accumulate_step: int  # microbatches in a window
+    peak: Optional[int]  # bytes of memory; of a trial that was stopped, the peak until then; None if unknown
     fits: bool
-    ended: str
+    ended: str  # "completed", "beyond the limit", "out of memory" or "failed"
     seconds: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan_micro_batch` found; `str(plan)` is the table.
+    """The result of `plan_micro_batch`; `str(plan)` is the table."""
 
-    Attributes:
-        batch_size: Samples in the batch.
-        microbatch: The largest that fits.
-        accumulate_step: Microbatches in a window.
-        peak: Peak memory of its trial, in bytes.
-        memory_limit: In bytes.
-        trials: All trials, in order.
-    """
-
-    batch_size: int
-    microbatch: int
-    accumulate_step: int
-    peak: int
-    memory_limit: int
-    trials: tuple[Trial, ...]
+    batch_size: int  # samples
+    microbatch: int  # the most samples that fit
+    accumulate_step: int  # microbatches in a window
+    peak: int  # bytes of memory
+    memory_limit: int  # bytes
+    trials: tuple[Trial, ...]  # all of them, in order
 
     def __str__(self) -> str:
         shorter = "" if self.microbatch * self.accumulate_step == self.batch_size else " (the last one shorter)"
@@ -76,15 +58,9 @@ class Plan:
                 f"{self.microbatch:,}{shorter}: {size(self.peak)} of {size(self.memory_limit)}")
 
 
-def plan_micro_batch(
-    make_step: MakeStep,
-    batch_size: int,
-    *,
-    memory_limit: Optional[int] = None,
-    device_target: Optional[str] = None,
-    timeout: Optional[float] = None,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
-) -> Plan:
+def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Optional[int] = None,
+                     device_target: Optional[str] = None, timeout: Optional[float] = None,
+                     on_trial: Callable[[Trial], None] = lambda trial: None) -> Plan:
     """Find the largest microbatch whose measured memory fits; few trials, each in a process of its own.
 
         plan = plan_micro_batch(make_step, 1024, memory_limit=4 * 2**30)
@@ -161,9 +137,6 @@ def plan_micro_batch(
     return Plan(batch_size, found, trial.accumulate_step, trial.peak, memory_limit, tuple(trials))
 
 
-# --- what to try ----------------------------------------------------------------------------------------------------------------
-
-
 def divisors_of(number: int) -> list[int]:
     """Return the divisors of `number`, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
@@ -189,9 +162,6 @@ def _largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> Optional
         else:
             beyond = middle
     return candidates[known] if known >= 0 else None
-
-
-# --- how much there is ------------------------------------------------------------------------------------------------------------
 
 
 def free_memory(device_target: str) -> int:
@@ -237,9 +207,6 @@ def _number(file: Path) -> Optional[int]:
         return None
 
 
-# --- words --------------------------------------------------------------------------------------------------------------------------
-
-
 def table(trials: Sequence[Trial]) -> str:
     """Return a table of the trials, a line for each."""
     lines = [_line(trial) for trial in sorted(trials, key=lambda trial: trial.microbatch)]
@@ -255,9 +222,6 @@ def _line(trial: Trial) -> str:
 def size(number: int) -> str:
     """Return bytes as text, in MiB or GiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
-
-
-# --- arguments ----------------------------------------------------------------------------------------------------------------------
 
 
 def _require_valid(make_step: object, device_target: object, timeout: object) -> None:

@@ -27,18 +27,11 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial.
+    """The outcome of a trial."""
 
-    Attributes:
-        peak: Peak memory in bytes, as far as it was seen; None if unknown.
-        ended: "completed", "beyond the limit" (stopped for it), "out of memory", or "failed".
-        reason: Why it failed, in one line.
-        seconds: Wall time.
-    """
-
-    peak: Optional[int]
-    ended: str
-    reason: str
+    peak: Optional[int]  # bytes of memory, as far as it was seen; None if unknown
+    ended: str  # "completed", "beyond the limit" (stopped for it), "out of memory", or "failed"
+    reason: str  # why it failed, in one line
     seconds: float
 
 
@@ -78,9 +71,6 @@ def pickled(make_step: MakeStep) -> bytes:
 
 def _name(function: object) -> str:
     return getattr(function, "__qualname__", None) or f"of type {type(function).__name__}"
-
-
-# --- this side: start, watch, stop --------------------------------------------------------------------------------------------
 
 
 def _in_a_process(work: Callable[[], int], memory_limit: Optional[int], timeout: Optional[float]) -> Outcome:
@@ -148,9 +138,6 @@ def _resident(pid: int) -> Optional[int]:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return None  # it has just ended
-
-
-# --- the other side -----------------------------------------------------------------------------------------------------------
 
 
 def _child(sender: Connection, log: str, work: Callable[[], int]) -> None:

@@ -20,22 +20,13 @@ _LISTED = 6  # numbers that a cause lists
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason why accumulation is not exact, or something that was switched off to compare.
+    """A reason why accumulation is not exact, or something that was switched off to compare."""
 
-    Attributes:
-        layer: Name of the layer in the network, or of the loss function.
-        type: Its class, or "function".
-        what: What it does.
-        remedy: What to do about it.
-    """
-
-    layer: str
-    type: str
-    what: str
+    layer: str  # its name in the network, or the name of the loss function
+    type: str  # its class, or "function"
+    what: str  # what it does
     remedy: str
 
-
-# --- layers that draw random numbers ----------------------------------------------------------------------------------
 
 def switch_off_dropout(cells: Cells) -> Cells:
     """Switch off the Dropout layers that are on, and return them."""
@@ -102,9 +93,6 @@ def draws_itself(name: str, drawing: Callable) -> Cause:
 
 def _type(function: Callable) -> str:
     return type(function).__name__ if isinstance(function, nn.Cell) else "function"
-
-
-# --- layers that look at the batch --------------------------------------------------------------------------------------
 
 
 def batch_norms(cells: Cells, called: set[int]) -> Cells:
@@ -231,9 +219,6 @@ def distance(one: Tensor, other: Tensor) -> float:
         return np.inf
     a, b = (np.nan_to_num(t.astype(ms.float32).asnumpy().astype(np.float64), nan=1e30) for t in (one, other))
     return float(np.linalg.norm(a - b) / (max(np.linalg.norm(a), np.linalg.norm(b)) or 1.0))
-
-
-# --- the loss -------------------------------------------------------------------------------------------------------------
 
 
 def wrong_normalisation(name: str, division: Division, comparison: Comparison, weighted: bool) -> list[Cause]:

@@ -16,30 +16,17 @@ Header = tuple[Scalar, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """What is accumulated: the optimizer's parameters, and the dtypes of their buffers.
-
-    Attributes:
-        parameters: The optimizer's parameters.
-        dtypes: Of the buffers, one for each parameter.
-        flags: Whether ranks have to agree about each microbatch (`on_nonfinite="skip_microbatch"`).
-        settings: What has to be the same on every rank, by name, as text.
-    """
+    """What is accumulated: the optimizer's parameters, and the dtypes of their buffers."""
 
     parameters: tuple[Parameter, ...]
-    dtypes: tuple[ms.Type, ...]
-    flags: bool
-    settings: dict[str, str]
+    dtypes: tuple[ms.Type, ...]  # of the buffers
+    flags: bool  # whether ranks have to agree about each microbatch (`on_nonfinite="skip_microbatch"`)
+    settings: dict[str, str]  # what has to be the same on every rank, by name
 
 
 @ms.jit_class
 class Buckets:
-    """Gradients of one dtype one after another, so that few large collectives carry many parameters.
-
-    Attributes:
-        members: Indices of the parameters in each bucket.
-        lengths: Elements in each bucket, padded to a multiple of the ranks.
-        bucket_dtypes: dtype of each.
-    """
+    """Gradients of one dtype one after another, padded to a multiple of the ranks."""
 
     def __init__(self, layout: Layout, size: int, ranks: int) -> None:
         self.ranks = ranks

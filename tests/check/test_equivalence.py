@@ -120,7 +120,7 @@ def test_a_gradient_of_0_is_compared_with_what_it_is_made_of():
 # --- negative controls: what the tolerance must not swallow -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-4), ("float16", 0.3)])
+@pytest.mark.parametrize(("dtype", "off"), [("float32", 1e-4), pytest.param("float16", 0.3, marks=pytest.mark.slow)])
 def test_weights_that_are_off_are_no_rounding(dtype, off):
     network = MLP().to_float(getattr(ms, dtype))
 
@@ -233,10 +233,7 @@ def around(*layers):
 
 
 def clipping(bound):
-    network = around(nn.SequentialCell(nn.Dense(16, 16), Clip(bound)), nn.Tanh())
-    for seed, p in enumerate(network.trainable_params()):
-        p.set_data(normal(*p.shape, seed=seed) / np.sqrt(p.shape[-1]))
-    return network
+    return around(nn.SequentialCell(nn.Dense(16, 16), Clip(bound)), nn.Tanh())
 
 
 def sum_loss(network):
@@ -307,12 +304,15 @@ EXACT = {
 def test_causes_are_named(name):
     build, loss, batch, expected, *said = (INEXACT | EXACT)[name]
     network = build()
+    for seed, p in enumerate(network.trainable_params()):
+        p.set_data(normal(*p.shape, seed=seed) / np.sqrt(p.shape[-1]))
     flags = [cell.training for _, cell in network.cells_and_names()]
     report = check_equivalence(loss(network), network, batch, 4)
     found = causes(report)
     assert [cause for cause in found if name != "attention" or cause[1] != "Dropout"] == expected
     assert report.ok == (name in EXACT)
-    assert (report.max_relative_difference < 1e-6) == (name in EXACT)
+    assert (report.max_relative_difference < 1e-5) == (name in EXACT)
+    assert name != "Dropout" or report.max_relative_difference < 1e-6
     assert all(text in str(report) for text in said)
     assert [cell.training for _, cell in network.cells_and_names()] == flags
 

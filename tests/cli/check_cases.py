@@ -1,0 +1,47 @@
+"""Cases for `ms-accum check`, which test_check_command.py imports by name."""
+import numpy as np
+from mindspore import Tensor, int32, nn, ops
+
+network = nn.Dense(6, 3)
+batch = Tensor(np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)), Tensor(np.arange(8) % 3, int32)
+number = 3
+
+
+def mean(x, y):
+    return ops.cross_entropy(network(x), y)
+
+
+def total(x, y):
+    return ops.cross_entropy(network(x), y, reduction="sum")
+
+
+def fails(x, y):
+    raise RuntimeError("as it does")
+
+
+def exact():
+    return mean, network, batch
+
+
+def inexact():
+    return total, network, batch
+
+
+def weighted():
+    return mean, network, batch, lambda x, y: 1.0
+
+
+def failing():
+    return fails, network, batch
+
+
+def raising():
+    return 1 / 0
+
+
+def short():
+    return mean, network
+
+
+def single():
+    return mean, network, 3

@@ -1,0 +1,63 @@
+"""`ms-accum check`: its answer, its status, and what it refuses."""
+import json
+from pathlib import Path
+
+import pytest
+
+from ms_accum.cli import main as cli
+
+
+@pytest.fixture
+def check(capsys, monkeypatch):
+    """Run `ms-accum check` in this process: (status, stdout, stderr)."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    def run(*arguments):
+        return cli.main(["check", *arguments]), *capsys.readouterr()
+    return run
+
+
+def test_the_command_answers_by_its_status(check):
+    status, out, err = check("check_cases:exact")
+    assert (status, err) == (0, "")
+    assert out.startswith("Accumulation is exact for this network, loss and batch (8 samples in 4 pieces).")
+    status, out, err = check("check_cases:inexact", "--micro-size", "3", "--json", "report.json")
+    assert (status, err) == (1, "")
+    assert "NOT exact" in out
+    assert "total (function): wrong normalisation" in out
+    report = json.loads(Path("report.json").read_text())
+    assert (report["ok"], report["pieces"], report["micro_size"]) == (False, 3, 3)
+    assert report["causes"][0].keys() == {"layer", "type", "what", "remedy"}
+    assert report["max_relative_difference"] == max(report["per_parameter"].values())
+    assert [check("check_cases:weighted", "--micro-size", pieces)[0] for pieces in ("4", "3")] == [0, 1]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["check_cases:nothing"], "argument MODULE:FUNCTION: check_cases has no function nothing, expected e.g. train:make_case"),
+    (["check_cases:number"], "argument MODULE:FUNCTION: check_cases:number is of type int, expected a function, e.g. train:make_case"),
+    (["check_cases:short"], "check_cases:short returned 2 values, expected (forward_fn, network, batch)"),
+    (["check_cases:single"], "check_cases:single: batch is of type int, expected a tuple"),
+    (["check_cases:raising"], "check_cases:raising raised ZeroDivisionError: division by zero"),
+    (["check_cases:failing"], "check_cases:failing: as it does"),
+    (["broken_module:f"], "argument MODULE:FUNCTION: cannot import broken_module (ZeroDivisionError: division by zero)"),
+    (["no_such_module:f"], "argument MODULE:FUNCTION: cannot import no_such_module (ModuleNotFoundError: "),
+    (["train.py:make_case"], "argument MODULE:FUNCTION: got 'train.py:make_case', expected e.g. train:make_case"),
+    (["json"], "argument MODULE:FUNCTION: got 'json'"),
+    (["json:loads", "--micro-size", "1"], "argument --micro-size: expected a whole number from 2, got '1'"),
+    (["json:loads", "--json", "no/such/folder.json"], "argument --json: cannot write"),
+    ([], "the following arguments are required: MODULE:FUNCTION")])
+def test_the_command_refuses_in_one_line(check, arguments, message):
+    """With a traceback in front of it where the error is in the user's code."""
+    Path("broken_module.py").write_text("1 / 0")
+    status, out, err = check(*arguments)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"ms-accum check: error: {message}")
+    of_the_user = arguments and arguments[0].endswith((":raising", ":failing", "broken_module:f"))
+    assert err.startswith("Traceback") == bool(of_the_user)
+    assert len(err.splitlines()) == 1 or of_the_user
+
+
+def test_the_command_has_help(check):
+    status, out, _ = check("--help")
+    assert status == 0
+    assert all(word in out for word in ("MODULE:FUNCTION", "--micro-size K", "--json FILE", "Exit status: 0", "examples:"))
