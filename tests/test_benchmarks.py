@@ -250,7 +250,7 @@ def test_seed_with_the_widest_margin_is_taken():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow  # what ranks compute is in test_distributed.py; without msrun, below
+@pytest.mark.slow  # what ranks compute is in tests/distributed; without msrun, below
 def test_ranks_agree_with_the_joint_batch_or_are_caught(tmp_path):
     """The shortened form of the test below: one way to exchange, and the wrong divisor."""
     summary, record = quick("distributed", tmp_path, "--contestants", "window,wrong-denominator")

@@ -43,11 +43,11 @@ def drawn(number, **fixed):
 
 
 def stratified():
-    """Cases in which each compiled driver occurs once, each other one three times, and each amp level twice at least."""
+    """Cases in which each compiled driver occurs once, each other one three times, and each amp level at least twice."""
     one_graph = {"event": "none", "weight": "number", "front": "dense", "norm": "none", "shapes": (6, 6)}
     for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
         cut = driver in ("fused", "fused-pynative", "cell-pynative")
-        yield drawn(i, driver=driver, level=LEVELS[3 * i % len(LEVELS)], large=False, count=6, micro_size=1 + cut,
+        yield drawn(i, driver=driver, level=LEVELS[3 * i % len(LEVELS)], large=False, count=5, micro_size=1 + cut,
                     **(one_graph if driver in COMPILED else {}))
 
 
