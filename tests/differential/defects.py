@@ -71,8 +71,8 @@ NARROW = {
 
 # Each defect: the draw that has to find it, and how it is put back: (file of ms_accum, text, what it becomes).
 _WEIGHT_IN_LOSS = [
-    ("train_step.py", "        return loss, loss, aux\n", "        return loss * piece[0].shape[0], loss, aux\n"),
-    ("train_step.py", "acc.take(gradients, weight, weight)", "acc.take(gradients, 1.0, weight)")]
+    ("accumulate.py", "        return loss, loss, aux\n", "        return loss * piece[0].shape[0], loss, aux\n"),
+    ("accumulate.py", "acc.take(gradients, weight, weight)", "acc.take(gradients, 1.0, weight)")]
 PUT_BACK = {
     "the number of samples multiplies the loss": ("weight in the loss, 16 bits", _WEIGHT_IN_LOSS),
     "the number of samples reaches a bprop": ("weight in the loss, a bprop", _WEIGHT_IN_LOSS),
@@ -98,9 +98,9 @@ PUT_BACK = {
         "nonfinite",
         [("accumulator.py", "            return taken, present\n", "            return Tensor(1, ms.int32), present\n")]),
     "the loss of a batch is the sum of its pieces'": (
-        "pieces", [("train_step.py", "if has_aux else loss / divisor", "if has_aux else loss / divisor * micro_size")]),
+        "pieces", [("accumulate.py", "if has_aux else loss / divisor", "if has_aux else loss / divisor * micro_size")]),
     "the short last piece counts as a full one": (
-        "pieces", [("train_step.py", "add_piece(totals, samples - full * rows,", "add_piece(totals, rows,")]),
+        "pieces", [("accumulate.py", "add_piece(totals, samples - full * rows,", "add_piece(totals, rows,")]),
 }
 
 
