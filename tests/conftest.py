@@ -18,7 +18,7 @@ from ms_accum.mnist.data import load
 
 try:
     from mindspore.graph.api import ms_compile_cache
-except ImportError:  # before MindSpore 2.8
+except ImportError:  # MindSpore 2.8 and older
     from mindspore.common.api import ms_compile_cache
 
 avoid_busy_waiting()

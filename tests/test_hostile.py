@@ -618,7 +618,7 @@ import mindspore as ms, numpy as np
 from mindspore import Tensor, nn
 try:
     from mindspore.graph.api import ms_compile_cache
-except ImportError:  # before MindSpore 2.8
+except ImportError:  # MindSpore 2.8 and older
     from mindspore.common.api import ms_compile_cache
 from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
 avoid_busy_waiting()
