@@ -19,7 +19,7 @@ from ms_accum.mnist.data import load
 
 try:
     from mindspore.graph import api
-except ImportError:  # before MindSpore 2.8
+except ImportError:  # MindSpore 2.8 and older
     from mindspore.common import api
 
 avoid_busy_waiting()

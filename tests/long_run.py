@@ -9,7 +9,7 @@ from mindspore import Tensor, nn
 
 try:
     from mindspore.graph import api
-except ImportError:  # before MindSpore 2.8
+except ImportError:  # MindSpore 2.8 and older
     from mindspore.common import api
 
 from ms_accum import Accumulator, avoid_busy_waiting, make_train_step

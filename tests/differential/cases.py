@@ -15,9 +15,9 @@ HALF_OPTIMIZERS = ("nn.SGD", "nn.Momentum", "nn.Adam", "nn.ASGD", "optim.SGD", "
 
 
 class Case(namedtuple("Case", (
-        "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates", "reduction",
-        "accumulate_step", "clip_norm", "micro_size", "weight", "scaler", "on_nonfinite", "noise_scale", "sizes", "nonfinite_at",
-        "error_at", "save_at", "load_into", "seed"))):
+        "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
+        "reduction", "accumulate_step", "clip_norm", "micro_size", "weight", "scaler", "on_nonfinite", "noise_scale",
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed"))):
     """One run. Everything random in it comes from `seed`."""
 
     __slots__ = ()

@@ -1,6 +1,6 @@
 """Narrow draws, each around one defect that ms_accum has had.
 
-`python -m differential.defects FOLDER NAME`: whether a draw finds a defect in the ms_accum of FOLDER. Status 1 if so, 0 if not.
+`python -m differential.defects FOLDER NAME` exits with 1 if a draw finds a defect in the ms_accum of FOLDER, or with 0.
 """
 import random
 import sys

@@ -13,8 +13,11 @@ TOLERANCE = {"exact": 3e-5, "16 bit": 3e-2}
 
 def follow(case, folder):
     """Raise AssertionError where ms_accum and plain MindSpore disagree."""
-    recover()
-    _Follow(case, folder).run()
+    try:
+        _Follow(case, folder).run()
+    except BaseException:
+        recover()
+        raise
 
 
 class _Follow:

@@ -41,7 +41,8 @@ def _launch(folder, count, cases):
     command = [programs / "msrun", f"--worker_num={count}", f"--local_worker_num={count}", f"--master_port={port}",
                "--join=True", f"--log_dir={folder / 'logs'}", script, folder, *cases]
     path = [script.parents[1], *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(map(str, path))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)),
+                   "PATH": f"{programs}:{os.environ['PATH']}"}
     process = subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = "stopped by the test"
@@ -68,8 +69,8 @@ def _processes_with(argument):
 def left_by(folder_of):
     """`left_by(case, launch)`: what a case left on each rank."""
     def left_by(case, launch="fast"):
-        folder = folder_of(launch)
-        results = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(rank_cases.LAUNCHES[launch][0])]
+        folder, ranks = folder_of(launch), range(rank_cases.LAUNCHES[launch][0])
+        results = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in ranks]
         assert all(case in result for result in results), (folder / "end.json").read_text(encoding="utf-8")[-3000:]
         return [result[case] for result in results]
     return left_by

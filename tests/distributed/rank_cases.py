@@ -53,13 +53,13 @@ RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetens
 LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
     "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, *NOISE, *RESUME,
-                 "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit", "mnist",
-                 "killed"]),
+                 "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit",
+                 "mnist", "killed"]),
     "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:4], *NOISE, *RESUME, "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:split:jit",
                      "trained:shard:uneven:Adam:split:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
-    "four": (4, [*MATRIX[2::3], "trained:window:uneven:Adam", "trained:window:uneven:SGD:nan:skip_microbatch", NOISE[0], RESUME[0],
-                 *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
+    "four": (4, [*MATRIX[2::3], NOISE[0], RESUME[0], "trained:window:uneven:Adam",
+                 "trained:window:uneven:SGD:nan:skip_microbatch", *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
 }
 
 
@@ -69,7 +69,8 @@ EVERY_LAUNCH = pytest.mark.parametrize(
 
 def cases_of(launch, kind, feature=""):
     """The cases of a launch that call the function `kind`, and have the argument `feature`."""
-    return [case for case in LAUNCHES[launch][1] if case.split(":")[0] == kind and (not feature or feature in case.split(":"))]
+    cases = [case for case in LAUNCHES[launch][1] if case.split(":")[0] == kind]
+    return [case for case in cases if not feature or feature in case.split(":")]
 
 
 def microbatches(sizes, rank):
@@ -145,7 +146,7 @@ def together(rank, settings=TOGETHER):
 
 
 def by_hand(rank):
-    """Gradients that the script computes itself: reduction="sum", a number 0 as the weight, the published experiment."""
+    """Gradients that the script computes itself: reduction="sum", the number 0 as a weight, the published experiment."""
     found = {"article": train_article([article_rows()[rank::2]], reducer=DataParallel())}
     for sync, reducer in SYNCS.items():
         network = MLP(seed=0)
@@ -179,7 +180,7 @@ def train_article(windows, divisor=1, reducer=None):
 
 
 def traffic(rank, sync):
-    """16 microbatches, N = 8: collectives, their bytes, and ten elements (Colossal-AI's check) after each microbatch."""
+    """16 microbatches, N = 8: collectives, their bytes, and ten elements after each microbatch (Colossal-AI's check)."""
     network, sent, all_reduce = MLP(seed=0), [], ops.AllReduce.__call__
 
     def counted(self, x):
@@ -267,8 +268,8 @@ def resume(rank, sync, suffix):
         mine.write_bytes(mine.read_bytes()[:-1])
     before = everything()
     damaged = said_by(load_checkpoint, path, network, acc)
-    return {"mini_step": mini_step, "extra": extra, "same": same, "unsaved": unsaved, "damaged": damaged, "files": files,
-            "untouched": everything() == before}
+    return {"mini_step": mini_step, "extra": extra, "same": same, "unsaved": unsaved, "damaged": damaged,
+            "files": files, "untouched": everything() == before}
 
 
 def mnist(rank):

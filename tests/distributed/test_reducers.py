@@ -12,8 +12,8 @@ from ms_accum.distributed import reducers
 
 pytest_plugins = ["launch"]
 ARTICLE = ["0.9472", "0.9440", "0.9527", "0.9687", "0.9570", "0.9343", "0.9411", "0.9186"]  # published
-ORACLES = {"SGD": lambda: reference.SGD(0.1), "still": lambda: reference.SGD(1e-30), "Adam": lambda: reference.Adam(0.01),
-           "Momentum": lambda: reference.SGD(0.1, 0.9)}
+ORACLES = {"SGD": lambda: reference.SGD(0.1), "still": lambda: reference.SGD(1e-30),
+           "Adam": lambda: reference.Adam(0.01), "Momentum": lambda: reference.SGD(0.1, 0.9)}
 
 
 def once(rank, i):
@@ -28,9 +28,9 @@ def windows_of(sizes, count, skipped=(), weight=once):
     batches = [microbatches(sizes, rank) for rank in range(count)]
     kept = [i for i in range(max(map(len, batches))) if i not in skipped]
     groups = [kept[i:i + N] for i in range(0, len(kept), N)]
-    parts = [[batches[rank][i] for rank in range(count) for i in group if i < len(batches[rank]) for _ in range(weight(rank, i))]
-             for group in groups]
-    return [tuple(map(np.concatenate, zip(*window))) for window in parts]
+    windows = [[batch[i] for rank, batch in enumerate(batches) for i in group if i < len(batch)
+                for _ in range(weight(rank, i))] for group in groups]
+    return [tuple(map(np.concatenate, zip(*window))) for window in windows]
 
 
 def undivided(windows, optimizer):
@@ -48,7 +48,8 @@ def arrays_of(left):
 def require_equal(results, oracle, case, skipped=0):
     """Each rank ends where the oracle does, and all hold the same bits."""
     for rank, left in enumerate(results):
-        assert difference(arrays_of(left), oracle.parameters) <= (1e-5 if "Adam" in case else 1e-6), f"{case}, rank {rank}"
+        allowed = 1e-5 if "Adam" in case else 1e-6
+        assert difference(arrays_of(left), oracle.parameters) <= allowed, f"{case}, rank {rank}"
         assert left["counters"] == [oracle.update_step, 0, skipped], case
         assert left["grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5), case
         assert left["parameters"] == results[0]["parameters"], f"{case}: ranks hold different parameters"
@@ -56,7 +57,7 @@ def require_equal(results, oracle, case, skipped=0):
 
 @EVERY_LAUNCH
 def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
-    """{window, microbatch, shard} x {equal, unequal weights, uneven numbers of microbatches} x short last window x clipping.
+    """{window, microbatch, shard} x {equal, unequal, uneven numbers of microbatches} x short last window x clipping.
 
     A NaN in rank 1's second microbatch makes all ranks skip that microbatch or drop that window; so does an overflow on
     rank 0, which halves the loss scale of all.
@@ -76,7 +77,7 @@ def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
 
 
 def test_ranks_train_as_one_process_in_one_graph(left_by):
-    """The same, compiled, with Tensors as weights; the last accumulator skips the second microbatch, which is NaN on one rank."""
+    """The same, compiled, with Tensors as weights; the last accumulator skips the second microbatch, NaN on one rank."""
     for number, (optimizer, _, on_nonfinite) in enumerate(TOGETHER):
         skipped = (1,) if on_nonfinite == "skip_microbatch" else ()
         oracle = undivided(windows_of("equal", 2, skipped, weight_of), optimizer)
@@ -125,7 +126,7 @@ def test_article_in_one_process(divisor, same):
 
 @EVERY_LAUNCH
 def test_microbatches_of_all_ranks_are_in_the_noise_scale(left_by, launch):
-    """The estimates of one process that has the microbatches of all ranks; controls: of one rank, or of their sums, are others."""
+    """The estimates of one process that has all microbatches. Controls: those of one rank, or of sums, are others."""
     parameters = values(MLP(seed=0).trainable_params())
 
     def pair(x, y):
@@ -146,7 +147,7 @@ def test_microbatches_of_all_ranks_are_in_the_noise_scale(left_by, launch):
             np.testing.assert_allclose(left["noise"], expected, rtol=1e-4, err_msg=case)
 
 
-# --- one rank, and bad arguments ---------------------------------------------------------------------------------------
+# --- one rank, and bad arguments --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("jit", ["0", "1"])
