@@ -17,8 +17,8 @@ setup(
     packages=find_packages(include=["ms_accum", "ms_accum.*"]),
     package_data={"ms_accum": ["py.typed"], "ms_accum.mnist": ["digits/*", "digits/*/*"]},
     python_requires=">=3.10,<3.13",
-    # MindSpore's wheels are compiled against NumPy 1 and crash with NumPy 2. `download` brings tqdm, which draws the progress bars.
-    install_requires=["mindspore>=2.7", "numpy<2", "download"],
+    # MindSpore's wheels are compiled against NumPy 1 and crash with NumPy 2.
+    install_requires=["mindspore>=2.7", "numpy<2", "download", "tqdm"],
     extras_require={
         "plot": ["matplotlib"],
         "docs": ["mkdocs", "mkdocstrings[python]"],

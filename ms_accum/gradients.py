@@ -60,16 +60,12 @@ def _sum(values: Tensor) -> Tensor:
 def scaled(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
     """`gradient * factor` in `dtype`, multiplied in the wider of the two dtypes; the constant 1 costs no kernel."""
     if isinstance(factor, Tensor) or factor != 1:
-        gradient = ops.mul(gradient.astype(_wider(gradient.dtype, dtype)), factor)
+        gradient = ops.mul(gradient.astype(wider(gradient.dtype, dtype)), factor)
     return gradient.astype(dtype)
 
 
-def unscaled(gradients: Gradients, scale: Tensor) -> Gradients:
-    """Gradients divided by a loss scale, in float32 at least. Divided, for 1 / scale may be too small for float32."""
-    return tuple([g.astype(_wider(g.dtype, ms.float32)) / scale for g in gradients])
-
-
-def _wider(one: ms.Type, other: ms.Type) -> ms.Type:
+def wider(one: ms.Type, other: ms.Type) -> ms.Type:
+    """The wider of two float dtypes; `other` if both have 16 bits."""
     if one in (ms.float16, ms.bfloat16):
         return other
     return one
@@ -154,7 +150,7 @@ def require_weight_number(is_none: bool, weight: object) -> bool:
 @constexpr
 def require_condition(is_bool: bool, shape: Optional[tuple]) -> bool:
     """Refuse what is neither a bool nor a Tensor of one element, of which MindSpore would take any for true; see `require_gradients`."""
-    remedy = "give a bool Tensor of shape (), e.g. accumulator.due()"
+    remedy = "give a bool Tensor of shape (), e.g. loss < 1"
     if not is_bool and shape is None:
         raise TypeError(f"condition is no Tensor and no bool; {remedy}")
     if not is_bool and tuple(shape) not in ((), (1,)):

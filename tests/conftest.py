@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from mindspore.graph import api
 from mindspore.ops.composite import base
 
 from ms_accum import avoid_busy_waiting
 from ms_accum.mnist.data import load
+
+try:
+    from mindspore.graph import api
+except ImportError:  # before MindSpore 2.8
+    from mindspore.common import api
 
 avoid_busy_waiting()
 # The same examples in every run, however slow the machine.
@@ -69,13 +73,17 @@ api._JitExecutor.compile = _noting(api._JitExecutor.compile)
 base._pynative_func_grad_forward = _noting(base._pynative_func_grad_forward)
 
 
-def _recover():
+def recover():
     """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next one, but not the one after."""
+    size = next(_sizes)
+    with suppress(RuntimeError):
+        ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))
+    _errors.clear()
+
+
+def _recover_from_errors():
     if _errors:
-        size = next(_sizes)
-        with suppress(RuntimeError):
-            ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))
-        _errors.clear()
+        recover()
 
 
 def _gathered(values, index):
@@ -85,7 +93,7 @@ def _gathered(values, index):
 @pytest.fixture(autouse=True)
 def _forget_errors():
     yield
-    _recover()
+    _recover_from_errors()
 
 
 _raises = pytest.raises
@@ -95,7 +103,7 @@ _raises = pytest.raises
 def _raises_and_recovers(*expected, **options):
     with _raises(*expected, **options) as caught:
         yield caught
-    _recover()
+    _recover_from_errors()
 
 
 pytest.raises = _raises_and_recovers
@@ -127,6 +135,11 @@ def in_modes(cases, compiled):
     """Return pytest.params `(mode, *case)`: all op by op; compiled, those in `compiled`, and the others with -m slow."""
     return [pytest.param(mode, *case, marks=[pytest.mark.slow] if mode == "jit" and case not in compiled else [])
             for case in cases for mode in ("jit", "pynative")]
+
+
+def compiled_graphs():
+    """How many graphs MindSpore has compiled in this process."""
+    return len(api.ms_compile_cache)
 
 
 def compiled(function, mode):

@@ -4,11 +4,11 @@ import importlib
 import inspect
 import pkgutil
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
-import numpy as np
+import matplotlib
 import pytest
 from conftest import run_python
 
@@ -36,6 +36,19 @@ def test_every_module_says_what_it_is():
     assert all(importlib.import_module(m).__doc__ for m in modules)
 
 
+def block_with(text):
+    """The one block of README that holds `text`."""
+    (block,) = [block for block in PYTHON_BLOCKS if text in block]
+    return block
+
+
+def docstring_script(name):
+    """The source of a public name's examples, and what they print."""
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(ms_accum, name)))
+    assert any(example.want for example in examples), name
+    return "".join(example.source for example in examples), "".join(example.want for example in examples)
+
+
 PREAMBLE = """
 import numpy as np, mindspore as ms
 from mindspore import Tensor
@@ -44,92 +57,80 @@ avoid_busy_waiting()
 rng = np.random.default_rng(0)
 dataset = [(Tensor(rng.random((n, 784), np.float32)), Tensor(rng.integers(0, 10, n), ms.int32)) for n in [8] * 10 + [3]]
 """
-
-
-def test_readme_example_runs_and_trains():
-    ending = """
-assert int(accumulator.update_step) == 3 and int(accumulator.mini_step) == 0
-print(float(loss))
-"""
-    assert 1.0 < float(run_python(PREAMBLE + PYTHON_BLOCKS[0] + ending)) < 3.5
-
-
-def test_readme_drop_in_runs():
-    ending = """
-for data, label in dataset[:8]:
-    train_step(data, label)
-assert int(accumulator.update_step) == 2
-print("trained")
-"""
-    script = PYTHON_BLOCKS[0].split("train_step =")[0] + PYTHON_BLOCKS[1] + ending
-    assert run_python(PREAMBLE + script).strip().endswith("trained")
-
-
-def block_with(text):
-    """The one block of README that holds `text`."""
-    (block,) = [block for block in PYTHON_BLOCKS if text in block]
-    return block
-
-
-def test_readme_contrastive_example_trains():
-    assert float(run_python(block_with("make_grad_cache_step"))) < 0.5 * np.log(64)  # where it starts, about
-
-
-def test_readme_plan_is_of_a_step_that_runs():
-    assert 2.0 < float(run_python(block_with("def make_step") + "print(float(make_step(64)()))")) < 2.6  # ln 10
-
-
-MODEL_DATA = """
+MODEL = """
 from mindspore.dataset import GeneratorDataset
 rows = [(rng.random((n, 784), np.float32), rng.integers(0, 10, n).astype(np.int32)) for n in [8] * 9]
 dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
 """
-
-
-def test_readme_model_trains():
-    """The three lines, the callbacks and the hook."""
-    start = PREAMBLE + PYTHON_BLOCKS[0].split("train_step =")[0] + MODEL_DATA
-    ending = """
+MODEL_ENDING = """
 assert int(train_cell.accumulator.update_step) == 18
 assert len(open("windows.csv").readlines()) == 10
 """
-    hook = "\nfrom mindspore import ops\n" + block_with("class MovingAverage") + """
+HOOK_ENDING = """
 cell = TrainOneStepCell(nn.WithLossCell(network, loss_fn), accumulator)
 dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
 Model(cell).train(1, dataset, callbacks=[FlushCallback()], dataset_sink_mode=False)
 first, average = network.trainable_params()[0].asnumpy(), average.averages[0].asnumpy()
 assert (first != average).any() and np.abs(first - average).max() < 0.1
 """
-    script = start + block_with("Model(train_cell") + block_with("PerUpdate(LearningRateScheduler") + ending + hook
-    assert run_python(script).count("loss is") == 27
 
 
-def test_readme_migration_lines_run():
-    """Each cell of the last column evaluates, on one process."""
+def readme_scripts():
+    """README's blocks as scripts, by name, with what they need before them and what they must have done after them."""
+    start = PREAMBLE + PYTHON_BLOCKS[0].split("train_step =")[0]
     table = README.split("### Coming from elsewhere")[1].split("\n\n")[1]
     cells = [row.split("|")[3] for row in table.splitlines()[2:]]
-    assert len(cells) == 11
     lines = [line for cell in cells for line in re.findall(r"`([^`]+)`", cell) if line not in ("loss / 4", "flush()")]
-    start = PREAMBLE + PYTHON_BLOCKS[0].split("train_step =")[0] + """
-from mindspore.train import Model
-from ms_accum import DataParallel, FlushCallback, TrainOneStepCell, by_epoch
-net_with_loss, eval_net = nn.WithLossCell(network, loss_fn), nn.WithEvalCell(network, loss_fn)
-"""
-    assert len(lines) == 13
-    assert run_python(start + "\n".join(lines) + "\nprint('done')").endswith("done\n")
+    assert (len(cells), len(lines)) == (11, 13)
+    return {
+        "first": PREAMBLE + PYTHON_BLOCKS[0] + "assert (int(accumulator.update_step), int(accumulator.mini_step)) == (3, 0)\n"
+                 "assert 1.0 < float(loss) < 3.5",
+        "drop_in": start + PYTHON_BLOCKS[1] + "for data, label in dataset[:8]:\n    train_step(data, label)\n"
+                   "assert int(accumulator.update_step) == 2",
+        "contrastive": block_with("make_grad_cache_step") + "assert float(loss) < 0.5 * np.log(64)  # where it starts, about",
+        "plan": block_with("def make_step") + "assert 2.0 < float(make_step(64)()) < 2.6  # ln 10",
+        "model": start + MODEL + block_with("Model(train_cell") + block_with("PerUpdate(LearningRateScheduler") + MODEL_ENDING
+                 + block_with("class MovingAverage") + HOOK_ENDING,
+        # Each cell of the last column evaluates, on one process.
+        "migration": start + "from mindspore.train import Model\n"
+                     "from ms_accum import DataParallel, FlushCallback, TrainOneStepCell, by_epoch\n"
+                     "net_with_loss, eval_net = nn.WithLossCell(network, loss_fn), nn.WithEvalCell(network, loss_fn)\n" + "\n".join(lines),
+        # Ranks without `init()`, as its comment says, on one device.
+        "short": start + block_with('save_checkpoint("run.ckpt"') + 'assert extra == {"epoch": 3, "position": 1200}\n'
+                 + block_with("reducer=DataParallel()").replace("\ninit()", "\n# init()") + block_with("scale_lr(0.01, 8)")
+                 + "assert accumulator.noise_scale is noise_scale",
+    }
 
 
-def test_readmes_short_examples_run():
-    """Checkpoint, ranks (without `init()`, as its comment says, on one device) and noise scale."""
-    start = PREAMBLE + PYTHON_BLOCKS[0].split("train_step =")[0]
-    ranks = block_with("reducer=DataParallel()").replace("\ninit()", "\n# init()")
-    ending = """
-assert extra == {"epoch": 3, "position": 1200}
-assert accumulator.noise_scale is noise_scale
-print("ran")
+IMPORT = """
+import os
+os.environ.pop("MS_DEV_HOST_BLOCKING_RUN", None)
+import mindspore as ms
+def state():
+    return dict(os.environ), ms.get_context("mode"), ms.get_context("device_target"), ms.get_seed()
+before = state()
+import ms_accum
+print("unchanged" if state() == before else "changed")
 """
-    script = start + block_with('save_checkpoint("run.ckpt"') + ranks + block_with("scale_lr(0.01, 8)") + ending
-    assert run_python(script).endswith("ran\n")
+
+
+def test_importing_changes_no_global_state_and_examples_of_docstrings_and_readme_run():
+    """As modules of one process: graph mode does not find the names of a doctest's functions."""
+    names = [name for name in PUBLIC if name != "plan_micro_batch"]  # whose trials run the main script, too
+    docstrings = {f"doc_{name}": docstring_script(name) for name in names}
+    scripts = {**{name: script for name, (script, _) in docstrings.items()}, **readme_scripts()}
+    for name, script in scripts.items():
+        Path(f"example_{name}.py").write_text(script, encoding="utf-8")
+    run = "".join(f"print('--- {name}')\nimport example_{name}\n" for name in scripts)
+    imported, *parts = run_python(IMPORT + run).split("--- ")
+    assert imported == "unchanged\n"
+    printed = dict(part.split("\n", 1) for part in parts)
+    assert printed.keys() == scripts.keys()
+    assert {name: printed[name] for name in docstrings} == {name: expected for name, (_, expected) in docstrings.items()}
+    assert printed["model"].count("loss is") == 27
+
+    script, expected = docstring_script("plan_micro_batch")
+    assert run_python(script) == expected
 
 
 def test_no_block_of_readme_is_untested():
@@ -149,20 +150,6 @@ def test_readme_signatures_are_the_real_ones():
             assert f"{parameter.name}{default}" in signatures
 
 
-def test_docstring_examples():
-    """Every public name has one, and prints what it says. As a script: graph mode does not find the names of a doctest's functions."""
-    script, expected = [], []
-    for name in PUBLIC:
-        examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(ms_accum, name)))
-        assert any(example.want for example in examples), name
-        if name == "plan_micro_batch":  # its trials run the script, too
-            assert run_python("".join(example.source for example in examples)) == "".join(example.want for example in examples)
-            continue
-        script.append(f"print('--- {name}')\n" + "".join(example.source for example in examples))
-        expected.append(f"--- {name}\n" + "".join(example.want for example in examples))
-    assert run_python("".join(script)) == "".join(expected)
-
-
 def test_readme_file_tree_is_true():
     tree = re.search(r"^## Files\n+```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[1]
     named, folder = set(), ""
@@ -175,10 +162,13 @@ def test_readme_file_tree_is_true():
     assert packages < named
 
 
-def test_readmes_figure_is_drawn_from_a_run_whose_parameter_moves_at_every_fourth_microbatch():
+def test_readmes_figure_is_drawn_from_a_run_whose_parameter_moves_at_every_fourth_microbatch(monkeypatch, capsys):
     assert (ROOT / "tutorials" / "accumulation.svg").exists()
-    done = subprocess.run([sys.executable, ROOT / "tutorials" / "figure.py", "figure.svg"], capture_output=True, text=True, check=True)
-    assert done.stdout == "figure.svg: the parameter moved at microbatches 4, 8, 12\n"
+    monkeypatch.syspath_prepend(ROOT / "tutorials")
+    monkeypatch.setattr(sys, "argv", ["figure.py", "figure.svg"])
+    with matplotlib.rc_context():
+        importlib.import_module("figure").main()
+    assert capsys.readouterr().out == "figure.svg: the parameter moved at microbatches 4, 8, 12\n"
     assert Path("figure.svg").read_text(encoding="utf-8").count("emptied") == 3
 
 
@@ -186,3 +176,8 @@ def test_ci_runs_the_readmes_test_command():
     commands = re.findall(r"^python3 -m venv .*pytest.*$", README, re.MULTILINE)
     assert len(commands) == 1
     assert "grep -m1 '^python3 -m venv .*pytest' README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_github_runs_the_versions_of_the_matrix():
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    assert re.findall(r'mindspore: "(.+?)", python: "(.+?)"', workflow) == runpy.run_path(str(ROOT / "tests" / "matrix"))["PAIRS"]

@@ -1,4 +1,4 @@
-"""`ms-accum mnist`: its options, and what it runs in which order."""
+"""The command `ms-accum mnist`: its options, and what it runs in which order."""
 from __future__ import annotations
 
 import argparse
@@ -6,19 +6,21 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import mindspore as ms
+
+from ..checkpoint import SUFFIXES, CheckpointError
+from ..distributed.ranks import wait_for_all
+from ..mnist import data, figures, train
+from ..mnist.fetch import FetchError
+from ..mnist.network import Network, largest_difference
 from ..mnist.settings import APIS, MODES, OPTIMIZERS, STRATEGIES, SYNCS, Settings
-
-if TYPE_CHECKING:
-    from ..mnist.data import Mnist
-    from ..mnist.network import Network
-    from ..mnist.train import Checkpoints, Epoch
+from .files import require_writable, whole, write_json
 
 DEVICES = ("CPU", "GPU", "Ascend")
 LARGEST_COUNT = 2 ** 31 - 1
@@ -127,44 +129,49 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Check, train, report, write.
 
     Raises:
-        SystemExit: With a line on stderr; status 2 for a bad value, 1 if digits cannot be fetched or a file not be written.
+        SystemExit: With a line on stderr; status 2 for a bad value, 1 if digits cannot be fetched or a file cannot be written.
     """
-    from ..mnist.data import load
-    from ..mnist.fetch import FetchError
-
     try:
-        settings = settings_of(options)
-        require_outputs(options)
-        use_device(options.device_target)
-        settings = join_ranks(settings)
-        if options.compare and settings.ranks > 1:
-            raise ValueError("argument --compare: several ranks do not compare, for MindSpore exchanges no float64; leave it out, or run "
-                             "without msrun")
-        if settings.noise_scale and settings.gradients_in_a_window == 1:
-            raise ValueError("argument --noise-scale: compares the microbatches of a window, which holds only one; give "
-                             "--accumulate-step 2 or more, or --micro-size 2")
-        mnist = load(options.data)
-        require_microbatch(settings, mnist)
+        settings, mnist = prepare(options)
     except FetchError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    from ms_accum.checkpoint import CheckpointError
-
     try:
-        runs, figures = train_all(settings, mnist, options)
+        runs, results = train_all(settings, mnist, options)
         if settings.rank == 0:
-            write_all(options, runs, figures)
+            write_all(options, runs, results)
     except BrokenPipeError:
-        raise  # whoever read stdout is gone, which main knows
+        raise  # `main` handles a closed stdout
     except (CheckpointError, OSError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     finally:
-        part_ranks(settings)
+        if settings.ranks > 1:
+            wait_for_all()
+
+
+def prepare(options: argparse.Namespace) -> tuple[Settings, data.Mnist]:
+    """Check everything that can be checked before training. Raises ValueError or OSError for a bad value, FetchError without digits."""
+    settings = settings_of(options)
+    require_outputs(options)
+    use_device(options.device_target)
+    settings = join_ranks(settings)
+    if options.compare and settings.ranks > 1:
+        raise ValueError("argument --compare: several ranks do not compare, for MindSpore exchanges no float64; leave it out, or run "
+                         "without msrun")
+    if settings.noise_scale and settings.gradients_in_a_window == 1:
+        raise ValueError("argument --noise-scale: compares the microbatches of a window, which holds only one; give "
+                         "--accumulate-step 2 or more, or --micro-size 2")
+    mnist = data.load(options.data)
+    digits = len(mnist.train) // settings.ranks
+    if settings.batch_size > digits:
+        raise ValueError(f"argument --batch-size: a microbatch of {settings.batch_size} digits cannot be filled from "
+                         f"{digits}; choose at most {digits}")
+    return settings, mnist
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The settings that the options name. Raises ValueError if they contradict each other."""
+    """Return the settings that the options name. Raises ValueError if they contradict each other."""
     if options.optimizer == "adam" and options.momentum is not None:
         raise ValueError("argument --momentum: adam takes none; leave it out, or choose --optimizer sgd or momentum")
     if options.shard and options.sync == "window":
@@ -176,34 +183,14 @@ def settings_of(options: argparse.Namespace) -> Settings:
         raise ValueError("argument --strategy: a Model trains one Cell, which is one graph; leave out --strategy split or --api model")
     # No float64 on Ascend's matrix units.
     comparable = options.compare and options.device_target != "Ascend"
-    return Settings(
-        batch_size=options.batch_size,
-        accumulate_step=options.accumulate_step,
-        epochs=options.epochs,
-        lr=options.lr,
-        optimizer=options.optimizer,
-        momentum=options.momentum,
-        clip_norm=options.clip_norm,
-        seed=options.seed,
-        mode=options.mode,
-        api=options.api,
-        strategy=options.strategy,
-        micro_size=options.micro_size,
-        sync=options.sync,
-        shard=options.shard,
-        noise_scale=options.noise_scale,
-        gradients="float64" if comparable else "float32",
-    )
+    named = {field.name: getattr(options, field.name) for field in fields(Settings) if field.name in options}
+    return Settings(**named, gradients="float64" if comparable else "float32")
 
 
 def require_outputs(options: argparse.Namespace) -> None:
     """Raise ValueError unless every file that is to be written can be."""
-    from ms_accum.checkpoint import SUFFIXES
-
-    from .files import require_writable
-
     if options.save_every and not options.save:
-        raise ValueError("argument --save-every: says when, but not where; add --save FILE.ckpt")
+        raise ValueError("argument --save-every: requires --save FILE.ckpt")
     if options.compare and (options.resume or options.save_every):
         raise ValueError("argument --compare: a comparison trains twice and cannot be resumed; leave out --save-every and --resume")
     if options.resume and not options.resume.is_file():
@@ -226,12 +213,10 @@ def require_outputs(options: argparse.Namespace) -> None:
 
 
 def use_device(target: str) -> None:
-    """Make `target` MindSpore's device. Raises ValueError if this build of MindSpore or this machine has none."""
-    import mindspore as ms
-
+    """Make `target` MindSpore's device. Raises ValueError if this build of MindSpore or this machine does not have it."""
     if ms.get_context("device_target") == target:
         return  # MindSpore refuses even the same device once it has run something.
-    # On refusal MindSpore also logs a line for every library that it misses.
+    # On refusal MindSpore also logs a line for every missing library.
     logged = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -244,7 +229,7 @@ def use_device(target: str) -> None:
 
 
 def join_ranks(settings: Settings) -> Settings:
-    """Under msrun, join the other ranks; the settings of this one. Only rank 0 goes on printing."""
+    """Join the other ranks if started by msrun, and return this rank's settings. Only rank 0 still prints."""
     if "MS_ROLE" not in os.environ:
         return settings
     from mindspore.communication import get_group_size, get_rank, init
@@ -256,82 +241,51 @@ def join_ranks(settings: Settings) -> Settings:
     return settings
 
 
-def part_ranks(settings: Settings) -> None:
-    """Wait for all ranks, if there are several."""
-    if settings.ranks > 1:
-        from ms_accum.distributed.ranks import wait_for_all
-
-        wait_for_all()
-
-
-def require_microbatch(settings: Settings, mnist: Mnist) -> None:
-    """Raise ValueError if there are too few digits for one microbatch on each rank."""
-    digits = len(mnist.train) // settings.ranks
-    if settings.batch_size > digits:
-        raise ValueError(f"argument --batch-size: a microbatch of {settings.batch_size} digits cannot be filled from "
-                         f"{digits}; choose at most {digits}")
-
-
-def train_all(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> tuple[dict[str, list[Epoch]], dict]:
-    """Train, with --compare both ways, and print; the epochs of each run by name, and every figure."""
-    from ..mnist import report
-    from ..mnist.network import largest_difference
-    from ..mnist.train import Checkpoints
-
-    print(report.header(settings, mnist, options.data, options.device_target), flush=True)
-    network, epochs = _train(settings, mnist, Checkpoints(
+def train_all(settings: Settings, mnist: data.Mnist, options: argparse.Namespace) -> tuple[dict[str, list[train.Epoch]], dict]:
+    """Train, with --compare both ways, and print; return the epochs of each run by name, and every figure."""
+    print(figures.header(settings, mnist, options.data, options.device_target), flush=True)
+    network, epochs = _train(settings, mnist, train.Checkpoints(
         options.save, options.save_every, options.resume,
         lambda epochs, microbatches: print(f"resumed    {options.resume}: {epochs} epochs and {microbatches:,} microbatches done")))
     runs = {"accumulated": epochs}
-    figures = report.figures(settings, epochs)
+    results = figures.figures(settings, epochs)
     if settings.noise_scale:
-        print(report.critical_batch(settings, epochs), flush=True)
+        print(figures.critical_batch(settings, epochs), flush=True)
     if options.compare:
-        print(f"undivided: {report.batch(settings.undivided())}", flush=True)
-        other, runs["undivided"] = _train(settings.undivided(), mnist, Checkpoints())
+        print(f"undivided: {figures.batch(settings.undivided())}", flush=True)
+        other, runs["undivided"] = _train(settings.undivided(), mnist, train.Checkpoints())
         difference = largest_difference(network, other)
-        print(report.comparison(settings, epochs, runs["undivided"], difference), flush=True)
-        figures["max_parameter_difference"] = difference
-        figures["undivided"] = report.figures(settings.undivided(), runs["undivided"])
-    return runs, {**figures, **_circumstances(settings, mnist, options)}
+        print(figures.comparison(settings, epochs, runs["undivided"], difference), flush=True)
+        results["max_parameter_difference"] = difference
+        results["undivided"] = figures.figures(settings.undivided(), runs["undivided"])
+    named = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items() if name != "run"}
+    return runs, {
+        **results,
+        "options": named,
+        "gradients": settings.gradients,
+        "device": options.device_target,
+        "data": {"source": options.data, "train_digits": len(mnist.train), "test_digits": len(mnist.test)},
+        "versions": figures.versions(),
+    }
 
 
-def write_all(options: argparse.Namespace, runs: dict[str, list[Epoch]], figures: dict) -> None:
-    """Write the files that the options name. Raises OSError if one cannot be written after all."""
-    from .files import write_json
-
-    if options.json:
-        write_json(options.json, figures)
-    if options.plot:
-        from ..mnist.plot import write_plot
-        write_plot(options.plot, runs, figures["effective_batch"])
-
-
-def _train(settings: Settings, mnist: Mnist, checkpoints: Checkpoints) -> tuple[Network, list[Epoch]]:
-    from ..mnist import report
-    from ..mnist.network import Network
-    from ..mnist.train import train
-
+def _train(settings: Settings, mnist: data.Mnist, checkpoints: train.Checkpoints) -> tuple[Network, list[train.Epoch]]:
     network = Network(settings.seed)
     epochs = []
-    progress = report.progress(settings, mnist)
+    progress = figures.progress(settings, mnist)
     try:
-        for epoch in train(mnist, network, settings, progress, checkpoints):
-            print(report.epoch_line(epoch, settings), flush=True)
+        for epoch in train.train(mnist, network, settings, progress, checkpoints):
+            print(figures.epoch_line(epoch, settings), flush=True)
             epochs.append(epoch)
     finally:
         progress.close()
     return network, epochs
 
 
-def _circumstances(settings: Settings, mnist: Mnist, options: argparse.Namespace) -> dict:
-    from ..mnist import report
-
-    named = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items() if name != "run"}
-    return {
-        "options": named,
-        "gradients": settings.gradients,
-        "device": options.device_target,
-        "data": {"source": options.data, "train_digits": len(mnist.train), "test_digits": len(mnist.test)},
-        "versions": report.versions(),
-    }
+def write_all(options: argparse.Namespace, runs: dict[str, list[train.Epoch]], results: dict) -> None:
+    """Write the files that the options name. Raises OSError if one cannot be written after all."""
+    if options.json:
+        write_json(options.json, results)
+    if options.plot:
+        with whole(options.plot) as part:
+            figures.plot(runs, results["effective_batch"]).savefig(part, format="png", dpi=120)

@@ -1,18 +1,25 @@
-"""Where the digits come from: the package itself, a folder, or the network."""
+"""Read digits: from the package itself, from a folder, or from the complete MNIST, which is downloaded once."""
 from __future__ import annotations
 
+import gzip
 import os
+import struct
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from . import fetch
-from .idx import read_images, read_labels
 
 EMBEDDED = Path(__file__).with_name("digits")
+SIDE = 28
+CLASSES = 10
+# Above the largest of MNIST's relatives, EMNIST with 814,255 (https://arxiv.org/abs/1702.05373); images of 784 MB.
+MOST_ITEMS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -43,25 +50,25 @@ class Mnist:
 
 
 def load(source: str) -> Mnist:
-    """The digits that `--data` names.
+    """Load the digits that `--data` names.
 
     Args:
-        source: "embedded": the 10,000 + 2,000 digits in the package. "full": all 60,000 + 10,000, fetched once into
+        source: "embedded": the 10,000 + 2,000 digits in the package. "full": all 60,000 + 10,000, downloaded once into
             `fetch.cache_folder()`. Anything else: a folder, see `load_folder`.
 
     Raises:
-        fetch.FetchError: If "full" is neither in the cache nor to be had from a mirror.
+        fetch.FetchError: If "full" is not in the cache and no mirror has it.
         ValueError, OSError: See `load_folder`.
     """
     if source == "embedded":
         return load_folder(EMBEDDED)
     if source == "full":
-        return load_folder(fetch.full_set(fetch.cache_folder(), fetch.MIRRORS))
-    return load_folder(Path(os.path.expanduser(source)))  # of an unknown user, pathlib would raise RuntimeError
+        return load_folder(fetch.full_set(fetch.cache_folder()))
+    return load_folder(Path(os.path.expanduser(source)))  # pathlib raises RuntimeError if the user is unknown
 
 
 def load_folder(folder: Path) -> Mnist:
-    """The digits in a folder in the layout of MindSpore's tutorials.
+    """Load the digits in a folder in the layout of MindSpore's tutorials.
 
     `train/train-images-idx3-ubyte`, `train/train-labels-idx1-ubyte`, `test/t10k-images-idx3-ubyte`,
     `test/t10k-labels-idx1-ubyte`, each plain or with `.gz`, in `folder` or in `folder/MNIST_Data`.
@@ -76,13 +83,15 @@ def load_folder(folder: Path) -> Mnist:
 
 
 def _read_split(folder: Path, prefix: str) -> Digits:
-    images = _existing(folder / f"{prefix}-images-idx3-ubyte")
-    labels = _existing(folder / f"{prefix}-labels-idx1-ubyte")
-    digits = Digits(read_images(images), read_labels(labels))
-    if len(digits.images) != len(digits.labels):
-        raise ValueError(f"{images} holds {len(digits.images)} images, but {labels} holds {len(digits.labels)} labels; "
+    images_path = _existing(folder / f"{prefix}-images-idx3-ubyte")
+    labels_path = _existing(folder / f"{prefix}-labels-idx1-ubyte")
+    images, labels = read_idx(images_path, (SIDE, SIDE)), read_idx(labels_path, ())
+    if labels.max() >= CLASSES:
+        raise ValueError(f"{labels_path} holds the label {labels.max()}, expected 0 to {CLASSES - 1}; is it a file of MNIST?")
+    if len(images) != len(labels):
+        raise ValueError(f"{images_path} holds {len(images)} images, but {labels_path} holds {len(labels)} labels; "
                          "take both files from the same set")
-    return digits
+    return Digits(images, labels.astype(np.int32))
 
 
 def _existing(path: Path) -> Path:
@@ -93,3 +102,51 @@ def _existing(path: Path) -> Path:
     raise ValueError(f"{path} (or {packed.name}) is missing; expected a folder that holds "
                      "train/train-images-idx3-ubyte, train/train-labels-idx1-ubyte, "
                      "test/t10k-images-idx3-ubyte and test/t10k-labels-idx1-ubyte")
+
+
+def read_idx(path: Path, item_shape: tuple[int, ...]) -> np.ndarray:
+    """Read the array in an idx file of uint8, unpacked if its name ends in `.gz`; see `parse_idx` for the rest."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return parse_idx(file, item_shape, path)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is no complete gzip file ({error}); fetch it again") from error
+
+
+def parse_idx(file: IO[bytes], item_shape: tuple[int, ...], name: object) -> np.ndarray:
+    """Parse an idx file of uint8. However long the file is, no more is read than its header says, and that is limited.
+
+    Source of the format: http://yann.lecun.com/exdb/mnist/ (header: magic 0x08 and the number of dimensions, then
+    the size of each dimension, all big-endian).
+
+    Args:
+        file: The whole file, from its beginning.
+        item_shape: Expected shape of one item: `(28, 28)` for images, `()` for labels.
+        name: What errors call the file.
+
+    Returns:
+        Read-only uint8 array `(n, *item_shape)`, 1 <= n <= `MOST_ITEMS`.
+
+    Raises:
+        ValueError: If magic, shape or number of bytes are not as expected, or there is no item or too many.
+    """
+    dimensions = 1 + len(item_shape)
+    header_bytes = 4 * (1 + dimensions)
+    header = file.read(header_bytes)
+    if len(header) < header_bytes:
+        raise ValueError(f"{name} holds {len(header)} bytes, but an idx{dimensions} header has {header_bytes}; fetch it again")
+    magic, *shape = struct.unpack(f">{1 + dimensions}I", header)
+    if magic != 0x0800 + dimensions:
+        raise ValueError(f"{name} starts with the magic number {magic}, expected {0x0800 + dimensions} (idx{dimensions} of uint8)")
+    if tuple(shape[1:]) != item_shape:
+        raise ValueError(f"{name} holds items of shape {tuple(shape[1:])}, expected {item_shape}; is it a file of MNIST?")
+    if shape[0] == 0:
+        raise ValueError(f"{name} holds no digits, expected at least one")
+    if shape[0] > MOST_ITEMS:
+        raise ValueError(f"{name} says that it holds {shape[0]} items, expected at most {MOST_ITEMS}; is it a file of MNIST?")
+    expected = shape[0] * int(np.prod(item_shape, dtype=int))
+    data = file.read(expected + 1)  # one more byte shows that a file is too long, however far a .gz would unpack
+    if len(data) != expected:
+        size = f"more than {expected}" if len(data) > expected else str(len(data))
+        raise ValueError(f"{name} holds {size} bytes behind its header, expected {expected} for {shape[0]} items; fetch it again")
+    return np.frombuffer(data, np.uint8).reshape(shape)

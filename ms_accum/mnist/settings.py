@@ -1,4 +1,4 @@
-"""What a run is made of."""
+"""The choices that decide what a run computes."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class Settings:
         sync: When ranks exchange gradients, "window" or "microbatch"; see `DataParallel`.
         shard: Whether each rank keeps a part of the accumulated gradients; see `DataParallel`.
         noise_scale: Whether the gradient noise scale is measured; see `GradientNoiseScale`.
-        gradients: "float32", or "float64" to compare two runs; see `step.Float64Optimizer`.
+        gradients: "float32", or "float64" to compare two runs; see `network.Float64Optimizer`.
     """
 
     batch_size: int = 32

@@ -1,21 +1,24 @@
-"""Train and test: microbatches in seeded order, dealt out to the ranks, one update per window, the last one of an epoch flushed."""
+"""Train and test: microbatches in seeded order, dealt out to the ranks, one update per window, an epoch's last window flushed."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
+from mindspore.dataset import GeneratorDataset
+from mindspore.train import Callback, Model, RunContext
 
 from ms_accum.accumulator import Accumulator
 from ms_accum.batch_size.noise_scale import GradientNoiseScale
+from ms_accum.callbacks import FlushCallback
 from ms_accum.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from ms_accum.distributed.ranks import gather
 from ms_accum.distributed.reducers import DataParallel
@@ -23,10 +26,8 @@ from ms_accum.model import TrainOneStepCell
 from ms_accum.train_step import TrainStep, make_train_step
 
 from .data import Digits, Mnist
-from .feed import FEEDS, in_a_loop
-from .network import Network
+from .network import CountCorrect, Float64Optimizer, Network, make_forward
 from .settings import Settings
-from .step import CountCorrect, Float64Optimizer, make_forward
 
 TEST_BATCH = 1000
 DEFAULT_MOMENTUM = {"sgd": 0.0, "momentum": 0.9}
@@ -34,7 +35,7 @@ DEFAULT_MOMENTUM = {"sgd": 0.0, "momentum": 0.9}
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch gave.
+    """Hold the results of one epoch.
 
     Attributes:
         epoch: Number of the epoch, from 1.
@@ -61,12 +62,12 @@ OnMicrobatch = Callable[[int, int, Tensor], None]
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a run is saved, and where it goes on from.
+    """Say where a run is saved, and where it continues from.
 
     Attributes:
         save: File to save to at the end; None: nowhere.
-        every: Microbatches (of a rank) after which it is saved, too; None: only at the end.
-        resume: File to go on from; None: from the start.
+        every: Also save after this many microbatches of a rank; None: only at the end.
+        resume: File to continue from; None: from the start.
         resumed: Called when that is loaded: `(epochs done, microbatches done of the next)`.
     """
 
@@ -78,34 +79,34 @@ class Checkpoints:
 
 @dataclass
 class Place:
-    """How far a run has come: the epochs that are done, and the losses of the next one's microbatches so far."""
+    """Hold a run's progress: the epochs that are done, and the losses of the next one's microbatches so far."""
 
     epochs: list[Epoch] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     def as_extra(self, settings: Settings, mnist: Mnist) -> dict:
-        """What a checkpoint holds of it."""
+        """Return what a checkpoint holds of it."""
         epochs = [{**asdict(epoch), "microbatch_losses": epoch.microbatch_losses.tolist()} for epoch in self.epochs]
         return {"run": _identity(settings, mnist), "epochs": epochs, "losses": list(self.losses)}
 
     @classmethod
     def of_extra(cls, extra: object, settings: Settings, mnist: Mnist) -> Place:
-        """From a checkpoint. Raises CheckpointError if that is one of another run."""
+        """Read it from a checkpoint. Raises CheckpointError if that is from another run."""
         if not isinstance(extra, dict) or not {"run", "epochs", "losses"} <= extra.keys():
-            raise CheckpointError("the checkpoint is none of `ms-accum mnist`; give one that --save wrote")
+            raise CheckpointError("the checkpoint is not from `ms-accum mnist`; give one that --save wrote")
         for name, value in _identity(settings, mnist).items():
             if extra["run"].get(name) != value:
-                raise CheckpointError(f"the checkpoint is of a run with {name} {extra['run'].get(name)}, but this one has {value}; "
+                raise CheckpointError(f"the checkpoint is from a run with {name} {extra['run'].get(name)}, but this run has {value}; "
                                       "give the same options and digits")
         epochs = [Epoch(**{**epoch, "microbatch_losses": np.array(epoch["microbatch_losses"])}) for epoch in extra["epochs"]]
         if len(epochs) > settings.epochs:
-            raise CheckpointError(f"the checkpoint has {len(epochs)} epochs behind it, but this run is of {settings.epochs}; "
+            raise CheckpointError(f"the checkpoint holds {len(epochs)} epochs, but this run has only {settings.epochs}; "
                                   "give more --epochs")
         return cls(epochs, extra["losses"])
 
 
 def _identity(settings: Settings, mnist: Mnist) -> dict:
-    """What has to be the same for a run to go on; how many epochs it has may change."""
+    """Return what must not change when a run is resumed; the number of epochs may."""
     run = {name: value for name, value in asdict(settings).items() if name != "epochs"}
     return {**run, "digits": mnist.identity}
 
@@ -117,7 +118,7 @@ def train(
     on_microbatch: OnMicrobatch = lambda *_: None,
     checkpoints: Checkpoints = Checkpoints(),
 ) -> Iterator[Epoch]:
-    """Train `network` in place; yields after each epoch, of a resumed run also those that were done before.
+    """Train `network` in place; yield each epoch, in a resumed run also those that were done before.
 
     Args:
         mnist: Digits to train on and to test on.
@@ -127,8 +128,8 @@ def train(
         checkpoints: Where to save, and what to resume from.
 
     Raises:
-        CheckpointError: If what is to be resumed is damaged, or of another run.
-        OSError: If a checkpoint cannot be written; the one before is still there.
+        CheckpointError: If the checkpoint to resume is damaged, or from another run.
+        OSError: If a checkpoint cannot be written; the previous one is still there.
     """
     train_step = make_step(network, settings)
     accumulator = train_step.accumulator
@@ -141,35 +142,24 @@ def train(
     def save() -> None:
         save_checkpoint(checkpoints.save, network, accumulator, extra=place.as_extra(settings, mnist))
 
-    count_correct = CountCorrect(network)
-    if settings.mode == "graph":
-        count_correct = ms.jit(count_correct)
+    count_correct = ms.jit(CountCorrect(network)) if settings.mode == "graph" else CountCorrect(network)
     for epoch in range(len(place.epochs) + 1, settings.epochs + 1):
-        order = np.random.default_rng([settings.seed, epoch]).permutation(len(mnist.train))
-        # Dealt out one by one, so that a window of all ranks holds the same digits as one of a single process.
-        microbatches = cut(order, settings.batch_size)[settings.rank::settings.ranks]
-
+        microbatches = microbatches_of(epoch, len(mnist.train), settings)
+        save_at = _saves(epoch, len(mnist.train), settings, checkpoints.every)
         if accumulator.noise_scale is not None and not place.losses:
             accumulator.noise_scale.reset()
         start = perf_counter()
         with _mode(settings):
-            # At the same microbatches on every rank, or one of them would wait for ever.
-            shortest = -(-len(order) // settings.batch_size) // settings.ranks
-            every = checkpoints.every
-            save_at = range(every - (epoch - 1) * shortest % every, shortest + 1, every) if every else range(0)
-            train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save, settings.ranks,
-                        FEEDS[settings.api])
+            train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save, settings.ranks)
         losses, place.losses = np.array(place.losses, np.float64), []
         trained = perf_counter()
         accuracy = evaluate(count_correct, mnist.test, settings)
-        tested = perf_counter()
-
         place.epochs.append(Epoch(
             epoch=epoch,
             loss=_mean_loss(losses, microbatches, settings),
             accuracy=accuracy,
             train_seconds=trained - start,
-            test_seconds=tested - trained,
+            test_seconds=perf_counter() - trained,
             update_step=int(accumulator.update_step.asnumpy()),
             microbatch_losses=losses,
             noise_scale=accumulator.noise_scale and accumulator.noise_scale.scale(),
@@ -179,8 +169,28 @@ def train(
         save()
 
 
+def microbatches_of(epoch: int, digits: int, settings: Settings) -> list[np.ndarray]:
+    """Return the rows of each of this rank's microbatches in an epoch, in seeded order; the last one may be shorter.
+
+    They are dealt out one by one, so a window of all ranks holds the same digits as one of a single process.
+    """
+    order = np.random.default_rng([settings.seed, epoch]).permutation(digits)
+    return cut(order, settings.batch_size)[settings.rank::settings.ranks]
+
+
+def cut(order: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """Cut `order`, int `(n,)`, into pieces of `batch_size`; the last one may be shorter."""
+    return [order[start:start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def _saves(epoch: int, digits: int, settings: Settings, every: Optional[int]) -> range:
+    """The numbers of microbatches of this epoch after which to save; the same on every rank, or one would wait for ever."""
+    shortest = -(-digits // settings.batch_size) // settings.ranks
+    return range(every - (epoch - 1) * shortest % every, shortest + 1, every) if every else range(0)
+
+
 def make_step(network: Network, settings: Settings) -> Union[TrainStep, TrainOneStepCell]:
-    """The train step that the settings describe."""
+    """Make the train step that the settings describe."""
     optimizer = make_optimizer(network, settings)
     if settings.gradients == "float64":
         network = Network(seed=0, dtype=ms.float64)
@@ -194,7 +204,7 @@ def make_step(network: Network, settings: Settings) -> Union[TrainStep, TrainOne
 
 
 def make_optimizer(network: Network, settings: Settings) -> nn.Optimizer:
-    """The optimizer that the settings name."""
+    """Make the optimizer that the settings name."""
     parameters = network.trainable_params()
     if settings.optimizer == "adam":
         return nn.Adam(parameters, settings.lr)
@@ -204,34 +214,27 @@ def make_optimizer(network: Network, settings: Settings) -> nn.Optimizer:
     return nn.SGD(parameters, settings.lr, momentum)
 
 
-def cut(order: np.ndarray, batch_size: int) -> list[np.ndarray]:
-    """`order`, int `(n,)`, in pieces of `batch_size`; the last one may be shorter."""
-    return [order[start:start + batch_size] for start in range(0, len(order), batch_size)]
-
-
 def train_epoch(
-    train_step: TrainStep,
+    train_step: Union[TrainStep, TrainOneStepCell],
     digits: Digits,
-    microbatches: list[np.ndarray],
+    microbatches: Sequence[np.ndarray],
     on_microbatch: Callable[[int, Tensor], None],
     losses: list[float],
     save_at: range = range(0),
     save: Callable[[], None] = lambda: None,
     ranks: int = 1,
-    feed: Callable = in_a_loop,
 ) -> None:
     """Train on the rows of each microbatch in turn and close the last window.
 
     Args:
         train_step: As from `make_step`.
         digits: Digits to train on.
-        microbatches: Rows of `digits`, as from `cut`.
+        microbatches: Rows of `digits`, as from `microbatches_of`.
         on_microbatch: Called after each microbatch: `(digits trained on by all ranks, loss of the microbatch)`.
-        losses: Mean loss of each microbatch that was trained on before, which are passed over; those of the others are appended.
+        losses: Mean losses of the microbatches that are already done, which are passed over; those of the others are appended.
         save_at: Numbers of microbatches of this epoch after which to save.
         save: Called then; `losses` is complete.
         ranks: How many train; the others are taken to be as far as this one.
-        feed: What takes `train_step` through the microbatches, see `feed`.
     """
     # The losses stay on the device until they are needed: reading one here would wait for it.
     unread = []
@@ -252,12 +255,52 @@ def train_epoch(
             read()
             save()
 
+    feed = _with_model if isinstance(train_step, TrainOneStepCell) else _in_a_loop
     feed(train_step, digits, microbatches[done:], took)
     read()
 
 
+def _in_a_loop(train_step: TrainStep, digits: Digits, microbatches: Sequence[np.ndarray], took: Callable[[Tensor], None]) -> None:
+    for rows in microbatches:
+        took(train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows])))
+    train_step.flush()
+
+
+def _with_model(cell: TrainOneStepCell, digits: Digits, microbatches: Sequence[np.ndarray], took: Callable[[Tensor], None]) -> None:
+    if len(microbatches) == 0:  # the epoch was saved after its last microbatch: only the flush is left
+        cell.flush()
+        return
+    dataset = GeneratorDataset(_Source(digits, microbatches), ["images", "labels"], shuffle=False)
+    Model(cell).train(1, dataset, callbacks=[_Took(took), FlushCallback()], dataset_sink_mode=False)
+
+
+class _Source:
+    """Microbatches as rows of a dataset."""
+
+    def __init__(self, digits: Digits, microbatches: Sequence[np.ndarray]) -> None:
+        self.digits, self.microbatches = digits, microbatches
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self.microbatches[i]
+        return self.digits.images[rows], self.digits.labels[rows]
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+
+class _Took(Callback):
+    """Pass on the loss of each microbatch, before the last window is closed, as the loop does."""
+
+    def __init__(self, took: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.took = took
+
+    def on_train_step_end(self, run_context: RunContext) -> Any:
+        self.took(run_context.original_args().net_outputs)
+
+
 def evaluate(count_correct: Callable[..., Tensor], digits: Digits, settings: Settings) -> float:
-    """Accuracy on all digits, per cent, counted by a `step.CountCorrect`, compiled or not; each rank counts its part."""
+    """Return the accuracy on all digits, per cent, counted by a `CountCorrect`, compiled or not; each rank counts its part."""
     correct = [
         count_correct(Tensor(digits.images[rows]), Tensor(digits.labels[rows]))
         for rows in cut(np.arange(len(digits)), TEST_BATCH)[settings.rank::settings.ranks]]

@@ -1,4 +1,4 @@
-"""What a run says: a header, progress, one line for each epoch, and every figure as a dict."""
+"""Report a run: a header, progress, a line for each epoch, every figure as a dict, and the curves."""
 from __future__ import annotations
 
 import os
@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from math import isfinite
 from time import perf_counter
-from typing import Optional, Union
+from typing import TYPE_CHECKING, Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -20,25 +20,26 @@ from .data import Mnist
 from .settings import Settings
 from .train import Epoch
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 PROGRESS_LINES = 4
+# The second run lies on the first where they agree: dashes and crosses leave it visible.
+STYLES = ("o-", "x--")
 _API = {"functional": "make_train_step", "model": "mindspore.train.Model"}
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a run's figures depend on."""
-    return {
-        "ms_accum": ms_accum.__version__,
-        "mindspore": ms.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
+    """Return the versions of what a run's figures depend on."""
+    return {"ms_accum": ms_accum.__version__, "mindspore": ms.__version__, "numpy": np.__version__, "python": platform.python_version()}
 
 
 def header(settings: Settings, mnist: Mnist, source: str, device: str) -> str:
-    """Versions, device, data and effective batch, a line each."""
+    """Format versions, device, data, effective batch and optimizer, a line each."""
     names = ", ".join(f"{name} {version}" for name, version in versions().items())
     clipped = "" if settings.clip_norm is None else f", clipped to norm {settings.clip_norm:g}"
-    source = source.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8, what is printed has to be
+    source = source.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8, but output is
     return "\n".join((
         f"versions   {names}",
         f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, {_API[settings.api]}, gradients in {settings.gradients}",
@@ -56,29 +57,29 @@ def _cut(settings: Settings) -> str:
 
 
 def batch(settings: Settings) -> str:
-    """The effective batch and how it is made up."""
+    """Format the effective batch and how it is made up."""
     ranks = "" if settings.ranks == 1 else f" x {settings.ranks} ranks"
     return f"{settings.batch_size:,} x {settings.accumulate_step:,}{ranks} = {settings.effective_batch:,} digits an update"
 
 
 def epoch_line(epoch: Epoch, settings: Settings) -> str:
-    """The figures of one epoch."""
+    """Format the figures of one epoch."""
     noise = "" if epoch.noise_scale is None else f"  noise scale {epoch.noise_scale:,.0f} digits"
     return (f"epoch {epoch.epoch}/{settings.epochs}  loss {epoch.loss:.4f}  accuracy {epoch.accuracy:.2f} %  "
             f"train {epoch.train_seconds:.2f} s  test {epoch.test_seconds:.2f} s{noise}")
 
 
 def critical_batch(settings: Settings, epochs: list[Epoch]) -> str:
-    """What the noise scale of the last epoch says about the batch."""
+    """Say what the noise scale of the last epoch means for the batch."""
     critical, used = epochs[-1].noise_scale, settings.effective_batch
     if not isfinite(critical):
-        return "critical batch size unknown: the gradient of the last epoch drowns in noise; give more microbatches"
+        return "critical batch size unknown: the last epoch's gradient is lost in noise; give more microbatches"
     verdict = "a larger batch saves updates" if critical > used else "a smaller batch learns as much from an update"
     return f"critical batch size about {critical:,.0f} digits, {critical / used:.2g} x the {used:,} of an update: {verdict}"
 
 
 def comparison(settings: Settings, accumulated: list[Epoch], undivided: list[Epoch], difference: float) -> str:
-    """Both accuracies and the largest difference between the parameters."""
+    """Format both accuracies and the largest difference between the parameters."""
     return "\n".join((
         f"accumulated  {batch(settings)}: accuracy {accumulated[-1].accuracy:.2f} %",
         f"undivided    {batch(settings.undivided())}: accuracy {undivided[-1].accuracy:.2f} %",
@@ -87,44 +88,23 @@ def comparison(settings: Settings, accumulated: list[Epoch], undivided: list[Epo
 
 
 def figures(settings: Settings, epochs: list[Epoch]) -> dict:
-    """What a training gave; seconds are sums over its epochs, accuracy in per cent is that after the last."""
+    """Return what a training gave; seconds are sums over its epochs, accuracy in per cent is that after the last."""
+    last = epochs[-1]
+    chosen = ("batch_size", "accumulate_step", "micro_size", "api", "strategy", "ranks", "sync", "shard", "effective_batch")
     return {
-        "accuracy": epochs[-1].accuracy,
-        "loss": epochs[-1].loss,
+        "accuracy": last.accuracy,
+        "loss": last.loss,
         "train_seconds": sum(epoch.train_seconds for epoch in epochs),
         "test_seconds": sum(epoch.test_seconds for epoch in epochs),
-        "update_step": epochs[-1].update_step,
-        "noise_scale": epochs[-1].noise_scale,
-        "batch_size": settings.batch_size,
-        "accumulate_step": settings.accumulate_step,
-        "micro_size": settings.micro_size,
-        "api": settings.api,
-        "strategy": settings.strategy,
-        "ranks": settings.ranks,
-        "sync": settings.sync,
-        "shard": settings.shard,
-        "effective_batch": settings.effective_batch,
-        "epochs": [_without_curve(epoch) for epoch in epochs],
+        "update_step": last.update_step,
+        "noise_scale": last.noise_scale,
+        **{name: getattr(settings, name) for name in chosen},
+        "epochs": [{name: value for name, value in asdict(epoch).items() if name != "microbatch_losses"} for epoch in epochs],
     }
 
 
-def as_json(value: object) -> object:
-    """`value` with None for every float that JSON cannot hold: NaN and infinity."""
-    if isinstance(value, dict):
-        return {key: as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def _without_curve(epoch: Epoch) -> dict:
-    values = asdict(epoch)
-    del values["microbatch_losses"]
-    return values
-
-
 class Bar:
-    """Progress on a terminal: a bar for each epoch, with the loss of the newest microbatch and digits/s."""
+    """Show progress on a terminal: a bar for each epoch, with the loss of the newest microbatch and digits/s."""
 
     def __init__(self, settings: Settings, mnist: Mnist) -> None:
         self.epochs = settings.epochs
@@ -142,14 +122,14 @@ class Bar:
             self.close()
 
     def close(self) -> None:
-        """Take the bar away; the next epoch draws its own."""
+        """Remove the bar; the next epoch draws its own."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
 
 
 class Lines:
-    """Progress where there is no terminal: `PROGRESS_LINES` - 1 lines an epoch; its own line is the last."""
+    """Show progress without a terminal: `PROGRESS_LINES` - 1 lines an epoch; the epoch's own line is the last."""
 
     def __init__(self, settings: Settings, mnist: Mnist) -> None:
         self.epochs = settings.epochs
@@ -172,11 +152,46 @@ class Lines:
             self.close()
 
     def close(self) -> None:
-        """Begin anew with the next epoch."""
+        """Start again with the next epoch."""
         self.parts = 0
         self.first = 0
 
 
 def progress(settings: Settings, mnist: Mnist) -> Union[Bar, Lines]:
-    """What shows progress where stdout goes: called as `(epoch, digits done, loss)`, closed with `close()`."""
+    """Make what shows progress on stdout: it is called as `(epoch, digits done, loss)` and closed with `close()`."""
     return Bar(settings, mnist) if sys.stdout.isatty() else Lines(settings, mnist)
+
+
+def plot(runs: dict[str, list[Epoch]], effective_batch: int) -> Figure:
+    """Draw one or two runs, by name, over the epochs: loss and test accuracy; of the first also the noise scale, if it was measured."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    first = next(iter(runs.values()))
+    panels = 2 if first[0].noise_scale is None else 3
+    # A Figure of its own, not pyplot: no global state, and no display is needed.
+    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
+    loss_axes, accuracy_axes, *noise_axes = figure.subplots(1, panels)
+    for number, (name, epochs) in enumerate(runs.items()):
+        look = {"color": f"C{number}", "label": name}
+        losses = np.concatenate([epoch.microbatch_losses for epoch in epochs])
+        loss_axes.plot(np.linspace(0, len(epochs), len(losses)), losses, color=look["color"], alpha=0.25, linewidth=0.5)
+        loss_axes.plot([epoch.epoch - 0.5 for epoch in epochs], [epoch.loss for epoch in epochs], STYLES[number], **look)
+        accuracy_axes.plot([epoch.epoch for epoch in epochs], [epoch.accuracy for epoch in epochs], STYLES[number], **look)
+    loss_axes.set(ylabel="loss", title="Cross entropy: each microbatch, and mean of an epoch", ylim=(0, None))
+    accuracy_axes.set(ylabel="accuracy in %", title="Test digits labelled correctly")
+    for axes in noise_axes:
+        _draw_noise_scale(axes, first, effective_batch)
+    for axes in (loss_axes, accuracy_axes, *noise_axes):
+        axes.set_xlabel("epochs")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
+def _draw_noise_scale(axes: Axes, epochs: list[Epoch], effective_batch: int) -> None:
+    axes.plot([epoch.epoch - 0.5 for epoch in epochs], [epoch.noise_scale for epoch in epochs], STYLES[0], color="C2",
+              label="critical batch size (noise scale)")
+    axes.axhline(effective_batch, color="C7", linestyle=":", label=f"an update: {effective_batch:,} digits")
+    axes.set(ylabel="digits", yscale="log", title="How large a batch is worth it")

@@ -1,0 +1,92 @@
+"""Argument checks. Each returns the checked value, or raises an error that says what, got, expected and remedy."""
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from math import inf
+from numbers import Real
+from operator import index
+from textwrap import dedent
+from typing import Any, Optional, TypeVar, Union
+
+import mindspore as ms
+import numpy as np
+
+T = TypeVar("T")
+LARGEST_INT32 = 2**31 - 1  # counters are int32, and a larger constant would wrap around in a comparison with them
+
+
+def whole_number(name: str, value: object, remedy: str = "", *, minimum: int = 1, maximum: Optional[int] = None) -> int:
+    """Return `value` as an int: an int, or an integer of NumPy or a Tensor with one element. Refuse bools and floats."""
+    expected = f"an int >= {minimum}"
+    try:
+        if isinstance(value, bool) or getattr(value, "dtype", None) in (np.bool_, ms.bool_):
+            raise TypeError
+        number = index(value)
+    except (TypeError, ValueError):  # ValueError: a Tensor of several elements, or of floats
+        raise TypeError(_message(name, _typed(value), expected, remedy)) from None
+    if number < minimum:
+        raise ValueError(_message(name, number, expected, remedy))
+    if maximum is not None and number > maximum:
+        raise ValueError(_message(name, number, f"at most {maximum}", remedy))
+    return number
+
+
+def number(name: str, value: object, accepts: Callable[[float], bool], expected: str, remedy: str = "") -> float:
+    """Return `value`, a real number that `accepts` takes, as a float; infinity if it is too large for one. Refuse bools."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(_message(name, _typed(value), expected, remedy))
+    try:
+        converted = float(value)
+    except OverflowError:
+        converted = inf if value > 0 else -inf
+    if not accepts(converted):
+        raise ValueError(_message(name, value, expected, remedy))
+    return converted
+
+
+def boolean(name: str, value: object, remedy: str = "") -> bool:
+    """Return `value`, True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(_message(name, _typed(value), "True or False", remedy))
+    return value
+
+
+def one_of(name: str, value: object, choices: tuple[Optional[str], ...], remedy: str = "") -> Any:
+    """Return `value`, one of `choices`."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ValueError(_message(name, repr(value), f"one of {', '.join(map(repr, choices))}", remedy))
+    return value
+
+
+def instance_of(name: str, value: T, kinds: Union[type, tuple[type, ...]], expected: str, remedy: str = "") -> T:
+    """Return `value`, an instance of one of `kinds` (`collections.abc.Callable` for anything that can be called)."""
+    if not isinstance(value, kinds):
+        raise TypeError(_message(name, f"of type {type(value).__name__}", expected, remedy))
+    return value
+
+
+def require_callable(name: str, function: object) -> None:
+    """Refuse what cannot be called, or cannot be compiled: a lambda whose source MindSpore cannot read."""
+    instance_of(name, function, Callable, "a function of the batch")
+    if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
+        raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function; "
+                        "define it with def, or write `name = lambda ...` as a statement of its own")
+
+
+def _is_readable(function: Callable) -> bool:
+    """Whether a lambda is all there is on the right-hand side of its statement."""
+    try:
+        statement = ast.parse(dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):
+        return False
+    return isinstance(getattr(statement, "value", None), ast.Lambda)
+
+
+def _typed(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def _message(name: str, got: object, expected: str, remedy: str) -> str:
+    return f"{name} is {got}, expected {expected}" + (f"; {remedy}" if remedy else "")

@@ -1,0 +1,118 @@
+"""The command `ms-accum`: help, a closed pipe, interruptions."""
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mnist_files import embedded_set, write
+
+import ms_accum
+from ms_accum.cli import main as cli
+from ms_accum.mnist import figures
+
+QUICK = ("mnist", "--data", "digits", "--mode", "pynative", "--batch-size", "16")
+
+
+@pytest.fixture(autouse=True)
+def _digits(_scratch_folder):
+    write(Path("digits"), embedded_set(90, 50))
+
+
+def process(*arguments):
+    return subprocess.Popen([sys.executable, "-m", "ms_accum", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "PYTHONPATH": str(Path(ms_accum.__file__).parents[1])})
+
+
+def test_no_command_is_refused_in_one_line(capsys):
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == "ms-accum: error: the following arguments are required: COMMAND\n"
+
+
+def test_help_and_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ms_accum {ms_accum.__version__}\n"
+    assert cli.main(["--help"]) == 0
+    assert "mnist" in capsys.readouterr().out
+    assert cli.main(["mnist", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    options = "data batch-size accumulate-step epochs lr momentum optimizer clip-norm seed device-target mode json plot save compare"
+    for option in options.split():
+        assert f"--{option} " in text
+    for default in ("embedded", "32", "2", "3", "0.01", "sgd", "42", "CPU", "graph"):
+        assert f"(default: {default})" in text
+
+
+LOUD = """
+import sys
+from mindspore import nn, ops
+
+def chatter():
+    for _ in range(10_000):
+        print("what a user's code prints")
+
+def when_made():
+    chatter()
+
+def when_run():
+    def forward_fn(x):
+        chatter()
+        return network(x).mean()
+    network = nn.Dense(1, 1)
+    return forward_fn, network, (ops.ones((4, 1)),)
+
+if loud_import:
+    chatter()
+"""
+
+
+@pytest.mark.parametrize("arguments", [
+    QUICK, ("--version",), ("plan", "loud_import:none", "--batch-size", "1"), ("check", "loud_import:none"), ("check", "loud:when_made"),
+    ("check", "loud:when_run")], ids=" ".join)
+def test_a_closed_pipe_ends_the_command_without_a_word(arguments, monkeypatch, capsys):
+    for name in ("loud", "loud_import"):
+        Path(f"{name}.py").write_text(LOUD.replace("loud_import", str(name == "loud_import")), encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(os.getcwd())
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert cli.main(arguments) == 141
+    assert [line for line in capsys.readouterr().err.splitlines() if "[WARNING]" not in line] == []
+
+
+def test_head_ends_the_process_without_a_word():
+    """As in `ms-accum mnist | head -2`: nothing is written when the interpreter exits, either."""
+    with process(*QUICK, "--epochs", "100000") as running:
+        for _ in range(2):
+            assert running.stdout.readline()
+        running.stdout.close()
+        error = running.stderr.read()
+    assert [line for line in error.splitlines() if "[WARNING]" not in line] == []
+    assert running.returncode == 141
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_one_line_and_status_130(stop, monkeypatch, capsys):
+    monkeypatch.setattr(figures, "progress", lambda *_: signal.raise_signal(stop))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert cli.main([*QUICK, "--json", "run.json"]) == 130
+    assert capsys.readouterr().err == "ms-accum: interrupted\n"
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert sorted(os.listdir()) == ["digits"]
+
+
+def test_ctrl_c_stops_a_process_whose_handler_mindspore_has_replaced():
+    """In epoch 2, MindSpore's own handler is in place, which turns SIGINT into SIGTERM."""
+    with process(*QUICK, "--epochs", "100000", "--json", "run.json") as running:
+        while not running.stdout.readline().startswith("epoch 2/100000"):
+            assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        _, error = running.communicate(timeout=60)
+    assert running.returncode == 130
+    # MindSpore may add a line of its own, if it was just making a Tensor.
+    assert [line for line in error.splitlines() if "[WARNING]" not in line] == ["ms-accum: interrupted"]
+    assert not re.search("run", " ".join(os.listdir()))
