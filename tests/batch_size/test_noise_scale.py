@@ -204,18 +204,22 @@ def accumulator_with(noise_scale, **options):
     return Accumulator(nn.SGD([Parameter(Tensor([1.0]), name="w")], 0.1), 2, noise_scale=noise_scale, **options)
 
 
+def on_mean(noise_scale):
+    return accumulator_with(noise_scale, reduction="mean")
+
+
 TAKEN = GradientNoiseScale()
-accumulator_with(TAKEN, reduction="mean")
+on_mean(TAKEN)
 REFUSED = [
-    (TypeError, r"decay is '1' of type str, expected a number; give 0 < decay <= 1", GradientNoiseScale, ("1",)),
+    (TypeError, r"decay is '1' of type str, expected a number with 0 < decay <= 1", GradientNoiseScale, ("1",)),
     (TypeError, r"decay is True", GradientNoiseScale, (True,)),
-    (ValueError, r"decay is 0, expected 0 < decay <= 1; 1 takes plain means", GradientNoiseScale, (0,)),
+    (ValueError, r"decay is 0, expected a number with 0 < decay <= 1; 1 takes plain means", GradientNoiseScale, (0,)),
     (ValueError, r"decay is 1\.5", GradientNoiseScale, (1.5,)),
     (ValueError, r"decay is nan", GradientNoiseScale, (float("nan"),)),
-    (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None; give Gradient", accumulator_with, (True,)),
+    (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None; give Gradient", on_mean, (True,)),
     (ValueError, r"noise_scale with reduction='sum': .* give reduction=\"mean\" and the number of samples", accumulator_with,
      (GradientNoiseScale(),)),
-    (TypeError, r"lr is \[0\.1\] of type list, expected a number; scale each rate", scale_lr, ([0.1], 2)),
+    (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
     (TypeError, r"lr is True", scale_lr, (True, 2)),
     (ValueError, r"lr is 0, expected a finite number > 0", scale_lr, (0, 2)),
     (ValueError, r"lr is inf", scale_lr, (inf, 2)),
@@ -232,7 +236,7 @@ def test_bad_arguments_are_refused():
         with pytest.raises(error, match=message):
             function(*arguments)
     with pytest.raises(ValueError, match=r"noise_scale is another accumulator's, .* give each accumulator its own"):
-        accumulator_with(TAKEN, reduction="mean")
+        on_mean(TAKEN)
 
 
 def test_scale_lr():
