@@ -71,7 +71,7 @@ ACCEPTED = {
     (DataParallel, "sync"): set(),
     (DataParallel, "shard"): set(),
     (DataParallel, "broadcast"): {"True"},
-    (DataParallel, "bucket_mib"): {"2", "2.5", "1e-300", "2**31", "2**40", "10**400"},
+    (DataParallel, "bucket_mib"): {"2", "2.5", "1e-300", "2**31", "2**40", "1/3", "np.float32"},
 }
 
 
