@@ -10,8 +10,8 @@ from mindspore import Tensor, amp, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
-from .arguments import instance_of, require_callable, whole_number
-from .gradients import FLOATS, as_weight
+from .arguments import as_weight, instance_of, require_callable, whole_number
+from .gradients import FLOATS
 from .optimizers import require_trainable
 from .split import counted, empty_aux, join_aux, over_pieces, select_rows, whole_aux
 

@@ -8,21 +8,11 @@ from typing import Optional
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
-from .arguments import instance_of, number, one_of
+from .arguments import as_weight, instance_of, number, one_of, require_condition, require_gradients
 from .batch_size.noise_scale import GradientNoiseScale, meter_of
 from .distributed.buckets import Layout
 from .distributed.reducers import DataParallel, OneDevice
-from .gradients import (
-    FLOATS,
-    Gradients,
-    Scalar,
-    as_weight,
-    clip_factor,
-    global_norm,
-    require_condition,
-    require_gradients,
-    scaled,
-)
+from .gradients import FLOATS, Gradients, Scalar, clip_factor, global_norm, scaled
 from .loss_scale import LossScale, NoLossScale, owner_of, require_loss_scaler, take_ownership
 from .nonfinite import AnyMicrobatch, AnyWindow, FiniteMicrobatch, FiniteWindow
 from .optimizers import checked_parameters, describe, name_state, state_of

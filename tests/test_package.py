@@ -162,6 +162,16 @@ def test_readme_file_tree_is_true():
     assert packages < named
 
 
+@pytest.mark.parametrize("page", ["README.md", "tutorials/README_CN.md"])
+def test_readme_names_tests_that_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    named = re.findall(r"`(test_\w+)(…?)`", text)
+    assert len(named) > 10
+    assert [name for name, rest in named if not any(f"def {name}{'' if rest else '('}" in source for source in sources)] == []
+    assert [path for path in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / path).exists()] == []
+
+
 def test_readmes_figure_is_drawn_from_a_run_whose_parameter_moves_at_every_fourth_microbatch(monkeypatch, capsys):
     assert (ROOT / "tutorials" / "accumulation.svg").exists()
     monkeypatch.syspath_prepend(ROOT / "tutorials")

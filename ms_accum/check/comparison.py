@@ -31,7 +31,8 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ..accumulate import require_loss
-from ..gradients import FLOATS, as_weight
+from ..arguments import as_weight
+from ..gradients import FLOATS
 from ..split import layout, select_rows
 from .isolation import watched, write
 
