@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import reference
 from conftest import MLP, Counting, batches, compiled, difference, mean_loss, run_python, tensors, values
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 from pair import SHAPES, Pair, tensors_of
@@ -237,38 +235,6 @@ def test_compiled_accumulators_follow_the_oracle(combinations):
         wrong.oracle.add(good, weight)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         wrong.close("flush")
-
-
-TRAINED = {  # optimizers of a network, where Adam divides by gradients of about 0
-    "sgd": (lambda p: nn.SGD(p, 0.1), lambda: reference.SGD(0.1), 2e-6),
-    "momentum": (lambda p: nn.Momentum(p, 0.1, 0.9), lambda: reference.SGD(0.1, 0.9), 4e-6),
-    "adam": (lambda p: nn.Adam(p, 0.01), lambda: reference.Adam(0.01), 2e-5),
-}
-
-
-@settings(max_examples=30)
-@given(accumulate_step=st.one_of(st.integers(1, 7), st.sampled_from([*SCHEDULES.values()])), reduction=st.sampled_from(["sum", "mean"]),
-       clip_norm=st.sampled_from([None, 0.7]), optimizer=st.sampled_from([*TRAINED]), frozen=st.booleans(),
-       microbatches=st.lists(st.tuples(st.integers(1, 5), st.floats(0.01, 100.0)), min_size=1, max_size=11))
-def test_any_training_op_by_op_follows_the_oracle(accumulate_step, reduction, clip_norm, optimizer, frozen, microbatches):
-    sizes, weights = map(np.array, zip(*microbatches))
-    weights = weights / (weights.sum() if reduction == "sum" else 1)
-    network = MLP()
-    network.first.weight.requires_grad = not frozen
-    fixed = values(network.get_parameters())[:frozen]
-    ours, theirs, tolerance = TRAINED[optimizer]
-    accumulator = Accumulator(ours(network.trainable_params()), accumulate_step, clip_norm, reduction=reduction)
-    oracle = reference.Accumulation(values(network.trainable_params()), theirs(), accumulate_step, reduction, clip_norm)
-    grad_fn = ms.value_and_grad(mean_loss(network), None, accumulator.optimizer.parameters)
-    for (x, y), weight in zip(batches(sizes), weights):
-        before = values(network.trainable_params())
-        closed = accumulator(grad_fn(*tensors(x, y))[1], float(weight))
-        assert bool(closed) == oracle(reference.loss_and_gradients([*fixed, *oracle.parameters], x, y)[1][len(fixed):], weight)
-        assert (int(accumulator.mini_step), int(accumulator.update_step)) == (oracle.mini_step, oracle.update_step)
-        assert (difference(values(network.trainable_params()), before) > 0) == bool(closed)
-    assert bool(accumulator.flush()) == oracle.flush()
-    assert float(accumulator.grad_norm) == pytest.approx(oracle.grad_norm, rel=1e-4)
-    assert difference(values(network.get_parameters()), [*fixed, *oracle.parameters]) <= tolerance
 
 
 def test_accumulated_gradient_is_that_of_the_undivided_batch(mode):

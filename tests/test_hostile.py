@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from mindspore import Parameter, Tensor, nn
 from mnist_files import embedded_set, write
-from pair import METHODS, SHAPES, Pair, gradients_of, tensors_of
+from pair import METHODS, OPTIMIZERS, SHAPES, Pair, gradients_of, tensors_of
 
 from ms_accum import Accumulator, DataParallel, make_train_step
 from ms_accum.cli import main as cli
@@ -191,13 +191,14 @@ class AnyOrder(RuleBasedStateMachine):
     """Each call on the accumulator, the same on the oracle; where they differ, hypothesis shrinks the calls to the fewest."""
 
     @initialize(accumulate_step=STEPS, reduction=st.sampled_from(["sum", "mean"]), clip_norm=st.sampled_from([None, INF, 2.0, 0.01]),
-                on_nonfinite=st.sampled_from(["apply", "skip_microbatch", "skip_window"]), optimizer=st.sampled_from(["sgd", "momentum"]))
+                on_nonfinite=st.sampled_from(["apply", "skip_microbatch", "skip_window"]), optimizer=st.sampled_from([*OPTIMIZERS]))
     def build(self, **options):
         self.pair = Pair(**options)
 
-    @rule(method=st.sampled_from(["__call__", "__call__", "add"]), seed=st.integers(0, 99), weight=WEIGHTS)
-    def microbatch(self, method, seed, weight):
-        self.pair.microbatch(method, gradients_of(seed), *weight)
+    @rule(method=st.sampled_from(["__call__", "__call__", "add"]), seed=st.integers(0, 99), weight=WEIGHTS,
+          dtype=st.sampled_from([ms.float32, ms.float16]))
+    def microbatch(self, method, seed, weight, dtype):
+        self.pair.microbatch(method, gradients_of(seed), *weight, dtype)
 
     @precondition(lambda self: self.pair.oracle.on_nonfinite != "apply")
     @rule(method=st.sampled_from(["__call__", "add"]), seed=st.integers(0, 99), bad=st.sampled_from([NAN, INF, -INF]), weight=WEIGHTS)

@@ -201,20 +201,16 @@ REFUSED = [
     (TypeError, r"decay is '1' of type str, expected a number with 0 < decay <= 1", GradientNoiseScale, ("1",)),
     (TypeError, r"decay is True", GradientNoiseScale, (True,)),
     (ValueError, r"decay is 0, expected a number with 0 < decay <= 1; 1 takes plain means", GradientNoiseScale, (0,)),
-    (ValueError, r"decay is 1\.5", GradientNoiseScale, (1.5,)),
     (ValueError, r"decay is nan", GradientNoiseScale, (float("nan"),)),
     (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None; give Gradient", on_mean, (True,)),
     (ValueError, r"noise_scale with reduction='sum': .* give reduction=\"mean\" and the number of samples", accumulator_with,
      (GradientNoiseScale(),)),
     (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
-    (TypeError, r"lr is True", scale_lr, (True, 2)),
     (ValueError, r"lr is 0, expected a finite number > 0", scale_lr, (0, 2)),
     (ValueError, r"lr is inf", scale_lr, (inf, 2)),
     (TypeError, r"accumulate_step is 2\.0 of type float, expected an int >= 1; of a schedule", scale_lr, (0.1, 2.0)),
-    (TypeError, r"accumulate_step is True", scale_lr, (0.1, True)),
     (ValueError, r"accumulate_step is 0, expected an int >= 1", scale_lr, (0.1, 0)),
     (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", scale_lr, (0.1, 2, "cubic")),
-    (ValueError, r"rule is 2, expected one of", scale_lr, (0.1, 2, 2)),
 ]
 
 
