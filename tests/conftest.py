@@ -36,6 +36,11 @@ def _scratch_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def pytest_unconfigure():
+    """Silence Cells that live until the interpreter exits: their `__del__` then uses modules that are gone."""
+    del nn.Cell.__del__
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Run tests marked `fresh_process` in a process of their own, without what other tests imported and compiled."""

@@ -8,10 +8,9 @@ import numpy as np
 from mindspore import Tensor, nn
 
 try:
-    from mindspore.graph import api
-except ImportError:  # MindSpore 2.8 and older
-    from mindspore.common import api
-
+    from mindspore.graph.api import ms_compile_cache
+except ImportError:  # before MindSpore 2.8
+    from mindspore.common.api import ms_compile_cache
 from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
 
 avoid_busy_waiting()
@@ -33,7 +32,7 @@ def resident():
 
 for i in range(int(sys.argv[1])):
     if i == 1500:
-        memory, graphs = resident(), len(api.ms_compile_cache)
+        memory, graphs = resident(), len(ms_compile_cache)
     loss = train_step(Tensor(data[i % 64], ms.float32))
 grown = resident() - memory
-print(grown, len(api.ms_compile_cache) - graphs, int(acc.mini_step), int(acc.update_step), np.isfinite(float(loss)))
+print(grown, len(ms_compile_cache) - graphs, int(acc.mini_step), int(acc.update_step), np.isfinite(float(loss)))

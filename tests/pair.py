@@ -55,9 +55,9 @@ class Pair:
 
         return dict(zip(METHODS, (call, add, apply, flush, reset, close_if)))
 
-    def microbatch(self, method, gradients, weight, given):
+    def microbatch(self, method, gradients, weight, given, dtype=ms.float32):
         """Add gradients to both; `given` is the weight in the form that ours gets it."""
-        self.check(method, self.ask[method](given, *tensors_of(gradients)), gradients, weight)
+        self.check(method, self.ask[method](given, *tensors_of(gradients, dtype)), gradients, weight)
 
     def close(self, method, *condition):
         """Call a method without gradients on both."""

@@ -32,15 +32,13 @@ def loss_and_gradients(parameters, x, y):
 class SGD:
     def __init__(self, lr, momentum=0.0, weight_decay=0.0):
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.velocity = None
         self.calls = 0
 
     def __call__(self, parameters, gradients):
         lr = self.lr(self.calls) if callable(self.lr) else self.lr
+        velocity = self.velocity if self.calls else [0.0 for _ in parameters]
         gradients = [g + self.weight_decay * p for g, p in zip(gradients, parameters)]
-        if self.velocity is None:
-            self.velocity = [np.zeros_like(p) for p in parameters]
-        self.velocity = [self.momentum * v + g for v, g in zip(self.velocity, gradients)]
+        self.velocity = [self.momentum * v + g for v, g in zip(velocity, gradients)]
         self.calls += 1
         return [p - lr * v for p, v in zip(parameters, self.velocity)]
 
@@ -48,16 +46,13 @@ class SGD:
 class Adam:
     def __init__(self, lr, beta1=0.9, beta2=0.999, eps=1e-8):
         self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
-        self.m = self.v = None
         self.calls = 0
 
     def __call__(self, parameters, gradients):
-        if self.m is None:
-            self.m = [np.zeros_like(p) for p in parameters]
-            self.v = [np.zeros_like(p) for p in parameters]
+        m, v = (self.m, self.v) if self.calls else ([0.0 for _ in parameters],) * 2
         self.calls += 1
-        self.m = [self.beta1 * m + (1 - self.beta1) * g for m, g in zip(self.m, gradients)]
-        self.v = [self.beta2 * v + (1 - self.beta2) * g ** 2 for v, g in zip(self.v, gradients)]
+        self.m = [self.beta1 * m + (1 - self.beta1) * g for m, g in zip(m, gradients)]
+        self.v = [self.beta2 * v + (1 - self.beta2) * g ** 2 for v, g in zip(v, gradients)]
         rate = self.lr * np.sqrt(1 - self.beta2 ** self.calls) / (1 - self.beta1 ** self.calls)
         return [p - rate * m / (np.sqrt(v) + self.eps) for p, m, v in zip(parameters, self.m, self.v)]
 

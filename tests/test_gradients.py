@@ -19,12 +19,16 @@ SCALED = [  # 3 in this dtype, times this factor, in that dtype
 
 
 def everything(*inputs):
-    norms = tuple([gradients.global_norm(inputs[4 * i:4 * i + 4]) for i in range(3)])
+    norms, factors, scaled = (), (), ()
+    for i in range(3):
+        norms = (*norms, gradients.global_norm(inputs[4 * i:4 * i + 4]))
     large, tiny, single, ones, numbers = inputs[12:]
-    others = gradients.global_norm((large,)), gradients.global_norm((tiny,))
-    factors = tuple([gradients.clip_factor(numbers[i], clip) * Tensor(1.0, ms.float32) for i, (_, clip, _) in enumerate(FACTORS)])
-    scaled = tuple([gradients.scaled(Tensor([3.0], given), factor, asked) for given, factor, asked, _ in SCALED])
-    return (*norms, *others), factors, scaled, gradients.all_finite((ones, single)), gradients.all_finite((ones, single.astype(ms.float16)))
+    norms = (*norms, gradients.global_norm((large,)), gradients.global_norm((tiny,)))
+    for i in range(len(FACTORS)):
+        factors = (*factors, gradients.clip_factor(numbers[i], FACTORS[i][1]) * Tensor(1.0, ms.float32))
+    for given, factor, asked, _ in SCALED:
+        scaled = (*scaled, gradients.scaled(Tensor([3.0], given), factor, asked))
+    return norms, factors, scaled, gradients.all_finite((ones, single)), gradients.all_finite((ones, single.astype(ms.float16)))
 
 
 def test_norms_factors_and_finiteness(mode):

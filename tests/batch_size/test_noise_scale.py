@@ -33,16 +33,16 @@ def windows_of(sizes, number, seed=0):
 class Position(nn.Cell):
     """Half the mean squared distance of the samples from a point at 0: the gradient of a sample is point - sample."""
 
-    def __init__(self):
+    def __init__(self, name):
         super().__init__()
-        self.point = Parameter(Tensor(np.zeros(FEATURES), ms.float32), name=f"point{next(_numbers)}")
+        self.point = Parameter(Tensor(np.zeros(FEATURES), ms.float32), name=name)
 
     def construct(self, x):
         return ((self.point - x) ** 2).sum(-1).mean() / 2
 
 
-def build(accumulate_step=4, clip_norm=None, decay=1, **options):
-    network = Position()
+def build(accumulate_step=4, clip_norm=None, decay=1, name=None, **options):
+    network = Position(name or f"point{next(_numbers)}")
     acc = Accumulator(nn.SGD([network.point], 1e-30), accumulate_step, clip_norm, reduction="mean",
                       noise_scale=GradientNoiseScale(decay), **options)
     return network, acc
@@ -141,16 +141,8 @@ def test_pieces_are_the_small_batches(monkeypatch, options, jit):
     assert not found(acc)[0] == pytest.approx(estimates(coarse)[0], rel=0.003)  # control: of two gradients of 13 samples
 
 
-def test_a_constant_weight_of_zero_measures_nothing():
-    _, acc = build(accumulate_step=9)
-    (window,) = windows_of(RAGGED, 1)
-    acc((Tensor(NAN[0]),), 0)
-    feed(acc, window)
-    assert found(acc) == pytest.approx(estimates([window]), rel=1e-4)
-
-
-def test_resets():
-    """The accumulator's forgets the open window, its own forgets the means."""
+def test_resets_and_a_constant_weight_of_zero():
+    """The accumulator's reset forgets the open window, its own the means."""
     first, second = windows_of(RAGGED, 2)
     _, acc = build()
     acc((Tensor(gradient_of(first[0]), ms.float32),), 3.0)
@@ -159,8 +151,9 @@ def test_resets():
     assert found(acc) == pytest.approx(estimates([second]), rel=1e-4)
     acc.noise_scale.reset()
     assert isnan(acc.noise_scale.scale())
-    feed(acc, first)
-    assert found(acc) == pytest.approx(estimates([first]), rel=1e-4)
+    acc((Tensor(NAN[0]),), 0)
+    feed(acc, first[:3])
+    assert found(acc) == pytest.approx(estimates([first[:3]]), rel=1e-4)
 
 
 def test_a_gradient_lost_in_noise_has_an_infinite_scale():
@@ -175,22 +168,16 @@ def test_checkpoints_carry_it(tmp_path):
     windows = windows_of(RAGGED, 2)
     results = []
     for resumed in (False, True):
-        network, acc = build()
+        network, acc = build(name="point")
         feed(acc, windows[0])
         acc((Tensor(gradient_of(windows[1][0]), ms.float32),), 3.0)
         if resumed:
             save_checkpoint(tmp_path / "run.ckpt", network, acc)
-            name = network.point.name
-            network, acc = build()
-            network.point.name = name
-            acc = Accumulator(nn.SGD([network.point], 1e-30), 4, reduction="mean", noise_scale=GradientNoiseScale(1))
+            network, acc = build(name="point")
             load_checkpoint(tmp_path / "run.ckpt", network, acc)
         feed(acc, windows[1][1:])
         results.append(found(acc))
     assert results[0] == results[1] == pytest.approx(estimates(windows), rel=1e-4)
-    names = [p.name for p in acc.parameters]
-    assert {"noise_scale.window", "noise_scale.totals"} < {name.split(".", 1)[1] for name in names}
-    assert len({name.split(".")[0] for name in names}) == 1
 
 
 def test_without_it_nothing_is_added():
@@ -204,26 +191,26 @@ def accumulator_with(noise_scale, **options):
     return Accumulator(nn.SGD([Parameter(Tensor([1.0]), name="w")], 0.1), 2, noise_scale=noise_scale, **options)
 
 
+def on_mean(noise_scale):
+    return accumulator_with(noise_scale, reduction="mean")
+
+
 TAKEN = GradientNoiseScale()
-accumulator_with(TAKEN, reduction="mean")
+on_mean(TAKEN)
 REFUSED = [
-    (TypeError, r"decay is '1' of type str, expected a number; give 0 < decay <= 1", GradientNoiseScale, ("1",)),
+    (TypeError, r"decay is '1' of type str, expected a number with 0 < decay <= 1", GradientNoiseScale, ("1",)),
     (TypeError, r"decay is True", GradientNoiseScale, (True,)),
-    (ValueError, r"decay is 0, expected 0 < decay <= 1; 1 takes plain means", GradientNoiseScale, (0,)),
-    (ValueError, r"decay is 1\.5", GradientNoiseScale, (1.5,)),
+    (ValueError, r"decay is 0, expected a number with 0 < decay <= 1; 1 takes plain means", GradientNoiseScale, (0,)),
     (ValueError, r"decay is nan", GradientNoiseScale, (float("nan"),)),
-    (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None; give Gradient", accumulator_with, (True,)),
+    (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None; give Gradient", on_mean, (True,)),
     (ValueError, r"noise_scale with reduction='sum': .* give reduction=\"mean\" and the number of samples", accumulator_with,
      (GradientNoiseScale(),)),
-    (TypeError, r"lr is \[0\.1\] of type list, expected a number; scale each rate", scale_lr, ([0.1], 2)),
-    (TypeError, r"lr is True", scale_lr, (True, 2)),
+    (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
     (ValueError, r"lr is 0, expected a finite number > 0", scale_lr, (0, 2)),
     (ValueError, r"lr is inf", scale_lr, (inf, 2)),
     (TypeError, r"accumulate_step is 2\.0 of type float, expected an int >= 1; of a schedule", scale_lr, (0.1, 2.0)),
-    (TypeError, r"accumulate_step is True", scale_lr, (0.1, True)),
     (ValueError, r"accumulate_step is 0, expected an int >= 1", scale_lr, (0.1, 0)),
     (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", scale_lr, (0.1, 2, "cubic")),
-    (ValueError, r"rule is 2, expected one of", scale_lr, (0.1, 2, 2)),
 ]
 
 
@@ -232,7 +219,7 @@ def test_bad_arguments_are_refused():
         with pytest.raises(error, match=message):
             function(*arguments)
     with pytest.raises(ValueError, match=r"noise_scale is another accumulator's, .* give each accumulator its own"):
-        accumulator_with(TAKEN, reduction="mean")
+        on_mean(TAKEN)
 
 
 def test_scale_lr():
