@@ -114,14 +114,14 @@ print("unchanged" if state() == before else "changed")
 
 
 def test_importing_changes_no_global_state_and_examples_of_docstrings_and_readme_run():
-    """As modules of one process: graph mode does not find the names of a doctest's functions."""
+    """As files that one process runs: graph mode does not find the names of a doctest's functions."""
     names = [name for name in PUBLIC if name != "plan_micro_batch"]  # whose trials run the main script, too
     docstrings = {f"doc_{name}": docstring_script(name) for name in names}
     scripts = {**{name: script for name, (script, _) in docstrings.items()}, **readme_scripts()}
     for name, script in scripts.items():
         Path(f"example_{name}.py").write_text(script, encoding="utf-8")
-    run = "".join(f"print('--- {name}')\nimport example_{name}\n" for name in scripts)
-    imported, *parts = run_python(IMPORT + run).split("--- ")
+    run = "".join(f"print('--- {name}')\nrunpy.run_path('example_{name}.py', run_name='example_{name}')\n" for name in scripts)
+    imported, *parts = run_python(IMPORT + "import runpy\n" + run).split("--- ")
     assert imported == "unchanged\n"
     printed = dict(part.split("\n", 1) for part in parts)
     assert printed.keys() == scripts.keys()
