@@ -9,12 +9,14 @@
 from .accumulator import Accumulator as Accumulator
 from .batch_size.noise_scale import GradientNoiseScale as GradientNoiseScale
 from .batch_size.noise_scale import scale_lr as scale_lr
+from .batch_size.planning import PlanError as PlanError
 from .batch_size.planning import plan_micro_batch as plan_micro_batch
 from .callbacks import FlushCallback as FlushCallback
 from .callbacks import PerUpdate as PerUpdate
 from .callbacks import WindowLog as WindowLog
 from .check.equivalence import check_equivalence as check_equivalence
 from .check.groupnorm import batchnorm_to_groupnorm as batchnorm_to_groupnorm
+from .checkpoint import CheckpointError as CheckpointError
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .contrastive import make_grad_cache_step as make_grad_cache_step

@@ -1,23 +1,19 @@
 """value_and_grad over the pieces of a batch, into an accumulator; shared by all drivers."""
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable
 from functools import partial
-from operator import index
-from textwrap import dedent
 from typing import Any, Optional
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, amp, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
-from .gradients import FLOATS, as_weight
+from .arguments import as_weight, instance_of, require_callable, whole_number
+from .gradients import FLOATS
 from .optimizers import require_trainable
-from .split import counted, empty_aux, join_aux, select_rows, whole_aux
+from .split import counted, empty_aux, join_aux, over_pieces, select_rows, whole_aux
 
 
 def plain(function: Optional[Callable]) -> Optional[Callable]:
@@ -42,89 +38,87 @@ def make_accumulate(
 ) -> Callable:
     """`(samples, cut, *batch) -> loss` or `(loss, aux)`: all of a train step but the update, uncompiled.
 
-    Arguments and errors as in `make_train_step`; `samples` and `cut` as from `pieces.layout`.
+    Arguments and errors as in `make_train_step`; `samples` and `cut` as from `split.layout`.
     """
     _require_fitting(forward_fn, acc, micro_size, weight_fn)
     _bind_loss_scaler(acc, loss_scaler)
-    forward_fn, weight_fn = plain(forward_fn), plain(weight_fn)
-    scaler = acc.loss_scaler
-    acc.guarded = acc.guarded or micro_size > 1
+    weight_fn = plain(weight_fn)
+    differentiated = _differentiated(plain(forward_fn), acc, has_aux)
+    grad_fn = ms.value_and_grad(differentiated, None, acc.optimizer.parameters, has_aux=True)
+
+    def add_piece(samples: int, *piece: Any) -> tuple:
+        """The loss of a piece, its weight, whether it was taken (int32, 0 or 1), and its aux."""
+        weight = as_weight(samples if weight_fn is None else weight_fn(*piece))
+        (scaled_loss, loss, aux), gradients = grad_fn(*piece)
+        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+        return ops.depend(loss, scaled_loss).astype(ms.float32), weight, acc._add_piece(gradients, weight, weight), aux
+
+    return _whole(add_piece, acc, has_aux) if micro_size == 1 else _in_pieces(add_piece, acc, micro_size, has_aux)
+
+
+def _differentiated(forward_fn: Callable, acc: Accumulator, has_aux: bool) -> Callable:
+    """`(*piece) -> (loss to differentiate, loss, aux)`."""
+    loss_scale = acc._loss_scale
 
     def differentiated(*piece: Any) -> tuple:
+        result = forward_fn(*piece)
+        loss, aux = result, ()
         if has_aux:
-            result = forward_fn(*piece)
+            # In branches of their own: graph mode would look into what is no tuple before it asks.
             if isinstance(result, tuple):
                 require_aux(len(result))
                 loss, aux = result[0], result[1]
             else:
                 require_aux(None)
-                loss, aux = result, result
-        else:
-            loss = forward_fn(*piece)
-            aux = loss
         if isinstance(loss, Tensor):
             require_loss(loss.shape, loss.dtype)
         else:
             require_loss(None, None)
-        if scaler is not None:
-            return loss.astype(ms.float32) * scaler.scale_value, loss, aux
-        return loss, loss, aux
+        return loss_scale.multiply(loss), loss, aux
 
-    grad_fn = ms.value_and_grad(differentiated, None, acc.optimizer.parameters, has_aux=True)
+    return differentiated
 
-    def take(samples: int, *piece: Any) -> tuple:
-        weight = as_weight(samples if weight_fn is None else weight_fn(*piece))
-        (scaled_loss, loss, aux), gradients = grad_fn(*piece)
-        return ops.depend(loss, scaled_loss).astype(ms.float32), weight, acc.take(gradients, weight, weight), aux
 
-    # Below, `depend` uses what take returns and nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+def _whole(add_piece: Callable, acc: Accumulator, has_aux: bool) -> Callable:
     def whole(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
-        loss, weight, taken, aux = take(samples, *batch)
-        ops.assign_add(acc.mini_step, taken)
+        loss, weight, taken, aux = add_piece(samples, *batch)
+        acc._end_microbatch(taken)
         if isinstance(weight, Tensor):
             loss = loss + weight * 0.0  # a weight that is not finite shows in the loss
         return (loss, aux) if has_aux else loss
 
+    return whole
+
+
+def _in_pieces(add_piece: Callable, acc: Accumulator, micro_size: int, has_aux: bool) -> Callable:
+    acc._in_pieces = True
+
+    def turn(totals: tuple, indices: Tensor, piece: tuple) -> tuple:
+        loss, weight, taken, aux = add_piece(indices.shape[0], *piece)
+        joined = join_aux(totals[3:], aux, indices, weight)
+        return totals[0] + counted(ops.depend(loss, aux), weight), totals[1] + weight, totals[2] + taken, *joined
+
     def pieces(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
-        rows = -(-samples // micro_size)
-        full = samples // rows
         # Not the constant 0.0: MindSpore would try to fold 0 / 0 while it compiles, and warn.
         zero = acc.weight_sum * 0.0
         totals = (zero, zero, Tensor(0, ms.int32))
-        aux, aux_totals = (), ()
-        piece = Tensor(0, ms.int32)
-        ops.assign_add(acc.unfinished, 1)
+        first = 0
+        aux = ()
+        acc._begin_pieces()
         if has_aux:
             # The first piece shows what is to be joined. Without aux, it is a turn of the loop like any other.
-            indices = ops.arange(rows)
-            totals, aux, weight = add_piece(totals, rows, select_rows(indices, cut, batch))
-            aux_totals = join_aux(empty_aux(aux, samples, rows), aux, indices, weight)
-            piece = piece + 1
-        # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
-        while piece < full:
-            indices = piece * rows + ops.arange(rows)
-            totals, piece_aux, weight = add_piece(totals, rows, select_rows(indices, cut, batch))
-            if has_aux:
-                aux_totals = join_aux(aux_totals, piece_aux, indices, weight)
-            piece = piece + 1
-        if full * rows < samples:
-            indices = ops.arange(full * rows, samples)
-            totals, piece_aux, weight = add_piece(totals, samples - full * rows, select_rows(indices, cut, batch))
-            if has_aux:
-                aux_totals = join_aux(aux_totals, piece_aux, indices, weight)
-        loss, weight, taken = totals
-        ops.assign_add(acc.mini_step, ops.minimum(taken, 1))
-        ops.assign_add(acc.unfinished, -1)
-        divisor = ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
-        return (loss / divisor, whole_aux(aux_totals, aux, divisor)) if has_aux else loss / divisor
+            indices = ops.arange(-(-samples // micro_size))
+            loss, weight, taken, aux = add_piece(indices.shape[0], *select_rows(indices, cut, batch))
+            joined = join_aux(empty_aux(aux, samples, indices.shape[0]), aux, indices, weight)
+            totals = (counted(ops.depend(loss, aux), weight), zero + weight, taken, *joined)
+            first = 1
+        totals = over_pieces(turn, totals, first, samples, micro_size, cut, batch)
+        acc._end_microbatch(totals[2], in_pieces=True)
+        divisor = ops.where(totals[1] == 0, Tensor(1.0, ms.float32), totals[1])
+        loss = totals[0] / divisor
+        return (loss, whole_aux(totals[3:], aux, divisor)) if has_aux else loss
 
-    def add_piece(totals: tuple, samples: int, inputs: tuple) -> tuple:
-        loss, weight, taken = totals
-        piece_loss, piece_weight, piece_taken, aux = take(samples, *inputs)
-        piece_loss = counted(ops.depend(piece_loss, aux), piece_weight)
-        return (loss + piece_loss, weight + piece_weight, taken + piece_taken), aux, piece_weight
-
-    return whole if micro_size == 1 else pieces
+    return pieces
 
 
 def _require_fitting(forward_fn: object, acc: object, micro_size: int, weight_fn: object) -> None:
@@ -140,7 +134,7 @@ def _require_fitting(forward_fn: object, acc: object, micro_size: int, weight_fn
 
 def _bind_loss_scaler(acc: Accumulator, loss_scaler: Optional[amp.LossScaler]) -> None:
     if loss_scaler is not None:
-        acc.unscale_by(loss_scaler)
+        acc._unscale_by(loss_scaler)
     elif acc.loss_scaler is not None:
         raise ValueError("acc has a loss_scaler, whose scale it divides by; give the same one here")
 
@@ -167,29 +161,9 @@ def require_aux(length: Optional[int]) -> bool:
     return True
 
 
-def require_callable(name: str, function: object) -> None:
-    """Raise TypeError unless `function`, the argument called `name`, can be called and compiled."""
-    if not callable(function):
-        raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
-    if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
-        raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function: "
-                        "define it with def, or write `name = lambda ...` as a statement of its own")
-
-
-def _is_readable(function: Callable) -> bool:
-    """Whether a lambda is all there is on the right-hand side of its statement."""
-    try:
-        statement = ast.parse(dedent(inspect.getsource(function))).body[0]
-    except (OSError, SyntaxError):
-        return False
-    return isinstance(getattr(statement, "value", None), ast.Lambda)
-
-
 def require_mean(acc: object) -> None:
     """Refuse what is no accumulator (TypeError), or one that sums up or has frozen parameters (ValueError)."""
-    if not isinstance(acc, Accumulator):
-        raise TypeError(f"acc is of type {type(acc).__name__}, expected an Accumulator; "
-                        'give Accumulator(optimizer, accumulate_step, reduction="mean")')
+    instance_of("acc", acc, Accumulator, "an Accumulator", 'give Accumulator(optimizer, accumulate_step, reduction="mean")')
     require_trainable(acc.optimizer.parameters)
     if acc.reduction != "mean":
         raise ValueError(f'acc has reduction={acc.reduction!r}, expected "mean": a train step hands over the loss undivided, and the '
@@ -198,12 +172,4 @@ def require_mean(acc: object) -> None:
 
 def checked_micro_size(micro_size: object) -> int:
     """`micro_size` as an int >= 1. Raises TypeError or ValueError if it is none."""
-    try:
-        if isinstance(micro_size, (bool, np.bool_)):
-            raise TypeError
-        micro_size = index(micro_size)
-    except (TypeError, ValueError):  # ValueError: a Tensor of several elements
-        raise TypeError(f"micro_size is {micro_size!r}, expected an int >= 1: the pieces a batch is cut into") from None
-    if micro_size < 1:
-        raise ValueError(f"micro_size is {micro_size}, expected an int >= 1: the pieces a batch is cut into")
-    return micro_size
+    return whole_number("micro_size", micro_size, "it is the number of pieces that a batch is cut into")

@@ -1,26 +1,28 @@
-"""Callbacks for `mindspore.train.Model` with a `TrainOneStepCell`: close the last window, call others per update, log each window."""
+"""Callbacks for `mindspore.train.Model` with a `TrainOneStepCell`: close incomplete windows, count updates, log windows."""
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Union
 
 from mindspore import nn
 from mindspore.train import Callback, RunContext
 
+from .accumulator import Accumulator
+from .arguments import instance_of
 from .model import TrainOneStepCell
+
+_REMEDY = "give Model(TrainOneStepCell(network, accumulator)), without an optimizer"
 
 
 class FlushCallback(Callback):
-    """Closes the short last window of each epoch, and of the training.
+    """Closes the incomplete last window of each epoch, and of the training.
 
-    At the end of the epoch's last microbatch, so that a `Model.fit` which tests afterwards tests the updated weights; the last one is
-    that of the number `dataset.get_dataset_size()`, so an epoch with more than that has one short window more. Finds the
-    `TrainOneStepCell` (or several, inside a Cell of your own) in the run context. Put it before callbacks that save or read the
-    weights.
+    It flushes after microbatch `dataset.get_dataset_size()` of an epoch, so that a `Model.fit` which evaluates afterwards
+    sees the updated weights; an epoch with more microbatches than that has one more incomplete window. It flushes every
+    `TrainOneStepCell` of the run. Put it before callbacks that save or read the weights.
 
     Raises:
         ValueError: When training begins, if there is no `TrainOneStepCell`, or the Model was given an optimizer besides it.
@@ -48,7 +50,7 @@ class FlushCallback(Callback):
         self._begin = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Find the cell."""
+        """Raise ValueError if there is no cell to flush."""
         train_cells(run_context)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
@@ -62,7 +64,7 @@ class FlushCallback(Callback):
             self._flush(run_context)
 
     def on_eval_begin(self, run_context: RunContext) -> None:
-        """As at the end of an epoch: `Model.fit` tests before that."""
+        """Flush before `Model.fit` evaluates, which is before the end of the epoch."""
         if "train_network" in run_context.original_args():
             self._flush(run_context)
 
@@ -71,7 +73,7 @@ class FlushCallback(Callback):
         self._flush(run_context)
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """As at the end of an epoch."""
+        """Flush what a training that was stopped early has left."""
         self._flush(run_context)
 
     def _flush(self, run_context: RunContext) -> None:
@@ -84,17 +86,17 @@ class PerUpdate(Callback):
 
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
 
-    The other one sees `update_step` as `cur_step_num`, and the cell's optimizer, which `LearningRateScheduler` and
-    `ReduceLROnPlateau` need. It is told of the ends of updates (`on_train_step_end`), of epochs and of the training; of testing, and of
-    a microbatch that begins, it is not. `batch_num` still counts microbatches, so that the place in the epoch that `LossMonitor` prints
-    and `ModelCheckpoint` puts into names is a remainder by it. Reads `update_step` after each microbatch, so it waits for the device.
-    Put it behind `FlushCallback`.
+    The inner callback gets `update_step` as `cur_step_num`, and the cell's optimizer, which `LearningRateScheduler` and
+    `ReduceLROnPlateau` need. It is called at the end of updates (`on_train_step_end`) and at the begin and end of epochs and
+    of the training, not for evaluation or at the begin of a microbatch. `batch_num` still counts microbatches, so the place
+    in the epoch that `LossMonitor` prints and `ModelCheckpoint` puts into names is a remainder by it. `update_step` is read
+    after each microbatch, which waits for the device. Put it behind `FlushCallback`.
 
     Args:
         callback: A `mindspore.train.Callback`.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If `callback` is none.
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or the data are sunk.
 
     Source: optax and MindSpore's dynamic learning rates count updates; MindSpore's callbacks count microbatches.
@@ -121,73 +123,65 @@ class PerUpdate(Callback):
 
     def __init__(self, callback: Callback) -> None:
         super().__init__()
-        if not isinstance(callback, Callback):
-            raise TypeError(f"callback is of type {type(callback).__name__}, expected a mindspore.train.Callback")
-        self.callback = callback
+        self.callback = instance_of("callback", callback, Callback, "a mindspore.train.Callback")
         self._update_step = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Remember how many updates there are."""
-        self._update_step = int(_only_cell(run_context, "PerUpdate").accumulator.update_step)
-        with self._context(run_context):
-            self.callback.on_train_begin(run_context)
+        """Pass it on."""
+        self._update_step = int(_only_cell(run_context, self).accumulator.update_step)
+        self._pass_on("on_train_begin", run_context)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Passed on."""
-        with self._context(run_context):
-            self.callback.on_train_epoch_begin(run_context)
+        """Pass it on."""
+        self._pass_on("on_train_epoch_begin", run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Passed on if there was an update since the last time."""
-        update_step = int(_only_cell(run_context, "PerUpdate").accumulator.update_step)
+        """Pass it on if there was an update since the last time."""
+        update_step = int(_only_cell(run_context, self).accumulator.update_step)
         if update_step > self._update_step:
             self._update_step = update_step
-            with self._context(run_context):
-                self.callback.on_train_step_end(run_context)
+            self._pass_on("on_train_step_end", run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Passed on, after an update that a flush has just made."""
+        """Pass it on, after an update that a flush has just made."""
         self.on_train_step_end(run_context)
-        with self._context(run_context):
-            self.callback.on_train_epoch_end(run_context)
+        self._pass_on("on_train_epoch_end", run_context)
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """As at the end of an epoch."""
+        """Pass it on, after an update that a flush has just made."""
         self.on_train_step_end(run_context)
-        with self._context(run_context):
-            self.callback.on_train_end(run_context)
+        self._pass_on("on_train_end", run_context)
 
-    @contextmanager
-    def _context(self, run_context: RunContext) -> Iterator[None]:
-        """What the other one sees."""
+    def _pass_on(self, event: str, run_context: RunContext) -> None:
         context = run_context.original_args()
         before = context.cur_step_num, context.optimizer
-        context.cur_step_num, context.optimizer = self._update_step, _only_cell(run_context, "PerUpdate").optimizer
+        context.cur_step_num, context.optimizer = self._update_step, _only_cell(run_context, self).optimizer
         try:
-            yield
+            getattr(self.callback, event)(run_context)
         finally:
             context.cur_step_num, context.optimizer = before
 
 
 class WindowLog(Callback):
-    """Logs each window when it is closed: a row of a CSV file, or a call of your own.
+    """Logs each window when it is closed: as a row of a CSV file, or by calling a function.
 
-    The columns: `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted mean of the window's
-    microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (0 without `clip_norm`); `skipped`, so far; with a
-    loss scaler also `loss_scale`. On several ranks, losses are of this rank, and so are weights, but with `sync="microbatch"`, where they
-    are the sums of all ranks. Of a window that was open when the training began, the loss is the mean of what was seen. Put it behind
-    `FlushCallback`. Reads a few numbers before and after each microbatch, so it waits for the device.
+    The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted mean
+    over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (0 without
+    `clip_norm`); `skipped`, so far; and with a loss scaler `loss_scale`. On several ranks losses and weights are those of
+    this rank, but with `sync="microbatch"` weights are sums over all ranks. For a window that was open when the training
+    began, the loss is the mean over the microbatches that were seen. A few numbers are read before and after each
+    microbatch, which waits for the device. Put it behind `FlushCallback`.
 
     Args:
-        to: A CSV file, which is written anew, or a function of a dict, e.g. for TensorBoard
+        to: A CSV file, which is overwritten, or a function of a dict, e.g. for TensorBoard
             `lambda row: writer.add_scalar("loss", row["loss"], row["update_step"])`.
 
     Raises:
-        TypeError: If it is neither.
+        TypeError: If `to` is neither.
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or the data are sunk.
         OSError: When training begins, if the file cannot be written.
 
-    Source: the columns are what HF Accelerate's and Lightning's loggers are asked for, one row for each update.
+    Source: HF Accelerate's and Lightning's loggers write the same figures, one row for each update.
 
     Example:
         >>> import numpy as np
@@ -209,62 +203,60 @@ class WindowLog(Callback):
 
     def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]]) -> None:
         super().__init__()
-        if not callable(to) and not isinstance(to, (str, os.PathLike)):
-            raise TypeError(f"to is of type {type(to).__name__}, expected the path of a CSV file or a function of a dict")
-        self._write = to if callable(to) else _CsvFile(Path(to))
+        instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
+        self._file = None if callable(to) else _CsvFile(Path(to))
+        self._write = self._file or to
         self._losses: list[tuple[float, float]] = []
         self._weight = 0.0
         self._closed = 0
         self._place = (0, 0)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Remember where the accumulator stands."""
-        acc = _only_cell(run_context, "WindowLog").accumulator
-        self._losses, self._weight, self._closed = [], float(acc.weight_sum), _windows(acc)
-        if isinstance(self._write, _CsvFile):
-            self._write.open(_columns(acc))
+        """Remember the state of the accumulator, and open the file."""
+        acc = _only_cell(run_context, self).accumulator
+        self._losses, self._weight, self._closed = [], float(acc.weight_sum), int(acc.closed_windows)
+        if self._file:
+            self._file.open(_columns(acc))
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Log the window if others closed it since, and forget it if they have reset it."""
-        acc = _only_cell(run_context, "WindowLog").accumulator
-        self._log_if(_windows(acc) > self._closed, acc)
+        """Log the window if something else closed it since, and forget it if something else reset it."""
+        acc = _only_cell(run_context, self).accumulator
+        self._log_closed(acc)
         if float(acc.weight_sum) != self._weight:
             self._losses, self._weight = [], float(acc.weight_sum)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Take the microbatch's loss, and log the window if it was closed."""
-        acc = _only_cell(run_context, "WindowLog").accumulator
+        acc = _only_cell(run_context, self).accumulator
         context = run_context.original_args()
         outputs = context.net_outputs
         self._place = context.cur_epoch_num, context.cur_step_num
-        closed = _windows(acc) > self._closed
-        weight = float(acc.window_weight if closed else acc.weight_sum)
+        weight = float(acc.window_weight if int(acc.closed_windows) > self._closed else acc.weight_sum)
         self._losses.append((float(outputs[0] if isinstance(outputs, tuple) else outputs), weight - self._weight))
         self._weight = weight
-        self._log_if(closed, acc)
+        self._log_closed(acc)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Log what a flush has just closed."""
-        acc = _only_cell(run_context, "WindowLog").accumulator
-        self._log_if(_windows(acc) > self._closed, acc)
+        self._log_closed(_only_cell(run_context, self).accumulator)
 
     def on_train_end(self, run_context: RunContext) -> None:
-        """As at the end of an epoch; close the file."""
+        """Log what a flush has just closed, and close the file."""
         self.on_train_epoch_end(run_context)
-        if isinstance(self._write, _CsvFile):
-            self._write.close()
+        if self._file:
+            self._file.close()
 
-    def _log_if(self, closed: bool, acc: Any) -> None:
-        if not closed:
+    def _log_closed(self, acc: Accumulator) -> None:
+        if int(acc.closed_windows) <= self._closed:
             return
         weight = sum(weight for _, weight in self._losses)
-        # A microbatch of weight 0 counts nothing, be its loss NaN.
+        # A microbatch of weight 0 is ignored, even if its loss is NaN.
         total = sum(loss * weight for loss, weight in self._losses if weight != 0)
         row = (*self._place, int(acc.update_step), total / weight if weight else 0.0,
                float(acc.window_weight), float(acc.grad_norm), int(acc.skipped))
         scale = () if acc.loss_scaler is None else (float(acc.loss_scaler.scale_value),)
         self._write(dict(zip(_columns(acc), (*row, *scale))))
-        self._losses, self._weight, self._closed = [], 0.0, _windows(acc)
+        self._losses, self._weight, self._closed = [], 0.0, int(acc.closed_windows)
 
 
 class _CsvFile:
@@ -272,7 +264,6 @@ class _CsvFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = None
 
     def open(self, columns: tuple[str, ...]) -> None:
         self.file = self.path.open("w", newline="", encoding="utf-8")
@@ -281,27 +272,26 @@ class _CsvFile:
 
     def __call__(self, row: dict) -> None:
         self.writer.writerow(row)
-        self.file.flush()  # whoever watches a long run sees it grow
+        self.file.flush()  # so that the file can be followed during a long run
 
     def close(self) -> None:
         self.file.close()
 
 
 def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
-    """The `TrainOneStepCell`s that a run trains. Raises ValueError if there is none, or MindSpore trains it once more."""
+    """Return the `TrainOneStepCell`s of a run. ValueError if there is none, or MindSpore wraps it in another one."""
     network = run_context.original_args().train_network
     cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepCell)]
     if not cells:
-        raise ValueError(f"the model trains a {type(network).__name__} without a TrainOneStepCell of ms_accum in it; "
-                         "give Model(TrainOneStepCell(network, accumulator)), without an optimizer")
+        raise ValueError(f"the model trains a {type(network).__name__} without a TrainOneStepCell of ms_accum in it; {_REMEDY}")
     if isinstance(network, nn.TrainOneStepCell):
-        raise ValueError("the model was given an optimizer of its own, which would update at each microbatch once more; give "
-                         "Model(TrainOneStepCell(network, accumulator)), without an optimizer")
+        raise ValueError("the model was given an optimizer of its own, which would update at each microbatch once more; "
+                         f"{_REMEDY}")
     return cells
 
 
-def _only_cell(run_context: RunContext, name: str) -> TrainOneStepCell:
-    cells = train_cells(run_context)
+def _only_cell(run_context: RunContext, callback: Callback) -> TrainOneStepCell:
+    cells, name = train_cells(run_context), type(callback).__name__
     if len(cells) > 1:
         raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, whose updates differ in number; expected one")
     if run_context.original_args().get("dataset_sink_mode"):
@@ -309,12 +299,6 @@ def _only_cell(run_context: RunContext, name: str) -> TrainOneStepCell:
     return cells[0]
 
 
-def _windows(acc: Any) -> int:
-    """Windows that were closed, updated or dropped."""
-    dropped = 0 if acc.on_nonfinite == "skip_microbatch" else int(acc.skipped)
-    return int(acc.update_step) + dropped
-
-
-def _columns(acc: Any) -> tuple[str, ...]:
+def _columns(acc: Accumulator) -> tuple[str, ...]:
     columns = ("epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped")
     return columns if acc.loss_scaler is None else (*columns, "loss_scale")

@@ -1,8 +1,9 @@
-"""Checkpoints: everything that training in the middle of a window consists of, whole or not at all.
+"""Checkpoints: everything that training in the middle of a window consists of, written atomically.
 
 A checkpoint is a file in one of MindSpore's own formats. The network's parameters have their own names in it, so that
-`mindspore.load_checkpoint` reads them; beside them are "optimizer:<name>" and "accumulator:<name>", and "ms_accum", which holds what
-they are, as JSON, and the SHA-256 of the file. With several ranks each has a file, and rank 0's names the generation of the others'.
+`mindspore.load_checkpoint` reads them. Beside them are "optimizer:<name>", "accumulator:<name>", and "ms_accum", which
+describes the entries as JSON and holds the SHA-256 of the file. With several ranks each rank has a file, and rank 0's file
+names the generation of the others.
 """
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from .accumulator import Accumulator, require_scale
+from .accumulator import Accumulator
+from .arguments import instance_of
 from .distributed.ranks import gather
-from .distributed.reducers import ShardedSync
+from .loss_scale import require_scale
 from .optimizers import state_of
 
 SUFFIXES = (".ckpt", ".safetensors")
@@ -33,10 +35,11 @@ _MARK = b'{"ms_accum checkpoint, sha256": "'
 _DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 _BLANK = _MARK + b"0" * 64
 _INSTANCE = re.compile(r"^accumulator\d+\.")
+_ALIKE = "build network, optimizer and accumulator alike"
 
 
 def _here() -> str:
-    """8 hexadecimal digits for this host; containers that share its name count processes apart."""
+    """Return 8 hexadecimal digits for this host. Containers that share its name count processes apart."""
     with suppress(OSError):
         return sha256(f"{gethostname()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
     return sha256(gethostname().encode()).hexdigest()[:8]
@@ -46,22 +49,22 @@ _HERE = _here()
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be resumed from. Nothing was loaded."""
+    """A file that cannot be resumed from; nothing was loaded."""
 
 
 def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumulator, *, extra: Any = None) -> None:
-    """Save all state, also in the middle of a window, so that `load_checkpoint` goes on bit-identically.
+    """Save all state, also in the middle of a window, so that resumed training is bit-identical.
 
-    Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are Parameters), the
-    accumulator's buffers, weights and counters, its loss scaler, and `extra`. Not saved is the state of random layers, which MindSpore
-    2.10 hands out to nobody on CPU (`get_rng_state` covers none of its kernels): give masks as arguments of the batch, drawn from a
-    seed and the position in the data, which `extra` holds.
+    Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are
+    Parameters), the accumulator's buffers, weights and counters, its loss scaler, and `extra`. The state of random layers
+    is not saved, because MindSpore 2.10 does not give access to it on CPU (`get_rng_state` covers none of its kernels):
+    pass masks as arguments of the batch, drawn from a seed and the position in the data, which `extra` holds.
 
-    The file is written beside `path`, flushed to the disk and renamed: whoever is killed at any moment leaves the old file or the
-    new one, whole. (`mindspore.save_checkpoint` removes the old file first.) What a killed process left beside it is
-    removed by the next save on the same host. Several processes may save to one path at once; the last one's file stays.
-    With several ranks every rank has to call it, with the same path, and only one such run at a time; theirs are
-    `<stem>.rank<r>of<n>-<generation><suffix>`, and rank 0's renaming makes all of them valid at once.
+    The file is written beside `path`, flushed to the disk and renamed, so a process that is killed at any moment leaves the
+    old file or the new one, complete. (`mindspore.save_checkpoint` removes the old file first.) The next save on the same
+    host removes what a killed process left. Several processes may save to one path at once; the last one's file stays.
+    With several ranks every rank has to call it, with the same path, and only one such run at a time may use the path; the
+    files are `<stem>.rank<r>of<n>-<generation><suffix>`, and become valid at once when rank 0 renames its file.
 
     Args:
         path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
@@ -70,12 +73,13 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         extra: Whatever JSON can hold: epoch, position in the data, seed. NaN and infinity are kept.
 
     Raises:
-        TypeError: If `network` is no Cell or `acc` no Accumulator; if `extra` cannot be written as JSON, or comes back from it as
-            something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its state cannot be found.
+        TypeError: If `network` is no Cell or `acc` no Accumulator; if `extra` cannot be written as JSON, or would be read
+            back as something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its state
+            cannot be found.
         ValueError: If the suffix is another one, or a parameter of the network is called like an entry of the file.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
 
-    Source: written beside the old file, fsynced and renamed, as databases do; the format is MindSpore's.
+    Source: databases write beside the old file, fsync and rename; the format is MindSpore's.
 
     Example:
         >>> import os, tempfile, mindspore as ms
@@ -122,10 +126,10 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
 
     Raises:
         FileNotFoundError: If there is no such file.
-        CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network, optimizer,
-            `accumulate_step` (of a function, the lengths at 0, 1, 2, 4, … 2**16 updates are compared), `reduction`, `clip_norm`,
-            `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of them. Not compared are
-            arguments of the optimizer that are no Parameters, factor and window of a loss scaler, and those of the train step.
+        CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network,
+            optimizer, `accumulate_step` (functions are compared at 0, 1, 2, 4, … 2**16 updates), `reduction`, `clip_norm`,
+            `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of them. Not compared
+            are arguments of the optimizer that are no Parameters, factor and window of a loss scaler, and the train step's.
         TypeError: If `network` is no Cell or `acc` no Accumulator.
 
     Source: see `save_checkpoint`.
@@ -143,18 +147,17 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     """
     path = _checked_path(path)
     _require_network_and_accumulator(network, acc)
-    ranks = acc.reducer.ranks
+    rank, ranks = acc.reducer.rank, acc.reducer.ranks
     if ranks == 1:
-        loaded, about = _read_checked(path, network, acc, 0)
+        loaded, about = _read_checked(path, network, acc)
     else:
-        rank = acc.reducer.rank
-        generation = _generation_of_rank_0(_together(lambda: _generation(path, acc) if rank == 0 else ""))
+        generation = _generation_of_rank_0(_together(lambda: _generation(path, ranks) if rank == 0 else ""))
         mine = path if rank == 0 else _of_rank(path, rank, ranks, generation)
-        loaded, about = _together(lambda: _read_checked(mine, network, acc, rank))
+        loaded, about = _together(lambda: _read_checked(mine, network, acc))
     for name, parameter in _entries(network, acc).items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name])
-    acc.settle_unit()
+    acc._unit.settle(acc.buffers)
     return about["extra"]
 
 
@@ -162,60 +165,57 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
 
 
 def _require_network_and_accumulator(network: object, acc: object) -> None:
-    if not isinstance(network, nn.Cell):
-        raise TypeError(f"network is of type {type(network).__name__}, expected a mindspore.nn.Cell; give path, network, accumulator")
-    if not isinstance(acc, Accumulator):
-        raise TypeError(f"acc is of type {type(acc).__name__}, expected an Accumulator; give path, network, accumulator")
+    remedy = "give path, network, accumulator"
+    instance_of("network", network, nn.Cell, "a mindspore.nn.Cell", remedy)
+    instance_of("acc", acc, Accumulator, "an Accumulator", remedy)
 
 
 def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:
-    """All state by its name in the file."""
-    entries = {p.name: p for p in network.get_parameters()}
-    known = {id(p) for p in entries.values()}
-    if len(entries) < len(list(network.get_parameters())):
+    """Return all state by its name in the file."""
+    parameters = list(network.get_parameters())
+    entries = {p.name: p for p in parameters}
+    if len(entries) < len(parameters):
         raise ValueError("two parameters of the network have the same name; build its layers as attributes of one Cell")
-    accumulated = [(p.name, p) for p in acc.parameters]
-    for kind, state in (("optimizer", _optimizer_state(acc.optimizer)), ("accumulator", accumulated)):
-        for name, parameter in state:
-            if id(parameter) in known:
-                continue
-            known.add(id(parameter))
-            # The number of an accumulator says how many were built before it, which may be others in the next process.
-            name = f"{kind}:{_INSTANCE.sub('', name)}"
-            if name in entries:
-                raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
-            entries[name] = parameter
+    known = {id(p) for p in parameters}
+    others = [("optimizer", *named) for named in _optimizer_state(acc.optimizer)]
+    others += [("accumulator", p.name, p) for p in acc.parameters]
+    for kind, name, parameter in others:
+        if id(parameter) in known:
+            continue
+        known.add(id(parameter))
+        # An accumulator's number counts those that were built before it, which may be others in the next process.
+        name = f"{kind}:{_INSTANCE.sub('', name)}"
+        if name in entries:
+            raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
+        entries[name] = parameter
     if _ABOUT in entries:
         raise ValueError(f"a parameter of the network is called {_ABOUT}, which the checkpoint needs for itself; rename it")
     return entries
 
 
 def _optimizer_state(optimizer: Any) -> list[tuple[str, Parameter]]:
-    if not isinstance(optimizer, nn.Cell):
-        raise TypeError(f"the optimizer is of type {type(optimizer).__name__}, expected an nn.Cell, whose state can be found")
+    instance_of("the optimizer", optimizer, nn.Cell, "an nn.Cell, whose state can be found")
     return [*((p.name, p) for p in optimizer.parameters), *state_of(optimizer)]
 
 
 def _contents(network: nn.Cell, acc: Accumulator, extra: Any, rank: int, generation: str) -> tuple[dict[str, Parameter], dict]:
-    acc.require_whole()
+    """Return the entries of a rank's file, and what it says about them."""
+    acc._require_whole()
     entries = _entries(network, acc)
-    return entries, _about(acc, entries, _as_json(extra), rank, generation)
-
-
-def _about(acc: Accumulator, entries: dict[str, Parameter], extra: str, rank: int, generation: str) -> dict:
-    return {
+    return entries, {
         "version": _VERSION,
         "mindspore": ms.__version__,
         **_settings(acc),
         "rank": rank,
         "generation": generation,
         "entries": {name: [list(p.shape), str(p.dtype)] for name, p in entries.items()},
-        "extra": extra,
+        "extra": _extra_as_json(extra),
     }
 
 
 def _settings(acc: Accumulator) -> dict[str, Union[str, int]]:
-    """What has to be the same to go on."""
+    """Return what has to be the same in the run that resumes."""
+    order = repr([(p.name, p.shape) for p in acc.optimizer.parameters]).encode()
     return {
         "accumulate_step": acc.window.describe(),
         "reduction": acc.reduction,
@@ -224,12 +224,11 @@ def _settings(acc: Accumulator) -> dict[str, Union[str, int]]:
         "ranks": acc.reducer.ranks,
         "reducer": type(acc.reducer).__name__,
         # A shard holds parts of parameters by their order alone.
-        "parameters": sha256(repr([(p.name, p.shape) for p in acc.optimizer.parameters]).encode()).hexdigest()[:16]
-        if isinstance(acc.reducer, ShardedSync) else "by name",
+        "parameters": sha256(order).hexdigest()[:16] if acc.reducer.sharded else "by name",
     }
 
 
-def _as_json(extra: Any) -> str:
+def _extra_as_json(extra: Any) -> str:
     try:
         text = json.dumps(extra)
         same = _same(json.loads(text), extra)
@@ -259,7 +258,7 @@ def _checked_path(path: Union[str, os.PathLike]) -> Path:
 
 
 def _write(path: Path, entries: dict[str, Parameter], about: dict) -> None:
-    """Write a file beside `path`, whole and on the disk, then give it that name."""
+    """Write a file beside `path` and flush it to the disk, then give it that name."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
     _remove_dead_parts(path)
@@ -270,20 +269,24 @@ def _write(path: Path, entries: dict[str, Parameter], about: dict) -> None:
     try:
         try:
             ms.save_checkpoint(saved, str(part), format=path.suffix[1:])
-        # An OSError, a RuntimeError or a SafetensorError: each way of writing has its own word for a full disk.
-        except Exception as error:
-            raise OSError(f"{path} cannot be written ({' '.join(str(error).split())[:200]})") from error
+        except Exception as error:  # for a full disk: an OSError, a RuntimeError or a SafetensorError
+            raise OSError(f"{path} cannot be written ({_one_line(error)})") from error
         os.chmod(part, _usual_mode())  # MindSpore leaves it read-only, and a next one could not replace it everywhere
-        with part.open("r+b") as file:
-            data = file.read()
-            file.seek(data.rindex(_BLANK) + len(_MARK))
-            file.write(sha256(data).hexdigest().encode())
-            file.flush()
-            os.fsync(file.fileno())
+        _seal(part)
         _rename(part, path)
     finally:
         for left in (part, part.with_suffix(".tmp")):  # MindSpore's own unfinished file
             left.unlink(missing_ok=True)
+
+
+def _seal(part: Path) -> None:
+    """Write the SHA-256 of a file in place of its blank, and flush it to the disk."""
+    with part.open("r+b") as file:
+        data = file.read()
+        file.seek(data.rindex(_BLANK) + len(_MARK))
+        file.write(sha256(data).hexdigest().encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _usual_mode() -> int:
@@ -302,12 +305,12 @@ def _rename(part: Path, path: Path) -> None:
 
 
 def _parts_of(path: Path) -> str:
-    """How the names begin of what is written here for `path`; a process and a call follow."""
+    """Return how the names of unfinished files for `path` begin; the process and a number of the call follow."""
     return f".{path.stem.lstrip('.')}.part-{_HERE}-"
 
 
 def _remove_dead_parts(path: Path) -> None:
-    """Remove what processes left that were killed while they wrote, on this host; others may be writing now."""
+    """Remove what processes of this host left that were killed while they wrote; others may be writing now."""
     name = re.compile(rf"{re.escape(_parts_of(path))}(\d+)-[0-9a-f]{{8}}\.\w+")
     for left in path.parent.iterdir():
         found = name.fullmatch(left.name)
@@ -327,53 +330,59 @@ def _lives(process: int) -> bool:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """The entries of a file, and what it says about them; whole, or CheckpointError."""
+    """Return the entries of a complete file, and what it says about them; else raise CheckpointError."""
     data = path.read_bytes()
     found = _DIGEST.search(data)
     if found is None:
         raise CheckpointError(f"{path} is truncated, or no checkpoint of ms_accum; give a file that save_checkpoint wrote")
     blank = data[:found.start()] + _BLANK + data[found.end():]
     if sha256(blank).hexdigest().encode() != found.group(1):
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is another one than it says; restore it from a copy")
+        raise CheckpointError(f"{path} is damaged (SHA-256 mismatch); restore it from a copy")
     try:
         loaded = ms.load_checkpoint(str(path), format=path.suffix[1:])
         text = loaded.pop(_ABOUT).asnumpy().tobytes()
         about = json.loads(text[len(_BLANK) + 2:])
         about["extra"] = json.loads(about["extra"])
         version = about["version"]
-    # A file with a right checksum and wrong contents was made to be so; whatever MindSpore says to it, it is refused.
+    # A file with a right checksum and wrong contents was forged, so any error refuses it.
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {_one_line(error)})") from error
     if version != _VERSION:
         raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that wrote it")
     return loaded, about
 
 
-def _read_checked(path: Path, network: nn.Cell, acc: Accumulator, rank: int) -> tuple[dict[str, Tensor], dict]:
-    """As `_read`; CheckpointError unless the file is one of this network, this accumulator and this rank."""
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _read_checked(path: Path, network: nn.Cell, acc: Accumulator) -> tuple[dict[str, Tensor], dict]:
+    """Read a file. CheckpointError unless it is one of this network, this accumulator and this rank."""
     loaded, about = _read(path)
-    for name, expected in {**_settings(acc), "rank": rank}.items():
+    for name, expected in {**_settings(acc), "rank": acc.reducer.rank}.items():
         if about.get(name) != expected:
             raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; build it alike")
     entries = _entries(network, acc)
     for name in entries:
         if name not in loaded:
-            raise CheckpointError(f"{path} has no entry {name}, which this run needs; build network, optimizer and accumulator alike")
+            raise CheckpointError(f"{path} has no entry {name}, which this run needs; {_ALIKE}")
     for name, value in loaded.items():
         if name not in entries:
-            raise CheckpointError(f"{path} has the entry {name}, which this run does not know; build network, optimizer and "
-                                  "accumulator alike")
-        wanted = entries[name]
-        if tuple(value.shape) != tuple(wanted.shape):
-            raise CheckpointError(f"{path}: {name} has shape {tuple(value.shape)}, but this run's has {tuple(wanted.shape)}")
-        if value.dtype != wanted.dtype:
-            raise CheckpointError(f"{path}: {name} is of {value.dtype}, but this run's of {wanted.dtype}")
-        if acc.loss_scaler is not None and wanted is acc.loss_scaler.scale_value:
+            raise CheckpointError(f"{path} has the entry {name}, which this run does not know; {_ALIKE}")
+        _require_fitting(f"{path}: {name}", value, entries[name])
+        if acc.loss_scaler is not None and entries[name] is acc.loss_scaler.scale_value:
             try:
                 require_scale(value)
             except ValueError as error:
                 raise CheckpointError(f"{path}: in {name}, {error}") from error
     return loaded, about
+
+
+def _require_fitting(what: str, value: Tensor, wanted: Parameter) -> None:
+    if tuple(value.shape) != tuple(wanted.shape):
+        raise CheckpointError(f"{what} has shape {tuple(value.shape)}, but this run's has {tuple(wanted.shape)}; {_ALIKE}")
+    if value.dtype != wanted.dtype:
+        raise CheckpointError(f"{what} is of {value.dtype}, but this run's of {wanted.dtype}; {_ALIKE}")
 
 
 # --- several ranks -----------------------------------------------------------------------------------------------------------
@@ -392,21 +401,21 @@ def _remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
             old.unlink(missing_ok=True)
 
 
-def _generation(path: Path, acc: Accumulator) -> str:
-    """Of rank 0's file. CheckpointError if it is one of another number of ranks."""
+def _generation(path: Path, ranks: int) -> str:
+    """Return the generation of rank 0's file. CheckpointError if it is one of another number of ranks."""
     _, about = _read(path)
-    if about["ranks"] != acc.reducer.ranks:
-        raise CheckpointError(f"{path} was saved with ranks {about['ranks']}, but this run has {acc.reducer.ranks}; build it alike")
+    if about["ranks"] != ranks:
+        raise CheckpointError(f"{path} was saved with ranks {about['ranks']}, but this run has {ranks}; build it alike")
     return about["generation"]
 
 
 def _generation_of_rank_0(mine: str) -> str:
-    """Rank 0's, on every rank: 16 hexadecimal digits."""
+    """Return rank 0's generation on every rank: 16 hexadecimal digits."""
     return gather(np.frombuffer((mine or "0" * 16).encode(), np.int32).copy())[0].tobytes().decode()
 
 
 def _together(do: Callable[[], Any], failure: type[Exception] = CheckpointError) -> Any:
-    """What `do` returns here, once it has been done on every rank; if it failed on one, an error on all of them: `failure` elsewhere."""
+    """Return the result of `do` once every rank has called it. If one fails, all raise; the others `failure`."""
     result, error = None, None
     try:
         result = do()

@@ -13,10 +13,11 @@ import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from .accumulate import checked_micro_size, plain, require_callable, require_loss, require_mean
+from .accumulate import checked_micro_size, plain, require_loss, require_mean
 from .accumulator import Accumulator
+from .arguments import require_callable
 from .gradients import FLOATS
-from .split import select_rows
+from .split import over_pieces, select_rows
 from .train_step import CompiledStep, compiled
 
 
@@ -96,7 +97,7 @@ class GradCacheStep(CompiledStep):
         def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
             def accumulate_and_update(*batch: Any) -> tuple[Tensor, Tensor]:
                 loss, same = accumulate(samples, cut, *batch)
-                closed = acc.close_if(acc.due())
+                closed = acc.close_if(acc._due())
                 return ops.depend(loss, closed), same
 
             return compiled(accumulate_and_update)
@@ -120,16 +121,65 @@ class GradCacheStep(CompiledStep):
 
 def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, micro_size: int) -> Callable:
     """`(samples, cut, *batch) -> (loss, whether both passes agreed)`: all of the step but the update."""
+    acc._in_pieces = True
+    encode = _encoder(plain(encode_fn))
+    first_grad_fn = ms.value_and_grad(_first_loss(encode, plain(loss_fn)), 0, acc.optimizer.parameters, has_aux=True)
 
-    encode_fn, loss_fn = plain(encode_fn), plain(loss_fn)
-    acc.guarded = True
+    def other_loss(cotangents: Tensor, *piece: Any) -> Tensor:
+        return (cotangents * _side_by_side(encode(*piece))).sum(-1).sum()
 
+    other_grad_fn = ms.value_and_grad(other_loss, None, acc.optimizer.parameters)
+
+    def accumulate(samples: int, cut: tuple[bool, ...], *batch: Any) -> tuple[Tensor, Tensor]:
+        def cache_piece(cached: Tensor, indices: Tensor, piece: tuple) -> Tensor:
+            return _with_rows(cached, indices, _side_by_side(encode(*piece)))
+
+        rows = ops.arange(-(-samples // micro_size))
+        first_piece = select_rows(rows, cut, batch)
+        # The first piece shows what is to be cached.
+        representations = encode(*first_piece)
+        require_representations(rows.shape[0], tuple([r.shape if isinstance(r, Tensor) else None for r in representations]),
+                                tuple([r.dtype if isinstance(r, Tensor) else None for r in representations]))
+        once = _side_by_side(representations)
+        cached = _with_rows(ops.zeros((samples, once.shape[1]), ms.float32), rows, once)
+        cached = over_pieces(cache_piece, cached, 1, samples, micro_size, cut, batch)
+
+        acc._begin_pieces()
+        (loss, again), (cotangents, gradients) = first_grad_fn(cached, *first_piece)
+        same = _same(once, again, representations[0].dtype)
+        # If the two passes differ, the batch is ignored.
+        weight = ops.where(same, Tensor(rows.shape[0], ms.float32), Tensor(0.0, ms.float32))
+
+        def add_piece(taken: Tensor, indices: Tensor, piece: tuple) -> Tensor:
+            partial, gradients = other_grad_fn(ops.gather(cotangents, indices, 0), *piece)
+            # The gradients of the pieces add up to that of the batch, so each is multiplied by the weight of the batch.
+            weight_of_piece = weight * (indices.shape[0] / rows.shape[0])
+            # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+            return taken + ops.depend(acc._add_piece(gradients, float(samples), weight_of_piece), partial)
+
+        taken = acc._add_piece(gradients, float(samples), weight)
+        taken = over_pieces(add_piece, taken, 1, samples, micro_size, cut, batch)
+        acc._end_microbatch(taken * same.astype(ms.int32), in_pieces=True)
+        return loss.astype(ms.float32), same
+
+    return accumulate
+
+
+def _encoder(encode_fn: Callable) -> Callable:
+    """`encode_fn`, always with a tuple of representations."""
     def encode(*piece: Any) -> tuple[Tensor, ...]:
         representations = encode_fn(*piece)
         return representations if isinstance(representations, tuple) else (representations,)
 
+    return encode
+
+
+def _first_loss(encode: Callable, loss_fn: Callable) -> Callable:
+    """`(cached, *first piece) -> (loss of the batch, representations of the piece)`.
+
+    Rows of the first piece are encoded anew, the others cached: one backward pass gives the gradients of both.
+    """
     def first_loss(cached: Tensor, *piece: Any) -> tuple[Tensor, Tensor]:
-        # Rows of the first piece are encoded anew, the others cached: one backward pass gives the gradients of both.
         representations = encode(*piece)
         fresh = _side_by_side(representations)
         whole = ops.concat((fresh, cached[fresh.shape[0]:])) if fresh.shape[0] < cached.shape[0] else fresh
@@ -140,58 +190,7 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, mic
             require_loss(None, None, "loss_fn")
         return loss, fresh
 
-    def other_loss(cotangents: Tensor, *piece: Any) -> Tensor:
-        return (cotangents * _side_by_side(encode(*piece))).sum(-1).sum()
-
-    first_grad_fn = ms.value_and_grad(first_loss, 0, acc.optimizer.parameters, has_aux=True)
-    other_grad_fn = ms.value_and_grad(other_loss, None, acc.optimizer.parameters)
-
-    def accumulate(samples: int, cut: tuple[bool, ...], *batch: Any) -> tuple[Tensor, Tensor]:
-        rows = -(-samples // micro_size)
-        full = samples // rows
-        first = ops.arange(rows)
-        first_piece = select_rows(first, cut, batch)
-
-        # The first piece shows what is to be cached.
-        representations = encode(*first_piece)
-        require_representations(rows, tuple([r.shape if isinstance(r, Tensor) else None for r in representations]),
-                                tuple([r.dtype if isinstance(r, Tensor) else None for r in representations]))
-        once = _side_by_side(representations)
-        cached = _with_rows(ops.zeros((samples, once.shape[1]), ms.float32), first, once)
-        piece = Tensor(1, ms.int32)
-        # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
-        while piece < full:
-            indices = piece * rows + first
-            cached = _with_rows(cached, indices, _side_by_side(encode(*select_rows(indices, cut, batch))))
-            piece = piece + 1
-        if full * rows < samples:
-            indices = ops.arange(full * rows, samples)
-            cached = _with_rows(cached, indices, _side_by_side(encode(*select_rows(indices, cut, batch))))
-
-        ops.assign_add(acc.unfinished, 1)
-        (loss, again), (cotangents, gradients) = first_grad_fn(cached, *first_piece)
-        same = _same(once, again, representations[0].dtype)
-        # Below, `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-        # If they differ, everything counts nothing, instead of something wrong.
-        weight = ops.where(same, Tensor(rows, ms.float32), Tensor(0.0, ms.float32))
-        # The gradients of the pieces add up to that of the batch, so each is multiplied by the weight of the batch.
-        taken = acc.take(gradients, float(samples), weight)
-        piece = Tensor(1, ms.int32)
-        while piece < full:
-            indices = piece * rows + first
-            partial, gradients = other_grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
-            taken = taken + ops.depend(acc.take(gradients, float(samples), weight), partial)
-            piece = piece + 1
-        if full * rows < samples:
-            indices = ops.arange(full * rows, samples)
-            partial, gradients = other_grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
-            weight = weight * ((samples - full * rows) / rows)
-            taken = taken + ops.depend(acc.take(gradients, float(samples), weight), partial)
-        ops.assign_add(acc.unfinished, -1)
-        ops.assign_add(acc.mini_step, ops.minimum(taken, 1) * same.astype(ms.int32))
-        return loss.astype(ms.float32), same
-
-    return accumulate
+    return first_loss
 
 
 def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:

@@ -8,6 +8,7 @@ from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
 from .accumulate import checked_micro_size, make_accumulate
 from .accumulator import Accumulator
+from .arguments import instance_of
 from .optimizers import state_of
 from .split import FLAT, layout_of, with_storage_of_its_own
 
@@ -78,9 +79,8 @@ class TrainOneStepCell(nn.Cell):
     ) -> None:
         # Without a prefix, the network's parameters keep their names.
         super().__init__(auto_prefix=False)
-        if not isinstance(network, nn.Cell):
-            raise TypeError(f"network is of type {type(network).__name__}, expected a Cell that gives the loss, such as "
-                            "nn.WithLossCell(network, loss_fn); a function goes into make_train_step")
+        instance_of("network", network, nn.Cell, "a Cell that gives the loss, such as nn.WithLossCell(network, loss_fn)",
+                    "a function goes into make_train_step")
         self.accumulate = make_accumulate(network, acc, checked_micro_size(micro_size), weight_fn, loss_scaler, has_aux=False)
         self.network = network
         self.accumulator = acc
@@ -93,7 +93,7 @@ class TrainOneStepCell(nn.Cell):
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class. RuntimeError if an error left a part of a microbatch in the open window."""
         if not self._returned:
-            self.accumulator.require_whole()
+            self.accumulator._require_whole()
         self._returned = False
         try:
             result = super().__call__(*map(with_storage_of_its_own, batch), **named)
@@ -110,18 +110,18 @@ class TrainOneStepCell(nn.Cell):
         samples, cut = layout_of(tuple([_kind(argument) for argument in batch]))
         if self.loss_scaler is None:
             loss = self.accumulate(samples, cut, *batch)
-            return ops.depend(loss, acc.close_if(acc.due()))
+            return ops.depend(loss, acc.close_if(acc._due()))
         # Sums, for what is read here must not change with the Parameters.
         scale = self.loss_scaler.scale_value + 0.0
         skipped = acc.skipped + 0
         loss = ops.depend(self.accumulate(samples, cut, *batch), (scale, skipped))
-        loss = ops.depend(loss, acc.close_if(acc.due()))
+        loss = ops.depend(loss, acc.close_if(acc._due()))
         return loss, acc.skipped > skipped, scale
 
     def flush(self) -> Tensor:
         """Close a short window, if one is open; whether one was: bool Tensor of shape `()`. See `FlushCallback`."""
         if not self._returned:
-            self.accumulator.require_whole()
+            self.accumulator._require_whole()
         return self._flush()
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer holds: parameters that gradients can be accumulated for, and state of its own."""
+"""What an optimizer holds: the parameters to accumulate gradients for, and its own state."""
 from __future__ import annotations
 
 import re
@@ -19,7 +19,7 @@ _named_by: dict[str, ref] = {}
 
 
 def checked_parameters(optimizer: object) -> tuple[Parameter, ...]:
-    """The parameters that `optimizer` updates; TypeError or ValueError if it cannot run on accumulated gradients."""
+    """Return the parameters of `optimizer`. TypeError or ValueError if it cannot run on accumulated gradients."""
     parameters = getattr(optimizer, "parameters", None)
     listed = isinstance(parameters, (tuple, list)) and all(isinstance(p, Parameter) for p in parameters)
     if not callable(optimizer) or not listed:
@@ -30,8 +30,7 @@ def checked_parameters(optimizer: object) -> tuple[Parameter, ...]:
     for parameter in parameters:
         _require_accumulable(parameter)
     require_trainable(parameters)
-    names = [p.name for p in parameters]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, times in Counter(p.name for p in parameters).items() if times > 1), None)
     if twice is not None:
         raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; "
                          "give it network.trainable_params()")
@@ -40,22 +39,20 @@ def checked_parameters(optimizer: object) -> tuple[Parameter, ...]:
 
 
 def require_trainable(parameters: Iterable[Parameter]) -> None:
-    """Refuse frozen parameters: graph mode computes their gradient all the same, PyNative zeros (MindSpore 2.10)."""
+    """Refuse frozen parameters, which graph mode would update and PyNative would not (MindSpore 2.10)."""
     frozen = next((p for p in parameters if not p.requires_grad), None)
     if frozen is not None:
-        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
-                         "graph mode would update it all the same; make the optimizer of network.trainable_params() after "
-                         "freezing")
+        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer, for graph "
+                         "mode would update it nevertheless; make the optimizer of network.trainable_params() after freezing")
 
 
 def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
-    """All state of an optimizer with names: moments, counts, learning rates; without the parameters that it updates.
+    """Return all state of an optimizer with names: moments, counts, learning rates, but not what it updates.
 
-    Found are the Parameters of a Cell, and those in lists, tuples and dicts among its attributes, at any depth, where
-    a Cell does not see its own (`mu_product` of `mindspore.experimental.optim.NAdam`, the learning rates in
-    `param_groups`). The name is the Parameter's own, or its place (`slots[0].first`) if several have the same one or
-    it was given none; both are the same in the next process. A number that Python counts is not found; none of
-    MindSpore's optimizers that run on CPU has one (2.10).
+    State is every Parameter of a Cell, also in its lists, tuples and dicts at any depth, where a Cell does not find its
+    own (the learning rates in `param_groups`, say). The name is the Parameter's own, or its place (`slots[0].first`)
+    if the name is missing or not unique; both are the same in the next process. Plain Python numbers are not found;
+    none of MindSpore's optimizers that run on CPU keeps any (2.10).
     """
     if not isinstance(optimizer, nn.Cell):
         return []
@@ -76,7 +73,7 @@ def name_state(optimizer: object, prefix: str) -> None:
 
 
 def describe(optimizer: object) -> str:
-    """The same text for the same class with the same learning rate and state."""
+    """Return the same text for the same class with the same learning rate and state."""
     digests = [(name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer)]
     return repr([type(optimizer).__name__, *digests])
 
@@ -86,12 +83,12 @@ def _require_accumulable(parameter: Parameter) -> None:
         raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; "
                         "leave it out of the optimizer")
     if prod(parameter.shape) == 0:
-        raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element, for "
-                         "MindSpore has no empty parameters; leave it out of the optimizer")
+        raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element; "
+                         "leave it out of the optimizer")
 
 
 def _require_unscaled(optimizer: Callable) -> None:
-    """Refuse an optimizer that divides by a loss scale of its own, also inside a wrapper such as `nn.LARS`."""
+    """Refuse an optimizer with a loss scale of its own, also inside a wrapper such as `nn.LARS`."""
     for _, holder in (("", optimizer), *_inside(optimizer, set())):
         scale = getattr(holder, "loss_scale", 1)
         if isinstance(scale, Real) and scale != 1:
@@ -101,7 +98,7 @@ def _require_unscaled(optimizer: Callable) -> None:
 
 
 def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Parameter, nn.Cell]]]:
-    """The Parameters and Cells in `value`, at any depth, each once, with their places; without those in `seen`."""
+    """Yield each Parameter and Cell in `value`, at any depth, once, with its place; skip those in `seen`."""
     seen.add(id(value))
     for name, held in _held(value):
         if isinstance(held, (Parameter, nn.Cell, list, tuple, dict)) and id(held) not in seen:

@@ -1,6 +1,7 @@
 """A batch and its pieces: which arguments are cut, the rows of one piece, and how the pieces' aux becomes the batch's."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Optional, Union
 
 import mindspore as ms
@@ -70,6 +71,31 @@ def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
     for argument, is_cut in zip(batch, cut):
         inputs = (*inputs, ops.gather(argument, rows, 0) if is_cut else argument)
     return inputs
+
+
+def over_pieces(turn: Callable, totals: tuple, first: int, samples: int, micro_size: int, cut: tuple[bool, ...], batch: tuple) -> tuple:
+    """Fold `totals = turn(totals, indices, piece)` over the pieces of a batch, from the piece numbered `first` on.
+
+    Args:
+        turn: Takes the totals, the rows of a piece (int Tensor of shape `(m,)`), and the arguments of the piece.
+        totals: Tensors that keep their shapes and dtypes.
+        first: Number of the first piece, 0 or 1.
+        samples, cut: As from `layout`.
+        micro_size: Number of pieces; they have ceil(samples / micro_size) rows, the last one fewer if that does not divide `samples`.
+        batch: All arguments.
+    """
+    rows = -(-samples // micro_size)
+    full = samples // rows
+    piece = Tensor(first, ms.int32)
+    # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
+    while piece < full:
+        indices = piece * rows + ops.arange(rows)
+        totals = turn(totals, indices, select_rows(indices, cut, batch))
+        piece = piece + 1
+    if full * rows < samples:
+        indices = ops.arange(full * rows, samples)
+        totals = turn(totals, indices, select_rows(indices, cut, batch))
+    return totals
 
 
 def empty_aux(aux: Aux, samples: int, rows: int) -> tuple[Tensor, ...]:

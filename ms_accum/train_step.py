@@ -9,6 +9,7 @@ from mindspore import Tensor, amp, nn, ops
 
 from .accumulate import checked_micro_size, make_accumulate
 from .accumulator import Accumulator
+from .arguments import boolean, one_of
 from .split import layout, with_storage_of_its_own
 
 _STRATEGIES = ("fused", "split")
@@ -45,7 +46,7 @@ def make_train_step(
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16. Its scale
             multiplies the loss before the backward pass; when the window closes, the accumulated gradient is divided by it, before it is
             measured, averaged or clipped. A window with NaN or infinity in its gradient is dropped. The scaler is adjusted once per window.
-            Return the loss in float32: a float16 loss overflows from a scale of 2**16 on. See `Accumulator.unscale_by`.
+            Return the loss in float32: a float16 loss overflows from a scale of 2**16 on.
         strategy: "fused": one graph holds forward, backward, add and the update at the boundary. "split": one graph for
             forward, backward and add, a second one for the update, invoked once per window (RATEX's scheme); the host
             reads one flag after each call to know when.
@@ -90,10 +91,8 @@ def make_train_step(
         >>> print(bool(train_step.flush()), network.weight.asnumpy())
         True [[-1. -1.]]
     """
-    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}, expected one of {', '.join(map(repr, _STRATEGIES))}")
-    if not isinstance(has_aux, bool):
-        raise TypeError(f"has_aux is {has_aux!r}, expected True or False: whether forward_fn returns (loss, aux)")
+    one_of("strategy", strategy, _STRATEGIES)
+    boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
     micro_size = checked_micro_size(micro_size)
     accumulate = make_accumulate(forward_fn, acc, micro_size, weight_fn, loss_scaler, has_aux)
     return TrainStep(accumulate, acc, micro_size, strategy, has_aux)
@@ -140,7 +139,7 @@ class CompiledStep:
         return result
 
     def _recover(self) -> None:
-        self.accumulator.require_whole()
+        self.accumulator._require_whole()
 
     def _run(self, graph: Callable, batch: tuple) -> Any:
         return graph(*batch)
@@ -148,7 +147,7 @@ class CompiledStep:
     def flush(self) -> Tensor:
         """Close a short window, if one is open; whether one was: bool Tensor of shape `()`."""
         if not self._returned:
-            self.accumulator.require_whole()
+            self.accumulator._require_whole()
         return self._flush()
 
 
@@ -173,12 +172,12 @@ class TrainStep(CompiledStep):
         def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
             def accumulate_and_update(*batch: Any) -> Any:
                 result = accumulate(samples, cut, *batch)
-                closed = acc.close_if(acc.due())
+                closed = acc.close_if(acc._due())
                 return depend(result, closed)
 
             def accumulate_only(*batch: Any) -> Any:
                 result = accumulate(samples, cut, *batch)
-                return result, acc.due()
+                return result, acc._due()
 
             return compiled(accumulate_and_update if strategy == "fused" else accumulate_only)
 
@@ -201,7 +200,7 @@ class TrainStep(CompiledStep):
 
     def _recover(self) -> None:
         super()._recover()
-        if self.strategy == "split" and self.accumulator.due():
+        if self.strategy == "split" and self.accumulator._due():
             self._update()  # a call was interrupted between its two graphs
 
     def _run(self, graph: Callable, batch: tuple) -> Any:

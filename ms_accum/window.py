@@ -2,16 +2,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import index
 from typing import Union
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, ops
+
+from .arguments import LARGEST_INT32, instance_of, whole_number
 
 AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]]]
 
-_LARGEST = 2**31 - 1  # counters are int32, and a larger constant would wrap around in the comparison with them
 _COMPARED = (0, *(2**i for i in range(17)))
 _CHECKED = sorted({*range(1001), *(2**i for i in range(31))})
 _REMEDY = "give an int >= 1, a dict {update_step: n} that holds 0, or a function of the update count"
@@ -38,27 +37,27 @@ class Window:
     Raises:
         TypeError: If `accumulate_step`, or a key or value of it, is no integer (bool and float included), or the
             callable cannot be compiled or returns no integer.
-        ValueError: If a length is below 1, a key is negative, either is above 2**31 - 1, or a dict is empty or lacks the key 0.
+        ValueError: If a length is below 1, a key is negative, either is above 2**31 - 1, or a dict lacks the key 0.
     """
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
         self.schedule, self.samples = None, ()
         self.stages = ((0, 1),)
         if isinstance(accumulate_step, Mapping):
-            self.stages = _stages(accumulate_step)
+            self.stages = _stages("accumulate_step", accumulate_step, _REMEDY)
         elif callable(accumulate_step):
-            self.schedule, self.samples = _checked_schedule(accumulate_step)
+            self.schedule, self.samples = accumulate_step, _sampled(accumulate_step)
         else:
-            self.stages = ((0, _length(accumulate_step, "accumulate_step")),)
+            self.stages = ((0, _length("accumulate_step", accumulate_step, _REMEDY)),)
 
     def describe(self) -> str:
-        """The same text for the same lengths; of a function, those at 0, 1, 2, 4, 8, … 2**16 updates are compared."""
+        """Return the same text for the same lengths; functions are compared at 0, 1, 2, 4, 8, … 2**16 updates."""
         if self.schedule is not None:
             return f"a function with lengths {self.samples}"
         return str(dict(self.stages) if len(self.stages) > 1 else self.stages[0][1])
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
-        """Microbatches in the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
+        """Return the microbatches in the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
         if self.schedule is not None:
             return ops.maximum(self.schedule(update_step), ops.ones_like(update_step))
         length = self.stages[0][1]
@@ -68,11 +67,11 @@ class Window:
 
 
 def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
-    """A schedule of epochs as one of updates, for `Accumulator(accumulate_step=...)`.
+    """Convert a schedule of epochs to one of updates, for `Accumulator(accumulate_step=...)`.
 
         accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # from the sixth epoch on, 4 microbatches in a window
 
-    Exact if every epoch has `microbatches` microbatches on each rank and ends in a
+    It is exact if every epoch has `microbatches` microbatches on each rank and ends in a
     flush, and as long as no window is skipped: a skipped window does not count as an update.
 
     Args:
@@ -93,10 +92,9 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
         >>> print(by_epoch({0: 1, 2: 4}, microbatches=10))
         {0: 1, 20: 4}
     """
-    if not isinstance(schedule, Mapping):
-        raise TypeError(f"schedule is of type {type(schedule).__name__}, expected a dict {{epoch: n}}")
-    stages = _stages(schedule, "schedule", "epochs")
-    microbatches = _length(microbatches, "microbatches")
+    instance_of("schedule", schedule, Mapping, "a dict {epoch: n}")
+    stages = _stages("schedule", schedule, "give a dict {epoch: n} that holds 0")
+    microbatches = _length("microbatches", microbatches, "give the microbatches of an epoch")
     updates, previous, lengths = 0, stages[0], {}
     for epoch, length in stages:
         updates += (epoch - previous[0]) * -(-microbatches // previous[1])
@@ -105,39 +103,22 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
     return lengths
 
 
-def _integer(value: object, name: str) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        integer = index(value)
-    except (TypeError, ValueError):  # ValueError: a Tensor of several elements
-        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected an integer; {_REMEDY}") from None
-    if integer > _LARGEST:
-        raise ValueError(f"{name} is {integer}, expected at most {_LARGEST}: counters are int32; {_REMEDY}")
-    return integer
+def _length(name: str, value: object, remedy: str) -> int:
+    return whole_number(name, value, remedy, maximum=LARGEST_INT32)
 
 
-def _length(value: object, name: str) -> int:
-    length = _integer(value, name)
-    if length < 1:
-        raise ValueError(f"{name} is {length}, but a window holds at least 1 microbatch; {_REMEDY}")
-    return length
-
-
-def _stages(schedule: Mapping[int, int], name: str = "accumulate_step", counted: str = "updates") -> tuple[tuple[int, int], ...]:
+def _stages(name: str, schedule: Mapping[int, int], remedy: str) -> tuple[tuple[int, int], ...]:
     stages = {}
     for start, length in schedule.items():
-        start = _integer(start, f"a key of {name}")
-        if start < 0:
-            raise ValueError(f"{name} has the key {start}, but {counted} are counted from 0; {_REMEDY}")
-        stages[start] = _length(length, f"{name}[{start}]")
+        start = whole_number(f"a key of {name}", start, remedy, minimum=0, maximum=LARGEST_INT32)
+        stages[start] = _length(f"{name}[{start}]", length, remedy)
     if 0 not in stages:
-        raise ValueError(f"{name} is {dict(schedule)!r}, which says nothing about {counted[:-1]} 0; {_REMEDY}")
+        raise ValueError(f"{name} is {dict(schedule)!r}, expected a dict that holds 0; {remedy}")
     return tuple(sorted(stages.items()))
 
 
-def _checked_schedule(schedule: Callable) -> tuple[Callable, tuple[int, ...]]:
-    """The schedule, and what it says at some numbers of updates."""
+def _sampled(schedule: Callable) -> tuple[int, ...]:
+    """Check a schedule, and return its lengths at `_COMPARED` updates."""
     name = f"accumulate_step={getattr(schedule, '__name__', schedule)!r}"
     try:
         compiled = ms.jit(schedule)
@@ -150,12 +131,10 @@ def _checked_schedule(schedule: Callable) -> tuple[Callable, tuple[int, ...]]:
         raise TypeError(f"{name} returned a Tensor of shape {first.shape} for update 0, expected shape (); {_REMEDY}")
     for update in _CHECKED:  # op by op: a compiled branch takes 0.3 ms, on a busy machine 7
         _scheduled(schedule, update, name)
-    return schedule, tuple(_scheduled(compiled, update, name) for update in _COMPARED)
+    return tuple(_scheduled(compiled, update, name) for update in _COMPARED)
 
 
 def _scheduled(schedule: Callable, update: int, name: str) -> int:
-    length, name = schedule(Tensor(update, ms.int32)), f"{name} at update {update}"
-    length = _integer(length.asnumpy().item() if isinstance(length, Tensor) else length, name)
-    if length < 1:
-        raise ValueError(f"{name} is {length}, but a window holds at least 1 microbatch; return ops.maximum(..., 1)")
-    return length
+    length = schedule(Tensor(update, ms.int32))
+    length = length.asnumpy().item() if isinstance(length, Tensor) else length
+    return _length(f"{name} at update {update}", length, "return an int of at least 1, e.g. ops.maximum(..., 1)")

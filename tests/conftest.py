@@ -1,20 +1,26 @@
-"""What every test shares: the modes, a network to train, and a scratch folder for what MindSpore drops into the cwd."""
+"""What all tests share: the modes, a network to train, and a scratch folder for what MindSpore writes into the cwd."""
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import wraps
 from itertools import count
 from pathlib import Path
-from time import perf_counter
 
 import mindspore as ms
 import numpy as np
 import pytest
 from hypothesis import settings
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.ops.composite import base
 
 from ms_accum import avoid_busy_waiting
 from ms_accum.mnist.data import load
+
+try:
+    from mindspore.graph import api
+except ImportError:  # before MindSpore 2.8
+    from mindspore.common import api
 
 avoid_busy_waiting()
 # The same examples in every run, however slow the machine.
@@ -32,43 +38,80 @@ def _scratch_folder(tmp_path, monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Runs tests that are marked `fresh_process` in one of their own: what other tests imported and compiled is not in the way there."""
+    """Run tests marked `fresh_process` in a process of their own, without what other tests imported and compiled."""
     marker = pyfuncitem.get_closest_marker("fresh_process")
     if marker is None or "FRESH_PROCESS" in os.environ or not set(marker.args) & set(pyfuncitem.callspec.id.split("-")):
         return None
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
-    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env={**os.environ, "FRESH_PROCESS": "1"}, capture_output=True, text=True,
-                          check=False)
+    environment = {**os.environ, "FRESH_PROCESS": "1"}
+    folder = pyfuncitem.config.rootpath
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout, done.stdout
     return True
 
 
 _sizes = count(3)
+_errors = []  # of MindSpore, since it last compiled
 
 
-@pytest.fixture(autouse=True)
-def _forget_errors():
-    """After an error inside a gradient or a compilation, MindSpore 2.10 cannot compile the next graph (of cross entropy, for one); the one
-    after it can.
+def _noting(function):
+    """`function`, whose errors are noted."""
+    @wraps(function)
+    def noted(*arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except BaseException as error:
+            _errors.append(repr(error))
+            raise
 
-    So every test that may have had one is followed by a small graph here, instead of by another test that would fail for it.
-    """
-    start = perf_counter()
-    yield
-    if perf_counter() - start > 0.02:  # the others run nothing of MindSpore
-        size = next(_sizes)  # a graph that was not compiled before
-        with suppress(RuntimeError):
-            ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))
+    return noted
+
+
+# A compilation, and a gradient that is taken op by op.
+api._JitExecutor.compile = _noting(api._JitExecutor.compile)
+base._pynative_func_grad_forward = _noting(base._pynative_func_grad_forward)
+
+
+def recover():
+    """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next one, but not the one after."""
+    size = next(_sizes)
+    with suppress(RuntimeError):
+        ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))
+    _errors.clear()
+
+
+def _recover_from_errors():
+    if _errors:
+        recover()
 
 
 def _gathered(values, index):
     return ops.gather_d(values, -1, index).sum()
 
 
+@pytest.fixture(autouse=True)
+def _forget_errors():
+    yield
+    _recover_from_errors()
+
+
+_raises = pytest.raises
+
+
+@contextmanager
+def _raises_and_recovers(*expected, **options):
+    with _raises(*expected, **options) as caught:
+        yield caught
+    _recover_from_errors()
+
+
+pytest.raises = _raises_and_recovers
+
+
 @pytest.fixture
 def mode_named():
-    """Sets the context for a name in MODES; it is put back after the test."""
+    """Set the context to a name in MODES until the test ends."""
     def set_mode(mode):
         ms.set_context(mode=MODES[mode])
         return mode
@@ -84,18 +127,23 @@ def mode(request, mode_named):
 
 @pytest.fixture(params=["jit", "graph", "pynative"])
 def every_mode(request, mode_named):
-    """For what differs between a jitted function in PyNative and GRAPH_MODE: calls from the host."""
+    """For calls from the host, which differ between PyNative and GRAPH_MODE."""
     return mode_named(request.param)
 
 
 def in_modes(cases, compiled):
-    """pytest.params `(mode, *case)`: op by op all cases; compiled, at 3 s each and more, those in `compiled`, the others with -m slow."""
+    """Return pytest.params `(mode, *case)`: all op by op; compiled, those in `compiled`, and the others with -m slow."""
     return [pytest.param(mode, *case, marks=[pytest.mark.slow] if mode == "jit" and case not in compiled else [])
             for case in cases for mode in ("jit", "pynative")]
 
 
+def compiled_graphs():
+    """How many graphs MindSpore has compiled in this process."""
+    return len(api.ms_compile_cache)
+
+
 def compiled(function, mode):
-    """`function` as the mode runs it."""
+    """Return `function` as the mode runs it."""
     return function if mode == "pynative" else ms.jit(function)
 
 
@@ -115,7 +163,7 @@ class MLP(nn.Cell):
 
 
 def mean_loss(network):
-    """The forward function `(x, y) -> loss` of a classifier."""
+    """Return the forward function `(x, y) -> loss` of a classifier."""
     loss_fn = nn.CrossEntropyLoss()
 
     def forward_fn(x, y):
@@ -124,12 +172,12 @@ def mean_loss(network):
 
 
 def tensors(x, y):
-    """A batch of `batches` as MindSpore takes it."""
+    """Return a batch of `batches` as Tensors."""
     return Tensor(x, ms.float32), Tensor(y, ms.int32)
 
 
 class Counting(nn.Cell):
-    """An optimizer that counts its calls and keeps what it was given, in graph mode too."""
+    """An optimizer that counts its calls and keeps the gradients it got, in graph mode too."""
 
     def __init__(self, weights):
         super().__init__()
@@ -145,7 +193,7 @@ class Counting(nn.Cell):
 
 
 def run_python(code, *arguments):
-    """The output of a new process; a file, because graph mode compiles from source."""
+    """Return the output of `code` in a new process; from a file, because graph mode compiles from source."""
     Path("script.py").write_text(code, encoding="utf-8")
     done = subprocess.run([sys.executable, "script.py", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -153,24 +201,24 @@ def run_python(code, *arguments):
 
 
 def values(parameters):
-    """Parameters or Tensors as float64 arrays."""
+    """Return Parameters or Tensors as float64 arrays."""
     return [np.array(p.asnumpy(), np.float64) for p in parameters]
 
 
 def difference(got, expected):
-    """Largest difference, relative to the largest magnitude of each array; the difference itself where that is 0."""
+    """Return the largest difference, relative to the largest magnitude of each array, or absolute where that is 0."""
     return max(np.abs(g - e).max() / (np.abs(e).max() or 1.0) for g, e in zip(got, expected))
 
 
 def batches(sizes, features=6, classes=3, seed=1):
-    """[(x float64 (n, features), y int (n,))] for each n in sizes."""
+    """Return [(x float64 (n, features), y int (n,))] for each n in sizes."""
     rng = np.random.default_rng(seed)
     return [(rng.normal(size=(n, features)), rng.integers(0, classes, n)) for n in sizes]
 
 
 @pytest.fixture(scope="session")
 def mnist_microbatches():
-    """200 microbatches of 32 embedded digits, normalised: [(float64 (32, 784), int (32,))]."""
+    """Return 200 microbatches of 32 embedded digits, normalised: [(float64 (32, 784), int (32,))]."""
     digits = load("embedded").train
     images = (digits.images.reshape(-1, 784) / 255 - 0.1307) / 0.3081
     return [(images[i:i + 32], digits.labels[i:i + 32]) for i in range(0, 200 * 32, 32)]

@@ -23,10 +23,11 @@ from pathlib import Path
 
 import mindspore as ms
 import pytest
-from differential.cases import COMPILED, DRIVERS, LEVELS, compose
+from conftest import recover
+from differential.cases import COMPILED, LEVELS, OP_BY_OP, compose
 from differential.defects import NARROW, PUT_BACK, cases, put_back
 from differential.drivers import Accumulating
-from differential.follow import follow, recover
+from differential.follow import follow
 from differential.networks import build_loss
 from differential.optimizers import build_optimizer
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
@@ -42,18 +43,16 @@ def drawn(number, **fixed):
     return compose(random.Random(number).choice, **fixed)
 
 
-def stratified(count):
-    """Cases in which each driver and each amp level occurs once at least; what compiles more graphs than one is rare."""
-    rare = {0: "save", 10: "shapes", 14: "error"}
-    for i in range(count):
-        driver, level = DRIVERS[i % len(DRIVERS)], LEVELS[(i + i // len(LEVELS)) % len(LEVELS)]
-        fixed = {}
-        if driver in COMPILED or level == "O1":
-            fixed = {"event": rare.get(i, "none"), "weight": "number"}
-        yield drawn(i, driver=driver, level=level, **fixed)
+def stratified():
+    """Cases in which each compiled driver occurs once, each other one three times, and each amp level twice at least."""
+    # What compiles one small graph for each driver.
+    small = {"event": "none", "weight": "number", "front": "dense", "norm": "none", "large": False, "shapes": (6, 6)}
+    for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
+        fixed = {**small, "micro_size": 2 if driver == "fused" else 1} if driver in COMPILED else {}
+        yield drawn(i, driver=driver, level=LEVELS[3 * i % len(LEVELS)], **fixed)
 
 
-@pytest.mark.parametrize("case", stratified(20), ids=lambda case: f"{case.driver}-{case.level}")
+@pytest.mark.parametrize("case", stratified(), ids=lambda case: f"{case.driver}-{case.level}")
 def test_runs_of_each_driver_and_level(case, tmp_path):
     print(case)
     follow(case, tmp_path)
@@ -94,7 +93,7 @@ def test_a_defect_that_is_put_back_is_found(defect, tmp_path):
     shutil.copytree(tests.parent / "ms_accum", tmp_path / "ms_accum", ignore=shutil.ignore_patterns("__pycache__"))
     put_back(tmp_path / "ms_accum", defect)
     done = subprocess.run(
-        [sys.executable, "-m", "differential", str(tmp_path), PUT_BACK[defect][0]], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-m", "differential.defects", str(tmp_path), PUT_BACK[defect][0]], cwd=tmp_path, capture_output=True, text=True,
         check=False, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tests}"})
     assert "\nfound: " in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1

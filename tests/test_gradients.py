@@ -1,4 +1,4 @@
-"""The pure functions on gradients, against NumPy, in graph mode and PyNative."""
+"""The pure functions on gradients against NumPy; compiled, all in one graph."""
 import mindspore as ms
 import numpy as np
 import pytest
@@ -7,50 +7,41 @@ from mindspore import Tensor
 
 from ms_accum import gradients
 
-
-@pytest.mark.parametrize("dtype", [ms.float16, ms.float32, ms.float64])
-def test_global_norm(mode, dtype):
-    rng = np.random.default_rng(0)
-    arrays = [rng.normal(size=shape) for shape in [(), (1,), (7, 3), (200, 300)]]
-    tensors = tuple(Tensor(a, dtype) for a in arrays)
-    norm = compiled(gradients.global_norm, mode)(tensors)
-    expected = np.sqrt(sum((t.asnumpy().astype(np.float64) ** 2).sum() for t in tensors))
-    assert norm.dtype == ms.float32
-    assert float(norm) == pytest.approx(expected, rel=1e-6)
-
-
-def test_global_norm_of_float16_does_not_overflow(mode):
-    norm = compiled(gradients.global_norm, mode)((Tensor(np.full(100, 6e4), ms.float16),))
-    assert float(norm) == pytest.approx(6e5, rel=1e-3)
-
-
-@pytest.mark.parametrize(("norm", "clip_norm", "expected"), [
+DTYPES = (ms.float16, ms.float32, ms.float64)
+SHAPES = [(), (1,), (7, 3), (200, 300)]
+INF = float("inf")
+FACTORS = [  # norm, clip_norm, factor
     (2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (1e-6, 1e-6, 0.5),
-    (5.0, float("inf"), 1.0), (float("inf"), float("inf"), 1.0), (float("inf"), 1.0, 0.0)])
-def test_clip_factor(mode, norm, clip_norm, expected):
-    def factor(norm):
-        return gradients.clip_factor(norm, clip_norm) * Tensor(1.0, ms.float32)
-
-    assert float(compiled(factor, mode)(Tensor(norm, ms.float32))) == pytest.approx(expected, rel=2e-6)
-
-
-@pytest.mark.parametrize("dtype", [ms.float16, ms.float32])
-@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), -float("inf")])
-def test_all_finite(mode, dtype, bad):
-    last = np.ones((3, 2))
-    if bad is not None:
-        last[2, 1] = bad
-    finite = compiled(gradients.all_finite, mode)((Tensor(np.ones(4), dtype), Tensor(last, dtype)))
-    assert bool(finite) is (bad is None)
-
-
-@pytest.mark.parametrize(("given", "factor", "asked", "expected"), [
+    (5.0, INF, 1.0), (INF, INF, 1.0), (INF, 1.0, 0.0)]
+SCALED = [  # 3 in this dtype, times this factor, in that dtype
     (ms.float16, 1.0, ms.float32, 3.0), (ms.float32, 0.5, ms.float16, 1.5), (ms.float32, 2, ms.float32, 6.0),
-    (ms.float16, 30000.0, ms.float32, 90000.0)])
-def test_scaled(mode, given, factor, asked, expected):
-    def scale(gradient):
-        return gradients.scaled(gradient, factor, asked)
+    (ms.float16, 30000.0, ms.float32, 90000.0)]
 
-    result = compiled(scale, mode)(Tensor([3.0], given))
-    assert result.dtype == asked
-    assert float(result.asnumpy()[0]) == expected
+
+def everything(*inputs):
+    norms = tuple([gradients.global_norm(inputs[4 * i:4 * i + 4]) for i in range(3)])
+    large, tiny, single, ones, numbers = inputs[12:]
+    others = gradients.global_norm((large,)), gradients.global_norm((tiny,))
+    factors = tuple([gradients.clip_factor(numbers[i], clip) * Tensor(1.0, ms.float32) for i, (_, clip, _) in enumerate(FACTORS)])
+    scaled = tuple([gradients.scaled(Tensor([3.0], given), factor, asked) for given, factor, asked, _ in SCALED])
+    return (*norms, *others), factors, scaled, gradients.all_finite((ones, single)), gradients.all_finite((ones, single.astype(ms.float16)))
+
+
+def test_norms_factors_and_finiteness(mode):
+    """The norm of float16 gradients does not overflow, that of tiny ones does not vanish."""
+    rng = np.random.default_rng(0)
+    arrays = [Tensor(rng.normal(size=shape), dtype) for dtype in DTYPES for shape in SHAPES]
+    expected = [np.sqrt(sum((t.asnumpy().astype(np.float64) ** 2).sum() for t in arrays[i:i + 4])) for i in (0, 4, 8)]
+    large, tiny = Tensor(np.full(100, 6e4), ms.float16), Tensor(np.full(100, 1e-25), ms.float32)
+    numbers, function = Tensor([norm for norm, _, _ in FACTORS], ms.float32), compiled(everything, mode)
+    for bad in (None, float("nan"), INF, -INF):
+        last = np.ones((3, 2))
+        last[2, 1] = last[2, 1] if bad is None else bad
+        inputs = *arrays, large, tiny, Tensor(last, ms.float32), Tensor(np.ones(4), ms.float32), numbers
+        norms, factors, scaled, *finite = function(*inputs)
+        assert list(map(bool, finite)) == [bad is None] * 2
+    assert {norm.dtype for norm in norms} == {ms.float32}
+    assert list(map(float, norms)) == [*(pytest.approx(e, rel=1e-6) for e in expected), pytest.approx(6e5, rel=1e-3),
+                                       pytest.approx(1e-24, rel=1e-5)]
+    assert list(map(float, factors)) == pytest.approx([factor for _, _, factor in FACTORS], rel=2e-6)
+    assert [(s.dtype, float(s.asnumpy().item())) for s in scaled] == [(asked, value) for _, _, asked, value in SCALED]

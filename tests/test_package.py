@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -161,6 +162,16 @@ def test_readme_file_tree_is_true():
     assert packages < named
 
 
+@pytest.mark.parametrize("page", ["README.md", "tutorials/README_CN.md"])
+def test_readme_names_tests_that_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    named = re.findall(r"`(test_\w+)(…?)`", text)
+    assert len(named) > 10
+    assert [name for name, rest in named if not any(f"def {name}{'' if rest else '('}" in source for source in sources)] == []
+    assert [path for path in re.findall(r"`(tests/[\w/]+\.py)`", text) if not (ROOT / path).exists()] == []
+
+
 def test_readmes_figure_is_drawn_from_a_run_whose_parameter_moves_at_every_fourth_microbatch(monkeypatch, capsys):
     assert (ROOT / "tutorials" / "accumulation.svg").exists()
     monkeypatch.syspath_prepend(ROOT / "tutorials")
@@ -175,3 +186,8 @@ def test_ci_runs_the_readmes_test_command():
     commands = re.findall(r"^python3 -m venv .*pytest.*$", README, re.MULTILINE)
     assert len(commands) == 1
     assert "grep -m1 '^python3 -m venv .*pytest' README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_github_runs_the_versions_of_the_matrix():
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    assert re.findall(r'mindspore: "(.+?)", python: "(.+?)"', workflow) == runpy.run_path(str(ROOT / "tests" / "matrix"))["PAIRS"]

@@ -98,7 +98,7 @@ ms_accum.window.Window.length = three
 """, "assert int(accumulator.update_step) == 64"),
     "2-": ("""
 import ms_accum.accumulator
-from ms_accum.gradients import as_weight
+from ms_accum.arguments import as_weight
 def one(weight):
     return as_weight(1.0)
 ms_accum.accumulator.as_weight = one

@@ -1,22 +1,22 @@
 """How large a batch is worth it: the gradient noise scale of a run, and the learning rate that goes with a larger batch."""
 from __future__ import annotations
 
-from math import inf, isfinite, nan, sqrt
-from numbers import Real
-from operator import index
+from math import inf, nan, sqrt
+from typing import Optional, Union
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, ops
 
+from ..arguments import number, one_of, whole_number
+from ..distributed.buckets import Header
 from ..gradients import Gradients, Scalar, global_norm
+from ..loss_scale import LossScale
 from ..state import empty_parameter
 
-Spread = tuple[Scalar, Scalar]
 _RULES = ("linear", "sqrt")
 
 
-@ms.jit_class
 class GradientNoiseScale:
     """Estimates how many samples an update can use before more of them stop helping. Given as `Accumulator(noise_scale=...)`.
 
@@ -60,14 +60,8 @@ class GradientNoiseScale:
     """
 
     def __init__(self, decay: float = 0.99) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, Real):
-            raise TypeError(f"decay is {decay!r} of type {type(decay).__name__}, expected a number; give 0 < decay <= 1")
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay is {decay}, expected 0 < decay <= 1; 1 takes plain means")
-        self.decay = float(decay)
-        self.window = empty_parameter("noise_scale.window", (2,), ms.float32)  # spread and microbatches of the open window
-        self.totals = empty_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, and what windows count
-        self._bound = False
+        self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1", "1 takes plain means")
+        self.meter = Meter(self.decay)
 
     @property
     def noise(self) -> float:
@@ -90,41 +84,30 @@ class GradientNoiseScale:
 
     def reset(self) -> None:
         """Forget all windows that were closed; the open one goes on."""
-        ops.assign(self.totals, ops.zeros(3, ms.float32))
+        ops.assign(self.meter.totals, ops.zeros(3, ms.float32))
 
     def _read(self) -> list[float]:
-        return self.totals.asnumpy().astype(np.float64).tolist()
+        return self.meter.totals.asnumpy().astype(np.float64).tolist()
 
-    # --- what an accumulator calls, also inside a graph ----------------------------------------------------------------------
 
-    def bind(self, prefix: str) -> None:
-        """Become part of the accumulator whose state is named after `prefix`. Raises ValueError if it is another one's already."""
-        if self._bound:
-            raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each accumulator its own")
-        self._bound = True
-        for parameter in (self.window, self.totals):
-            parameter.name = f"{prefix}.{parameter.name}"
+@ms.jit_class
+class NoMeter:
+    """Measure nothing. Every meter has these methods, which an accumulator calls, also inside a graph."""
 
-    def measure(self, grads: Gradients, weight: Scalar) -> Spread:
+    parameters: tuple[Parameter, ...] = ()
+
+    def measure(self, gradients: Gradients, loss_scale: LossScale, weight: Scalar) -> Header:
         """What one microbatch adds to a window: its spread, and how many microbatches it is."""
-        if not isinstance(weight, Tensor) and weight == 0:
-            return 0.0, 0.0
-        spread = ops.square(global_norm(grads)) * weight
-        if not isinstance(weight, Tensor):
-            return spread, 1.0
-        present = weight != 0
-        return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
+        return ()
 
-    def include(self, spread: Spread) -> None:
+    def include(self, spread: Header) -> None:
         """Add what a microbatch measures to the open window."""
-        ops.assign_add(self.window, _vector(spread))
 
-    def open_window(self) -> Spread:
+    def open_window(self) -> Header:
         """What the open window holds."""
-        window = self.window + 0.0
-        return window[0], window[1]
+        return ()
 
-    def conclude(self, spread: Spread, weight: Tensor, norm: Tensor) -> None:
+    def conclude(self, spread: Header, weight: Tensor, norm: Scalar) -> None:
         """Take a window into the means.
 
         Args:
@@ -132,6 +115,42 @@ class GradientNoiseScale:
             weight: Sum of its weights.
             norm: Of its gradient, before clipping.
         """
+
+    def forget_window(self) -> None:
+        """Empty the open window."""
+
+
+@ms.jit_class
+class Meter:
+    """Measure what `GradientNoiseScale` describes; see `NoMeter` for the methods."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.window = empty_parameter("noise_scale.window", (2,), ms.float32)  # spread and microbatches of the open window
+        self.totals = empty_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, and what windows count
+        self.parameters = (self.window, self.totals)
+
+    def measure(self, gradients: Gradients, loss_scale: LossScale, weight: Scalar) -> Header:
+        """See `NoMeter`."""
+        if not isinstance(weight, Tensor) and weight == 0:
+            return 0.0, 0.0
+        spread = ops.square(global_norm(loss_scale.divide(gradients))) * weight
+        if not isinstance(weight, Tensor):
+            return spread, 1.0
+        present = weight != 0
+        return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
+
+    def include(self, spread: Header) -> None:
+        """See `NoMeter`."""
+        ops.assign_add(self.window, _vector(spread))
+
+    def open_window(self) -> Header:
+        """See `NoMeter`."""
+        window = self.window + 0.0
+        return window[0], window[1]
+
+    def conclude(self, spread: Header, weight: Tensor, norm: Tensor) -> None:
+        """See `NoMeter`."""
         others = spread[1] - 1.0
         squared = ops.square(norm)
         noise = spread[0] - weight * squared
@@ -141,8 +160,19 @@ class GradientNoiseScale:
         ops.assign(self.totals, ops.where(informative, self.totals * self.decay + window, self.totals))
 
     def forget_window(self) -> None:
-        """Empty the open window."""
+        """See `NoMeter`."""
         ops.assign(self.window, ops.zeros(2, ms.float32))
+
+
+def meter_of(noise_scale: Optional[GradientNoiseScale], prefix: str) -> Union[NoMeter, Meter]:
+    """The meter of an accumulator whose state is named after `prefix`. Raises ValueError if it is another one's already."""
+    if noise_scale is None:
+        return NoMeter()
+    if noise_scale.meter.window.name != "noise_scale.window":
+        raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each accumulator its own")
+    for parameter in noise_scale.meter.parameters:
+        parameter.name = f"{prefix}.{parameter.name}"
+    return noise_scale.meter
 
 
 def _vector(values: tuple[Scalar, ...]) -> Tensor:
@@ -153,7 +183,7 @@ def _vector(values: tuple[Scalar, ...]) -> Tensor:
 
 
 def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
-    """The learning rate for a batch `accumulate_step` times as large.
+    """Scale a learning rate to a batch `accumulate_step` times as large.
 
         "linear": lr * accumulate_step         # SGD, and only up to the critical batch size; needs a warmup
         "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
@@ -178,19 +208,6 @@ def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
     Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": Krizhevsky, "One weird trick for parallelizing
     convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize better" (2017).
     """
-    if isinstance(lr, bool) or not isinstance(lr, Real):
-        raise TypeError(f"lr is {lr!r} of type {type(lr).__name__}, expected a number; scale each rate of a schedule")
-    if not (lr > 0 and isfinite(lr)):
-        raise ValueError(f"lr is {lr}, expected a finite number > 0")
-    try:
-        if isinstance(accumulate_step, (bool, np.bool_)):
-            raise TypeError
-        times = index(accumulate_step)
-    except TypeError:
-        raise TypeError(f"accumulate_step is {accumulate_step!r} of type {type(accumulate_step).__name__}, expected an int >= 1; "
-                        "of a schedule, scale the rate for each of its lengths") from None
-    if times < 1:
-        raise ValueError(f"accumulate_step is {times}, expected an int >= 1")
-    if not isinstance(rule, str) or rule not in _RULES:
-        raise ValueError(f"rule is {rule!r}, expected one of {', '.join(map(repr, _RULES))}")
-    return float(lr) * (times if rule == "linear" else sqrt(times))
+    lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
+    times = whole_number("accumulate_step", accumulate_step, "of a schedule, scale the rate for each of its lengths")
+    return lr * (times if one_of("rule", rule, _RULES) == "linear" else sqrt(times))

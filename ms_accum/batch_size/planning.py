@@ -4,17 +4,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from typing import Optional
 
 import mindspore as ms
-import numpy as np
 
+from ..arguments import instance_of, number, one_of, whole_number
 from .trial import MakeStep, device_memory, pickled, run_trial
 
 DEVICES = ("CPU", "GPU", "Ascend")
-_MARGIN = 0.1  # of the machine's free memory, left to others
+_USED = 0.9  # of the free memory; the rest is left to others
 _UNLIMITED = 2**60  # what cgroups write for "no limit" is about 2**63
 
 
@@ -22,7 +21,7 @@ class PlanError(RuntimeError):
     """No microbatch could be found.
 
     Attributes:
-        trials: Those that were made.
+        trials: The trials that were made.
     """
 
     def __init__(self, message: str, trials: tuple[Trial, ...]) -> None:
@@ -32,13 +31,13 @@ class PlanError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """What a microbatch took.
+    """The result of a trial.
 
     Attributes:
-        microbatch: Samples in it.
+        microbatch: Samples in a microbatch.
         accumulate_step: How many of them make up the batch.
-        peak: Bytes of memory at its highest; if it was stopped, those that were seen until then; None if none were.
-        fits: Whether it ran to its end within the limit.
+        peak: Peak memory in bytes; of a trial that was stopped, the peak until then; None if unknown.
+        fits: Whether it completed within the limit.
         ended: "completed", "beyond the limit", "out of memory" or "failed".
         seconds: Wall time.
     """
@@ -59,9 +58,9 @@ class Plan:
         batch_size: Samples in the batch.
         microbatch: The largest that fits.
         accumulate_step: Microbatches in a window.
-        peak: Bytes of memory that its trial took.
-        memory_limit: Bytes that it had to fit into.
-        trials: All that were made, in order.
+        peak: Peak memory of its trial, in bytes.
+        memory_limit: In bytes.
+        trials: All trials, in order.
     """
 
     batch_size: int
@@ -92,20 +91,20 @@ def plan_micro_batch(
         plan.microbatch, plan.accumulate_step  # 256, 4
 
     A trial makes a step and calls it `accumulate_step + 1` times, past an update, so that everything that training needs has been
-    allocated. Trials bisect the divisors of the batch, for memory grows with the microbatch. Where the divisors leave a gap of more than
-    a factor of 2 (a prime batch), microbatches in between are tried, the last of which would be shorter in each window.
+    allocated. Trials bisect the divisors of the batch, for memory grows with the microbatch. Where the divisors leave a gap of more
+    than a factor of 2 (a prime batch), microbatches in between are tried, which leave the last one of each window shorter.
 
-    A process that runs out of memory, or is killed for it, costs nothing but its time. On CPU one that exceeds the limit is stopped at
-    once. Memory of processes that a trial starts (workers of a dataset) is not counted.
+    A process that runs out of memory, or is killed for it, costs nothing but its time. On CPU one that exceeds the limit is stopped
+    at once. Memory of processes that a trial starts (workers of a dataset) is not counted.
 
     Args:
         make_step: `(microbatch) -> step`: makes network, optimizer, accumulator and data for microbatches of so many samples;
-            `step()` trains on one. Another process has to be able to import it: a function at the top level of a module, or of a script
-            that runs its own work below `if __name__ == "__main__":`. What it returns may be anything that can be called.
+            `step()` trains on one. Other processes import it, so it has to be a function at the top level of a module, or of a
+            script that runs its own work below `if __name__ == "__main__":`. It may return any callable.
         batch_size: Samples in the batch that one update is made of.
-        memory_limit: Bytes. None: the memory that is free on this machine and allowed to this process (its cgroup), less 10 %; on
-            another device its memory, less 10 %.
-        device_target: "CPU" (measured is the peak of the resident memory of the process, compiler included), "GPU" or "Ascend"
+        memory_limit: Bytes. None: 90 % of the memory that is free on this machine and allowed to this process (its cgroup), or of
+            the memory of another device.
+        device_target: "CPU" (measures the peak resident memory of the process, compiler included), "GPU" or "Ascend"
             (`mindspore.runtime.max_memory_reserved`; not run, for lack of the hardware). None: what MindSpore is set to.
         timeout: Seconds for a trial. None: as long as it takes.
         on_trial: Called after each trial, for progress.
@@ -120,7 +119,7 @@ def plan_micro_batch(
             than `timeout`, with its error.
 
     Source: PyTorch Lightning's batch size finder and HF Accelerate's `find_executable_batch_size` try sizes in the training process
-    itself, until one raises; what the kernel kills, and what a failed trial leaves in memory, is lost to them.
+    itself until one raises, so they do not survive a kill, and keep what a failed trial leaves in memory.
 
     Example:
         >>> import numpy as np
@@ -132,9 +131,12 @@ def plan_micro_batch(
         ...     print(plan.microbatch, plan.accumulate_step)
         1 2
     """
-    batch_size, memory_limit = _checked(make_step, batch_size, memory_limit, device_target, timeout)
+    _require_valid(make_step, device_target, timeout)
+    batch_size = whole_number("batch_size", batch_size, "give the samples of an update")
     device_target = device_target or ms.get_context("device_target")
-    if memory_limit is None:
+    if memory_limit is not None:
+        memory_limit = whole_number("memory_limit", memory_limit, "give bytes, e.g. 4 * 2**30, or None")
+    else:
         memory_limit = free_memory(device_target)
     trials: list[Trial] = []
 
@@ -163,13 +165,13 @@ def plan_micro_batch(
 
 
 def divisors_of(number: int) -> list[int]:
-    """Its divisors, ascending."""
+    """Return the divisors of `number`, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def _between(batch_size: int, found: int, divisors: list[int]) -> list[int]:
-    """Microbatches above `found` and below the next divisor, if that is more than twice as large: for each number of them the smallest."""
+    """Return microbatches between `found` and a next divisor that is more than twice as large: for each number of them the smallest."""
     larger = next((d for d in divisors if d > found), found)
     if larger <= 2 * found:
         return []
@@ -178,7 +180,7 @@ def _between(batch_size: int, found: int, divisors: list[int]) -> list[int]:
 
 
 def _largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> Optional[int]:
-    """The largest of ascending candidates that fits, by bisection; None if none does."""
+    """Return the largest of ascending candidates that fits, by bisection; None if none does."""
     known, beyond = -1, len(candidates)
     while beyond - known > 1:
         middle = (known + beyond) // 2
@@ -193,16 +195,16 @@ def _largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> Optional
 
 
 def free_memory(device_target: str) -> int:
-    """Bytes that a process may use here: what the machine has free and this process's cgroup allows, or a device's; less 10 %."""
+    """Return 90 % of the bytes that a device has, or that are free on this machine and allowed to this process's cgroup."""
     if device_target != "CPU":
-        return int(device_memory(device_target) * (1 - _MARGIN))
+        return int(device_memory(device_target) * _USED)
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
     free = 1024 * int(re.search(r"^MemAvailable:\s+(\d+)", meminfo, re.MULTILINE)[1])
-    return int(min(free, *_cgroups_leave(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))) * (1 - _MARGIN))
+    return int(min(free, *_cgroups_leave(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))) * _USED)
 
 
 def _cgroups_leave(membership: Path, root: Path) -> list[int]:
-    """What each cgroup of this process, and each one above, allows beyond what it already uses."""
+    """Return the bytes that each cgroup of this process, and each one above, has left."""
     left = [_UNLIMITED]
     for line in membership.read_text(encoding="utf-8").splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -220,7 +222,7 @@ def _cgroups_leave(membership: Path, root: Path) -> list[int]:
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes of files that the kernel drops from memory before it ends a process."""
+    """Return the bytes of files that the kernel drops from memory before it ends a process."""
     try:
         statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
     except (OSError, ValueError):
@@ -239,10 +241,9 @@ def _number(file: Path) -> Optional[int]:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """The trials, a line each."""
-    lines = ["microbatch  accumulate_step        peak   seconds"]
-    lines += [_line(trial) for trial in sorted(trials, key=lambda trial: trial.microbatch)]
-    return "\n".join(lines)
+    """Return a table of the trials, a line for each."""
+    lines = [_line(trial) for trial in sorted(trials, key=lambda trial: trial.microbatch)]
+    return "\n".join(["microbatch  accumulate_step        peak   seconds", *lines])
 
 
 def _line(trial: Trial) -> str:
@@ -252,37 +253,16 @@ def _line(trial: Trial) -> str:
 
 
 def size(number: int) -> str:
-    """Bytes in MiB or GiB."""
+    """Return bytes as text, in MiB or GiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------------------------
 
 
-def _checked(make_step: object, batch_size: object, memory_limit: object, device_target: object,
-             timeout: object) -> tuple[int, Optional[int]]:
-    if not callable(make_step):
-        raise TypeError(f"make_step is of type {type(make_step).__name__}, expected a function `(microbatch) -> step`")
+def _require_valid(make_step: object, device_target: object, timeout: object) -> None:
+    instance_of("make_step", make_step, Callable, "a function `(microbatch) -> step`")
     pickled(make_step)
-    batch_size = _positive("batch_size", batch_size, "the samples of an update")
-    if memory_limit is not None:
-        memory_limit = _positive("memory_limit", memory_limit, "bytes, e.g. 4 * 2**30, or None")
-    if device_target is not None and device_target not in DEVICES:
-        raise ValueError(f"device_target is {device_target!r}, expected one of {', '.join(map(repr, DEVICES))}, or None")
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
-        raise TypeError(f"timeout is {timeout!r}, expected a number of seconds > 0, or None")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout is {timeout}, expected a number of seconds > 0, or None")
-    return batch_size, memory_limit
-
-
-def _positive(name: str, value: object, meaning: str) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r} of type {type(value).__name__}, expected an int >= 1: {meaning}") from None
-    if number < 1:
-        raise ValueError(f"{name} is {number}, expected an int >= 1: {meaning}")
-    return number
+    one_of("device_target", device_target, (*DEVICES, None))
+    if timeout is not None:
+        number("timeout", timeout, lambda seconds: seconds > 0, "a number of seconds > 0, or None")

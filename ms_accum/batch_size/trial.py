@@ -1,4 +1,4 @@
-"""A trial: some train steps in a process of their own, and how much memory they took. Whatever happens there, this process goes on."""
+"""A trial: run some train steps in a process of their own, and measure their memory. This process survives whatever happens."""
 from __future__ import annotations
 
 import os
@@ -27,12 +27,12 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial.
+    """The outcome of a trial.
 
     Attributes:
-        peak: Bytes of memory at its highest, of what was seen; None if nothing was.
+        peak: Peak memory in bytes, as far as it was seen; None if unknown.
         ended: "completed", "beyond the limit" (stopped for it), "out of memory", or "failed".
-        reason: If it failed: why, in one line.
+        reason: Why it failed, in one line.
         seconds: Wall time.
     """
 
@@ -46,16 +46,8 @@ def run_trial(make_step: MakeStep, microbatch: int, steps: int, device_target: s
               timeout: Optional[float] = None) -> Outcome:
     """Make a step for `microbatch` in a new process and call it `steps` times.
 
-    Args:
-        make_step: See `planning.plan_micro_batch`.
-        microbatch: What it is called with.
-        steps: How often what it returns is called.
-        device_target: "CPU", "GPU" or "Ascend".
-        memory_limit: Bytes. On CPU, the process is stopped once it holds more.
-        timeout: Seconds after which it counts as failed; None: never.
-
-    Raises:
-        ValueError: If `make_step` cannot be found from another process.
+    See `planning.plan_micro_batch`. On CPU, the process is stopped once it holds more than `memory_limit` bytes. After `timeout`
+    seconds, the trial counts as failed. ValueError if another process cannot import `make_step`.
     """
     # On other devices, the memory of the process is not what is limited.
     watched = memory_limit if device_target == "CPU" else None
@@ -63,15 +55,15 @@ def run_trial(make_step: MakeStep, microbatch: int, steps: int, device_target: s
 
 
 def device_memory(device_target: str) -> int:
-    """Bytes of memory of the first GPU or NPU. Raises ValueError if there is none. (Not run: it needs the hardware.)"""
+    """Return the bytes of memory of the first GPU or NPU. ValueError if there is none. (Not run: it needs the hardware.)"""
     outcome = _in_a_process(partial(_device_memory, device_target), None, None)
     if outcome.ended != "completed":
-        raise ValueError(f"the memory of {device_target} cannot be told ({outcome.reason}); give a memory limit, or another device")
+        raise ValueError(f"the memory of {device_target} is unknown ({outcome.reason}); give a memory limit, or another device")
     return outcome.peak
 
 
 def pickled(make_step: MakeStep) -> bytes:
-    """`make_step` by its module and name. Raises ValueError if another process would not find it."""
+    """Pickle `make_step` by its module and name. ValueError if another process would not find it."""
     remedy = "define it with `def` at the top level of a module or script (functools.partial of such a function works, too)"
     if getattr(make_step, "__module__", None) == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
@@ -111,7 +103,7 @@ def _in_a_process(work: Callable[[], int], memory_limit: Optional[int], timeout:
 
 
 def _watch(process: Any, receiver: Connection, memory_limit: Optional[int], timeout: Optional[float]) -> tuple[Optional[int], str, str]:
-    """Peak, how it ended and why; returns as soon as that is known."""
+    """Return peak, how it ended and why, as soon as that is known."""
     seen, start = None, monotonic()
     while not receiver.poll(_POLL_SECONDS):
         resident = _resident(process.pid)

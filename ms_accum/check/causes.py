@@ -1,4 +1,4 @@
-"""Why an accumulated gradient is not that of the undivided batch: layers that draw, layers that look at the batch, the loss."""
+"""Why an accumulated gradient differs from that of the undivided batch: random layers, layers that couple samples, the loss."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,17 +10,17 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from .comparison import CONFIDENCE, Comparison, Division, norms
-from .groupnorm import BATCH_NORMS, has_batch_statistics
+from .groupnorm import BATCH_NORMS, has_batch_statistics, statistics_of
 from .isolation import watched, write
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, ms.mint.nn.Dropout, ms.mint.nn.Dropout2d)
 Cells = dict[str, nn.Cell]
-_LISTED = 6  # numbers that a cause spells out
+_LISTED = 6  # numbers that a cause lists
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What keeps accumulation from being exact, or what was switched off to compare.
+    """A reason why accumulation is not exact, or something that was switched off to compare.
 
     Attributes:
         layer: Name of the layer in the network, or of the loss function.
@@ -37,12 +37,8 @@ class Cause:
 
 # --- layers that draw random numbers ----------------------------------------------------------------------------------
 
-_DRAWS = "random: no two runs of a batch draw the same numbers, accumulated or not; compared with the layer switched off"
-_DRAWS_REMEDY = "none needed: a mask concerns one sample at a time, so accumulation is exact for whatever is drawn"
-
-
 def switch_off_dropout(cells: Cells) -> Cells:
-    """Switch off the Dropout layers that are on; which."""
+    """Switch off the Dropout layers that are on, and return them."""
     active = {name: cell for name, cell in cells.items() if isinstance(cell, DROPOUTS) and cell.training and _drops(cell)}
     for cell in active.values():
         cell.training = False
@@ -57,14 +53,17 @@ def _drops(layer: nn.Cell) -> bool:
 
 
 def drawing(layers: Cells) -> list[Cause]:
-    """A cause for each of some layers that are random, and could be switched off."""
-    return [Cause(name, type(cell).__name__, _DRAWS, _DRAWS_REMEDY) for name, cell in layers.items()]
+    """Return a cause for each of some layers that are random, and could be switched off."""
+    return [Cause(name, type(cell).__name__,
+                  "random: no two runs of a batch draw the same numbers, accumulated or not; compared with the layer switched off",
+                  "none needed: a mask concerns one sample at a time, so accumulation is exact for whatever is drawn")
+            for name, cell in layers.items()]
 
 
 def random_layers(division: Division, cells: Cells) -> Optional[Cells]:
-    """The layers whose output differs between two runs of the same batch although their input does not; None if nothing differs.
+    """Return the layers whose outputs differ between two runs of a batch while their inputs agree; None if nothing differs.
 
-    Empty if it is no layer that draws, but `forward_fn` itself. Layers behind a random one get another input and are not judged.
+    Empty if no layer is random, but `forward_fn` itself. Layers behind a random one get other inputs and are not judged.
     """
     first, second = (Record(division.forward_fn, cells, division.batch) for _ in range(2))
     # Kernels that sum up in any order differ in their last digits, random numbers from the first one on.
@@ -84,15 +83,11 @@ def random_layers(division: Division, cells: Cells) -> Optional[Cells]:
 
 
 def switch_off_random(division: Division, cells: Cells) -> tuple[Cells, Optional[Cells]]:
-    """Switch off random layers until nothing differs between two runs; which, and what is random all the same.
-
-    Returns:
-        The layers that were switched off; what `random_layers` then finds, None if nothing differs any more.
-    """
+    """Switch off random layers until two runs agree; return those layers, and what `random_layers` then finds."""
     off: Cells = {}
     while True:
         random = random_layers(division, cells)
-        if random is None or random.keys() <= off.keys():  # the same again: it cannot be switched off
+        if random is None or random.keys() <= off.keys():  # found again: it cannot be switched off
             return {name: cell for name, cell in off.items() if name not in (random or ())}, random
         for cell in random.values():
             cell.training = False  # it alone: a BatchNorm inside of it stays as it is
@@ -100,7 +95,7 @@ def switch_off_random(division: Division, cells: Cells) -> tuple[Cells, Optional
 
 
 def draws_itself(name: str, drawing: Callable) -> Cause:
-    """The cause that is no layer, or one that cannot be switched off."""
+    """Return the cause for a function that is random, or a layer that cannot be switched off."""
     return Cause(name, _type(drawing), "random: two evaluations of the same batch differ, so nothing can be compared",
                  "let it draw in a layer only while self.training is True, and check again")
 
@@ -113,27 +108,27 @@ def _type(function: Callable) -> str:
 
 
 def batch_norms(cells: Cells, called: set[int]) -> Cells:
-    """The BatchNorm layers among the cells that ran and normalise by their batch."""
-    inner = {id(cell.bn2d) for cell in cells.values() if isinstance(cell, nn.BatchNorm3d)}
-    return {name: cell for name, cell in cells.items()
-            if isinstance(cell, BATCH_NORMS) and id(cell) in called and id(cell) not in inner and _by_batch(cell)}
+    """Return the BatchNorm layers that ran and normalise by their batch."""
+    norms = {name: cell for name, cell in cells.items() if isinstance(cell, BATCH_NORMS)}
+    wrapped = {id(statistics_of(cell)) for cell in norms.values() if statistics_of(cell) is not cell}
+    return {name: cell for name, cell in norms.items()
+            if id(cell) in called and id(cell) not in wrapped and _uses_batch(statistics_of(cell))}
 
 
-def _by_batch(layer: nn.Cell) -> bool:
-    inner = layer.bn2d if isinstance(layer, nn.BatchNorm3d) else layer
-    return has_batch_statistics(layer) and (inner.training or inner.use_batch_statistics is True)
+def _uses_batch(layer: nn.Cell) -> bool:
+    return has_batch_statistics(layer) and (layer.training or layer.use_batch_statistics is True)
 
 
 def statistics_of_batch(layers: Cells) -> list[Cause]:
-    """A cause for each BatchNorm."""
+    """Return a cause for each BatchNorm."""
     return [Cause(name, type(cell).__name__, "batch statistics: normalises by mean and variance of the microbatch, not of the batch",
                   "batchnorm_to_groupnorm(network), or freeze the statistics: set_train(False) on the layer")
             for name, cell in layers.items()]
 
 
 def freeze(division: Division, layers: Cells) -> None:
-    """Let BatchNorm layers normalise any piece by the statistics of the undivided batch."""
-    inner = {name: cell.bn2d if isinstance(cell, nn.BatchNorm3d) else cell for name, cell in layers.items()}
+    """Let BatchNorm layers normalise every piece by the statistics of the undivided batch."""
+    inner = {name: statistics_of(cell) for name, cell in layers.items()}
     record = Record(division.forward_fn, inner, division.batch)
     for cell in inner.values():
         x = record.calls[id(cell)].inputs[0].astype(ms.float32).asnumpy().astype(np.float64)
@@ -146,9 +141,9 @@ def freeze(division: Division, layers: Cells) -> None:
 
 
 def coupling_layers(division: Division, cells: Cells) -> list[Cause]:
-    """A cause for each innermost layer whose output for some samples changes when the others are taken away.
+    """Return a cause for each innermost layer whose output for some samples changes when the others are removed.
 
-    Each layer that ran is run again on a part of what it got, along the axis in which the batch and a piece of it differ.
+    Each layer that ran is run again on a part of its input, along the axis in which the batch and a piece of it differ.
     """
     batch = Record(division.forward_fn, cells, division.batch)
     piece = Record(division.forward_fn, cells, division.pieces[0])
@@ -161,7 +156,7 @@ def coupling_layers(division: Division, cells: Cells) -> list[Cause]:
             expected = whole.cut_outputs(part)
             try:
                 got = whole.run_on(part) if expected else []
-            except Exception:  # a layer that runs only where it stands says nothing
+            except Exception:  # a layer that runs only inside of another one cannot be judged
                 continue
             if any(distance(a, b) > limit * depth for a, b in zip(got, expected) if b is not None):
                 found[name] = cell
@@ -171,7 +166,7 @@ def coupling_layers(division: Division, cells: Cells) -> list[Cause]:
 
 
 def innermost(found: Cells, cells: Cells) -> Cells:
-    """Those that hold no other one of them."""
+    """Return those that contain no other one of them."""
     def holds_another(cell: nn.Cell) -> bool:
         inner = {id(c) for _, c in cell.cells_and_names()} - {id(cell)}
         return any(id(other) in inner for other in found.values())
@@ -180,7 +175,7 @@ def innermost(found: Cells, cells: Cells) -> Cells:
 
 
 class Call:
-    """One call of a cell: the cell, its arguments, what came out."""
+    """One call of a cell: the cell, its arguments, its outputs."""
 
     def __init__(self, cell: nn.Cell, arguments: tuple, keywords: dict, output: Any) -> None:
         self.cell, self.arguments, self.keywords = cell, arguments, keywords
@@ -188,13 +183,13 @@ class Call:
         self.outputs = [o for o in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(o, Tensor)]
 
     def run_on(self, part: Call) -> list[Tensor]:
-        """The outputs of the cell for as much of this call's arguments as `part`, a call on a piece, was given."""
+        """Return the outputs of the cell for this call's arguments, cut to those of `part`, a call on a piece."""
         arguments = [_cut(a, b) for a, b in zip(self.arguments, part.arguments)]
         keywords = {name: _cut(a, part.keywords.get(name)) for name, a in self.keywords.items()}
         return Call(self.cell, (), {}, self.cell(*arguments, **keywords)).outputs
 
     def cut_outputs(self, part: Call) -> list[Optional[Tensor]]:
-        """As much of this call's outputs as `part` has; None for those that are no rows of samples. Empty if nothing can be compared."""
+        """Return this call's outputs, cut to those of `part`; None where they are no rows of samples; empty if not comparable."""
         pairs = list(zip(self.outputs, part.outputs))
         inputs = zip(self.inputs, part.inputs)
         if any(_axis(a, b) is None and a.shape != b.shape for a, b in inputs):
@@ -203,7 +198,7 @@ class Call:
 
 
 class Record:
-    """The first call of each of some cells in one evaluation of `forward_fn`, by the cell's id, and the loss."""
+    """One evaluation of `forward_fn`: the loss, and the first call of each of some cells, by the cell's id."""
 
     def __init__(self, forward_fn: Callable, cells: Cells, inputs: tuple) -> None:
         self.calls: dict[int, Call] = {}
@@ -216,7 +211,7 @@ class Record:
 
 
 def _axis(whole: Tensor, part: Tensor) -> Optional[int]:
-    """The one axis in which a part is shorter, if there is one."""
+    """Return the only axis in which a part differs, if it is shorter there."""
     if whole.ndim != part.ndim:
         return None
     axes = [axis for axis in range(whole.ndim) if whole.shape[axis] != part.shape[axis]]
@@ -231,7 +226,7 @@ def _cut(whole: Any, part: Any) -> Any:
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """Norm of the difference relative to the larger norm; infinite for different shapes or if one of two is not finite somewhere."""
+    """Return the norm of the difference, relative to the larger norm; infinite for different shapes or finiteness."""
     if one.shape != other.shape:
         return np.inf
     a, b = (np.nan_to_num(t.astype(ms.float32).asnumpy().astype(np.float64), nan=1e30) for t in (one, other))
@@ -242,20 +237,12 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def wrong_normalisation(name: str, division: Division, comparison: Comparison, weighted: bool) -> list[Cause]:
-    """The cause if some weights turn the gradients of the pieces into that of the batch: a sum, or a mean over something else than what
-    was counted.
-
-    Args:
-        name: Of the loss function.
-        division: Of the batch.
-        comparison: Of its gradients.
-        weighted: Whether there is a weight_fn.
-    """
+    """Return the cause if some weights turn the gradients of the pieces into that of the batch: a sum, or a wrong denominator."""
     counted = [i for i, share in enumerate(division.shares) if share > 0 or np.isfinite(comparison.sketches[i]).all()]
     pieces, losses = np.array([comparison.sketches[i] for i in counted]), np.array([comparison.losses[i] for i in counted])
 
     def explains(counts: np.ndarray) -> bool:
-        """Whether the batch counts its pieces so, in the gradient and in the loss."""
+        """Whether these weights of the pieces give the batch's gradient and loss."""
         terms = np.abs(counts) * np.linalg.norm(pieces, axis=1)
         gradient = np.linalg.norm(comparison.sketch - counts @ pieces) <= comparison.rounding * (
             np.linalg.norm(comparison.sketch) + terms.sum())
@@ -275,15 +262,15 @@ def wrong_normalisation(name: str, division: Division, comparison: Comparison, w
 
 
 def couples_samples(name: str) -> Cause:
-    """The cause where nothing else is: a loss that couples samples."""
+    """Return the cause where no other is found: a loss that couples samples."""
     return Cause(name, "function", "couples samples: no weights make the gradients of the pieces into that of the batch, as with a "
                  "contrastive loss", "none for plain accumulation: cut into fewer pieces, or train it with make_grad_cache_step")
 
 
 def nonlinear_backward(name: str, division: Division, comparison: Comparison, cells: Cells) -> list[Cause]:
-    """The causes if the gradient of a scaled loss is no scaled gradient: layers whose backward pass does that, or else the function.
+    """Return the causes if the gradient does not scale with the loss: layers with such a backward pass, or else the function.
 
-    The mean over a piece hands its samples larger gradients than the mean over the batch does, by about the number of pieces.
+    In the mean over a piece, samples get larger gradients than in the mean over the batch, by about the number of pieces.
     """
     scale = 2.0 ** np.ceil(np.log2(len(division.pieces)))  # by a power of two: exact in any dtype
     _, gradients = division.gradients(division.batch, scale)
@@ -291,14 +278,14 @@ def nonlinear_backward(name: str, division: Division, comparison: Comparison, ce
     if not (change > comparison.explained).any():
         return []
     found = _nonlinear_layers(division, cells, scale) or {name: division.forward_fn}
-    return [Cause(layer, _type(cell), "not linear backwards: what it hands back is not proportional to the gradient it gets, as where a "
-                  "bprop clips it or 16 bits underflow; the mean over a piece gives larger ones than the mean over the batch",
+    return [Cause(layer, _type(cell), "not linear backwards: the gradient it returns is not proportional to the one it gets, as where "
+                  "a bprop clips it or 16 bits underflow; the mean over a piece gives larger ones than the mean over the batch",
                   "let the layer treat gradients of any scale alike (clip relative to their norm, or clip the accumulated gradient with "
                   "clip_norm=); if 16 bits underflow, scale the loss") for layer, cell in found.items()]
 
 
 def _nonlinear_layers(division: Division, cells: Cells, scale: float) -> Cells:
-    """The innermost layers that get a scaled gradient, but hand none back, if the loss is scaled."""
+    """Return the innermost layers that get a scaled gradient, but return none, if the loss is scaled."""
     first, second = (_backward_passes(division, cells, s) for s in (1.0, scale))
     limit = CONFIDENCE * division.perturbation
 
@@ -312,7 +299,7 @@ def _nonlinear_layers(division: Division, cells: Cells, scale: float) -> Cells:
 
 
 def _backward_passes(division: Division, cells: Cells, scale: float) -> dict[int, list[tuple]]:
-    """Gradients of the inputs and of the outputs of each call of a cell, by its id, of the loss times `scale`."""
+    """Return the gradients of inputs and outputs of each call of a cell, by its id, of the loss times `scale`."""
     passes: dict[int, list[tuple]] = {}
 
     def hook(cell: nn.Cell, inputs: Any, outputs: Any) -> None:
@@ -328,7 +315,7 @@ def _backward_passes(division: Division, cells: Cells, scale: float) -> dict[int
 
 
 def _convex(target: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The weights >= 0 with sum 1 whose combination of rows is close to the target: exact if the target is such a combination."""
+    """Return weights >= 0 with sum 1 that combine the rows to the target, exactly if that is possible."""
     others = rows[:-1] - rows[-1]
     counts = np.linalg.lstsq(others @ others.T, others @ (target - rows[-1]), rcond=1e-12)[0]
     counts = np.clip(np.append(counts, 1 - counts.sum()), 0, None)
@@ -336,7 +323,7 @@ def _convex(target: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def not_finite(name: str, division: Division, comparison: Comparison, names: list[str]) -> Cause:
-    """The cause where a gradient is NaN or infinite: of the batch, or of some pieces alone."""
+    """Return the cause where a gradient is NaN or infinite: of the batch, or of some pieces alone."""
     if not np.isfinite(comparison.undivided).all():
         bad = [n for n, norm in zip(names, comparison.undivided) if not np.isfinite(norm)]
         return Cause(name, "function", f"not finite: the gradient of the undivided batch is NaN or infinite in {len(bad)} parameters, "
@@ -348,7 +335,7 @@ def not_finite(name: str, division: Division, comparison: Comparison, names: lis
 
 
 def nothing_but_rounding(name: str) -> Cause:
-    """The cause where no difference could be told from rounding."""
+    """Return the cause where any difference may be rounding."""
     return Cause(name, "function", "rounding: it can change the gradient by as much as there is, so nothing can be compared",
                  "check in float32, or with weights for which the gradient is not close to 0")
 

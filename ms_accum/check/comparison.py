@@ -1,23 +1,23 @@
 """The gradient of a batch, undivided and accumulated, and how much of their difference rounding explains.
 
-Two ways to compute the same gradient differ by rounding. How much, follows from three facts, each of which holds with a
-probability of at least 1 - 2 exp(-CONFIDENCE ** 2 / 2), that is 0.9993 (Higham and Mary, 2019), with u the unit roundoff:
+Two ways to compute the same gradient differ by rounding. Three facts bound it, each with a probability of at least
+1 - 2 exp(-CONFIDENCE ** 2 / 2), that is 0.9993 (Higham and Mary, 2019), with u the unit roundoff:
 
-- A computed inner product of m terms is the exact one of weights that are off by up to CONFIDENCE * sqrt(m) * u each.
-  So the network is evaluated once more with every weight w replaced by w * (1 +- sqrt(m) * u), signs at random, m the longest inner
-  product of a layer. CONFIDENCE times what this changes in a gradient is what rounding inside of the network can change: it goes the
-  way of rounding errors through every layer and over every kink of a ReLU. (The largest of PROBES such changes counts.)
-  That bound can be far too wide in 16 bits. But rounding errors of the moved weights are other ones, while a real difference between the
-  two gradients stays. So CONFIDENCE times what the move changes in this *difference* bounds it, too; the smaller bound counts, and once
-  only instead of CONFIDENCE times if the difference of all gradients together, each in units of its other bounds, is STEADY times what
-  each move changes in it. (Errors of the same size do that with a correlation of 0.94; in 115 comparisons of exact float16 networks
-  it was below 0.9.)
-- The sum over n samples is off by up to CONFIDENCE * sqrt(n) * u times the norms of what is summed up.
-- A gradient in which larger numbers cancelled (in the extreme: to 0, as that of a bias in front of a normalisation) keeps their
-  rounding, which can be larger than the gradient itself: CONFIDENCE * u times the norm of all gradients in its layer.
+- A computed inner product of m terms is the exact one of weights that are off by up to CONFIDENCE * sqrt(m) * u each. So the
+  network is evaluated again with every weight w replaced by w * (1 +- sqrt(m) * u), with random signs and m the longest inner
+  product of a layer. CONFIDENCE times the change of a gradient bounds what rounding inside the network can change: the move
+  propagates as rounding errors do, through every layer and over every kink of a ReLU. (The largest of PROBES changes counts.)
+  In 16 bits, that bound can be far too wide. But moved weights have other rounding errors, while a real difference between the
+  two gradients stays. So CONFIDENCE times the change of this *difference* is a bound, too, and the smaller one counts. It counts
+  once instead of CONFIDENCE times if the difference of all gradients together, each in units of its other bounds, is STEADY times
+  the change by each move. (Errors of the same size do that with a correlation of 0.94; in 115 comparisons of exact float16
+  networks it was below 0.9.)
+- The sum over n samples is off by up to CONFIDENCE * sqrt(n) * u times the norms of the terms.
+- A gradient in which larger numbers cancelled (to 0, for that of a bias in front of a normalisation) keeps their rounding,
+  which can be larger than the gradient itself: CONFIDENCE * u times the norm of all gradients in its layer.
 
-16-bit layers are those whose parameters or outputs are of 16 bits, or that `mindspore.amp` casts inside. They are taken to round each
-result to 16 bits and sum in 32, so u is that of 16 bits, but with sqrt(m) or sqrt(n) that of 32.
+16-bit layers are those whose parameters or outputs are of 16 bits, or that `mindspore.amp` casts inside. They are assumed to
+round each result to 16 bits and sum in 32, so u is that of 16 bits, but with sqrt(m) or sqrt(n) that of 32.
 """
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ..accumulate import require_loss
-from ..gradients import FLOATS, as_weight
+from ..arguments import as_weight
+from ..gradients import FLOATS
 from ..split import layout, select_rows
 from .isolation import watched, write
 
@@ -44,7 +45,7 @@ _SKETCHED = 4096  # elements of a gradient by which the pieces are told apart
 
 @dataclass
 class Comparison:
-    """What one comparison found; arrays hold a norm for each parameter.
+    """The gradients of a batch, undivided and accumulated; arrays hold a norm for each parameter.
 
     Attributes:
         whole: Gradients of the undivided batch.
@@ -52,7 +53,7 @@ class Comparison:
         undivided, accumulated: Norms of the two.
         explained: Norm of the difference that rounding explains.
         loss, losses: Of the batch, of its pieces.
-        sketch, sketches: Some elements of the gradient of the batch, of its pieces.
+        sketch, sketches: Some elements of the gradients of the batch, of its pieces.
     """
 
     whole: list[np.ndarray]
@@ -115,13 +116,13 @@ class Division:
 
     @property
     def shares(self) -> np.ndarray:
-        """What each piece counts in the accumulated gradient; they sum up to 1."""
+        """The weights of the pieces in the accumulated gradient; they sum up to 1."""
         return self.weights / self.weights.sum()
 
     def look(self, cells: Iterable[nn.Cell]) -> set[int]:
-        """Run forward on the batch and on a piece of each size; the ids of the cells that ran.
+        """Run forward on the batch and on a piece of each size, and return the ids of the cells that ran.
 
-        An error in `forward_fn` shows here, and not in a backward pass, after which MindSpore is not quite itself.
+        An error in `forward_fn` surfaces here, and not in a backward pass, after which MindSpore's next compilation may fail.
         """
         called = set()
         self._dtypes.update(_amp_dtypes(self.forward_fn))
@@ -159,7 +160,7 @@ class Division:
         return self.roundoff + np.sqrt(terms) * min(self.roundoff, _ROUNDOFF[ms.float32])
 
     def gradients(self, inputs: tuple, scale: float = 1.0) -> tuple[float, list[np.ndarray]]:
-        """Loss times `scale`, and its gradients."""
+        """Return the loss times `scale`, and its gradients."""
         def forward(*inputs: Any) -> Tensor:  # value_and_grad takes no callable without a name, such as a partial
             return self.forward_fn(*inputs) * scale
 
@@ -167,7 +168,7 @@ class Division:
         return float(_array(loss)), [_array(g) for g in gradients]
 
     def compare(self) -> Comparison:
-        """Undivided against accumulated, with what rounding in the sums explains; see `perturb` for the rest."""
+        """Compare undivided and accumulated gradients, with the rounding in the sums; `perturb` adds the rest."""
         loss, whole = self.gradients(self.batch)
         total = [np.zeros(g.shape) for g in whole]
         magnitudes = np.zeros(len(whole))
@@ -176,7 +177,7 @@ class Division:
             piece_loss, gradients = self.gradients(piece)
             losses.append(piece_loss)
             sketches.append(_sketch(gradients))
-            if share > 0:  # a train step counts nothing of a piece of weight 0, be it NaN
+            if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
                 magnitudes += share * norms(gradients)
                 for t, g in zip(total, gradients):
                     t += share * g
@@ -186,7 +187,7 @@ class Division:
         return Comparison(whole, gap, undivided, norms(total), explained, loss, losses, _sketch(whole), sketches)
 
     def _of_layers(self, undivided: np.ndarray) -> np.ndarray:
-        """For each parameter the norm of all gradients in its layer; a layer's parameters share their names but for the last part."""
+        """Return for each parameter the norm of all gradients in its layer, whose names differ in the last part only."""
         layers = [p.name.rpartition(".")[0] for p in self.parameters]
         squares = {layer: 0.0 for layer in layers}
         for layer, norm in zip(layers, undivided):
@@ -194,7 +195,7 @@ class Division:
         return np.sqrt([squares[layer] for layer in layers])
 
     def perturb(self, comparison: Comparison) -> None:
-        """Let the comparison explain, too, what rounding inside of the network can change: compare with weights off by `perturbation`."""
+        """Add to `explained` what rounding inside the network can change: compare with weights off by `perturbation`."""
         floats = [p for p in self._network.get_parameters() if p.dtype in FLOATS]
         before = [p.asnumpy().copy() for p in floats]
         response, motion = np.zeros((2, len(comparison.whole)))
@@ -206,7 +207,7 @@ class Division:
                 write(parameter, (value.astype(np.float64) * off).astype(value.dtype))
             moved = self.compare()
             change = _apart(moved.whole, comparison.whole)
-            # Where a perturbed network overflows, it says nothing.
+            # Where a perturbed network overflows, it gives no bound.
             response = np.maximum(response, np.where(np.isfinite(change), change, 0.0))
             change = _apart(moved.gap, comparison.gap)
             motion = np.maximum(motion, np.where(np.isfinite(change), change, np.inf))
@@ -221,7 +222,7 @@ def _apart(some: list[np.ndarray], others: list[np.ndarray]) -> np.ndarray:
 
 
 def _amp_dtypes(function: Callable) -> list[ms.Type]:
-    """What `mindspore.amp.auto_mixed_precision` casts to inside of a cell or function, where no output shows it."""
+    """Return what `mindspore.amp.auto_mixed_precision` casts to inside a cell or function, which no output shows."""
     level = getattr(function, "_amp_level", None)
     if level == "auto":
         return [function.amp_strategy.get_amp_dtype()]
@@ -229,7 +230,7 @@ def _amp_dtypes(function: Callable) -> list[ms.Type]:
 
 
 def norms(gradients: list[np.ndarray]) -> np.ndarray:
-    """The Euclidean norm of each."""
+    """Return the Euclidean norm of each."""
     return np.array([np.linalg.norm(g.astype(np.float64).ravel()) for g in gradients])
 
 

@@ -1,14 +1,14 @@
-"""Is accumulation exact for my network? The check, its report, and the remedy for batch statistics."""
+"""Is accumulation exact for my network? The check and its report."""
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import index
 from typing import Optional
 
 import numpy as np
 from mindspore import nn
 
+from ..arguments import instance_of, whole_number
 from ..split import layout
 from . import causes
 from .causes import Cause as Cause
@@ -20,17 +20,17 @@ _LISTED = 5  # parameters, and names of layers, that a report spells out
 
 @dataclass(frozen=True)
 class Report:
-    """What `check_equivalence` found; `str(report)` is readable text.
+    """The result of `check_equivalence`; `str(report)` is readable text.
 
     Attributes:
-        ok: Whether the accumulated gradient is that of the undivided batch, but for rounding.
+        ok: Whether the accumulated gradient equals that of the undivided batch, up to rounding.
         max_relative_difference: The largest value of `per_parameter`.
-        per_parameter: For each trainable parameter, by name, norm(accumulated - undivided) / norm(undivided); 0 for a gradient that is
-            nothing but rounding, infinity if one is not finite.
+        per_parameter: For each trainable parameter, by name, norm(accumulated - undivided) / norm(undivided); 0 for a gradient
+            that is nothing but rounding, infinity if one is not finite.
         tolerances: What rounding explains of each of these.
-        causes: What keeps the two apart; also random layers, which were switched off to compare and leave `ok` as it is.
-        samples: In the batch.
-        pieces: That it was cut into.
+        causes: Why the two differ; also random layers, which were switched off to compare and do not affect `ok`.
+        samples: Samples in the batch.
+        pieces: Pieces that it was cut into.
     """
 
     ok: bool
@@ -48,7 +48,7 @@ class Report:
         return f"Accumulation is {answer} for this network, loss and batch ({self.samples} samples in {self.pieces} pieces)."
 
     def __str__(self) -> str:
-        # The first of those that are as good as equal: of a sum loss all are, and rounding would choose another one each time.
+        # The first of those that are almost equal, as all are with a sum loss, or rounding would choose another one each time.
         worst = next(n for n, difference in self.per_parameter.items() if not difference < 0.999 * self.max_relative_difference)
         rounding = f"rounding: up to {self.tolerances[worst]:.1e}"
         lines = [self.verdict, f"largest relative difference: {self.max_relative_difference:.1e} in {worst} ({rounding})"]
@@ -80,24 +80,24 @@ def check_equivalence(forward_fn: Callable, network: nn.Cell, batch: tuple, micr
         forward_fn: `(*batch) -> loss`, a float Tensor of shape `()`, as given to `make_train_step`.
         network: The cell whose `trainable_params()` are trained. Its training flag says what is checked: call `set_train()` first.
         batch: The arguments of `forward_fn`, as given to a train step: a tuple that holds at least one Tensor with two rows.
-        micro_size: Pieces that the batch is cut into, just as `make_train_step` does; at least 2. More than samples: one sample each.
+        micro_size: Number of pieces that the batch is cut into, as by `make_train_step`; at least 2. More than samples: one each.
         weight_fn: `(*piece) -> weight`, as given to `make_train_step`. None: the samples.
 
     Returns:
         The report. `report.ok` is False if, in any parameter, the two differ by more than rounding explains (the bound is derived in
-        `ms_accum/comparison.py`). Causes are found by experiment: random layers are switched off until two runs agree, BatchNorm layers
-        are frozen at the statistics of the batch, other layers run once more on a part of their input, weights are fitted that turn the
-        gradients of the pieces into that of the batch, and the loss is scaled to see whether the gradient scales with it.
+        `ms_accum/check/comparison.py`). Causes are found by experiment: random layers are switched off until two runs agree,
+        BatchNorm layers are frozen at the statistics of the batch, other layers are run again on a part of their input, weights are
+        fitted that turn the gradients of the pieces into that of the batch, and the loss is scaled to see whether the gradient follows.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or `forward_fn` returns no float Tensor.
         ValueError: If there is nothing to compare: one piece, one sample, no trainable parameter, a loss that does not depend on them.
 
-    Computes op by op, in whatever mode the script is: an exact network costs two forward and backward passes of the batch, another one
-    about 7 to 16, and two forward passes more for each random layer behind another (other than Dropout layers). Parameters, statistics,
-    flags, random state and mode are afterwards as before, also if `forward_fn` raises; what it does elsewhere (files, prints, counters of
-    its own) is done. Layers that sit neither in `network` nor in what `forward_fn` refers to are not named, only noticed. Memory is that of
-    the undivided batch; with an inexact one, all of its activations are kept for a moment.
+    It computes op by op in every mode: an exact network costs two forward and backward passes of the batch, another one about 7 to
+    16, and two forward passes more for each random layer behind another (other than Dropout layers). Parameters, statistics, flags,
+    random state and mode are restored, also if `forward_fn` raises; its other side effects (files, prints, counters of its own)
+    remain. Layers that are neither in `network` nor in what `forward_fn` refers to are noticed, but not named. Memory is that of the
+    undivided batch; if the network is inexact, all activations are kept for a moment.
 
     Source: the rounding bounds are those of Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019
     (https://doi.org/10.1137/18M1226312).
@@ -114,7 +114,8 @@ def check_equivalence(forward_fn: Callable, network: nn.Cell, batch: tuple, micr
         >>> print(report.ok, [(cause.layer, cause.type) for cause in report.causes])
         False [('1', 'BatchNorm1d')]
     """
-    micro_size = _checked(forward_fn, network, batch, micro_size, weight_fn)
+    _require_valid(forward_fn, network, batch, weight_fn)
+    micro_size = whole_number("micro_size", micro_size, "give the number of pieces to cut the batch into", minimum=2)
     cells = cells_of(network, forward_fn, weight_fn)
     with untouched(cells.values()):
         dropout = causes.switch_off_dropout(cells)
@@ -132,7 +133,7 @@ def check_equivalence(forward_fn: Callable, network: nn.Cell, batch: tuple, micr
 
 def _diagnose(division: Division, comparison: Comparison, cells: dict[str, nn.Cell], called: set[int],
               weighted: bool) -> tuple[bool, Comparison, list[Cause]]:
-    """Whether it is exact after all, with random layers switched off; the comparison to report; the causes."""
+    """Return whether it is exact with random layers switched off, the comparison to report, and the causes."""
     name = getattr(division.forward_fn, "__name__", type(division.forward_fn).__name__)
     names = [p.name for p in division.parameters]
     off, random = causes.switch_off_random(division, cells)
@@ -172,28 +173,16 @@ def _report(ok: bool, division: Division, comparison: Comparison, found: list[Ca
                   division.samples, len(division.pieces))
 
 
-def _checked(forward_fn: object, network: object, batch: object, micro_size: object, weight_fn: object) -> int:
-    for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn)):
-        if not callable(function) and not (name == "weight_fn" and function is None):
-            raise TypeError(f"{name} is of type {type(function).__name__}, expected a function of the batch")
-    if not isinstance(network, nn.Cell):
-        raise TypeError(f"network is of type {type(network).__name__}, expected a mindspore.nn.Cell")
-    if not network.trainable_params():
+def _require_valid(forward_fn: object, network: object, batch: object, weight_fn: object) -> None:
+    instance_of("forward_fn", forward_fn, Callable, "a function of the batch")
+    if weight_fn is not None:
+        instance_of("weight_fn", weight_fn, Callable, "a function of the batch")
+    if not instance_of("network", network, nn.Cell, "a mindspore.nn.Cell").trainable_params():
         raise ValueError("network has no trainable parameters, so there is no gradient to compare; is requires_grad False in all of them?")
-    if not isinstance(batch, (tuple, list)):
-        raise TypeError(f"batch is of type {type(batch).__name__}, expected a tuple of the arguments of forward_fn, e.g. (data, label)")
-    try:
-        if isinstance(micro_size, (bool, np.bool_)):
-            raise TypeError
-        micro_size = index(micro_size)
-    except (TypeError, ValueError):
-        raise TypeError(f"micro_size is {micro_size!r}, expected an int >= 2: the pieces that the batch is cut into") from None
-    if micro_size < 2:
-        raise ValueError(f"micro_size is {micro_size}, expected an int >= 2: one piece is the undivided batch")
+    instance_of("batch", batch, (tuple, list), "a tuple of the arguments of forward_fn, e.g. (data, label)")
     samples, _ = layout(tuple(batch))
     if samples < 2:
         raise ValueError("the batch has 1 sample, which cannot be cut; give at least 2")
-    return micro_size
 
 
 def _require_gradient(comparison: Comparison) -> None:

@@ -1,9 +1,9 @@
 """The remedy for batch statistics: BatchNorm layers become GroupNorm, which sees one sample at a time."""
 from __future__ import annotations
 
-from operator import index
-
 from mindspore import nn
+
+from ..arguments import instance_of, whole_number
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -19,27 +19,25 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
         batchnorm_to_groupnorm(network)  # before or after: the optimizer holds the same Parameters
 
     GroupNorm normalises each sample by its own mean and variance over groups of channels, so microbatches are normalised
-    as the undivided batch is, and accumulation is exact. The moving statistics go; gamma and beta stay the very same
+    as the undivided batch is, and accumulation is exact. The moving statistics are dropped; gamma and beta stay the same
     Parameters (value, name, dtype, requires_grad), so optimizers and checkpoints still fit. The network then computes
-    something else: train it, or fine-tune it, with the new layers.
+    something else: train it, or fine-tune it, with the new layers. Call it before the network is compiled: a graph keeps
+    the layers it was made of.
 
     Args:
-        network: Any tree of cells. `nn.BatchNorm1d`, `nn.BatchNorm2d`, `nn.BatchNorm3d`, `nn.SyncBatchNorm` and their subclasses are
-            replaced; a layer that is used at several places becomes one layer that is used at the same places. Layers that were built
-            with `use_batch_statistics=False` have no batch statistics and stay.
-        num_groups: Groups that the channels of a layer are divided into. For channels that it does not divide, the largest smaller count
-            that does and leaves at least two channels in a group. In place of a BatchNorm1d, where a channel may be one value, at least
-            8 channels: two values alone are normalised to nearly +1 and -1, and what is left of them is rounding.
+        network: Any tree of cells. `nn.BatchNorm1d`, `nn.BatchNorm2d`, `nn.BatchNorm3d`, `nn.SyncBatchNorm` and their subclasses
+            are replaced; a shared layer stays shared. Layers that were built with `use_batch_statistics=False` stay.
+        num_groups: Groups of channels in a layer. If it does not divide the channels, the largest smaller number is taken that
+            does and leaves at least two channels in a group. In place of a BatchNorm1d, where a channel may be one value, a
+            group has at least 8 channels: two values alone are normalised to nearly +1 and -1, and the rest is rounding.
 
     Returns:
         The names of the replaced layers, as in `network.cells_and_names()`; for a shared layer, each place.
 
     Raises:
         TypeError: If `network` is no Cell or `num_groups` no int.
-        ValueError: If `num_groups` < 1, `network` is itself a BatchNorm, or a layer cannot be replaced (one channel in a BatchNorm1d,
-            channels last). Nothing is replaced then.
-
-    Call it before the network is compiled: a graph goes on with the layers it was made of.
+        ValueError: If `num_groups` < 1, `network` is itself a BatchNorm, or a layer cannot be replaced (one channel in a
+            BatchNorm1d, channels last). Nothing is replaced then.
 
     Source: Wu and He, "Group Normalization", 2018 (https://arxiv.org/abs/1803.08494); 32 groups are its default.
 
@@ -50,7 +48,10 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
         >>> print(batchnorm_to_groupnorm(network), network[1].num_groups)
         ['1'] 24
     """
-    num_groups = _checked(network, num_groups)
+    if isinstance(instance_of("network", network, nn.Cell, "a mindspore.nn.Cell"), BATCH_NORMS):
+        raise ValueError(f"network is itself a {type(network).__name__}, which cannot be replaced in place; give the cell that "
+                         "holds it, or use nn.GroupNorm")
+    num_groups = whole_number("num_groups", num_groups, "give the groups of channels, e.g. 32")
     places = [(parent, name, child, f"{path}.{name}" if path else name)
               for path, parent in network.cells_and_names() if not isinstance(parent, BATCH_NORMS)
               for name, child in parent._cells.items() if isinstance(child, BATCH_NORMS) and has_batch_statistics(child)]
@@ -61,47 +62,30 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
     for parent, name, child, _ in places:
         _replace(parent, name, layers[id(child)])
     for _, _, child, _ in places:
-        # After it was put in place, for then a parent renames the parameters of a new child.
-        inner = _statistics(child)
+        # Only now, because a parent renames the parameters of a new child.
+        inner = statistics_of(child)
         layers[id(child)].gamma, layers[id(child)].beta = inner.gamma, inner.beta
     return [path for _, _, _, path in places]
 
 
 def has_batch_statistics(layer: nn.Cell) -> bool:
     """Whether a BatchNorm normalises by its batch when it trains: not if it was built with `use_batch_statistics=False`."""
-    return _statistics(layer).use_batch_statistics is not False
+    return statistics_of(layer).use_batch_statistics is not False
 
 
-def _statistics(layer: nn.Cell) -> nn.Cell:
-    """The layer that holds the statistics: BatchNorm3d wraps a BatchNorm2d."""
+def statistics_of(layer: nn.Cell) -> nn.Cell:
+    """Return the layer that holds a BatchNorm's statistics: BatchNorm3d wraps a BatchNorm2d."""
     return layer.bn2d if isinstance(layer, nn.BatchNorm3d) else layer
 
 
-def _checked(network: object, num_groups: object) -> int:
-    if not isinstance(network, nn.Cell):
-        raise TypeError(f"network is of type {type(network).__name__}, expected a mindspore.nn.Cell")
-    if isinstance(network, BATCH_NORMS):
-        raise ValueError(f"network is itself a {type(network).__name__}, which cannot be replaced in place; give the cell that "
-                         "holds it, or use nn.GroupNorm")
-    try:
-        if isinstance(num_groups, bool):
-            raise TypeError
-        num_groups = index(num_groups)
-    except TypeError:
-        raise TypeError(f"num_groups is {num_groups!r}, expected an int >= 1") from None
-    if num_groups < 1:
-        raise ValueError(f"num_groups is {num_groups}, expected an int >= 1")
-    return num_groups
-
-
 def _group_norm(path: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
-    inner = _statistics(layer)
+    inner = statistics_of(layer)
     if inner.format != "NCHW":
         raise ValueError(f"{path} has data_format={inner.format!r}, expected 'NCHW'; GroupNorm takes channels first")
     alone = isinstance(layer, nn.BatchNorm1d)
     if alone and inner.num_features == 1:
-        raise ValueError(f"{path} is a BatchNorm1d of 1 channel, which GroupNorm would make 0 wherever it sees one value at a time; "
-                         "take the layer out, or put another one in its place")
+        raise ValueError(f"{path} is a BatchNorm1d of 1 channel, which GroupNorm makes 0 where it sees one value at a time; "
+                         "remove or replace the layer")
     group_norm = nn.GroupNorm(groups_for(inner.num_features, num_groups, alone), inner.num_features, eps=float(inner.eps))
     group_norm.add_flags(**layer.get_flags())
     group_norm.training = layer.training
@@ -109,13 +93,7 @@ def _group_norm(path: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
 
 
 def groups_for(channels: int, num_groups: int, alone: bool) -> int:
-    """Groups for so many channels; see `batchnorm_to_groupnorm`.
-
-    Args:
-        channels: At least 1.
-        num_groups: What was asked for.
-        alone: Whether a channel may be a single value.
-    """
+    """Return the groups for so many channels, which may be a single value each if `alone`; see `batchnorm_to_groupnorm`."""
     least = _VALUES if alone else 2
     if channels % num_groups == 0 and (not alone or channels // num_groups >= least):
         return num_groups

@@ -1,4 +1,4 @@
-"""Look without leaving a trace: run a user's network op by op, watch its layers, and put everything back."""
+"""Isolation: run a user's network op by op, watch its layers, and restore everything afterwards."""
 from __future__ import annotations
 
 import importlib
@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 
 def cells_of(network: nn.Cell, *functions: Optional[Callable]) -> dict[str, nn.Cell]:
-    """The cells that a computation may run, by name: those of `network`, then others that `functions` refer to."""
+    """Return the cells that a computation may run, by name: those of `network`, then others that `functions` refer to."""
     named, seen = {}, set()
 
     def add(prefix: str, root: nn.Cell) -> None:
@@ -34,7 +34,7 @@ def cells_of(network: nn.Cell, *functions: Optional[Callable]) -> dict[str, nn.C
 
 
 def _cells_in(function: object, visited: set[int]) -> Iterator[tuple[str, nn.Cell]]:
-    """The cells that a function finds in its closure, among its globals, or in the object it is a method of."""
+    """Yield the cells in a function's closure, among its globals, or in the object it is a method of."""
     if isinstance(function, nn.Cell):
         yield type(function).__name__, function
         return
@@ -51,7 +51,7 @@ def _cells_in(function: object, visited: set[int]) -> Iterator[tuple[str, nn.Cel
         visited.add(id(function))
         values.update(_variables(function))
         for value in list(values.values()):
-            # Only functions of the same file: the others are libraries.
+            # Only functions of the same file, because others are libraries.
             if isinstance(value, FunctionType) and inspect.unwrap(value).__globals__ is function.__globals__:
                 yield from _cells_in(value, visited)
     for name, value in values.items():
@@ -60,7 +60,7 @@ def _cells_in(function: object, visited: set[int]) -> Iterator[tuple[str, nn.Cel
 
 
 def _variables(function: FunctionType) -> dict[str, object]:
-    """What a function refers to, by name. (`inspect.getclosurevars` fails on variables that have no value yet.)"""
+    """Return what a function refers to, by name. (`inspect.getclosurevars` fails on variables that have no value yet.)"""
     names = function.__code__.co_names
     variables = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
@@ -73,7 +73,7 @@ def _variables(function: FunctionType) -> dict[str, object]:
 
 @contextmanager
 def untouched(cells: Iterable[nn.Cell]) -> Iterator[None]:
-    """Run the block op by op, then leave parameters, statistics, training flags, random state and mode as they were."""
+    """Run the block op by op, then restore parameters, statistics, training flags, random state and mode."""
     cells = list(cells)
     with ExitStack() as stack:
         stack.enter_context(_op_by_op())
@@ -93,9 +93,8 @@ def _op_by_op() -> Iterator[None]:
         yield
     finally:
         ms.set_context(mode=mode)
-        if jit is None:
-            del os.environ["MS_JIT"]
-        else:
+        os.environ.pop("MS_JIT")
+        if jit is not None:
             os.environ["MS_JIT"] = jit
 
 
@@ -112,7 +111,7 @@ def _same_parameters(cells: list[nn.Cell]) -> Iterator[None]:
 
 
 def write(parameter: Parameter, value: np.ndarray) -> None:
-    """Give `parameter` the value. By `assign`: what `set_data` writes, a graph that is already compiled does not see."""
+    """Write a parameter by `assign`, because a graph that is already compiled does not see what `set_data` writes."""
     ops.assign(parameter, Tensor(value, parameter.dtype))
 
 
@@ -153,10 +152,7 @@ def _same_random_state(cells: list[nn.Cell]) -> Iterator[None]:
 @contextmanager
 def watched(cells: Iterable[nn.Cell], visit: Callable[[nn.Cell, tuple, dict, Any], None]) -> Iterator[None]:
     """Within the block, call `visit(cell, arguments, keywords, output)` whenever one of the cells has run."""
-    def hook(cell: nn.Cell, arguments: tuple, keywords: dict, output: Any) -> None:
-        visit(cell, arguments, keywords, output)
-
-    handles = [cell.register_forward_hook(hook, with_kwargs=True) for cell in cells]
+    handles = [cell.register_forward_hook(visit, with_kwargs=True) for cell in cells]
     try:
         yield
     finally:

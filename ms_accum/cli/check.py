@@ -2,19 +2,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..check.equivalence import Report
+from ..check.equivalence import Report, check_equivalence
+from .files import require_outputs, write_json
+from .options import imported, number
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 DESCRIPTION = """\
 Is accumulation exact for a network? Computes the gradient of a batch, undivided and accumulated over its pieces, prints
 the largest difference, and names each layer or loss that keeps the two apart, with a remedy.
@@ -37,15 +36,10 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
         "check", help="is accumulation exact for your network?", description=DESCRIPTION, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("case", metavar="MODULE:FUNCTION", help="where forward_fn, network and batch come from")
-    parser.add_argument("--micro-size", type=_pieces, default=4, metavar="K", help="pieces to cut the batch into (default: %(default)s)")
+    parser.add_argument("--micro-size", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4, metavar="K",
+                        help="pieces to cut the batch into (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     parser.set_defaults(run=partial(run, parser))
-
-
-def _pieces(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 2, got {text!r}")
-    return int(text)
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -54,13 +48,10 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     Raises:
         SystemExit: With status 1 if accumulation is not exact; with status 2 and a line on stderr if it could not be checked.
     """
-    from .files import require_writable, write_json
-
     try:
-        if options.json:
-            require_writable(options.json, "")
-        function = load(options.case)
-    except ValueError as error:
+        require_outputs(options, {"json": ("",)})
+        function = imported(options.case, "train:make_case")
+    except (ValueError, TypeError) as error:
         parser.error(str(error))
     report = _report(parser, options, function)
     print(report, flush=True)
@@ -71,15 +62,12 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, function: Callable) -> Report:
-    from ..check.equivalence import check_equivalence
-
     try:
         case = function()
     except BrokenPipeError:
         raise
     except Exception as error:
-        # Not ours: the whole traceback says where.
-        traceback.print_exc()
+        traceback.print_exc()  # an error of the user's, who needs the place
         parser.error(f"{options.case} raised {type(error).__name__}: {error}")
     if not isinstance(case, tuple) or len(case) not in (3, 4):
         got = f"{len(case)} values" if isinstance(case, tuple) else f"a {type(case).__name__}"
@@ -89,29 +77,6 @@ def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, functi
     except BrokenPipeError:
         raise
     except Exception as error:
-        if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(os.path.dirname(__file__)):
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_PACKAGE):
             traceback.print_exc()
         parser.error(f"{options.case}: {error}")
-
-
-def load(case: str) -> Callable:
-    """The function that `MODULE:FUNCTION` names. Raises ValueError if there is none."""
-    module_name, colon, name = case.partition(":")
-    if not (module_name and colon and name) or module_name.endswith(".py"):
-        raise ValueError(f"expected MODULE:FUNCTION, got {case!r}; e.g. train:make_case for make_case in train.py")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except BrokenPipeError:
-        raise
-    except Exception as error:
-        if not isinstance(error, ModuleNotFoundError) or error.name != module_name:
-            traceback.print_exc()
-        raise ValueError(f"cannot import {module_name}: {type(error).__name__}: {error}; "
-                         "run ms-accum in the folder that holds it") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{module_name} has no function {name}" if function is None else
-                         f"{case} is of type {type(function).__name__}, expected a function without arguments")
-    return function

@@ -17,17 +17,17 @@ from . import plan as plan_command
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage in front of it."""
+    """An argument parser that reports errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and `message` in one line on stderr."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
     def parse_known_args(self, *arguments: Any) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse does, but without its empty lists."""
+        """Parse as argparse does, but refuse "--" as a value."""
         options, others = super().parse_known_args(*arguments)
         empty = next((name for name, value in vars(options).items() if value == []), None)
-        if empty is not None:  # up to Python 3.12, argparse takes "--" out of "--json=--" too, and makes it a list
+        if empty is not None:  # up to Python 3.12, argparse drops "--" from "--json=--" and gives an empty list
             self.error(f"argument --{empty.replace('_', '-')}: expected one argument, got '--'")
         return options, others
 
@@ -41,13 +41,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """
     try:
         status = _run(argv)
-        print(end="", flush=True)  # an error in writing the rest is caught here; at exit, Python would print it
+        print(end="", flush=True)  # so that an error in writing the rest is caught here
         return status
     except KeyboardInterrupt:
         print("ms-accum: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Without this, Python would complain once more when it flushes at exit.
+        # Or Python reports the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:  # a full disk behind stdout, say
@@ -68,8 +68,7 @@ def _run(argv: Optional[Sequence[str]]) -> int:
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    # Whenever MindSpore runs a graph it puts a handler of its own on SIGINT, which turns Ctrl-C into SIGTERM (seen in 2.10).
-    # Python's handler for that one stays.
+    # Whenever MindSpore runs a graph it installs a handler that turns SIGINT into SIGTERM (seen in 2.10); SIGTERM's stays.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -2,21 +2,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
-from math import ceil, isfinite, log2
+from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any, Optional
 
 from tqdm import tqdm
 
+from ..arguments import LARGEST_INT32
 from ..batch_size.planning import DEVICES, Plan, PlanError, Trial, divisors_of, plan_micro_batch, size
+from .files import require_outputs, whole, write_json
+from .options import imported, number
 
 DESCRIPTION = """\
 Find the largest microbatch whose memory fits. FUNCTION takes a microbatch and returns a function that runs one train step
@@ -30,6 +29,8 @@ examples:
 
 exit status: 0 if a microbatch was found, 1 if none fits or a trial fails, 2 for a bad command line"""
 
+_count = partial(number, int, lambda n: 1 <= n <= LARGEST_INT32, f"a whole number from 1 to {LARGEST_INT32}")
+_seconds = partial(number, float, lambda seconds: 0 < seconds < inf, "a number of seconds > 0")
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -42,18 +43,12 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
                         help="the function `make_step(microbatch)`; MODULE is found from the current folder, too")
     parser.add_argument("--batch-size", type=_count, required=True, metavar="N", help="samples that one update is made of")
     parser.add_argument("--memory-limit", type=_bytes, metavar="SIZE",
-                        help="e.g. 4GiB, 500MB or a number of bytes (default: the memory that is free, less 10 %%)")
+                        help="e.g. 4GiB, 500MB or a number of bytes (default: 90 %% of the free memory)")
     parser.add_argument("--device-target", choices=DEVICES, default="CPU", help="(default: %(default)s)")
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="stop with an error if a trial takes longer (default: never)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw memory against the microbatch; needs matplotlib")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan and every trial")
     parser.set_defaults(run=partial(run, parser))
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text) or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {2**31 - 1}, got {text!r}")
-    return int(text)
 
 
 def _bytes(text: str) -> int:
@@ -64,16 +59,6 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not (seconds > 0 and isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds > 0, got {text!r}")
-    return seconds
-
-
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Check, plan, print, write.
 
@@ -81,8 +66,8 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         SystemExit: With a line on stderr and status 2 for a bad value; with status 1 if nothing fits or a trial fails.
     """
     try:
-        require_outputs(options)
-        make_step = imported(options.function)
+        require_outputs(options, {"json": ("",), "plot": (".png",)})
+        make_step = imported(options.function, "train:make_step")
         progress = Progress(options.batch_size)
         try:
             plan = plan_micro_batch(make_step, options.batch_size, memory_limit=options.memory_limit,
@@ -96,40 +81,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     print(plan)
     write_all(options, plan.trials, plan)
-
-
-def require_outputs(options: argparse.Namespace) -> None:
-    """Raise ValueError unless every file that is to be written can be."""
-    from .files import require_writable
-
-    if options.plot and find_spec("matplotlib") is None:
-        raise ValueError(f"argument --plot: matplotlib is not installed; install it, e.g. with {sys.executable} -m pip install matplotlib")
-    if options.plot and options.json and options.plot.resolve() == options.json.resolve():
-        raise ValueError("arguments --json and --plot name the same file; name each another one")
-    for name, suffix in (("plot", ".png"), ("json", "")):
-        path = getattr(options, name)
-        if path is not None:
-            try:
-                require_writable(path, suffix)
-            except ValueError as error:
-                raise ValueError(f"argument --{name}: {error}") from error
-
-
-def imported(name: str) -> Callable:
-    """The function called "MODULE:FUNCTION". Raises ValueError if there is none."""
-    module, _, function = name.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), function)) or module.endswith(".py"):
-        raise ValueError(f"argument MODULE:FUNCTION: got {name!r}, expected e.g. train:make_step")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(import_module(module), function)
-    except BrokenPipeError:
-        raise
-    except Exception as error:
-        raise ValueError(f"argument MODULE:FUNCTION: {name} cannot be imported ({type(error).__name__}: {error}); name a module in this "
-                         "folder or on the Python path, and a function in it") from error
-    return found
 
 
 class Progress:
@@ -157,8 +108,6 @@ class Progress:
 
 def write_all(options: argparse.Namespace, trials: tuple[Trial, ...], plan: Optional[Plan]) -> None:
     """Write the files that the options name, also where nothing was found."""
-    from .files import write_json
-
     if options.json:
         write_json(options.json, figures(options, trials, plan))
     if options.plot:
@@ -182,8 +131,6 @@ def figures(options: argparse.Namespace, trials: tuple[Trial, ...], plan: Option
 def write_plot(path: Path, trials: tuple[Trial, ...], plan: Optional[Plan]) -> None:
     """Draw the memory of each trial against its microbatch; writes a PNG."""
     from matplotlib.figure import Figure
-
-    from .files import whole
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

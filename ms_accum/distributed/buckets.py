@@ -63,7 +63,7 @@ class Buckets:
     # Each collective waits for the one before: left to themselves, those of one graph may start in another order on another rank.
 
     def all_reduce(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """The sums over all ranks. The header travels behind the first bucket, if that is of float32."""
+        """Return the sums over all ranks. The header travels behind the first bucket, if that is of float32."""
         if self.carries_header:
             first = self.members[0]
             sums = self.sum(ops.concat((self._flat(gradients, first, 0), _as_tensor(header))))
@@ -81,7 +81,7 @@ class Buckets:
         return tuple([summed[i] for i in self.order]), header
 
     def reduce_scatter(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """This rank's part of the sums over all ranks, one flat Tensor for each bucket; the sums of the header."""
+        """Return this rank's part of the sums over all ranks, one flat Tensor for each bucket, and the sums of the header."""
         sums = self.sum(_as_tensor(header))
         header = _as_header(sums, len(header))
         parts = ()
@@ -98,7 +98,7 @@ class Buckets:
         return parts, header
 
     def all_gather(self, parts: Gradients) -> Gradients:
-        """Whole gradients from the parts of all ranks."""
+        """Return whole gradients from the parts of all ranks."""
         gathered = ()
         whole = parts[0]
         for members, part in zip(self.members, parts):
@@ -107,7 +107,7 @@ class Buckets:
         return tuple([gathered[i] for i in self.order])
 
     def sum_header(self, header: Header) -> Header:
-        """The sums over all ranks of a header alone."""
+        """Return the sums over all ranks of a header alone."""
         return _as_header(self.sum(_as_tensor(header)), len(header))
 
     def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
@@ -126,7 +126,7 @@ class Buckets:
 
 
 def _filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of the parameters in each bucket of at most `limit` bytes (a larger parameter has its own); float32 first."""
+    """Return the indices of the parameters in each bucket of at most `limit` bytes, larger parameters alone; float32 first."""
     buckets: list[list[int]] = []
     for dtype in sorted(set(dtypes), key=lambda dtype: (dtype != ms.float32, str(dtype))):
         itemsize = np.dtype(ms.dtype_to_nptype(dtype)).itemsize

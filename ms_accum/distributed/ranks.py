@@ -1,4 +1,4 @@
-"""The ranks of a run: how many there are, whether they are alike, and what they tell each other at the start."""
+"""The ranks of a run: how many there are, whether they are alike, and what they exchange at the start."""
 from __future__ import annotations
 
 import os
@@ -11,11 +11,11 @@ from mindspore.communication import GlobalComm, get_group_size
 
 
 def world_size() -> int:
-    """Ranks in this run; 1 outside msrun. RuntimeError under msrun, if `mindspore.communication.init()` was not called."""
+    """Return the ranks of this run; 1 outside msrun. RuntimeError under msrun, if `mindspore.communication.init()` was not called."""
     if GlobalComm.INITED:
         return get_group_size()
     if int(os.environ.get("MS_WORKER_NUM") or 1) > 1:
-        raise RuntimeError("msrun started several ranks, but they do not know of each other yet; call mindspore.communication.init() "
+        raise RuntimeError("msrun started several ranks, but communication is not initialised; call mindspore.communication.init() "
                            "before the Accumulator is made")
     return 1
 
@@ -39,12 +39,12 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
 
 
 def wait_for_all() -> None:
-    """Return when every rank is here: one that ends while another still communicates makes that one fail."""
+    """Wait for every rank: one that ends while another still communicates makes that one fail."""
     gather(np.zeros(1, np.int32))
 
 
 def gather(numbers: np.ndarray) -> np.ndarray:
-    """A row of numbers (1 axis, of the same length everywhere) from each rank: of shape `(ranks, length)`; returns when all are there."""
+    """Return each rank's row of numbers (1 axis, of the same length everywhere), of shape `(ranks, length)`."""
     bits = np.ascontiguousarray(numbers).view(np.int32)
     return ops.AllGather()(Tensor(bits)).asnumpy().reshape(world_size(), -1).view(numbers.dtype)
 

@@ -1,22 +1,21 @@
-"""Reducers: how the gradients of several ranks become one. A single device is the plain case.
+"""Reducers: how the gradients of several ranks are combined. A single device is the plain case.
 
     rank 0:  add, add, ... ─┐
     rank 1:  add, add, ... ─┼─ one exchange for each window ─► the same update on every rank       sync="window"
     rank 2:  add, add, ... ─┘
 
-An exchange carries the gradients in few large buckets, and a header of a few numbers that tells what the ranks have in common: the
-weight, how many microbatches there are, and who still has data; then whatever else is to be summed. A rank that has run out takes part
-with zeros until all have.
+An exchange carries the gradients in few large buckets, and a header of a few numbers to be summed: the weight, how many
+microbatches there are, who still has data, and others. A rank that has run out takes part with zeros until all have.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Union
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
+from ..arguments import boolean, number, one_of
 from ..gradients import Gradients, Scalar, scaled
 from ..state import empty_parameter
 from .buckets import Buckets, Header, Layout
@@ -29,7 +28,7 @@ _multiply_no_nan = ops.MulNoNan()
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Every rank trains on its own part of the batch, and all make the same update. Given as `Accumulator(reducer=DataParallel())`.
+    """Trains every rank on its own part of the batch, with the same update on all. Given as `Accumulator(reducer=DataParallel())`.
 
     Start the script with `msrun` and call `mindspore.communication.init()` first. Without that, or with one rank, the same script
     accumulates on one device.
@@ -37,16 +36,16 @@ class DataParallel:
     With `reduction="mean"`, the sum of the gradients of all ranks is divided by the weights of all ranks, so that they may hold
     different numbers of samples or tokens; with "sum", it is averaged over the ranks, as PyTorch's DistributedDataParallel does.
     Ranks may have different numbers of microbatches: `flush` waits for the others, and takes part in their exchanges with weight 0
-    until every rank has called it. So each rank has to call it, at the end of an epoch. Where ranks exchange something at each microbatch,
-    each also has to call `reset`, `apply` and `close_if` where the others do; with "window", they may close short windows on their own.
+    until every rank has called it, so each rank has to call it at the end of an epoch. Where ranks exchange something at each
+    microbatch, `reset`, `apply` and `close_if` also have to be called on all ranks at the same place; with "window", a rank may
+    close incomplete windows on its own.
 
-    Only the optimizer's parameters are made alike. Frozen parameters and statistics (of BatchNorm, say) are what each rank built: give
-    every rank the same seed or the same checkpoint for those.
+    Only the optimizer's parameters are made alike. Frozen parameters and statistics (of BatchNorm, say) stay what each rank built:
+    give every rank the same seed or the same checkpoint for those.
 
     Args:
-        sync: "window": one exchange for each window, when it closes (what `no_sync` of PyTorch's DDP and of Colossal-AI's booster
-            are for); `add` does not communicate, but for one flag with `on_nonfinite="skip_microbatch"`, which every rank has to
-            decide alike. "microbatch": each microbatch is exchanged (as with Colossal-AI's Gemini).
+        sync: "window": one exchange for each window, when it closes; `add` communicates nothing but one flag with
+            `on_nonfinite="skip_microbatch"`, on which all ranks have to agree. "microbatch": each microbatch is exchanged.
         shard: With `sync="microbatch"`: each rank keeps 1/n of the accumulated gradients (ZeRO-2). They are gathered when a window
             closes, so the optimizer and its state stay whole; see README for sharding those. Where the backend has no
             ReduceScatter (CPU), an AllReduce of which each rank keeps its part: the same memory, twice the traffic.
@@ -79,28 +78,24 @@ class DataParallel:
     bucket_mib: float = 32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sync, str) or self.sync not in _SYNC:
-            raise ValueError(f"sync is {self.sync!r}, expected one of {', '.join(map(repr, _SYNC))}")
-        for name in ("shard", "broadcast"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}, expected True or False")
+        one_of("sync", self.sync, _SYNC)
+        boolean("shard", self.shard)
+        boolean("broadcast", self.broadcast)
+        number("bucket_mib", self.bucket_mib, lambda size: 0 < size < inf, "a number of mebibytes > 0 and below infinity")
         if self.shard and self.sync == "window":
             raise ValueError('shard=True with sync="window": until they are exchanged, the gradients of a rank are whole; '
                              'give sync="microbatch"')
-        if isinstance(self.bucket_mib, bool) or not isinstance(self.bucket_mib, (int, float)):
-            raise TypeError(f"bucket_mib is {self.bucket_mib!r}, expected a number of mebibytes > 0")
-        if not 0 < self.bucket_mib < inf:
-            raise ValueError(f"bucket_mib is {self.bucket_mib}, expected a number of mebibytes > 0 and below infinity")
 
-    def bind(self, layout: Layout) -> Reducer:
-        """The reducer of one accumulator. Raises ValueError if ranks are not alike."""
+    def bind(self, layout: Layout) -> OneDevice:
+        """Return the reducer of one accumulator. Raises ValueError if ranks are not alike."""
         ranks = world_size()
         if ranks == 1:
             return OneDevice(layout)
         if ms.float64 in layout.dtypes and ms.get_context("device_target") == "CPU":
             raise ValueError("DataParallel with buffers of float64: MindSpore's CPU backend exchanges none; give buffer_dtype=ms.float32")
         settings = {**layout.settings, "DataParallel": f"{self.sync} {self.shard} {self.bucket_mib}"}
-        facts = {"parameters (names, shapes, dtypes)": _describe(layout), **settings}
+        described = repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype)) for p, dtype in zip(layout.parameters, layout.dtypes)])
+        facts = {"parameters (names, shapes, dtypes)": described, **settings}
         require_alike(facts, "give every rank the same network and arguments")
         if self.broadcast:
             broadcast_parameters(layout.parameters)
@@ -108,31 +103,23 @@ class DataParallel:
             require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in layout.parameters},
                           "give every rank the same seed, or broadcast=True")
         buckets = Buckets(layout, int(self.bucket_mib * _MEBIBYTE), ranks)
-        if self.shard:
-            return ShardedSync(layout, buckets, ranks)
-        return MicrobatchSync(layout, buckets, ranks) if self.sync == "microbatch" else WindowSync(layout, buckets, ranks)
-
-
-def _describe(layout: Layout) -> str:
-    return repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype)) for p, dtype in zip(layout.parameters, layout.dtypes)])
-
-
-# --- reducers: what an accumulator asks at each microbatch and when a window closes ---------------------------------------
+        kind = ShardedSync if self.shard else MicrobatchSync if self.sync == "microbatch" else WindowSync
+        return kind(layout, buckets, ranks)
 
 
 @ms.jit_class
 class OneDevice:
-    """Nobody to exchange with.
-
-    Every reducer has these methods and attributes.
+    """The reducer of a single device, without communication, and the base of all others.
 
     Attributes:
-        rank, ranks: Which one this is, of how many.
+        rank, ranks: Which rank this is, of how many.
         each_microbatch: Whether ranks exchange something at each microbatch.
-        sums_microbatches: Whether that is the gradients. Ranks have no common unit of weights, so buffers then count in the user's.
+        sums_microbatches: Whether that is the gradients. Buffers then count in the user's unit, the only one that ranks share.
+        sharded: Whether a rank keeps a part of the buffers.
     """
 
     sums_microbatches = False
+    sharded = False
 
     def __init__(self, layout: Layout) -> None:
         self.rank, self.ranks = 0, 1
@@ -140,15 +127,18 @@ class OneDevice:
         self.layout = layout
 
     def new_buffers(self, prefix: str) -> list[Parameter]:
-        """Empty buffers for accumulated gradients."""
-        return _whole_buffers(self.layout, prefix)
+        """Create empty buffers for accumulated gradients."""
+        return [empty_parameter(f"{prefix}.{p.name}", p.shape, dtype) for p, dtype in zip(self.layout.parameters, self.layout.dtypes)]
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """What to add to the buffers. Header: weight, whether this is to be skipped (0 or more), how many ranks have data, others."""
+        """Return what to add to the buffers.
+
+        Header: weight, whether this is to be skipped (0 or more), how many ranks have data, others.
+        """
         return gradients, header
 
     def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
-        """The whole gradients of a window, and the unit of weights that they count in.
+        """Return the whole gradients of a window, and the unit of weights that they count in.
 
         Header: weight, microbatches, whether any rank asks for an update (0 or more), others.
         """
@@ -156,10 +146,8 @@ class OneDevice:
 
 
 @ms.jit_class
-class WindowSync:
-    """One exchange for each window; see `OneDevice` for the methods."""
-
-    sums_microbatches = False
+class WindowSync(OneDevice):
+    """One exchange for each window, and one of flags for each microbatch if ranks have to agree about it."""
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
         self.rank, self.ranks = buckets.rank, ranks
@@ -167,26 +155,22 @@ class WindowSync:
         self.layout = layout
         self.buckets = buckets
 
-    def new_buffers(self, prefix: str) -> list[Parameter]:
-        """See `OneDevice`."""
-        return _whole_buffers(self.layout, prefix)
-
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """See `OneDevice`: as they are; flags of all ranks, if those have to agree."""
+        """Return the gradients of this rank."""
         if self.each_microbatch:
             flags = self.buckets.sum_header(header)
             header = (header[0], flags[1], flags[2], *header[3:])
         return gradients, header
 
     def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
-        """See `OneDevice`: the sums over all ranks, in the user's unit."""
+        """Return the sums over all ranks, in the user's unit."""
         gradients, header = self.buckets.all_reduce(tuple([scaled(b, unit, b.dtype) for b in buffers]), header)
         return gradients, 1.0, header
 
 
 @ms.jit_class
-class MicrobatchSync:
-    """One exchange for each microbatch; see `OneDevice` for the methods."""
+class MicrobatchSync(OneDevice):
+    """One exchange for each microbatch; what the buffers then hold is summed already."""
 
     sums_microbatches = True
 
@@ -196,53 +180,33 @@ class MicrobatchSync:
         self.layout = layout
         self.buckets = buckets
 
-    def new_buffers(self, prefix: str) -> list[Parameter]:
-        """See `OneDevice`."""
-        return _whole_buffers(self.layout, prefix)
-
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """See `OneDevice`: their sums over all ranks."""
+        """Return the sums over all ranks."""
         return self.buckets.all_reduce(_counted(gradients, header[0]), header)
-
-    def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
-        """See `OneDevice`: as they are, sums already."""
-        return buffers, unit, header
 
 
 @ms.jit_class
-class ShardedSync:
-    """One exchange for each microbatch, of which a rank keeps its part, and one more when a window closes; methods: `OneDevice`."""
+class ShardedSync(MicrobatchSync):
+    """One exchange for each microbatch, of which a rank keeps its part, and a gathering of the parts for each window."""
 
-    sums_microbatches = True
-
-    def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
-        self.rank, self.ranks = buckets.rank, ranks
-        self.each_microbatch = True
-        self.buckets = buckets
+    sharded = True
 
     def new_buffers(self, prefix: str) -> list[Parameter]:
-        """See `OneDevice`: a part of each bucket."""
+        """Create an empty buffer for this rank's part of each bucket."""
         return [empty_parameter(f"{prefix}.shard{i}", (length // self.ranks,), dtype)
                 for i, (length, dtype) in enumerate(zip(self.buckets.lengths, self.buckets.bucket_dtypes))]
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """See `OneDevice`: this rank's part of their sums."""
+        """Return this rank's part of the sums over all ranks."""
         return self.buckets.reduce_scatter(_counted(gradients, header[0]), header)
 
     def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
-        """See `OneDevice`: gathered from all ranks."""
+        """Return the gradients, gathered from all ranks."""
         return self.buckets.all_gather(buffers), unit, header
 
 
-Reducer = Union[OneDevice, WindowSync, MicrobatchSync, ShardedSync]
-
-
-def _whole_buffers(layout: Layout, prefix: str) -> list[Parameter]:
-    return [empty_parameter(f"{prefix}.{p.name}", p.shape, dtype) for p, dtype in zip(layout.parameters, layout.dtypes)]
-
-
 def _counted(gradients: Gradients, weight: Scalar) -> Gradients:
-    """The gradients; zero for a weight of 0, be they NaN as those of a mean over no unmasked token are."""
+    """Return the gradients, and zeros for a weight of 0, also where they are NaN (a mean over no unmasked token)."""
     if not isinstance(weight, Tensor):
         return gradients if weight != 0 else tuple([_multiply_no_nan(g, 0) for g in gradients])
     return tuple([ops.where(weight != 0, g, ops.zeros((), g.dtype)) for g in gradients])

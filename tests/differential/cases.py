@@ -1,6 +1,5 @@
 """What is drawn: one training run, as plain values that can be printed and put into a test again."""
-from dataclasses import dataclass
-from typing import Optional, Union
+from collections import namedtuple
 
 import numpy as np
 
@@ -15,34 +14,13 @@ BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float",
 HALF_OPTIMIZERS = ("nn.SGD", "nn.Momentum", "nn.Adam", "nn.ASGD", "optim.SGD", "optim.Adam", "optim.AdamW")
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(namedtuple("Case", (
+        "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates", "reduction",
+        "accumulate_step", "clip_norm", "micro_size", "weight", "scaler", "on_nonfinite", "noise_scale", "sizes", "nonfinite_at",
+        "error_at", "save_at", "load_into", "seed"))):
     """One run. Everything random in it comes from `seed`."""
 
-    driver: str
-    level: str
-    front: str
-    norm: str
-    backward_clip: bool
-    loss: str
-    factor: float
-    optimizer: str
-    groups: bool
-    rates: str
-    reduction: str
-    accumulate_step: Union[int, tuple[tuple[int, int], ...], str]
-    clip_norm: Optional[float]
-    micro_size: int
-    weight: str
-    scaler: Optional[tuple]
-    on_nonfinite: str
-    noise_scale: bool
-    sizes: tuple[int, ...]
-    nonfinite_at: Optional[int]
-    error_at: Optional[int]
-    save_at: Optional[int]
-    load_into: str
-    seed: int
+    __slots__ = ()
 
     @property
     def compiled(self):
@@ -132,7 +110,7 @@ def compose(choose, **fixed):
     count = pick("count", (6, 7, 8))
     pick("sizes", [tuple(other if reduction == "mean" and i % 3 == 1 else one for i in range(count))])
     pick("seed", range(1000))
-    return Case(**{name: values[name] for name in Case.__dataclass_fields__})
+    return Case(**{name: values[name] for name in Case._fields})
 
 
 def _last_piece(samples, micro_size):

@@ -1,8 +1,19 @@
-"""Narrow draws, each around one defect that ms_accum has had; run by `python -m differential NAME`."""
+"""Narrow draws, each around one defect that ms_accum has had.
+
+`python -m differential.defects FOLDER NAME`: whether a draw finds a defect in the ms_accum of FOLDER. Status 1 if so, 0 if not.
+"""
 import random
+import sys
+import tempfile
 from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+import ms_accum
 
 from .cases import compose
+from .follow import follow
 
 _QUIET = {"event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples"}
 _PLAIN_NETWORK = {"front": "dense", "norm": "none", "backward_clip": False}
@@ -60,36 +71,34 @@ NARROW = {
 
 # Each defect: the draw that has to find it, and how it is put back: (file of ms_accum, text, what it becomes).
 _WEIGHT_IN_LOSS = [
-    ("train_step.py", "        return loss, loss, aux\n", "        return loss * piece[0].shape[0], loss, aux\n"),
-    ("train_step.py", "acc.take(gradients, weight, weight)", "acc.take(gradients, 1.0, weight)")]
+    ("accumulate.py", "return loss_scale.multiply(loss), loss, aux", "return loss_scale.multiply(loss * piece[0].shape[0]), loss, aux"),
+    ("accumulate.py", "acc._add_piece(gradients, weight, weight)", "acc._add_piece(gradients, 1.0, weight)")]
 PUT_BACK = {
     "the number of samples multiplies the loss": ("weight in the loss, 16 bits", _WEIGHT_IN_LOSS),
     "the number of samples reaches a bprop": ("weight in the loss, a bprop", _WEIGHT_IN_LOSS),
     "the loss scale is divided out after the norm": (
         "norm of scaled gradients",
-        [("accumulator.py", "gradients = self._unscaled(gradients)", "pass"),
+        [("accumulator.py", "gradients = self._loss_scale.divide(gradients)", "pass"),
          ("accumulator.py", "self._normaliser(unit, weight)\n",
           "self._normaliser(unit, weight) / (1.0 if self.loss_scaler is None else self.loss_scaler.scale_value)\n")]),
     "the spread is squared before the loss scale is divided out": (
         "noise of scaled gradients",
-        [("accumulator.py", "self.noise_scale.measure(self._unscaled(grads), weight)", "self.noise_scale.measure(grads, weight)")]),
+        [("batch_size/noise_scale.py", "global_norm(loss_scale.divide(gradients))", "global_norm(gradients)")]),
     "state in lists is not found": (
         "optimizer state in lists",
         [("optimizers.py", "if isinstance(held, Parameter)]", "if isinstance(held, Parameter) and '[' not in place]")]),
-    "pieces before an error stay": ("pieces before an error", [("accumulator.py", "if int(self.unfinished) != 0:", "if False:")]),
+    "pieces before an error stay": ("pieces before an error", [("accumulator.py", "if int(self._unfinished) != 0:", "if False:")]),
     "the window is divided by its microbatches": (
         "weights", [("accumulator.py", "self._normaliser(unit, weight)\n", "unit / self.mini_step\n")]),
     "the weight sum is not emptied": ("weights", [("accumulator.py", "ops.assign(self.weight_sum, 0.0)", "pass")]),
     "loaded buffers keep the unit of another run": (
-        "unit of the buffers", [("accumulator.py", "if unit and loaded and unit != loaded:", "if False:")]),
+        "unit of the buffers", [("unit.py", "if unit and loaded and unit != loaded:", "if False:")]),
     "the norm is that of the sum": ("clipping", [("accumulator.py", "global_norm(gradients) * abs(factor)", "global_norm(gradients)")]),
-    "a skipped microbatch counts": (
-        "nonfinite",
-        [("accumulator.py", "            return taken, present\n", "            return Tensor(1, ms.int32), present\n")]),
+    "a skipped microbatch counts": ("nonfinite", [("nonfinite.py", "        return taken\n", "        return Tensor(1, ms.int32)\n")]),
     "the loss of a batch is the sum of its pieces'": (
-        "pieces", [("train_step.py", "if has_aux else loss / divisor", "if has_aux else loss / divisor * micro_size")]),
+        "pieces", [("accumulate.py", "loss = totals[0] / divisor", "loss = totals[0] / divisor * micro_size")]),
     "the short last piece counts as a full one": (
-        "pieces", [("train_step.py", "add_piece(totals, samples - full * rows,", "add_piece(totals, rows,")]),
+        "pieces", [("split.py", "indices = ops.arange(full * rows, samples)", "indices = ops.arange(samples - rows, samples)")]),
 }
 
 
@@ -106,3 +115,20 @@ def cases(name, count=4):
     fixed, varied = NARROW[name]
     turns = {key: cycle(values) for key, values in varied.items()}
     return [compose(random.Random(i).choice, **{**fixed, **{key: next(turn) for key, turn in turns.items()}}) for i in range(count)]
+
+
+def main(folder, name):
+    if not Path(ms_accum.__file__).is_relative_to(folder):
+        return f"ms_accum is imported from {ms_accum.__file__}, expected {folder}"
+    for case in cases(name):
+        print(case, flush=True)
+        try:
+            follow(case, Path(tempfile.mkdtemp(dir=".")))
+        except (AssertionError, pytest.fail.Exception) as found:
+            print(f"found: {found}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

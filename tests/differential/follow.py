@@ -1,8 +1,7 @@
 """Train a Case both ways and compare after each microbatch."""
-import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, ops
+from conftest import recover
 
 from .drivers import Accumulating
 from .optimizers import state_of
@@ -16,23 +15,6 @@ def follow(case, folder):
     """Raise AssertionError where ms_accum and plain MindSpore disagree."""
     recover()
     _Follow(case, folder).run()
-
-
-def recover():
-    """Compile a small new graph: after an error, the next compilation of MindSpore 2.10 can fail, and the one after it works."""
-    recover.size += 1
-    size = recover.size
-    try:
-        ms.jit(ms.grad(_gathered))(Tensor(np.ones((2, size), np.float32)), Tensor(np.zeros((2, size), np.int64)))
-    except RuntimeError:
-        pass
-
-
-recover.size = 2
-
-
-def _gathered(values, index):
-    return ops.gather_d(values, -1, index).sum()
 
 
 class _Follow:

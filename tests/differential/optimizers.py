@@ -4,45 +4,26 @@ from mindspore import nn
 from mindspore.experimental import optim
 from mindspore.mint import optim as mint_optim
 
-# name: (parameters, learning rate as given, eps) -> optimizer. `rate` is 1 times what suits the optimizer.
-NN = {
-    # The decay is multiplied by the rate, which undoes the size of the gradients.
-    "nn.SGD": lambda p, rate, eps: nn.SGD(p, rate, momentum=0.9, weight_decay=0.1 * eps),
-    "nn.Momentum": lambda p, rate, eps: nn.Momentum(p, rate, 0.9),
-    "nn.Adam": lambda p, rate, eps: nn.Adam(p, rate, eps=eps),
-    "nn.AdamWeightDecay": lambda p, rate, eps: nn.AdamWeightDecay(p, rate, eps=eps, weight_decay=0.01),
-    "nn.LazyAdam": lambda p, rate, eps: nn.LazyAdam(p, rate, eps=eps),
-    "nn.AdamOffload": lambda p, rate, eps: nn.AdamOffload(p, rate, eps=eps),
-    "nn.ASGD": lambda p, rate, eps: nn.ASGD(p, rate),
-    "nn.Rprop": lambda p, rate, eps: nn.Rprop(p, rate),
-    "nn.FTRL": lambda p, rate, eps: nn.FTRL(p, learning_rate=rate),
-    "nn.RMSProp": lambda p, rate, eps: nn.RMSProp(p, rate),
-    "nn.ProximalAdagrad": lambda p, rate, eps: nn.ProximalAdagrad(p, learning_rate=rate),
-    "nn.Adagrad": lambda p, rate, eps: nn.Adagrad(p, learning_rate=rate),
-    "nn.AdaFactor": lambda p, rate, eps: nn.AdaFactor(p, learning_rate=rate, scale_parameter=False, relative_step=False),
-    "nn.AdaMax": lambda p, rate, eps: nn.AdaMax(p, rate, eps=eps),
-    "nn.Adadelta": lambda p, rate, eps: nn.Adadelta(p, rate, epsilon=eps),
-}
-EXPERIMENTAL = {
-    "optim.SGD": lambda p, rate, eps: optim.SGD(p, rate, momentum=0.9),
-    "optim.Adam": lambda p, rate, eps: optim.Adam(p, rate, eps=eps),
-    "optim.AdamW": lambda p, rate, eps: optim.AdamW(p, rate, eps=eps),
-    "optim.Adamax": lambda p, rate, eps: optim.Adamax(p, rate, eps=eps),
-    "optim.NAdam": lambda p, rate, eps: optim.NAdam(p, rate, eps=eps),
-    "optim.RAdam": lambda p, rate, eps: optim.RAdam(p, rate, eps=eps),
-    "optim.ASGD": lambda p, rate, eps: optim.ASGD(p, rate),
-    "optim.Adadelta": lambda p, rate, eps: optim.Adadelta(p, rate, eps=eps),
-    "optim.Adagrad": lambda p, rate, eps: optim.Adagrad(p, rate, eps=eps),
-    "optim.RMSprop": lambda p, rate, eps: optim.RMSprop(p, rate, eps=eps),
-    "optim.Rprop": lambda p, rate, eps: optim.Rprop(p, rate),
-}
-MINT = {
-    "mint.SGD": lambda p, rate, eps: mint_optim.SGD(p, rate, momentum=0.9),
-    "mint.Adam": lambda p, rate, eps: mint_optim.Adam(p, rate, eps=eps),
-}
+
+def _options(eps):
+    """What each optimizer is given beside parameters and learning rate."""
+    return {
+        # The decay is multiplied by the rate, which undoes the size of the gradients.
+        "nn.SGD": {"momentum": 0.9, "weight_decay": 0.1 * eps}, "nn.Momentum": {"momentum": 0.9}, "nn.Adam": {"eps": eps},
+        "nn.AdamWeightDecay": {"eps": eps, "weight_decay": 0.01}, "nn.LazyAdam": {"eps": eps}, "nn.AdamOffload": {"eps": eps},
+        "nn.ASGD": {}, "nn.Rprop": {}, "nn.FTRL": {}, "nn.RMSProp": {}, "nn.ProximalAdagrad": {}, "nn.Adagrad": {},
+        "nn.AdaFactor": {"scale_parameter": False, "relative_step": False}, "nn.AdaMax": {"eps": eps},
+        "nn.Adadelta": {"epsilon": eps}, "optim.SGD": {"momentum": 0.9}, "optim.Adam": {"eps": eps}, "optim.AdamW": {"eps": eps},
+        "optim.Adamax": {"eps": eps}, "optim.NAdam": {"eps": eps}, "optim.RAdam": {"eps": eps}, "optim.ASGD": {},
+        "optim.Adadelta": {"eps": eps}, "optim.Adagrad": {"eps": eps}, "optim.RMSprop": {"eps": eps}, "optim.Rprop": {},
+        "mint.SGD": {"momentum": 0.9}, "mint.Adam": {"eps": eps},
+    }
+
+
+OPTIMIZERS = tuple(_options(1.0))
+NN = tuple(name for name in OPTIMIZERS if name.startswith("nn."))
 # Op by op, mint's optimizers do nothing and AdaFactor raises for some networks (MindSpore 2.10 on CPU).
-COMPILED_ONLY = (*MINT, "nn.AdaFactor")
-OPTIMIZERS = {**NN, **EXPERIMENTAL, **MINT}
+COMPILED_ONLY = ("mint.SGD", "mint.Adam", "nn.AdaFactor")
 # What the update is proportional to: these take a learning rate that undoes the size of the gradients.
 LINEAR = ("nn.SGD", "nn.Momentum", "nn.ASGD", "optim.SGD", "optim.ASGD", "mint.SGD")
 _LIKE_LINEAR = (*LINEAR, "nn.Adadelta", "optim.Adadelta")  # with an eps of the gradients' size
@@ -66,7 +47,9 @@ def build_optimizer(case, parameters):
         rate = nn.ExponentialDecayLR(rate, 0.8, 1)
     if case.groups:
         parameters = [{"params": parameters[1::2], "lr": second}, {"params": parameters[0::2]}]
-    return OPTIMIZERS[case.optimizer](parameters, rate, size)
+    library, name = case.optimizer.split(".")
+    optimizer = getattr({"nn": nn, "optim": optim, "mint": mint_optim}[library], name)
+    return optimizer(parameters, **{"learning_rate" if library == "nn" else "lr": rate}, **_options(size)[case.optimizer])
 
 
 def state_of(optimizer):

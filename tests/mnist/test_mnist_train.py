@@ -7,8 +7,8 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
+from conftest import compiled_graphs
 from mindspore import Tensor, nn
-from mindspore.graph import api
 
 from ms_accum import Accumulator
 from ms_accum.mnist import data, train
@@ -232,12 +232,12 @@ def test_optimizers(optimizer, momentum, kind, expected):
 def test_graph_mode_compiles_and_a_model_trains_bit_identically(mnist, accumulated, monkeypatch):
     """The loop and a Model, compiled; op by op nothing is compiled, and the numbers are the same."""
     monkeypatch.delenv("MS_JIT", raising=False)
-    before = len(api.ms_compile_cache)
+    before = compiled_graphs()
     trained(mnist, FEW)
-    assert len(api.ms_compile_cache) == before
+    assert compiled_graphs() == before
     assert "MS_JIT" not in os.environ
     loop = trained(mnist, replace(TWO_EPOCHS, mode="graph"))
-    assert len(api.ms_compile_cache) > before
+    assert compiled_graphs() > before
     assert_same_run(loop, accumulated, 1e-6)
     model = trained(mnist, replace(TWO_EPOCHS, mode="graph", api="model"))
     assert_same_run(model, loop, 0)

@@ -1,0 +1,188 @@
+"""Argument checks. Each returns the checked value, or raises an error that says what, got, expected and remedy.
+
+Those that are a `constexpr` check what a graph is given: graph mode runs them while it compiles, so they cost nothing afterwards.
+"""
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from math import inf
+from numbers import Real
+from operator import index
+from textwrap import dedent
+from typing import Any, Optional, TypeVar, Union
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from mindspore.ops import constexpr
+
+from .gradients import Scalar
+
+T = TypeVar("T")
+_COMPLEX = (ms.complex64, ms.complex128)
+LARGEST_INT32 = 2**31 - 1  # counters are int32, and a larger constant would wrap around in a comparison with them
+
+
+def whole_number(name: str, value: object, remedy: str = "", *, minimum: int = 1, maximum: Optional[int] = None) -> int:
+    """Return `value` as an int: an int, or an integer of NumPy or a Tensor with one element. Refuse bools and floats."""
+    expected = f"an int >= {minimum}"
+    try:
+        if isinstance(value, bool) or getattr(value, "dtype", None) in (np.bool_, ms.bool_):
+            raise TypeError
+        number = index(value)
+    except (TypeError, ValueError):  # ValueError: a Tensor of several elements, or of floats
+        raise TypeError(_message(name, _typed(value), expected, remedy)) from None
+    if number < minimum:
+        raise ValueError(_message(name, number, expected, remedy))
+    if maximum is not None and number > maximum:
+        raise ValueError(_message(name, number, f"at most {maximum}", remedy))
+    return number
+
+
+def number(name: str, value: object, accepts: Callable[[float], bool], expected: str, remedy: str = "") -> float:
+    """Return `value`, a real number that `accepts` takes, as a float; infinity if it is too large for one. Refuse bools."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(_message(name, _typed(value), expected, remedy))
+    try:
+        converted = float(value)
+    except OverflowError:
+        converted = inf if value > 0 else -inf
+    if not accepts(converted):
+        raise ValueError(_message(name, value, expected, remedy))
+    return converted
+
+
+def boolean(name: str, value: object, remedy: str = "") -> bool:
+    """Return `value`, True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(_message(name, _typed(value), "True or False", remedy))
+    return value
+
+
+def one_of(name: str, value: object, choices: tuple[Optional[str], ...], remedy: str = "") -> Any:
+    """Return `value`, one of `choices`."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ValueError(_message(name, repr(value), f"one of {', '.join(map(repr, choices))}", remedy))
+    return value
+
+
+def instance_of(name: str, value: T, kinds: Union[type, tuple[type, ...]], expected: str, remedy: str = "") -> T:
+    """Return `value`, an instance of one of `kinds` (`collections.abc.Callable` for anything that can be called)."""
+    if not isinstance(value, kinds):
+        raise TypeError(_message(name, f"of type {type(value).__name__}", expected, remedy))
+    return value
+
+
+def require_callable(name: str, function: object) -> None:
+    """Refuse what cannot be called, or cannot be compiled: a lambda whose source MindSpore cannot read."""
+    instance_of(name, function, Callable, "a function of the batch")
+    if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
+        raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function; "
+                        "define it with def, or write `name = lambda ...` as a statement of its own")
+
+
+def _is_readable(function: Callable) -> bool:
+    """Whether a lambda is all there is on the right-hand side of its statement."""
+    try:
+        statement = ast.parse(dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):
+        return False
+    return isinstance(getattr(statement, "value", None), ast.Lambda)
+
+
+def _typed(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def _message(name: str, got: object, expected: str, remedy: str) -> str:
+    return f"{name} is {got}, expected {expected}" + (f"; {remedy}" if remedy else "")
+
+
+# --- what a graph is given -----------------------------------------------------------------------------------------------
+
+
+@constexpr
+def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tuple], dtypes: tuple) -> bool:
+    """Refuse gradients that do not belong to the optimizer's parameters, before anything is changed.
+
+    Args:
+        names: Names of the parameters.
+        expected: Their shapes.
+        got: Shapes of the gradients, None in the place of an entry that is no Tensor; None for no tuple at all.
+        dtypes: Their dtypes, with None in the same places.
+    """
+    if got is None:
+        raise TypeError("grads is no tuple of Tensors, expected one gradient for each of the optimizer's "
+                        f"{len(names)} parameters; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
+    if len(got) != len(expected):
+        raise ValueError(f"grads holds {len(got)} gradients, expected {len(expected)}: one for each parameter of the "
+                         "optimizer; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
+    for name, parameter_shape, shape, dtype in zip(names, expected, got, dtypes):
+        if shape is None:
+            raise TypeError(f"the gradient of {name} is no Tensor, expected one of shape {parameter_shape}; "
+                            "is the parameter part of the loss?")
+        if tuple(shape) != tuple(parameter_shape):
+            raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
+                             "give the gradients in the order of `optimizer.parameters`")
+        if dtype in _COMPLEX:
+            raise TypeError(f"the gradient of {name} is of {dtype}, expected real numbers; its imaginary part would be lost")
+    return True
+
+
+def as_weight(weight: Scalar) -> Scalar:
+    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`.
+
+    Raises:
+        TypeError: If it is no number and no Tensor.
+        ValueError: If a number is negative, NaN or more than float32 can hold, or a Tensor has more than one element.
+    """
+    if isinstance(weight, Tensor):
+        require_weight_tensor(weight.shape, weight.dtype)
+        return weight.reshape(()).astype(ms.float32)
+    require_weight_number(weight is None, weight)
+    # A large int would become an int32 of the graph, and wrap around.
+    return float(weight)
+
+
+_LARGEST_WEIGHT = 3.4028234e38  # of float32
+_WEIGHT_REMEDY = "give the number of samples or unmasked tokens in the microbatch"
+
+
+@constexpr
+def require_weight_tensor(shape: tuple, dtype: ms.Type) -> bool:
+    """Refuse a Tensor of more than one element or of complex numbers as a weight."""
+    if tuple(shape) not in ((), (1,)):
+        raise ValueError(f"weight is a Tensor of shape {tuple(shape)}, expected shape (); {_WEIGHT_REMEDY}")
+    if dtype in _COMPLEX:
+        raise TypeError(f"weight is a Tensor of {dtype}, expected a real number; {_WEIGHT_REMEDY}")
+    return True
+
+
+@constexpr
+def require_weight_number(is_none: bool, weight: object) -> bool:
+    """Refuse a weight that is no finite number >= 0 in float32.
+
+    Args:
+        is_none: Whether it is None, which is also what a constexpr sees of a number that changes from call to call.
+        weight: The weight.
+    """
+    if weight is None and not is_none:
+        return True
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        raise TypeError(f"weight is {weight!r}, expected a number or a Tensor of shape (); {_WEIGHT_REMEDY}")
+    if not 0 <= weight <= _LARGEST_WEIGHT:
+        raise ValueError(f"weight is {weight}, expected a finite number >= 0 (float32); {_WEIGHT_REMEDY}")
+    return True
+
+
+@constexpr
+def require_condition(is_bool: bool, shape: Optional[tuple]) -> bool:
+    """Refuse what is neither a bool nor a Tensor of one element, of which MindSpore would take any for true."""
+    remedy = "give a bool Tensor of shape (), e.g. loss < 1"
+    if not is_bool and shape is None:
+        raise TypeError(f"condition is no Tensor and no bool; {remedy}")
+    if not is_bool and tuple(shape) not in ((), (1,)):
+        raise ValueError(f"condition is a Tensor of shape {tuple(shape)}, expected shape (); {remedy}")
+    return True

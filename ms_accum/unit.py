@@ -1,0 +1,102 @@
+"""The unit of weights: buffers count in multiples of the first weight, so that equal microbatches cost no multiplication.
+
+    buffer += weight / unit * gradient        # weight / unit is the constant 1 for microbatches of equal weight
+    gradient = buffer * (unit / sum of the weights)
+"""
+from __future__ import annotations
+
+from typing import Optional, Union
+from weakref import WeakValueDictionary
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, ops
+from mindspore.ops import constexpr
+
+from .gradients import Scalar, scaled
+
+
+@ms.jit_class
+class One:
+    """Count in the user's own unit. Every unit has these methods."""
+
+    def of(self, weight: Scalar) -> Scalar:
+        """The unit of the window that a microbatch of this weight is added to."""
+        return 1.0
+
+    def current(self) -> Scalar:
+        """The unit that the buffers count in."""
+        return 1.0
+
+    def keep(self, unit: Scalar) -> None:
+        """Remember the unit of what was added."""
+
+    def settle(self, buffers: tuple[Parameter, ...]) -> None:
+        """Bring buffers that were loaded into the unit of the graphs that are compiled already. For the host."""
+
+
+@ms.jit_class
+class FirstWeight:
+    """Count in the first weight that is not 0, for the life of an accumulator; see `One` for the methods.
+
+    Args:
+        name: A name that no other accumulator of the process has.
+        parameter: The unit on the device, 0 until there is one: float32 Parameter of shape `()`.
+    """
+
+    def __init__(self, name: str, parameter: Parameter) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.constant = _Constant(parameter)
+        _constants[name] = self.constant
+
+    def of(self, weight: Scalar) -> Scalar:
+        """See `One`: a number, so that a number divided by it is a constant of the graph, unless the device decides."""
+        unit = constant_of(self.name, None if isinstance(weight, Tensor) else weight)
+        if unit == 0:
+            # The first weight is known to the device alone.
+            first = weight * ops.ones_like(self.parameter)
+            unit = ops.where(ops.logical_and(self.parameter == 0, ops.isfinite(first)), first, self.parameter)
+        return unit
+
+    def current(self) -> Tensor:
+        """See `One`."""
+        return self.parameter + 0.0
+
+    def keep(self, unit: Scalar) -> None:
+        """See `One`."""
+        ops.assign(self.parameter, unit)
+
+    def settle(self, buffers: tuple[Parameter, ...]) -> None:
+        """See `One`."""
+        unit, loaded = self.constant.number, float(self.parameter)
+        if unit and loaded and unit != loaded:
+            for buffer in buffers:
+                ops.assign(buffer, scaled(buffer, loaded / unit, buffer.dtype))
+            ops.assign(self.parameter, unit)
+
+
+Unit = Union[One, FirstWeight]
+
+
+class _Constant:
+    """A unit as a constant of compiled graphs: 0 if only the device knows it, None until a graph needs it."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+        self.number: Optional[float] = None
+
+
+_constants: WeakValueDictionary[str, _Constant] = WeakValueDictionary()
+
+
+@constexpr
+def constant_of(name: str, weight: Optional[float]) -> float:
+    """The unit of that name; 0 if only the device knows it.
+
+    A `constexpr`: graph mode runs it while it compiles, so that a weight divided by it is a constant of the graph, too. The first call
+    decides, by what a checkpoint brought or by `weight` (None for a Tensor).
+    """
+    unit = _constants[name]
+    if unit.number is None and weight != 0:
+        unit.number = float(unit.parameter.asnumpy()) or weight or 0.0
+    return unit.number or 0.0

@@ -1,0 +1,241 @@
+"""GradientNoiseScale against a problem whose answer is known and against NumPy; scale_lr."""
+from itertools import count
+from math import inf, isnan
+
+import mindspore as ms
+import numpy as np
+import pytest
+import reference
+from conftest import compiled
+from mindspore import Parameter, Tensor, amp, nn
+
+from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_train_step, save_checkpoint, scale_lr
+
+FEATURES = 100
+MEAN = np.full(FEATURES, 0.3)             # |G|² = 9
+SPREAD = np.linspace(0.5, 1.5, FEATURES)  # S = sum of its squares
+NOISE, SQUARED = (SPREAD**2).sum(), (MEAN**2).sum()
+RAGGED = [3, 9, 1, 5]
+NAN = np.full((2, FEATURES), np.nan, np.float32)
+_numbers = count()
+
+
+def samples(n, rng):
+    """Return samples whose gradients (below) have the mean MEAN and the variance NOISE: float32 (n, FEATURES)."""
+    return (MEAN + SPREAD * rng.normal(size=(n, FEATURES))).astype(np.float32)
+
+
+def windows_of(sizes, number, seed=0):
+    rng = np.random.default_rng(seed)
+    return [[samples(n, rng) for n in sizes] for _ in range(number)]
+
+
+class Position(nn.Cell):
+    """Half the mean squared distance of the samples from a point at 0: the gradient of a sample is point - sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.point = Parameter(Tensor(np.zeros(FEATURES), ms.float32), name=f"point{next(_numbers)}")
+
+    def construct(self, x):
+        return ((self.point - x) ** 2).sum(-1).mean() / 2
+
+
+def build(accumulate_step=4, clip_norm=None, decay=1, **options):
+    network = Position()
+    acc = Accumulator(nn.SGD([network.point], 1e-30), accumulate_step, clip_norm, reduction="mean",
+                      noise_scale=GradientNoiseScale(decay), **options)
+    return network, acc
+
+
+def gradient_of(x):
+    return -x.mean(0, dtype=np.float64)
+
+
+def estimates(windows, decay=1.0, weight_of=len):
+    """Return S and |G|² from windows of microbatches of samples."""
+    return tuple(reference.noise_and_signal([[(gradient_of(x), weight_of(x)) for x in window] for window in windows], decay))
+
+
+def found(acc):
+    return acc.noise_scale.noise, acc.noise_scale.gradient_squared
+
+
+def feed(acc, *windows):
+    for x in (x for window in windows for x in window):
+        acc((Tensor(gradient_of(x), ms.float32),), float(len(x)))
+    acc.flush()
+
+
+def rows(long):
+    """Return (options, windows that are fed, windows that count); samples that are NAN_FREE have weight 0."""
+    known = [*windows_of(RAGGED, long), *windows_of(RAGGED[:2], 1, seed=1)]  # with an incomplete last window
+    growing = [*windows_of(RAGGED, 5), *windows_of(RAGGED[:3], 5, seed=1)]
+    first, second, third = windows_of(RAGGED, 3)
+    masked = [*first[:3], NAN]
+    return [
+        ({}, known, known),
+        ({"clip_norm": 0.1}, known, known),
+        ({"accumulate_step": {0: 4, 5: 3}, "decay": 0.5}, growing, growing),
+        ({"accumulate_step": {0: 4, 1: 1}, "decay": 0.5}, [first, *windows_of([4], 2)], [first]),  # one microbatch says nothing
+        ({"accumulate_step": 1}, windows_of([4], 3), []),
+        ({"on_nonfinite": "skip_microbatch"}, [masked, [NAN[:1], *second], third], [first[:3], second, third]),
+        ({"on_nonfinite": "skip_window"}, [masked, [NAN[:1], *second[1:]], third], [first[:3], third]),
+        ({"on_nonfinite": "apply"}, [masked, [NAN[:1], *second[1:]], third], [first[:3], third]),  # the means are not lost
+    ]
+
+
+def test_estimates_are_those_of_numpy(mode):
+    """All in one graph. NaN has weight 0 where it is of two samples; compiled, the windows are enough for the known answer."""
+    cases = rows(60 if mode == "jit" else 6)
+    accumulators = tuple([build(**options)[1] for options, _, _ in cases])
+
+    def train_step(gradients, weights):
+        return tuple([acc((gradients[i],), weights[i]) for i, acc in enumerate(accumulators)])
+
+    train_step = compiled(train_step, mode)
+    streams = [[x for window in windows for x in window] for _, windows, _ in cases]
+    for i in range(max(map(len, streams))):
+        row = [stream[i] if i < len(stream) else np.zeros((1, FEATURES)) for stream in streams]
+        weights = [0 if x.shape == NAN.shape and np.isnan(x).any() else len(x) for x in row]
+        train_step(Tensor(np.stack([gradient_of(x) for x in row]), ms.float32), Tensor(weights, ms.float32))
+        for acc, stream, (options, windows, kept) in zip(accumulators, streams, cases):
+            if len(stream) == i + 1:
+                acc.flush()
+                expected = estimates(kept, options.get("decay", 1.0)) if kept else (np.nan, np.nan)
+                assert found(acc) == pytest.approx(expected, rel=1e-4, nan_ok=True), options
+                assert int(acc.update_step) + int(acc.skipped) == len(windows) + (options.get("on_nonfinite") == "skip_microbatch")
+                if len(windows) > 60:
+                    assert found(acc) == pytest.approx((NOISE, SQUARED), rel=0.1)
+                    assert acc.noise_scale.scale() == pytest.approx(NOISE / SQUARED, rel=0.1)
+    assert isnan(accumulators[4].noise_scale.scale())
+
+
+def test_what_is_wrong_is_seen():
+    """Controls: microbatches that all count the same, a norm with its noise, and other means miss the answer by far."""
+    windows = windows_of(RAGGED, 150)
+    assert estimates(windows) == pytest.approx((NOISE, SQUARED), rel=0.1)
+    assert not estimates(windows, weight_of=lambda x: 1)[0] * np.mean(RAGGED) == pytest.approx(NOISE, rel=0.1)
+    biased = np.mean([(np.concatenate(window).mean(0) ** 2).sum() for window in windows])
+    assert not biased == pytest.approx(SQUARED, rel=0.1)
+    growing = rows(1)[2][1]
+    assert not estimates(growing, 0.5)[0] == pytest.approx(estimates(growing)[0], rel=0.01)
+
+
+@pytest.mark.parametrize(("options", "jit"), [
+    ({}, "1"), ({"strategy": "split"}, "0"), pytest.param({"strategy": "split"}, "1", marks=pytest.mark.slow), ({"scale": 2.0**12}, "0")])
+def test_pieces_are_the_small_batches(monkeypatch, options, jit):
+    """micro_size=3 cuts 13 samples into 5 + 5 + 3; a loss scale drops out."""
+    monkeypatch.setenv("MS_JIT", jit)
+    if "scale" in options:
+        options = {"loss_scaler": amp.StaticLossScaler(options["scale"])}
+    network, acc = build(accumulate_step=2)
+    train_step = make_train_step(network, acc, micro_size=3, **options)
+    windows, coarse = [], []
+    for pair in windows_of([13, 13], 6):
+        for x in pair:
+            train_step(Tensor(x))
+        windows.append([piece for x in pair for piece in np.split(x, [5, 10])])
+        coarse.append(pair)
+    assert found(acc) == pytest.approx(estimates(windows), rel=1e-4)
+    assert not found(acc)[0] == pytest.approx(estimates(coarse)[0], rel=0.003)  # control: of two gradients of 13 samples
+
+
+def test_a_constant_weight_of_zero_measures_nothing():
+    _, acc = build(accumulate_step=9)
+    (window,) = windows_of(RAGGED, 1)
+    acc((Tensor(NAN[0]),), 0)
+    feed(acc, window)
+    assert found(acc) == pytest.approx(estimates([window]), rel=1e-4)
+
+
+def test_resets():
+    """The accumulator's forgets the open window, its own forgets the means."""
+    first, second = windows_of(RAGGED, 2)
+    _, acc = build()
+    acc((Tensor(gradient_of(first[0]), ms.float32),), 3.0)
+    acc.reset()
+    feed(acc, second)
+    assert found(acc) == pytest.approx(estimates([second]), rel=1e-4)
+    acc.noise_scale.reset()
+    assert isnan(acc.noise_scale.scale())
+    feed(acc, first)
+    assert found(acc) == pytest.approx(estimates([first]), rel=1e-4)
+
+
+def test_a_gradient_lost_in_noise_has_an_infinite_scale():
+    _, acc = build(accumulate_step=2)
+    for sign in (1, -1):
+        acc((Tensor(np.full(FEATURES, sign), ms.float32),), 4.0)
+    assert acc.noise_scale.gradient_squared < 0
+    assert acc.noise_scale.scale() == inf
+
+
+def test_checkpoints_carry_it(tmp_path):
+    windows = windows_of(RAGGED, 2)
+    results = []
+    for resumed in (False, True):
+        network, acc = build()
+        feed(acc, windows[0])
+        acc((Tensor(gradient_of(windows[1][0]), ms.float32),), 3.0)
+        if resumed:
+            save_checkpoint(tmp_path / "run.ckpt", network, acc)
+            name = network.point.name
+            network, acc = build()
+            network.point.name = name
+            acc = Accumulator(nn.SGD([network.point], 1e-30), 4, reduction="mean", noise_scale=GradientNoiseScale(1))
+            load_checkpoint(tmp_path / "run.ckpt", network, acc)
+        feed(acc, windows[1][1:])
+        results.append(found(acc))
+    assert results[0] == results[1] == pytest.approx(estimates(windows), rel=1e-4)
+    names = [p.name for p in acc.parameters]
+    assert {"noise_scale.window", "noise_scale.totals"} < {name.split(".", 1)[1] for name in names}
+    assert len({name.split(".")[0] for name in names}) == 1
+
+
+def test_without_it_nothing_is_added():
+    weights = [Parameter(Tensor([1.0]), name="w")]
+    off = Accumulator(nn.SGD(weights, 0.1), 2, reduction="mean")
+    on = Accumulator(nn.SGD(weights, 0.1), 2, reduction="mean", noise_scale=GradientNoiseScale())
+    assert len(on.parameters) - len(off.parameters) == 2
+
+
+def accumulator_with(noise_scale, **options):
+    return Accumulator(nn.SGD([Parameter(Tensor([1.0]), name="w")], 0.1), 2, noise_scale=noise_scale, **options)
+
+
+TAKEN = GradientNoiseScale()
+accumulator_with(TAKEN, reduction="mean")
+REFUSED = [
+    (TypeError, r"decay is '1' of type str, expected a number; give 0 < decay <= 1", GradientNoiseScale, ("1",)),
+    (TypeError, r"decay is True", GradientNoiseScale, (True,)),
+    (ValueError, r"decay is 0, expected 0 < decay <= 1; 1 takes plain means", GradientNoiseScale, (0,)),
+    (ValueError, r"decay is 1\.5", GradientNoiseScale, (1.5,)),
+    (ValueError, r"decay is nan", GradientNoiseScale, (float("nan"),)),
+    (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None; give Gradient", accumulator_with, (True,)),
+    (ValueError, r"noise_scale with reduction='sum': .* give reduction=\"mean\" and the number of samples", accumulator_with,
+     (GradientNoiseScale(),)),
+    (TypeError, r"lr is \[0\.1\] of type list, expected a number; scale each rate", scale_lr, ([0.1], 2)),
+    (TypeError, r"lr is True", scale_lr, (True, 2)),
+    (ValueError, r"lr is 0, expected a finite number > 0", scale_lr, (0, 2)),
+    (ValueError, r"lr is inf", scale_lr, (inf, 2)),
+    (TypeError, r"accumulate_step is 2\.0 of type float, expected an int >= 1; of a schedule", scale_lr, (0.1, 2.0)),
+    (TypeError, r"accumulate_step is True", scale_lr, (0.1, True)),
+    (ValueError, r"accumulate_step is 0, expected an int >= 1", scale_lr, (0.1, 0)),
+    (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", scale_lr, (0.1, 2, "cubic")),
+    (ValueError, r"rule is 2, expected one of", scale_lr, (0.1, 2, 2)),
+]
+
+
+def test_bad_arguments_are_refused():
+    for error, message, function, arguments in REFUSED:
+        with pytest.raises(error, match=message):
+            function(*arguments)
+    with pytest.raises(ValueError, match=r"noise_scale is another accumulator's, .* give each accumulator its own"):
+        accumulator_with(TAKEN, reduction="mean")
+
+
+def test_scale_lr():
+    assert scale_lr(0.1, 8) == pytest.approx(0.8)
+    assert scale_lr(0.1, 16, rule="sqrt") == pytest.approx(0.4)
+    assert scale_lr(0.1, 1, rule="sqrt") == scale_lr(0.1, 1) == 0.1

@@ -1,0 +1,75 @@
+"""Start ranks once for all tests: a launch costs more than all that the ranks do in it."""
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import rank_cases
+
+
+@pytest.fixture
+def folder_of(tmp_path_factory):
+    """`folder_of(launch)`: what the launch left; the processes of pytest share it."""
+    base = tmp_path_factory.getbasetemp()
+
+    def folder_of(launch):
+        folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"ranks-{launch}"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "end.json").exists():
+                _launch(folder, *rank_cases.LAUNCHES[launch])
+        return folder
+    return folder_of
+
+
+def _launch(folder, count, cases):
+    programs = Path(sys.executable).parent
+    if shutil.which("msrun", path=programs) is None:
+        pytest.skip("MindSpore without msrun")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(rank_cases.__file__)
+    command = [programs / "msrun", f"--worker_num={count}", f"--local_worker_num={count}", f"--master_port={port}",
+               "--join=True", f"--log_dir={folder / 'logs'}", script, folder, *cases]
+    path = [script.parents[1], *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(map(str, path))}
+    process = subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = "stopped by the test"
+    try:
+        output, _ = process.communicate(timeout=1200)
+    finally:
+        alive = _processes_with(str(folder))
+        for number in alive:
+            os.kill(number, signal.SIGKILL)
+        end = {"status": process.returncode, "alive": alive, "output": output}
+        (folder / "end.json").write_text(json.dumps(end), encoding="utf-8")
+
+
+def _processes_with(argument):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if argument in path.read_text(encoding="utf-8", errors="replace").split("\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.fixture
+def left_by(folder_of):
+    """`left_by(case, launch)`: what a case left on each rank."""
+    def left_by(case, launch="fast"):
+        folder = folder_of(launch)
+        results = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(rank_cases.LAUNCHES[launch][0])]
+        assert all(case in result for result in results), (folder / "end.json").read_text(encoding="utf-8")[-3000:]
+        return [result[case] for result in results]
+    return left_by

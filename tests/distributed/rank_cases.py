@@ -1,0 +1,318 @@
+"""What each rank of a test run does: `rank_cases.py FOLDER CASE...`, started by msrun from launch.py.
+
+A case is the name of a function below and its arguments, joined by colons. It runs op by op unless "jit" or "graph"
+stands at its end. What it returns goes into FOLDER/rank<r>.json under the name of the case.
+"""
+import json
+import os
+import signal
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from time import perf_counter
+from unittest.mock import patch
+
+import mindspore as ms
+import numpy as np
+import pytest
+from conftest import MLP, mean_loss, tensors, values
+from mindspore import Tensor, amp, nn, ops
+from mindspore.communication import get_rank, init
+
+from ms_accum import Accumulator, DataParallel, GradientNoiseScale, avoid_busy_waiting, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum.cli import main as cli
+from ms_accum.distributed.ranks import wait_for_all
+
+N = 2
+SYNCS = {
+    "window": DataParallel(bucket_mib=1e-4),  # 100 bytes: three buckets for four parameters
+    "microbatch": DataParallel(sync="microbatch"),
+    "shard": DataParallel(sync="microbatch", shard=True, bucket_mib=1e-4),
+}
+OPTIMIZERS = {"SGD": lambda parameters: nn.SGD(parameters, 0.1), "Adam": lambda parameters: nn.Adam(parameters, 0.01),
+              "Momentum": lambda parameters: nn.Momentum(parameters, 0.1, 0.9)}
+STILL = {"still": lambda parameters: nn.SGD(parameters, 1e-30)}
+SIZES = {  # samples in the microbatches of rank r; those of one size are compiled once
+    "equal": lambda r: [4] * 5,
+    "unequal": lambda r: [3 + r, 4, 5 - r % 2, 2, 1 + r],
+    "uneven": lambda r: [3 + r, 4, 2, 5, 3][:5 - 2 * (r % 2)],  # ranks 1 and 3 run out of data two microbatches early
+}
+# The accumulators of `together`: optimizer, reducer, on_nonfinite.
+TOGETHER = [("Momentum", "window", "apply"), ("SGD", "microbatch", "apply"), ("Adam", "shard", "apply"),
+            ("SGD", "window", "skip_microbatch")]
+MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
+
+MATRIX = [f"trained:{sync}:{sizes}:{optimizer}"
+          for sync in SYNCS for sizes in ("equal", "unequal", "uneven") for optimizer in OPTIMIZERS]
+BAD = [f"trained:{sync}:{sizes}:SGD:{what}" for sync, sizes, what in (
+    ("window", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_microbatch"),
+    ("microbatch", "uneven", "nan:skip_window"), ("window", "equal", "overflow"), ("window", "uneven", "nan"))]
+NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
+         for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
+RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors"]
+LAUNCHES = {  # ranks, cases
+    # Every sync with each kind of sizes and each optimizer.
+    "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, *NOISE, *RESUME,
+                 "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit", "mnist",
+                 "killed"]),
+    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:4], *NOISE, *RESUME, "mnist"]),
+                     "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:split:jit",
+                     "trained:shard:uneven:Adam:split:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
+    "four": (4, [*MATRIX[2::3], "trained:window:uneven:Adam", "trained:window:uneven:SGD:nan:skip_microbatch", NOISE[0], RESUME[0],
+                 *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
+}
+
+
+EVERY_LAUNCH = pytest.mark.parametrize(
+    "launch", ["fast", *(pytest.param(launch, marks=pytest.mark.slow) for launch in ("compiled", "four"))])
+
+
+def cases_of(launch, kind, feature=""):
+    """The cases of a launch that call the function `kind`, and have the argument `feature`."""
+    return [case for case in LAUNCHES[launch][1] if case.split(":")[0] == kind and (not feature or feature in case.split(":"))]
+
+
+def microbatches(sizes, rank):
+    """[(x float64 (n, 6), y int (n,))] of a rank."""
+    rng = np.random.default_rng(100 + rank)
+    return [(rng.normal(size=(n, 6)), rng.integers(0, 3, n)) for n in SIZES[sizes](rank)]
+
+
+def weight_of(rank, i):
+    """How often `together` counts microbatch i of a rank."""
+    return 1 + (rank + i) % 3
+
+
+def accumulator(network, optimizer="SGD", sync="window", clip_norm=0.5, **settings):
+    optimizer = {**OPTIMIZERS, **STILL}[optimizer](network.trainable_params())
+    return Accumulator(optimizer, N, clip_norm, reduction="mean", reducer=SYNCS.get(sync), **settings)
+
+
+def train(step, batches):
+    for x, y in batches:
+        step(*tensors(x, y))
+    step.flush()
+
+
+def state(acc):
+    return {"counters": [int(acc.update_step), int(acc.mini_step), int(acc.skipped)], "grad_norm": float(acc.grad_norm),
+            "parameters": values(acc.optimizer.parameters), "buffers": sum(b.nbytes for b in acc.buffers)}
+
+
+def trained(rank, sync, sizes, optimizer, *features):
+    """Train on this rank's part; each rank starts from weights of its own, which rank 0's replace."""
+    network, batches = MLP(seed=rank), microbatches(sizes, rank)
+    if rank == 1 and "nan" in features:
+        batches[1][0][0, 0] = np.nan
+    if rank == 0 and "overflow" in features:
+        batches[0][0][0, 0] = np.inf
+    scaler = amp.DynamicLossScaler(1024, 2, 1000) if "overflow" in features else None
+    noise_scale = GradientNoiseScale(decay=0.9) if "noise" in features else None
+    on_nonfinite = next((feature for feature in features if feature.startswith("skip")), "apply")
+    acc = accumulator(network, optimizer, sync, on_nonfinite=on_nonfinite, noise_scale=noise_scale)
+    strategy = "split" if "split" in features else "fused"
+    train(make_train_step(mean_loss(network), acc, strategy=strategy, loss_scaler=scaler), batches)
+    return {**state(acc), "scale": scaler and float(scaler.scale_value),
+            "noise": noise_scale and [noise_scale.noise, noise_scale.gradient_squared]}
+
+
+def together(rank, settings=TOGETHER):
+    """Four accumulators in one step, with Tensors as weights; only the last one sees the NaN of rank 1."""
+    networks, loss_fn = nn.CellList([MLP(seed=0) for _ in settings]), nn.CrossEntropyLoss()
+    accs = one, two, three, four = [accumulator(network, optimizer, sync, on_nonfinite=on_nonfinite)
+                                    for network, (optimizer, sync, on_nonfinite) in zip(networks, settings)]
+
+    def forward_fn(x, y):
+        return sum([loss_fn(network(x), y) for network in networks])
+
+    grad_fn = ms.grad(forward_fn, None, networks.trainable_params())
+
+    @ms.jit
+    def step(x, y, weight, spoil):
+        grads = grad_fn(x, y)
+        # Collectives of one graph have to start in the same order on every rank.
+        weight = ops.depend(weight, one(grads[:4], weight))
+        weight = ops.depend(weight, two(grads[4:8], weight))
+        weight = ops.depend(weight, three(grads[8:12], weight))
+        return four(tuple([g * spoil for g in grads[12:]]), weight)
+
+    for i, (x, y) in enumerate(microbatches("equal", rank)):
+        spoil = np.nan if (rank, i) == (1, 1) else 1.0
+        step(*tensors(x, y), Tensor(weight_of(rank, i), ms.float32), Tensor(spoil, ms.float32))
+    for acc in accs:
+        acc.flush()
+    return [state(acc) for acc in accs]
+
+
+def by_hand(rank):
+    """Gradients that the script computes itself: reduction="sum", a number 0 as the weight, the published experiment."""
+    found = {"article": train_article([article_rows()[rank::2]], reducer=DataParallel())}
+    for sync, reducer in SYNCS.items():
+        network = MLP(seed=0)
+        acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), N, reducer=reducer)
+        grad_fn = ms.grad(mean_loss(network), None, acc.optimizer.parameters)
+        for x, y in microbatches("equal", rank):
+            acc(tuple([g / N for g in grad_fn(*tensors(x, y))]))
+        acc.flush()
+        found[f"sum:{sync}"] = state(acc)
+        acc = accumulator(MLP(seed=0), sync=sync, clip_norm=None)
+        for value, weight in ((float("nan") if rank else 1.0, 0 if rank else 1.0), (1.0, 1.0)):
+            acc(tuple([p * 0 + value for p in acc.optimizer.parameters]), weight)
+        found[f"zero:{sync}"] = state(acc)
+    return found
+
+
+def article_rows():
+    """The published 8 x 8 numbers."""
+    path = Path(__file__).parents[1] / "article_rand8x8.json"
+    return np.array(json.loads(path.read_text(encoding="utf-8"))["rows"], np.float32)
+
+
+def train_article(windows, divisor=1, reducer=None):
+    """Two epochs of the published experiment; the loss is the sum of the outputs."""
+    network = nn.Dense(8, 1, weight_init="ones", has_bias=False)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), len(windows), reducer=reducer)
+    grad_fn = ms.grad(lambda x: network(x).sum() / divisor, None, acc.optimizer.parameters)
+    for x in windows * 2:
+        acc(grad_fn(Tensor(x)))
+    return [f"{weight:.4f}" for weight in network.weight.asnumpy().reshape(-1)]
+
+
+def traffic(rank, sync):
+    """16 microbatches, N = 8: collectives, their bytes, and ten elements (Colossal-AI's check) after each microbatch."""
+    network, sent, all_reduce = MLP(seed=0), [], ops.AllReduce.__call__
+
+    def counted(self, x):
+        sent.append(x.nbytes)
+        return all_reduce(self, x)
+
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 8, reduction="mean", reducer=DataParallel(sync=sync))
+    step = make_train_step(mean_loss(network), acc)
+    seen = [network.first.weight.asnumpy().reshape(-1)[:10].copy()]
+    with patch.object(ops.AllReduce, "__call__", counted):
+        for x, y in microbatches("equal", rank)[:4] * 4:
+            step(*tensors(x, y))
+            seen.append(network.first.weight.asnumpy().reshape(-1)[:10].copy())
+    return {"collectives": len(sent), "bytes": sum(sent), "parameters": sum(p.nbytes for p in acc.optimizer.parameters),
+            "seen": seen}
+
+
+def said_by(function, *arguments, **keywords):
+    """What a refusal says."""
+    try:
+        function(*arguments, **keywords)
+    except (TypeError, ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def refusals(rank):
+    """What every rank says where they are not alike, and where they are."""
+    def make(accumulate_step=2, seed=0, rate=0.1, **data_parallel):
+        optimizer = nn.SGD(MLP(seed=seed).trainable_params(), rate)
+        return Accumulator(optimizer, accumulate_step, reduction="mean", reducer=DataParallel(**data_parallel))
+
+    acc, loss = make(sync="microbatch"), mean_loss(MLP())
+    return {"accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
+            "alike": said_by(make, broadcast=False), "rate": said_by(make, rate=0.1 * (1 + rank)),
+            "loss_scaler": said_by(make_train_step, loss, acc, loss_scaler=amp.StaticLossScaler(2 ** (rank + 1))),
+            "micro_size": said_by(make_train_step, loss, acc, micro_size=2)}
+
+
+def compiled_before(rank):
+    """A graph that was compiled before rank 0's values arrive follows them."""
+    network, x = MLP(seed=rank), Tensor(np.ones((1, 6)), ms.float32)
+
+    @ms.jit
+    def evaluate(x):
+        return network(x)
+
+    evaluate(x)
+    accumulator(network)
+    return {"seen": evaluate(x), "expected": MLP(seed=0)(x)}
+
+
+def resume(rank, sync, suffix):
+    """Saved in mid-window, twice; continued, and resumed by others; then with rank 1's file damaged."""
+    path = FOLDER / f"resume-{sync}.{suffix}"
+
+    def build(seed):
+        network = MLP(seed=seed)
+        acc = accumulator(network, "Momentum", sync)
+        return network, acc, make_train_step(mean_loss(network), acc)
+
+    def everything():
+        parameters = (*network.get_parameters(), *acc.optimizer.get_parameters(), *acc.parameters)
+        return [p.asnumpy().tobytes() for p in parameters]
+
+    batches = microbatches("unequal", rank)
+    network, acc, step = build(0)
+    step(*tensors(*batches[0]))
+    save_checkpoint(path, network, acc, extra="first")
+    for x, y in batches[1:3]:
+        step(*tensors(x, y))
+    save_checkpoint(path, network, acc, extra={"rank": rank})
+    mini_step = int(acc.mini_step)
+    train(step, batches[3:])
+    uninterrupted = everything()
+    network, acc, step = build(1)
+    extra = load_checkpoint(path, network, acc)
+    train(step, batches[3:])
+    same = everything() == uninterrupted
+    unsaved = said_by(save_checkpoint, path, network, acc, extra=(1,) if rank == 1 else [1])
+    wait_for_all()
+    files = len(list(path.parent.glob(f"*{path.stem}.*")))
+    if rank == 1:
+        mine, = path.parent.glob(f"{path.stem}.rank1of*")
+        mine.write_bytes(mine.read_bytes()[:-1])
+    before = everything()
+    damaged = said_by(load_checkpoint, path, network, acc)
+    return {"mini_step": mini_step, "extra": extra, "same": same, "unsaved": unsaved, "damaged": damaged, "files": files,
+            "untouched": everything() == before}
+
+
+def mnist(rank):
+    """The reference run, in FOLDER/mnist."""
+    folder = FOLDER / "mnist"
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    mode = "pynative" if os.environ["MS_JIT"] == "0" else "graph"
+    with redirect_stdout(sys.stdout):  # rank 1 replaces its own
+        return cli.main(["mnist", *MNIST, "--save-every", "5", "--mode", mode])
+
+
+def killed(rank):
+    """Train until rank 1 dies. The last case, for no rank comes back from it."""
+    acc = accumulator(MLP(seed=0))
+    for i in range(10**6):
+        acc(acc.optimizer.parameters)
+        if i == 20:
+            print("training", flush=True)
+        if i == 20 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def as_json(value):
+    return (value.asnumpy() if isinstance(value, Tensor) else value).tolist()
+
+
+def main(*cases):
+    avoid_busy_waiting()
+    ms.set_device("CPU")
+    init()
+    rank, found = get_rank(), {}
+    for case in cases:
+        name, *arguments = case.split(":")
+        mode = arguments.pop() if arguments and arguments[-1] in ("jit", "graph") else "pynative"
+        os.environ["MS_JIT"] = "0" if mode == "pynative" else "1"
+        ms.set_context(mode=ms.GRAPH_MODE if mode == "graph" else ms.PYNATIVE_MODE)
+        start = perf_counter()
+        found[case] = globals()[name](rank, *arguments)
+        print(f"rank {rank}: {case}  {perf_counter() - start:.1f} s", flush=True)
+        (FOLDER / f"rank{rank}.json").write_text(json.dumps(found, default=as_json), encoding="utf-8")
+    wait_for_all()
+
+
+if __name__ == "__main__":
+    FOLDER = Path(sys.argv[1])
+    main(*sys.argv[2:])

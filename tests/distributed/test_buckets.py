@@ -1,0 +1,26 @@
+"""What travels between ranks, and in how many collectives."""
+import numpy as np
+from conftest import MLP
+from rank_cases import EVERY_LAUNCH, LAUNCHES, cases_of
+
+pytest_plugins = ["launch"]
+
+
+def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
+    """16 microbatches, N = 8: one bucket a window, the gradients and a header of 12 bytes; in between, parameters stand still."""
+    window, microbatch = left_by("traffic:window")[0], left_by("traffic:microbatch")[0]
+    assert (window["collectives"], microbatch["collectives"]) == (2, 16)
+    assert window["bytes"] == 2 * (window["parameters"] + 12)
+    assert window["bytes"] * 8 == microbatch["bytes"]
+    for left in (*left_by("traffic:window"), *left_by("traffic:microbatch")):
+        seen = np.array(left["seen"])
+        assert seen.shape == (17, 10)
+        assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(16)] == ([False] * 7 + [True]) * 2
+
+
+@EVERY_LAUNCH
+def test_shards_are_a_part_of_the_buffers(left_by, launch):
+    whole, ranks = sum(p.nbytes for p in MLP().trainable_params()), LAUNCHES[launch][0]
+    for case in cases_of(launch, "trained"):
+        share, padding = (whole / ranks, 3 * 4) if ":shard:" in case else (whole, 0)  # an element in each of three buckets
+        assert all(share <= left["buffers"] <= share + padding for left in left_by(case, launch)), case

@@ -1,0 +1,127 @@
+"""Ranks as a whole: which are refused, what they save and print, and how a run of them ends."""
+import json
+import re
+from dataclasses import replace
+
+import mindspore as ms
+import pytest
+from conftest import MLP, difference, values
+from mindspore import nn
+from rank_cases import EVERY_LAUNCH, LAUNCHES, MNIST, accumulator, cases_of
+
+from ms_accum import Accumulator, DataParallel, load_checkpoint
+from ms_accum.checkpoint import CheckpointError
+from ms_accum.cli import main as cli
+from ms_accum.cli import mnist as command
+from ms_accum.mnist.network import Network
+
+pytest_plugins = ["launch"]
+DIFFER = "ValueError: rank 1 and rank 0 differ in "
+
+
+def test_ranks_that_are_not_alike_are_refused(left_by):
+    for said in left_by("refusals"):
+        assert said["rate"].startswith(DIFFER + "the optimizer, its learning rate or state; ")
+        assert said["loss_scaler"] == DIFFER + "the loss_scaler; give every rank the same one"
+        assert said["accumulate_step"] == DIFFER + "accumulate_step; give every rank the same network and arguments"
+        assert said["seed"].startswith(DIFFER + "the values of first.weight, the values of first.bias, ")
+        assert said["seed"].endswith("give every rank the same seed, or broadcast=True")
+        assert said["alike"] == "accepted"
+        assert said["micro_size"].startswith("ValueError: micro_size=2 with an accumulator whose ranks exchange each microbatch")
+
+
+def test_an_accumulator_before_init_is_refused(monkeypatch):
+    monkeypatch.setenv("MS_WORKER_NUM", "2")
+    with pytest.raises(RuntimeError, match=r"msrun started several ranks, .* call mindspore.communication.init\(\) before"):
+        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reducer=DataParallel())
+
+
+def test_graphs_compiled_before_follow_rank_0(left_by):
+    for left in left_by("compiled_before:jit"):
+        assert left["seen"] == left["expected"]
+
+
+@EVERY_LAUNCH
+def test_each_rank_resumes_bit_identically(left_by, launch):
+    """In mid-window; if one rank cannot save, none does and nothing is left; if one's file is damaged, none loads anything."""
+    for rank, left in (each for case in cases_of(launch, "resume") for each in enumerate(left_by(case, launch))):
+        assert left["unsaved"].startswith("TypeError: " if rank == 1 else "OSError: ")
+        assert left["files"] == LAUNCHES[launch][0]
+        assert left["mini_step"] == 1
+        assert left["extra"] == {"rank": rank}
+        assert left["same"]
+        assert left["untouched"]
+        assert re.fullmatch(".*(is truncated|is damaged).*" if rank == 1 else
+                            r"CheckpointError: rank 1 failed, and so nothing was done on this one; see its message", left["damaged"])
+
+
+def test_checkpoints_of_other_numbers_of_ranks_are_refused(folder_of):
+    folder, network = folder_of("fast"), MLP()
+    assert len(list(folder.glob("resume-window.*"))) == 2, "the first generation is removed"
+    with pytest.raises(CheckpointError, match=r"was saved with ranks 2, but this run has 1; build it alike"):
+        load_checkpoint(folder / "resume-window.ckpt", network, accumulator(network, "Momentum", None))
+
+
+# --- ms-accum mnist ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("launch", "case"), [("fast", "mnist"), pytest.param("compiled", "mnist:jit", marks=pytest.mark.slow)])
+def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, folder_of, tmp_path, launch, case):
+    """Sharded digits (13 and 12 microbatches), the same update; only rank 0 prints, with checkpoints on the way."""
+    assert cli.main(["mnist", *MNIST, "--mode", "pynative", "--accumulate-step", "4"]) == 0
+    assert left_by(case, launch) == [0, 0]
+    folders = [folder_of(launch) / "mnist", tmp_path]
+    two, one = (json.loads((folder / "run.json").read_text(encoding="utf-8")) for folder in folders)
+    assert (two["ranks"], one["ranks"]) == (2, 1)
+    assert two["update_step"] == one["update_step"] == 14
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["accuracy"] == pytest.approx(one["accuracy"], abs=0.2)
+    names = [p.name for p in Network(0).trainable_params()]
+    trained = [ms.load_checkpoint(str(folder / "run.ckpt")) for folder in folders]
+    assert difference(*(values(parameters[name] for name in names) for parameters in trained)) <= 1e-3  # float32, and ReLU
+    logs = logs_of(folder_of(launch), 2)
+    assert ["epoch 2/2  loss" in log for log in logs] == [True, False]
+    assert "400 x 2 x 2 ranks = 1,600 digits an update, gradients exchanged each window" in logs[0]
+    assert sorted(re.sub("-[0-9a-f]{16}", "", path.name) for path in folders[0].glob("*run.*")) == [
+        "run.ckpt", "run.json", "run.rank1of2.ckpt"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["--shard"], "argument --shard: gradients of a rank are whole until they are exchanged; add --sync microbatch"),
+    (["--sync", "microbatch", "--micro-size", "2"], "argument --micro-size: ranks that exchange each microbatch cannot cut it"),
+])
+def test_mnist_refuses_what_ranks_cannot_do(options, message, capsys):
+    assert cli.main(["mnist", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_comparing_on_ranks_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(command, "join_ranks", lambda settings: replace(settings, ranks=2))
+    assert cli.main(["mnist", "--compare"]) == 2
+    assert "argument --compare: several ranks do not compare" in capsys.readouterr().err
+
+
+# --- how a run of ranks ends -------------------------------------------------------------------------------------------
+
+
+def logs_of(folder, count):
+    logs = [(folder / "logs" / f"worker_{rank}.log").read_text(encoding="utf-8") for rank in range(count)]
+    assert [line for log in logs for line in log.splitlines() if "eliminated by mistake" in line] == []
+    return logs
+
+
+def test_a_killed_rank_ends_the_run(folder_of):
+    """With a message and a non-zero status, within the cluster's timeout, and nobody left behind."""
+    end = json.loads((folder_of("fast") / "end.json").read_text(encoding="utf-8"))
+    assert end["status"] not in (0, None)
+    assert "training" in logs_of(folder_of("fast"), 2)[1]
+    assert re.search(r"Worker process \d+ exit with exception", end["output"]), end
+    assert "exception" in end["output"].lower(), end
+    assert end["alive"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["compiled", "four"])
+def test_ranks_end_together(folder_of, launch):
+    end = json.loads((folder_of(launch) / "end.json").read_text(encoding="utf-8"))
+    assert (end["status"], end["alive"]) == (0, []), end

@@ -1,0 +1,181 @@
+"""DataParallel in real processes against NumPy: every way to exchange, uneven data, decisions that ranks make alike."""
+import mindspore as ms
+import numpy as np
+import pytest
+import reference
+from conftest import MLP, difference, values
+from mindspore import nn
+from rank_cases import EVERY_LAUNCH, LAUNCHES, SYNCS, TOGETHER, N, article_rows, cases_of, microbatches, together, train_article, weight_of
+
+from ms_accum import Accumulator, DataParallel
+from ms_accum.distributed import reducers
+
+pytest_plugins = ["launch"]
+ARTICLE = ["0.9472", "0.9440", "0.9527", "0.9687", "0.9570", "0.9343", "0.9411", "0.9186"]  # published
+ORACLES = {"SGD": lambda: reference.SGD(0.1), "still": lambda: reference.SGD(1e-30), "Adam": lambda: reference.Adam(0.01),
+           "Momentum": lambda: reference.SGD(0.1, 0.9)}
+
+
+def once(rank, i):
+    return 1
+
+
+def windows_of(sizes, count, skipped=(), weight=once):
+    """The undivided batches: what all ranks have in each window, without microbatches (by index) that all of them skip.
+
+    A microbatch of weight 2 is in its batch twice.
+    """
+    batches = [microbatches(sizes, rank) for rank in range(count)]
+    kept = [i for i in range(max(map(len, batches))) if i not in skipped]
+    groups = [kept[i:i + N] for i in range(0, len(kept), N)]
+    parts = [[batches[rank][i] for rank in range(count) for i in group if i < len(batches[rank]) for _ in range(weight(rank, i))]
+             for group in groups]
+    return [tuple(map(np.concatenate, zip(*window))) for window in parts]
+
+
+def undivided(windows, optimizer):
+    """The oracle: one process, each window as one batch."""
+    oracle = reference.Accumulation(values(MLP(seed=0).trainable_params()), ORACLES[optimizer](), 1, "mean", 0.5)
+    for x, y in windows:
+        oracle(reference.loss_and_gradients(oracle.parameters, x, y)[1])
+    return oracle
+
+
+def arrays_of(left):
+    return list(map(np.array, left["parameters"]))
+
+
+def require_equal(results, oracle, case, skipped=0):
+    """Each rank ends where the oracle does, and all hold the same bits."""
+    for rank, left in enumerate(results):
+        assert difference(arrays_of(left), oracle.parameters) <= (1e-5 if "Adam" in case else 1e-6), f"{case}, rank {rank}"
+        assert left["counters"] == [oracle.update_step, 0, skipped], case
+        assert left["grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5), case
+        assert left["parameters"] == results[0]["parameters"], f"{case}: ranks hold different parameters"
+
+
+@EVERY_LAUNCH
+def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
+    """{window, microbatch, shard} x {equal, unequal weights, uneven numbers of microbatches} x short last window x clipping.
+
+    A NaN in rank 1's second microbatch makes all ranks skip that microbatch or drop that window; so does an overflow on
+    rank 0, which halves the loss scale of all.
+    """
+    count = LAUNCHES[launch][0]
+    for case in cases_of(launch, "trained"):
+        _, sizes, optimizer, *features = case.split(":")[1:]
+        results, bad, skips = left_by(case, launch), {"nan", "overflow"} & set(features), "skip_microbatch" in features
+        if bad == {"nan"} and not skips and "skip_window" not in features:  # control: there is something to skip
+            assert all(np.isnan(p).any() for left in results for p in arrays_of(left)), case
+            continue
+        windows = windows_of(sizes, count, (1,) if bad and skips else ())
+        oracle = undivided(windows[1:] if bad and not skips else windows, optimizer)
+        assert oracle.update_step == (2 if bad else 3)
+        require_equal(results, oracle, case, len(bad))
+        assert [left["scale"] for left in results] == [512 if "overflow" in bad else None] * count, case
+
+
+def test_ranks_train_as_one_process_in_one_graph(left_by):
+    """The same, compiled, with Tensors as weights; the last accumulator skips the second microbatch, which is NaN on one rank."""
+    for number, (optimizer, _, on_nonfinite) in enumerate(TOGETHER):
+        skipped = (1,) if on_nonfinite == "skip_microbatch" else ()
+        oracle = undivided(windows_of("equal", 2, skipped, weight_of), optimizer)
+        require_equal([left[number] for left in left_by("together:jit")], oracle, optimizer, len(skipped))
+
+
+def test_wrong_weights_are_seen():
+    """Negative control: ranks with unequal samples or weights that all count the same are not the undivided batch."""
+    windows = windows_of("unequal", 2)
+    doubled = [(np.concatenate([x, x[:2]]), np.concatenate([y, y[:2]])) for x, y in windows]
+    weighted, alike = (windows_of("equal", 2, weight=weight) for weight in (weight_of, once))
+    for right, wrong in ((windows, doubled), (weighted, alike)):
+        assert difference(undivided(wrong, "SGD").parameters, undivided(right, "SGD").parameters) > 1e-4
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_sum_is_averaged_over_ranks(left_by, sync):
+    batches = [microbatches("equal", rank) for rank in range(2)]
+    oracle = reference.Accumulation(values(MLP(seed=0).trainable_params()), reference.SGD(0.1), N)
+    for pieces in zip(*batches):
+        gradients = [reference.loss_and_gradients(oracle.parameters, x, y)[1] for x, y in pieces]
+        oracle([sum(g) / 2 / N for g in zip(*gradients)])
+    oracle.flush()
+    for left in left_by("by_hand"):
+        assert difference(arrays_of(left[f"sum:{sync}"]), oracle.parameters) <= 1e-6
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_weight_of_zero_counts_nothing_on_any_rank(left_by, sync):
+    """Three microbatches of gradient 1 and weight 1, and a NaN of weight 0."""
+    for left in left_by("by_hand"):
+        for start, value in zip(values(MLP(seed=0).trainable_params()), arrays_of(left[f"zero:{sync}"])):
+            np.testing.assert_allclose(value, start - 0.1, rtol=1e-5, atol=1e-6)
+
+
+def test_article_in_two_processes(left_by):
+    for left in left_by("by_hand"):
+        assert left["article"] == ARTICLE
+
+
+@pytest.mark.parametrize(("divisor", "same"), [(2, True), (1, False)])
+def test_article_in_one_process(divisor, same):
+    """Two microbatches, loss / 2; control: without the division the weights are others."""
+    assert (train_article([article_rows()[0::2], article_rows()[1::2]], divisor) == ARTICLE) == same
+
+
+@EVERY_LAUNCH
+def test_microbatches_of_all_ranks_are_in_the_noise_scale(left_by, launch):
+    """The estimates of one process that has the microbatches of all ranks; controls: of one rank, or of their sums, are others."""
+    parameters = values(MLP(seed=0).trainable_params())
+
+    def pair(x, y):
+        return np.concatenate([g.reshape(-1) for g in reference.loss_and_gradients(parameters, x, y)[1]]), len(x)
+
+    batches = [microbatches("uneven", rank) for rank in range(LAUNCHES[launch][0])]
+    parts = [[batch[i] for batch in batches if i < len(batch)] for i in range(max(map(len, batches)))]
+    windows, sums, one = [], [], []
+    for i in range(0, len(parts), N):
+        windows.append([pair(x, y) for part in parts[i:i + N] for x, y in part])
+        sums.append([pair(*map(np.concatenate, zip(*part))) for part in parts[i:i + N]])
+        one.append([pair(x, y) for x, y in batches[0][i:i + N]])
+    expected = reference.noise_and_signal(windows, 0.9)
+    for wrong in (sums, one):
+        assert abs(reference.noise_and_signal(wrong, 0.9)[0] / expected[0] - 1) > 0.02
+    for case in cases_of(launch, "trained", "noise"):
+        for left in left_by(case, launch):
+            np.testing.assert_allclose(left["noise"], expected, rtol=1e-4, err_msg=case)
+
+
+# --- one rank, and bad arguments ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", ["0", "1"])
+def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit):
+    """No process group: the same script, the same parameters to the bit as without a reducer."""
+    monkeypatch.setenv("MS_JIT", jit)
+    expected, *others = together(0, [("SGD", sync, "apply") for sync in (None, *SYNCS)])
+    assert expected["counters"] == [3, 0, 0]
+    assert difference(expected["parameters"], values(MLP(seed=0).trainable_params())) > 1e-2
+    for left in others:
+        assert left["counters"] == [3, 0, 0]
+        assert all(map(np.array_equal, left["parameters"], expected["parameters"]))
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), [
+    (ValueError, r"sync is 'epoch', expected one of 'window', 'microbatch'", {"sync": "epoch"}),
+    (TypeError, r"shard is 1, expected True or False", {"shard": 1}),
+    (TypeError, r"broadcast is None, expected True or False", {"broadcast": None}),
+    (ValueError, r"shard=True with sync=\"window\": .* give sync=\"microbatch\"", {"shard": True}),
+    (ValueError, r"bucket_mib is 0, expected a number of mebibytes > 0", {"bucket_mib": 0}),
+    (ValueError, r"bucket_mib is nan, expected", {"bucket_mib": float("nan")}),
+    (TypeError, r"bucket_mib is '1', expected", {"bucket_mib": "1"}),
+])
+def test_bad_arguments_are_refused(error, message, arguments):
+    with pytest.raises(error, match=message):
+        DataParallel(**arguments)
+
+
+def test_float64_between_cpu_ranks_is_refused(monkeypatch):
+    monkeypatch.setattr(reducers, "world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"DataParallel with buffers of float64: .* give buffer_dtype=ms.float32"):
+        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=ms.float64, reducer=DataParallel())
