@@ -209,7 +209,7 @@ def test_killed_at_a_random_microbatch_and_resumed(digits, run):
             assert trained[name].asnumpy().tobytes() == whole[name].asnumpy().tobytes(), name
 
 
-def test_the_noise_scale_is_printed_written_and_drawn_and_resumed(run, drawn):
+def test_the_noise_scale_is_printed_written_and_drawn_and_resumed(run, drawn, monkeypatch):
     """More epochs may be added to a finished run."""
     status, out, err = run("--noise-scale", "--json", "run.json", "--plot", "run.png")
     assert (status, err) == (0, [])
@@ -226,7 +226,10 @@ def test_the_noise_scale_is_printed_written_and_drawn_and_resumed(run, drawn):
     legend = [text.get_text() for text in noise_axes.get_legend().get_texts()]
     assert legend == ["critical batch size (noise scale)", "an update: 64 digits"]
 
+    done, save = [], train.save_checkpoint
+    monkeypatch.setattr(train, "save_checkpoint", lambda *a, extra: done.append(len(extra["losses"])) or save(*a, extra=extra))
     assert run("--noise-scale", "--epochs", "1", "--save", "one.ckpt", "--save-every", "3")[0] == 0
+    assert done == [3, 6, 0], "microbatches of the open epoch"
     status, out, _ = run("--noise-scale", "--resume", "one.ckpt", "--json", "resumed.json")
     assert status == 0
     assert "resumed    one.ckpt: 1 epochs and 0 microbatches done" in out
