@@ -60,10 +60,8 @@ def losses(name):
     return [epoch["loss"] for epoch in read(name)["epochs"]]
 
 
-def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
-    status, out, err = run(*"--json run.json --save run.ckpt --clip-norm 5 --momentum 0.5 --lr 0.05 --seed 7".split())
-    assert (status, err) == (0, [])
-    assert sorted(os.listdir()) == ["run.ckpt", "run.json"]
+def lines_of_a_run():
+    """Patterns of what the next test's run prints."""
     seconds = r"train \d+\.\d\d s  test \d+\.\d\d s"
     versions = f"ms_accum {ms_accum.__version__}, mindspore {ms.__version__}, numpy {np.__version__}"
     lines = [f"versions   {versions}, python 3.*",
@@ -74,6 +72,14 @@ def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
     for epoch in (1, 2):  # without a terminal, a few plain lines of progress
         lines += [rf"epoch {epoch}/2  \d+ digits  loss \d\.\d{{4}}  [\d,]+ digits/s"] * (figures.PROGRESS_LINES - 1)
         lines += [rf"epoch {epoch}/2  loss \d\.\d{{4}}  accuracy \d+\.\d\d %  {seconds}"]
+    return lines
+
+
+def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
+    status, out, err = run(*"--json run.json --save run.ckpt --clip-norm 5 --momentum 0.5 --lr 0.05 --seed 7".split())
+    assert (status, err) == (0, [])
+    assert sorted(os.listdir()) == ["run.ckpt", "run.json"]
+    lines = lines_of_a_run()
     assert len(out) == len(lines)
     assert [line for line, expected in zip(out, lines) if not re.fullmatch(expected, line)] == []
 
