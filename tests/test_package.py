@@ -132,6 +132,9 @@ def test_importing_changes_no_global_state_and_examples_of_docstrings_and_readme
     assert {name: printed[name] for name in docstrings} == {name: expected for name, (_, expected) in docstrings.items()}
     assert printed["model"].count("loss is") == 27
 
+
+@pytest.mark.slow  # three processes that fill gigabytes
+def test_the_example_of_planning_runs():
     script, expected = docstring_script("plan_micro_batch")
     assert run_python(script) == expected
 
