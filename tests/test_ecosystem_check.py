@@ -35,6 +35,7 @@ def test_a_vit_is_exact_but_for_its_masks(dtype):
     assert not check_equivalence(sum_loss, network, BATCH, 2).ok  # negative control
 
 
+@pytest.mark.slow  # the suite's fast sample: small networks with BatchNorm in tests/check
 def test_a_resnet_has_batch_statistics_until_they_are_replaced():
     network = mindcv.create_model("resnet18", num_classes=10).set_train()
     parameters = {p.name: id(p) for p in network.trainable_params()}

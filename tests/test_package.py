@@ -20,14 +20,16 @@ PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.D
 
 
 PUBLIC = sorted(name for name, value in vars(ms_accum).items() if inspect.isclass(value) or inspect.isfunction(value))
-ERRORS = {name for name in PUBLIC if inspect.isclass(getattr(ms_accum, name)) and issubclass(getattr(ms_accum, name), Exception)}
+# An exception is documented where it is raised.
+EXCEPTIONS = [name for name in PUBLIC if inspect.isclass(getattr(ms_accum, name)) and issubclass(getattr(ms_accum, name), Exception)]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name):
     text = inspect.getdoc(getattr(ms_accum, name))
-    assert name in ERRORS or ("Example:" in text and "Source:" in text)
-    assert text
+    if name not in EXCEPTIONS:
+        assert "Example:" in text
+        assert "Source:" in text
     assert getattr(ms_accum, name).__module__.startswith("ms_accum.")
 
 
@@ -116,20 +118,23 @@ print("unchanged" if state() == before else "changed")
 
 
 def test_importing_changes_no_global_state_and_examples_of_docstrings_and_readme_run():
-    """As modules of one process: graph mode does not find the names of a doctest's functions."""
-    names = [name for name in PUBLIC if name != "plan_micro_batch"]  # whose trials run the main script, too
+    """As files that one process runs: graph mode does not find the names of a doctest's functions."""
+    names = [name for name in PUBLIC if name not in (*EXCEPTIONS, "plan_micro_batch")]  # its trials run the main script, too
     docstrings = {f"doc_{name}": docstring_script(name) for name in names}
     scripts = {**{name: script for name, (script, _) in docstrings.items()}, **readme_scripts()}
     for name, script in scripts.items():
         Path(f"example_{name}.py").write_text(script, encoding="utf-8")
-    run = "".join(f"print('--- {name}')\nimport example_{name}\n" for name in scripts)
-    imported, *parts = run_python(IMPORT + run).split("--- ")
+    run = "".join(f"print('--- {name}')\nrunpy.run_path('example_{name}.py', run_name='example_{name}')\n" for name in scripts)
+    imported, *parts = run_python(IMPORT + "import runpy\n" + run).split("--- ")
     assert imported == "unchanged\n"
     printed = dict(part.split("\n", 1) for part in parts)
     assert printed.keys() == scripts.keys()
     assert {name: printed[name] for name in docstrings} == {name: expected for name, (_, expected) in docstrings.items()}
     assert printed["model"].count("loss is") == 27
 
+
+@pytest.mark.slow  # three processes that fill gigabytes
+def test_the_example_of_planning_runs():
     script, expected = docstring_script("plan_micro_batch")
     assert run_python(script) == expected
 

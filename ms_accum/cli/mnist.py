@@ -11,6 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
 
@@ -52,40 +53,33 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training")
+
+    def setting(name: str, text: str, **arguments: Any) -> None:
+        default = getattr(Settings, name.replace("-", "_"))
+        training.add_argument(f"--{name}", default=default, help=f"{text} (default: %(default)s)".lstrip(), **arguments)
+
     training.add_argument(
         "--data", default="embedded", metavar="{embedded,full,DIR}",
-        help="embedded: 10,000 + 2,000 digits of MNIST in the package; full: all 60,000 + 10,000, fetched once into the "
-             "user's cache; DIR: a folder that holds train/ and test/ with the idx files (default: %(default)s)")
-    training.add_argument("--batch-size", type=_count, default=Settings.batch_size, metavar="N",
-                          help="digits in a microbatch (default: %(default)s)")
-    training.add_argument("--accumulate-step", type=_count, default=Settings.accumulate_step, metavar="N",
-                          help="microbatches in a window, that is, for one update (default: %(default)s)")
-    training.add_argument("--epochs", type=_count, default=Settings.epochs, metavar="N", help="(default: %(default)s)")
-    training.add_argument("--lr", type=_learning_rate, default=Settings.lr, metavar="RATE",
-                          help="learning rate (default: %(default)s)")
+        help="embedded: 10,000 + 2,000 digits of MNIST in the package; full: all 60,000 + 10,000, fetched once into the user's "
+             "cache; DIR: a folder that holds train/ and test/ with the idx files (default: %(default)s)")
+    setting("batch-size", "digits in a microbatch", type=_count, metavar="N")
+    setting("accumulate-step", "microbatches in a window, that is, for one update", type=_count, metavar="N")
+    setting("epochs", "", type=_count, metavar="N")
+    setting("lr", "learning rate", type=_learning_rate, metavar="RATE")
     training.add_argument("--momentum", type=_momentum, metavar="M",
                           help="0 <= M < 1 (default: 0 with sgd, 0.9 with momentum; adam takes none)")
-    training.add_argument("--optimizer", choices=OPTIMIZERS, default=Settings.optimizer,
-                          help="nn.SGD, nn.Momentum or nn.Adam (default: %(default)s)")
+    setting("optimizer", "nn.SGD, nn.Momentum or nn.Adam", choices=OPTIMIZERS)
     training.add_argument("--clip-norm", type=_clip_norm, metavar="NORM",
                           help="clip the accumulated gradient to this global norm, once an update (default: no clipping)")
-    training.add_argument("--seed", type=_seed, default=Settings.seed, metavar="N",
-                          help="of the initial weights and the order of digits (default: %(default)s)")
+    setting("seed", "of the initial weights and the order of digits", type=_seed, metavar="N")
     training.add_argument("--device-target", choices=DEVICES, default="CPU", help="(default: %(default)s)")
-    training.add_argument("--mode", choices=MODES, default=Settings.mode,
-                          help="graph: jitted; pynative: op by op (default: %(default)s)")
-    training.add_argument("--api", choices=APIS, default=Settings.api,
-                          help="functional: a loop over make_train_step; model: mindspore.train.Model and its callbacks, the same "
-                               "parameters (default: %(default)s)")
-    training.add_argument("--strategy", choices=STRATEGIES, default=Settings.strategy,
-                          help="fused: one graph for all; split: a second graph for the update, invoked once per window "
-                               "(default: %(default)s)")
-    training.add_argument("--micro-size", type=_count, default=Settings.micro_size, metavar="K",
-                          help="pieces that each microbatch is cut into inside the compiled function; memory is that of one "
-                               "piece (default: %(default)s)")
-    training.add_argument("--sync", choices=SYNCS, default=Settings.sync,
-                          help="with several ranks (see the examples): exchange gradients once a window or at each microbatch "
-                               "(default: %(default)s)")
+    setting("mode", "graph: jitted; pynative: op by op", choices=MODES)
+    setting("api", "functional: a loop over make_train_step; model: mindspore.train.Model and its callbacks, the same parameters",
+            choices=APIS)
+    setting("strategy", "fused: one graph for all; split: a second graph for the update, invoked once per window", choices=STRATEGIES)
+    setting("micro-size", "pieces that each microbatch is cut into inside the compiled function; memory is that of one piece",
+            type=_count, metavar="K")
+    setting("sync", "with several ranks (see the examples): exchange gradients once a window or at each microbatch", choices=SYNCS)
     training.add_argument("--shard", action="store_true",
                           help="with several ranks and --sync microbatch: each keeps a part of the accumulated gradients")
     training.add_argument("--noise-scale", action="store_true",
@@ -105,7 +99,7 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
                         help="write a checkpoint of everything at the end; .safetensors is the other format")
     output.add_argument("--save-every", type=_count, metavar="K", help="write it after every K microbatches, too")
     output.add_argument("--resume", type=Path, metavar="FILE.ckpt",
-                        help="go on from a checkpoint, with the same options (--epochs may be more), as if it had never stopped")
+                        help="continue from a checkpoint as if the run had never stopped; give the same options (--epochs may be more)")
 
 
 def _number(convert: Callable[[str], float], accepted: Callable[[float], bool], expected: str, text: str) -> float:
@@ -129,7 +123,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Check, train, report, write.
 
     Raises:
-        SystemExit: With a line on stderr; status 2 for a bad value, 1 if digits cannot be fetched or a file cannot be written.
+        SystemExit: With a line on stderr; status 2 for a bad value, 1 if digits cannot be fetched or a file not be written.
     """
     try:
         settings, mnist = prepare(options)
@@ -151,14 +145,14 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, data.Mnist]:
-    """Check everything that can be checked before training. Raises ValueError or OSError for a bad value, FetchError without digits."""
+    """Check everything that can be checked before training. Raises ValueError, OSError or FetchError."""
     settings = settings_of(options)
     require_outputs(options)
     use_device(options.device_target)
     settings = join_ranks(settings)
     if options.compare and settings.ranks > 1:
-        raise ValueError("argument --compare: several ranks do not compare, for MindSpore exchanges no float64; leave it out, or run "
-                         "without msrun")
+        raise ValueError("argument --compare: several ranks do not compare, because MindSpore exchanges no float64; leave it "
+                         "out, or run without msrun")
     if settings.noise_scale and settings.gradients_in_a_window == 1:
         raise ValueError("argument --noise-scale: compares the microbatches of a window, which holds only one; give "
                          "--accumulate-step 2 or more, or --micro-size 2")
@@ -177,10 +171,11 @@ def settings_of(options: argparse.Namespace) -> Settings:
     if options.shard and options.sync == "window":
         raise ValueError("argument --shard: gradients of a rank are whole until they are exchanged; add --sync microbatch")
     if options.micro_size > 1 and options.sync == "microbatch":
-        raise ValueError("argument --micro-size: ranks that exchange each microbatch cannot cut it; leave out --sync microbatch, "
-                         "or choose a smaller --batch-size")
+        raise ValueError("argument --micro-size: ranks that exchange each microbatch cannot cut it; leave out "
+                         "--sync microbatch, or choose a smaller --batch-size")
     if options.api == "model" and options.strategy == "split":
-        raise ValueError("argument --strategy: a Model trains one Cell, which is one graph; leave out --strategy split or --api model")
+        raise ValueError("argument --strategy: a Model trains one Cell, which is one graph; leave out --strategy split or "
+                         "--api model")
     # No float64 on Ascend's matrix units.
     comparable = options.compare and options.device_target != "Ascend"
     named = {field.name: getattr(options, field.name) for field in fields(Settings) if field.name in options}
@@ -192,11 +187,13 @@ def require_outputs(options: argparse.Namespace) -> None:
     if options.save_every and not options.save:
         raise ValueError("argument --save-every: requires --save FILE.ckpt")
     if options.compare and (options.resume or options.save_every):
-        raise ValueError("argument --compare: a comparison trains twice and cannot be resumed; leave out --save-every and --resume")
+        raise ValueError("argument --compare: a comparison trains twice and cannot be resumed; leave out --save-every and "
+                         "--resume")
     if options.resume and not options.resume.is_file():
         raise ValueError(f"argument --resume: there is no file {options.resume}; give one that --save wrote")
     if options.resume and options.resume.suffix not in SUFFIXES:
-        raise ValueError(f"argument --resume: {options.resume} ends in none of {', '.join(SUFFIXES)}; give a file that --save wrote")
+        raise ValueError(f"argument --resume: {options.resume} ends in none of {', '.join(SUFFIXES)}; give a file that "
+                         "--save wrote")
     if options.plot and find_spec("matplotlib") is None:
         raise ValueError("argument --plot: matplotlib is not installed; install it, e.g. with "
                          f"{sys.executable} -m pip install matplotlib")
@@ -213,7 +210,7 @@ def require_outputs(options: argparse.Namespace) -> None:
 
 
 def use_device(target: str) -> None:
-    """Make `target` MindSpore's device. Raises ValueError if this build of MindSpore or this machine does not have it."""
+    """Make `target` MindSpore's device. Raises ValueError if MindSpore or this machine does not have it."""
     if ms.get_context("device_target") == target:
         return  # MindSpore refuses even the same device once it has run something.
     # On refusal MindSpore also logs a line for every missing library.
@@ -223,7 +220,8 @@ def use_device(target: str) -> None:
         ms.set_device(target)
     except RuntimeError as error:
         reason = str(error).split("Please")[0].strip()
-        raise ValueError(f"argument --device-target: {target} cannot be used here ({reason}); try --device-target CPU") from error
+        message = f"argument --device-target: {target} cannot be used here ({reason}); try --device-target CPU"
+        raise ValueError(message) from error
     finally:
         logging.disable(logged)
 
@@ -241,12 +239,14 @@ def join_ranks(settings: Settings) -> Settings:
     return settings
 
 
-def train_all(settings: Settings, mnist: data.Mnist, options: argparse.Namespace) -> tuple[dict[str, list[train.Epoch]], dict]:
+def train_all(settings: Settings, mnist: data.Mnist, options: argparse.Namespace) -> tuple[figures.Runs, dict]:
     """Train, with --compare both ways, and print; return the epochs of each run by name, and every figure."""
     print(figures.header(settings, mnist, options.data, options.device_target), flush=True)
-    network, epochs = _train(settings, mnist, train.Checkpoints(
-        options.save, options.save_every, options.resume,
-        lambda epochs, microbatches: print(f"resumed    {options.resume}: {epochs} epochs and {microbatches:,} microbatches done")))
+
+    def resumed(epochs: int, microbatches: int) -> None:
+        print(f"resumed    {options.resume}: {epochs} epochs and {microbatches:,} microbatches done")
+
+    network, epochs = _train(settings, mnist, train.Checkpoints(options.save, options.save_every, options.resume, resumed))
     runs = {"accumulated": epochs}
     results = figures.figures(settings, epochs)
     if settings.noise_scale:
@@ -258,10 +258,10 @@ def train_all(settings: Settings, mnist: data.Mnist, options: argparse.Namespace
         print(figures.comparison(settings, epochs, runs["undivided"], difference), flush=True)
         results["max_parameter_difference"] = difference
         results["undivided"] = figures.figures(settings.undivided(), runs["undivided"])
-    named = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items() if name != "run"}
+    named = {name: value for name, value in vars(options).items() if name != "run"}
     return runs, {
         **results,
-        "options": named,
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in named.items()},
         "gradients": settings.gradients,
         "device": options.device_target,
         "data": {"source": options.data, "train_digits": len(mnist.train), "test_digits": len(mnist.test)},
@@ -282,7 +282,7 @@ def _train(settings: Settings, mnist: data.Mnist, checkpoints: train.Checkpoints
     return network, epochs
 
 
-def write_all(options: argparse.Namespace, runs: dict[str, list[train.Epoch]], results: dict) -> None:
+def write_all(options: argparse.Namespace, runs: figures.Runs, results: dict) -> None:
     """Write the files that the options name. Raises OSError if one cannot be written after all."""
     if options.json:
         write_json(options.json, results)

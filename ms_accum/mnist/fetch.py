@@ -1,4 +1,4 @@
-"""Download the complete MNIST into a cache: try mirrors in turn, check every file, move the files into place when all are right."""
+"""Download the complete MNIST into a cache: try mirrors in turn, check every file, then move all into place."""
 from __future__ import annotations
 
 import gzip
@@ -45,7 +45,7 @@ def full_set(folder: Path) -> Path:
     """Return `folder` once it holds the complete MNIST: at once if it already does, else after a download.
 
     Raises:
-        FetchError: If no mirror gave files of the right md5, or `folder` cannot be written. Says what each mirror answered.
+        FetchError: If no mirror gave files of the right md5 (it says what each one answered), or `folder` is not writable.
     """
     if is_complete(folder):
         return folder
@@ -53,8 +53,8 @@ def full_set(folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
     except OSError as error:
-        raise FetchError(f"cannot write to the cache {folder.parent} ({error.strerror}); set XDG_CACHE_HOME to a writable folder, "
-                         "or use --data embedded or --data DIR") from error
+        raise FetchError(f"cannot write to the cache {folder.parent} ({error.strerror}); set XDG_CACHE_HOME to a writable "
+                         "folder, or use --data embedded or --data DIR") from error
     answers = []
     with temporary:
         for number, mirror in enumerate(MIRRORS):
@@ -83,7 +83,7 @@ def _fetch_from(mirror: str, folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if mirror.endswith(".zip"):
-            # Only known names are read, and they are written to known places: the archive cannot choose where it writes.
+            # Only known names are read and written: the archive cannot choose where it writes.
             with ZipFile(_download(mirror, folder / "archive.zip")) as archive:
                 content = archive.read(f"MNIST_Data/{name}")
         else:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Runs = dict[str, list[Epoch]]
+
 PROGRESS_LINES = 4
 # The second run lies on the first where they agree: dashes and crosses leave it visible.
 STYLES = ("o-", "x--")
@@ -32,7 +34,8 @@ _API = {"functional": "make_train_step", "model": "mindspore.train.Model"}
 
 def versions() -> dict[str, str]:
     """Return the versions of what a run's figures depend on."""
-    return {"ms_accum": ms_accum.__version__, "mindspore": ms.__version__, "numpy": np.__version__, "python": platform.python_version()}
+    packages = {package.__name__: package.__version__ for package in (ms_accum, ms, np)}
+    return {**packages, "python": platform.python_version()}
 
 
 def header(settings: Settings, mnist: Mnist, source: str, device: str) -> str:
@@ -42,7 +45,8 @@ def header(settings: Settings, mnist: Mnist, source: str, device: str) -> str:
     source = source.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8, but output is
     return "\n".join((
         f"versions   {names}",
-        f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, {_API[settings.api]}, gradients in {settings.gradients}",
+        f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, {_API[settings.api]}, "
+        f"gradients in {settings.gradients}",
         f"data       {source}: {len(mnist.train):,} digits to train on, {len(mnist.test):,} to test on",
         f"batch      {batch(settings)}{_cut(settings)}",
         f"optimizer  {settings.optimizer}, learning rate {settings.lr:g}{clipped}, seed {settings.seed}",
@@ -59,7 +63,8 @@ def _cut(settings: Settings) -> str:
 def batch(settings: Settings) -> str:
     """Format the effective batch and how it is made up."""
     ranks = "" if settings.ranks == 1 else f" x {settings.ranks} ranks"
-    return f"{settings.batch_size:,} x {settings.accumulate_step:,}{ranks} = {settings.effective_batch:,} digits an update"
+    pieces = f"{settings.batch_size:,} x {settings.accumulate_step:,}{ranks}"
+    return f"{pieces} = {settings.effective_batch:,} digits an update"
 
 
 def epoch_line(epoch: Epoch, settings: Settings) -> str:
@@ -75,7 +80,8 @@ def critical_batch(settings: Settings, epochs: list[Epoch]) -> str:
     if not isfinite(critical):
         return "critical batch size unknown: the last epoch's gradient is lost in noise; give more microbatches"
     verdict = "a larger batch saves updates" if critical > used else "a smaller batch learns as much from an update"
-    return f"critical batch size about {critical:,.0f} digits, {critical / used:.2g} x the {used:,} of an update: {verdict}"
+    ratio = f"{critical / used:.2g} x the {used:,} of an update"
+    return f"critical batch size about {critical:,.0f} digits, {ratio}: {verdict}"
 
 
 def comparison(settings: Settings, accumulated: list[Epoch], undivided: list[Epoch], difference: float) -> str:
@@ -90,7 +96,8 @@ def comparison(settings: Settings, accumulated: list[Epoch], undivided: list[Epo
 def figures(settings: Settings, epochs: list[Epoch]) -> dict:
     """Return what a training gave; seconds are sums over its epochs, accuracy in per cent is that after the last."""
     last = epochs[-1]
-    chosen = ("batch_size", "accumulate_step", "micro_size", "api", "strategy", "ranks", "sync", "shard", "effective_batch")
+    chosen = (
+        "batch_size", "accumulate_step", "micro_size", "api", "strategy", "ranks", "sync", "shard", "effective_batch")
     return {
         "accuracy": last.accuracy,
         "loss": last.loss,
@@ -99,7 +106,8 @@ def figures(settings: Settings, epochs: list[Epoch]) -> dict:
         "update_step": last.update_step,
         "noise_scale": last.noise_scale,
         **{name: getattr(settings, name) for name in chosen},
-        "epochs": [{name: value for name, value in asdict(epoch).items() if name != "microbatch_losses"} for epoch in epochs],
+        "epochs": [
+            {name: value for name, value in asdict(epoch).items() if name != "microbatch_losses"} for epoch in epochs],
     }
 
 
@@ -162,8 +170,8 @@ def progress(settings: Settings, mnist: Mnist) -> Union[Bar, Lines]:
     return Bar(settings, mnist) if sys.stdout.isatty() else Lines(settings, mnist)
 
 
-def plot(runs: dict[str, list[Epoch]], effective_batch: int) -> Figure:
-    """Draw one or two runs, by name, over the epochs: loss and test accuracy; of the first also the noise scale, if it was measured."""
+def plot(runs: Runs, effective_batch: int) -> Figure:
+    """Draw one or two runs over the epochs: loss and test accuracy; of the first also the noise scale, if measured."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -176,8 +184,9 @@ def plot(runs: dict[str, list[Epoch]], effective_batch: int) -> Figure:
         look = {"color": f"C{number}", "label": name}
         losses = np.concatenate([epoch.microbatch_losses for epoch in epochs])
         loss_axes.plot(np.linspace(0, len(epochs), len(losses)), losses, color=look["color"], alpha=0.25, linewidth=0.5)
-        loss_axes.plot([epoch.epoch - 0.5 for epoch in epochs], [epoch.loss for epoch in epochs], STYLES[number], **look)
-        accuracy_axes.plot([epoch.epoch for epoch in epochs], [epoch.accuracy for epoch in epochs], STYLES[number], **look)
+        ends = np.array([epoch.epoch for epoch in epochs])
+        loss_axes.plot(ends - 0.5, [epoch.loss for epoch in epochs], STYLES[number], **look)
+        accuracy_axes.plot(ends, [epoch.accuracy for epoch in epochs], STYLES[number], **look)
     loss_axes.set(ylabel="loss", title="Cross entropy: each microbatch, and mean of an epoch", ylim=(0, None))
     accuracy_axes.set(ylabel="accuracy in %", title="Test digits labelled correctly")
     for axes in noise_axes:

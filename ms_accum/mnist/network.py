@@ -1,4 +1,4 @@
-"""What runs on the device: the network of MindSpore's gradient accumulation tutorial, its loss, its test, and the comparison's float64."""
+"""What runs on the device: the tutorial's network, its loss, its test, and the comparison's float64 gradients."""
 from __future__ import annotations
 
 from math import sqrt
@@ -18,9 +18,10 @@ SHIFT = MEAN / STD
 
 
 class Network(nn.Cell):
-    """Compute the logits of digits with 784-512-512-10 and ReLU. Pixels are normalised here, so digits travel to the device as bytes.
+    """Compute the logits of digits with 784-512-512-10 and ReLU, the network of MindSpore's gradient accumulation tutorial.
 
-    The parameters have the names of the tutorial's network, so a checkpoint of the one loads into the other.
+    It normalises the pixels itself, so digits travel to the device as bytes. The parameters have the names of the tutorial's
+    network, so a checkpoint of the one loads into the other.
 
     Args:
         seed: Of the initial weights: uniform in ±1/sqrt(inputs), which is the default of `nn.Dense`, but drawn by NumPy
@@ -34,7 +35,8 @@ class Network(nn.Cell):
         rng = np.random.default_rng(seed)
         self.flatten = nn.Flatten()
         self.dense_relu_sequential = nn.SequentialCell(
-            _dense(SIDE * SIDE, 512, rng, dtype), nn.ReLU(), _dense(512, 512, rng, dtype), nn.ReLU(), _dense(512, CLASSES, rng, dtype))
+            _dense(SIDE * SIDE, 512, rng, dtype), nn.ReLU(), _dense(512, 512, rng, dtype), nn.ReLU(),
+            _dense(512, CLASSES, rng, dtype))
 
     def construct(self, images: Tensor) -> Tensor:
         """Return logits, float32 `(n, 10)`, of images, uint8 `(n, 28, 28)`."""
@@ -44,7 +46,8 @@ class Network(nn.Cell):
 
 def _dense(inputs: int, outputs: int, rng: np.random.Generator, dtype: ms.Type) -> nn.Dense:
     bound = 1 / sqrt(inputs)
-    weight, bias = (Tensor(rng.uniform(-bound, bound, shape).astype(np.float32), dtype) for shape in ((outputs, inputs), outputs))
+    weight, bias = (
+        Tensor(rng.uniform(-bound, bound, shape).astype(np.float32), dtype) for shape in ((outputs, inputs), outputs))
     return nn.Dense(inputs, outputs, weight_init=weight, bias_init=bias, dtype=dtype)
 
 
@@ -57,8 +60,9 @@ def largest_difference(one: Network, other: Network) -> float:
 class MeanCrossEntropy(nn.Cell):
     """Mean cross entropy, float32 `()`, of logits, float32 `(n, 10)`, and labels, int32 `(n,)`.
 
-    nn.CrossEntropyLoss takes the logarithm in a kernel of its own, which MindSpore 2.10 splits among as many CPU threads as turn out
-    to be fastest, and whose last bit depends on the split: one process in 30 reported other losses. LogSoftmax goes row by row.
+    nn.CrossEntropyLoss takes the logarithm in a kernel of its own, which MindSpore 2.10 splits among as many CPU threads as
+    turn out to be fastest, and whose last bit depends on the split: one process in 30 reported other losses. LogSoftmax
+    goes row by row.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Train and test: microbatches in seeded order, dealt out to the ranks, one update per window, an epoch's last window flushed."""
+"""Train and test: microbatches in seeded order, dealt out to the ranks, each epoch's last window flushed."""
 from __future__ import annotations
 
 import os
@@ -96,12 +96,13 @@ class Place:
             raise CheckpointError("the checkpoint is not from `ms-accum mnist`; give one that --save wrote")
         for name, value in _identity(settings, mnist).items():
             if extra["run"].get(name) != value:
-                raise CheckpointError(f"the checkpoint is from a run with {name} {extra['run'].get(name)}, but this run has {value}; "
-                                      "give the same options and digits")
-        epochs = [Epoch(**{**epoch, "microbatch_losses": np.array(epoch["microbatch_losses"])}) for epoch in extra["epochs"]]
+                raise CheckpointError(f"the checkpoint is from a run with {name} {extra['run'].get(name)}, but this run has "
+                                      f"{value}; give the same options and digits")
+        epochs = [
+            Epoch(**{**epoch, "microbatch_losses": np.array(epoch["microbatch_losses"])}) for epoch in extra["epochs"]]
         if len(epochs) > settings.epochs:
-            raise CheckpointError(f"the checkpoint holds {len(epochs)} epochs, but this run has only {settings.epochs}; "
-                                  "give more --epochs")
+            raise CheckpointError(f"the checkpoint holds {len(epochs)} epochs, but this run has only {settings.epochs}; give "
+                                  "more --epochs")
         return cls(epochs, extra["losses"])
 
 
@@ -124,7 +125,7 @@ def train(
         mnist: Digits to train on and to test on.
         network: With its initial weights.
         settings: The run.
-        on_microbatch: Called after each microbatch: `(epoch, digits trained on in this epoch by all ranks, loss of the microbatch)`.
+        on_microbatch: Called after each microbatch: `(epoch, digits that all ranks trained on in it, loss)`.
         checkpoints: Where to save, and what to resume from.
 
     Raises:
@@ -150,7 +151,8 @@ def train(
             accumulator.noise_scale.reset()
         start = perf_counter()
         with _mode(settings):
-            train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save, settings.ranks)
+            train_epoch(train_step, mnist.train, microbatches, partial(on_microbatch, epoch), place.losses, save_at, save,
+                        settings.ranks)
         losses, place.losses = np.array(place.losses, np.float64), []
         trained = perf_counter()
         accuracy = evaluate(count_correct, mnist.test, settings)
@@ -184,7 +186,7 @@ def cut(order: np.ndarray, batch_size: int) -> list[np.ndarray]:
 
 
 def _saves(epoch: int, digits: int, settings: Settings, every: Optional[int]) -> range:
-    """The numbers of microbatches of this epoch after which to save; the same on every rank, or one would wait for ever."""
+    """After which microbatches of this epoch to save: the same on every rank, or one would wait for ever."""
     shortest = -(-digits // settings.batch_size) // settings.ranks
     return range(every - (epoch - 1) * shortest % every, shortest + 1, every) if every else range(0)
 
@@ -231,7 +233,7 @@ def train_epoch(
         digits: Digits to train on.
         microbatches: Rows of `digits`, as from `microbatches_of`.
         on_microbatch: Called after each microbatch: `(digits trained on by all ranks, loss of the microbatch)`.
-        losses: Mean losses of the microbatches that are already done, which are passed over; those of the others are appended.
+        losses: Mean losses of the microbatches that are already done, which are skipped; those of the others are appended.
         save_at: Numbers of microbatches of this epoch after which to save.
         save: Called then; `losses` is complete.
         ranks: How many train; the others are taken to be as far as this one.
@@ -260,13 +262,16 @@ def train_epoch(
     read()
 
 
-def _in_a_loop(train_step: TrainStep, digits: Digits, microbatches: Sequence[np.ndarray], took: Callable[[Tensor], None]) -> None:
+Took = Callable[[Tensor], None]
+
+
+def _in_a_loop(train_step: TrainStep, digits: Digits, microbatches: Sequence[np.ndarray], took: Took) -> None:
     for rows in microbatches:
         took(train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows])))
     train_step.flush()
 
 
-def _with_model(cell: TrainOneStepCell, digits: Digits, microbatches: Sequence[np.ndarray], took: Callable[[Tensor], None]) -> None:
+def _with_model(cell: TrainOneStepCell, digits: Digits, microbatches: Sequence[np.ndarray], took: Took) -> None:
     if len(microbatches) == 0:  # the epoch was saved after its last microbatch: only the flush is left
         cell.flush()
         return
@@ -291,7 +296,7 @@ class _Source:
 class _Took(Callback):
     """Pass on the loss of each microbatch, before the last window is closed, as the loop does."""
 
-    def __init__(self, took: Callable[[Tensor], None]) -> None:
+    def __init__(self, took: Took) -> None:
         super().__init__()
         self.took = took
 
@@ -300,7 +305,7 @@ class _Took(Callback):
 
 
 def evaluate(count_correct: Callable[..., Tensor], digits: Digits, settings: Settings) -> float:
-    """Return the accuracy on all digits, per cent, counted by a `CountCorrect`, compiled or not; each rank counts its part."""
+    """Return the accuracy on all digits, per cent, counted by a `CountCorrect`; each rank counts its part."""
     correct = [
         count_correct(Tensor(digits.images[rows]), Tensor(digits.labels[rows]))
         for rows in cut(np.arange(len(digits)), TEST_BATCH)[settings.rank::settings.ranks]]
@@ -321,7 +326,7 @@ def _of_all_ranks(numbers: np.ndarray, settings: Settings) -> np.ndarray:
 
 @contextmanager
 def _mode(settings: Settings) -> Iterator[None]:
-    """In "pynative" mode, jitted functions run op by op, by MindSpore's own switch; in "graph" mode, a `Model` compiles its cell."""
+    """Run jitted functions op by op in "pynative" mode, by MindSpore's own switch; compile a `Model`'s cell in "graph" mode."""
     before, context = os.environ.get("MS_JIT"), ms.get_context("mode")
     if settings.mode == "pynative":
         os.environ["MS_JIT"] = "0"

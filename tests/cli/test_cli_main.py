@@ -22,8 +22,9 @@ def _digits(_scratch_folder):
 
 
 def process(*arguments):
-    return subprocess.Popen([sys.executable, "-m", "ms_accum", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env={**os.environ, "PYTHONPATH": str(Path(ms_accum.__file__).parents[1])})
+    environment = {**os.environ, "PYTHONPATH": str(Path(ms_accum.__file__).parents[1])}
+    return subprocess.Popen([sys.executable, "-m", "ms_accum", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, env=environment)
 
 
 def test_no_command_is_refused_in_one_line(capsys):
@@ -38,8 +39,8 @@ def test_help_and_version(capsys):
     assert "mnist" in capsys.readouterr().out
     assert cli.main(["mnist", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    options = "data batch-size accumulate-step epochs lr momentum optimizer clip-norm seed device-target mode json plot save compare"
-    for option in options.split():
+    options = "data batch-size accumulate-step epochs lr momentum optimizer clip-norm seed device-target mode json plot save"
+    for option in [*options.split(), "compare"]:
         assert f"--{option} " in text
     for default in ("embedded", "32", "2", "3", "0.01", "sgd", "42", "CPU", "graph"):
         assert f"(default: {default})" in text
@@ -69,8 +70,8 @@ if loud_import:
 
 
 @pytest.mark.parametrize("arguments", [
-    QUICK, ("--version",), ("plan", "loud_import:none", "--batch-size", "1"), ("check", "loud_import:none"), ("check", "loud:when_made"),
-    ("check", "loud:when_run")], ids=" ".join)
+    QUICK, ("--version",), ("plan", "loud_import:none", "--batch-size", "1"), ("check", "loud_import:none"),
+    ("check", "loud:when_made"), ("check", "loud:when_run")], ids=" ".join)
 def test_a_closed_pipe_ends_the_command_without_a_word(arguments, monkeypatch, capsys):
     for name in ("loud", "loud_import"):
         Path(f"{name}.py").write_text(LOUD.replace("loud_import", str(name == "loud_import")), encoding="utf-8")

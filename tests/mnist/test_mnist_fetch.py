@@ -5,6 +5,7 @@ import hashlib
 import io
 import re
 import socket
+import sys
 import threading
 import time
 import zipfile
@@ -102,9 +103,12 @@ def fetched(cache, monkeypatch, *mirrors):
 
 @pytest.mark.parametrize("mirror", ["good.zip", "good/"])
 def test_a_set_is_fetched_once_and_again_when_damaged(server, cache, monkeypatch, mirror, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert fetched(cache, monkeypatch, f"{server[0]}/{mirror}") == FILES
     assert idx(data.load_folder(cache).train.labels) == FILES[NAMES[1]]
-    assert capsys.readouterr().out == ""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "file_sizes" in printed.err, "the bar of `download`"
     assert not list(cache.parents[1].rglob("*evil*"))
     assert fetched(cache, monkeypatch) == FILES, "a complete cache needs no mirror"
     write(cache, WRONG)
