@@ -113,6 +113,11 @@ def gradient_of(forward_fn, network, batch, **options):
     return values(acc.optimizer.seen), result
 
 
+def relative(got, expected):
+    """Norm of the difference over the norm, of all gradients together."""
+    return np.sqrt(sum(((g - e) ** 2).sum() for g, e in zip(got, expected)) / sum((e**2).sum() for e in expected))
+
+
 def warned(capfd):
     """What MindSpore warned of."""
     return [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line.upper() and "CommManager" not in line]

@@ -2,8 +2,8 @@
 import functools
 import os
 import re
-import subprocess
 import sys
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -16,9 +16,8 @@ from conftest import MLP, batches, compiled, difference, in_modes, run_python, t
 from following import LOSS, forward_of, make_driver, op_by_op, run_as
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
-from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_grad_cache_step, make_train_step, save_checkpoint
 
-HERE = Path(__file__).parent
 (X, Y), = batches([16])
 
 
@@ -78,61 +77,45 @@ WEIGHTS = {"int": 70_000, "float": 70_000.0, "tensor": Tensor(70_000.0)}
 @pytest.mark.parametrize(("mode", "weight", "buffer_dtype"), in_modes(
     [*product(WEIGHTS, (None, ms.float16))], [("tensor", ms.float16)]))
 def test_large_weights_meet_neither_loss_nor_buffer(mode, weight, buffer_dtype):
-    """A float16 loss times 70,000 is infinite, and so is a gradient in a float16 buffer."""
+    """A float16 loss times 70,000 is infinite, and so is a gradient in a float16 buffer. The functions are partial ones of partial ones."""
     network, weight = MLP(), WEIGHTS[weight]
     before = values(network.trainable_params())
     accumulator = trained(network, 2, buffer_dtype=buffer_dtype)
 
-    def forward_fn(x, y):
-        return LOSS(network(x), y).astype(ms.float16)
+    def forward_fn(scale, x, y, factor):
+        return (LOSS(network(x), y) * scale * factor).astype(ms.float16)
 
-    def weight_fn(x, y):
+    def weight_fn(weight, x, y):
         return weight
 
-    feed(make_train_step(forward_fn, accumulator, weight_fn=weight_fn), mode)
+    forward_fn = functools.partial(functools.partial(forward_fn, 0.5), factor=Tensor(2.0))
+    feed(make_train_step(forward_fn, accumulator, weight_fn=functools.partial(weight_fn, weight)), mode)
     moved, expected = ([a - b for a, b in zip(after, before)] for after in (values(network.trainable_params()), oracle_of(X, Y)))
     assert difference(moved, expected) < 5e-3
     assert float(accumulator.window_weight) == 140_000
 
 
-@pytest.mark.parametrize(("mode", "scale"), in_modes([(1.0,), (70000.0,)], []))
-def test_large_weights_do_not_overflow_float16_parameters(mode, scale):
-    network = nn.Cell()
-    network.w = Parameter(Tensor([[1.0, 2.0, 3.0]], ms.float16), name="w")
-    accumulator = Accumulator(nn.SGD(network.trainable_params(), 1.0), 1, reduction="mean")
-
-    def forward_fn(x):
-        return (network.w * x).mean()
-
-    def weight(x):
-        return len(x) * scale
-
-    with run_as(mode):
-        make_train_step(forward_fn, accumulator, micro_size=2, weight_fn=weight)(
-            Tensor([[1.0, 0.0, 2.0], [3.0, 0.0, 0.0], [2.0, 0.0, 4.0]], ms.float16))
-    np.testing.assert_allclose(network.w.asnumpy(), [[1 / 3, 2.0, 7 / 3]], rtol=2e-3)
-
-
 FORMS = [(6, 2), (Tensor(6.0), 2), (6, Tensor(2.0)), (Tensor(6.0), Tensor(2.0)), (ms.mutable(6.0), ms.mutable(2.0))]
 
 
-@pytest.mark.parametrize(("mode", "ignored"), in_modes([(0,), (Tensor(0.0),)], [(Tensor(0.0),)]))
+@pytest.mark.parametrize(("mode", "ignored"), in_modes([("number",), ("tensor",)], [("tensor",)]))
 def test_weights_of_every_form_share_one_unit(mode, ignored):
     """In one graph, an accumulator for each pair of forms: numbers, Tensors, and numbers that may change."""
+    ignored = {"number": 0, "tensor": Tensor(0.0)}[ignored]
     accumulators = [Accumulator(nn.SGD([Parameter(Tensor([0.0, 0.0]), name=f"{name}{i}") for name in "ab"], 1.0), 3, reduction="mean")
                     for i in range(len(FORMS))]
 
     def step(gradient, *weights):
-        closed = ()
         for i in range(len(FORMS)):
-            closed = (*closed, accumulators[i]((gradient, gradient), weights[i]))
-        return closed
+            accumulators[i].add((gradient, gradient), weights[i])
+        return gradient
 
     step = compiled(step, mode)
     first, second = zip(*FORMS)
     for value, weights in ((np.nan, [ignored] * len(FORMS)), (1.0, first), (5.0, second)):
         step(Tensor([value, value], ms.float32), *weights)
     for accumulator in accumulators:
+        assert accumulator.flush()
         assert all((p.asnumpy() == -2).all() for p in accumulator.optimizer.parameters)  # (6 * 1 + 2 * 5) / 8
         assert float(accumulator.window_weight) == 8
 
@@ -194,31 +177,27 @@ def test_a_weight_that_is_not_finite_shows_in_the_loss(mode, on_nonfinite):
     assert difference(values(network.trainable_params()), oracle_of(X, Y)) < 1e-6
 
 
-@pytest.mark.parametrize("mode", ["jit", "pynative"])
-def test_partials_train_as_the_function(mode):
-    network = MLP()
-
-    def forward_fn(scale, x, y, factor=1.0):
-        return LOSS(network(x), y) * factor * scale
-
-    def weight_fn(x, y, times=1):
-        return len(x) * times
-
-    accumulator = trained(network, 2)
-    feed(make_train_step(functools.partial(functools.partial(forward_fn, 0.5), factor=Tensor(2.0)), accumulator, micro_size=2,
-                         weight_fn=functools.partial(weight_fn, times=3)), mode)
-    assert difference(values(network.trainable_params()), oracle_of(X, Y)) < 1e-6
-    assert float(accumulator.window_weight) == 48
-
-
-def test_between_a_weight_gradient_and_its_buffer_is_nothing_but_a_cast():
+@pytest.mark.fresh_process("jit")
+@pytest.mark.parametrize("mode", ["jit"])
+def test_between_a_weight_gradient_and_its_buffer_is_nothing_but_a_cast(mode):
     """What Ascend's `matmul_assignadd_fusion` looks for. A microbatch of another size needs a multiplication: the control."""
-    environment = {**os.environ, "MS_DEV_SAVE_GRAPHS": "1", "MS_DEV_SAVE_GRAPHS_PATH": "ir"}
-    subprocess.run([sys.executable, HERE / "saved_graphs.py", "float32 6", "float16 6", "bfloat16 6", "float32 4"], env=environment,
-                   check=True, capture_output=True)
+    # Read with the first graph of a process; graphs after this test's would go into the working directory if it were undone.
+    os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
+    for dtype, sizes in ((ms.float32, (6, 4)), (ms.float16, (6,)), (ms.bfloat16, (6,))):
+        network = MLP().to_float(dtype)
+        train_step = make_train_step(in_float32(network), trained(network, 4), strategy="split")
+        with suppress(*([RuntimeError, TypeError] if dtype == ms.bfloat16 else [])):  # CPU has no kernels for it; the graph is there
+            for x, y in batches(sizes):
+                train_step(*tensors(x, y))
     graphs = [file.read_text(encoding="utf-8") for file in sorted(Path("ir").glob("*_validate_*.ir"))]
     chains = [chain for graph in graphs if (chain := before_each_buffer(graph))]
-    assert chains == [[each, each] for each in ([], ["Cast"], ["Cast"], ["Mul"])]
+    assert chains == [[each, each] for each in ([], ["Mul"], ["Cast"], ["Cast"])]
+
+
+def in_float32(network):
+    def forward_fn(x, y):
+        return LOSS(network(x).astype(ms.float32), y)
+    return forward_fn
 
 
 def before_each_buffer(graph):
@@ -227,7 +206,7 @@ def before_each_buffer(graph):
         r"^\s*(%\d+)\(.*?\) = PrimFunc_(\w+)\(([^)]*)", graph, re.MULTILINE)}
     found = []
     for name, arguments in nodes.values():
-        if name == "AssignAdd" and re.fullmatch(r"%para\d+_accumulator\d+\.\d\.weight", arguments[0]):
+        if name == "AssignAdd" and re.fullmatch(r"%para\d+_accumulator\d+\.(first|second)\.weight", arguments[0]):
             found.append([])
             gradient = arguments[1]
             while nodes[gradient][0] != "MatMul":
@@ -309,7 +288,6 @@ def test_a_step_goes_on_after_an_error_that_added_nothing():
         train_step(*tensors(X, BAD))
     assert (float(accumulator.weight_sum), int(accumulator.mini_step)) == (16, 1)
     train_step(*tensors(X, Y))
-    assert int(accumulator.update_step) == 1
     assert difference(values(network.trainable_params()), oracle_of(X, Y)) < 1e-6
 
 
@@ -349,23 +327,80 @@ def test_split_interrupted_between_its_graphs_closes_the_window_first():
 # --- memory, wrong results ---------------------------------------------------------------------------------------------------
 
 
+TOKEN = nn.SequentialCell(nn.Dense(32, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 16))
+
+
+def encode(x):
+    """Of sequences of 64 tokens: 64 x 512 floats a layer for each sample."""
+    return TOKEN(x).mean(1)
+
+
+def contrast(z):
+    return ops.cross_entropy(ops.matmul(z, z.T), ops.arange(len(z)))
+
+
+def contrast_of(x):
+    return contrast(encode(x))
+
+
+def peak():
+    """Of this program, in KiB; ru_maxrss would be inherited from the process that started it."""
+    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
+
+
+def growth(samples, make, *functions, steps=1, **options):
+    """By how much training raises the peak."""
+    before = peak()
+    step = make(*functions, trained(TOKEN), **options)
+    for _ in range(steps):
+        float(step(Tensor(np.random.default_rng(0).random((samples, 64, 32), np.float32))))
+    return peak() - before
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_peak_memory_is_that_of_one_piece():
-    """768 samples in 48 pieces. A batch that is not cut takes again what the other two have freed, so that its need is the sum."""
-    cached, cut, undivided = map(int, run_python((HERE / "peak_memory.py").read_text(encoding="utf-8")).split()[-3:])
-    whole = cached + cut + undivided
+@pytest.mark.fresh_process("jit")
+@pytest.mark.parametrize("mode", ["jit"])
+def test_peak_memory_is_that_of_one_piece(mode):
+    """768 samples in 48 pieces, compilers included. What is not cut takes again what the other two have freed: its need is the sum."""
+    growth(16, make_train_step, contrast_of)  # the compiler's own memory
+    cached = growth(768, make_grad_cache_step, encode, contrast, micro_size=48)
+    cut = growth(768, make_train_step, contrast_of, micro_size=48)
+    whole = cached + cut + growth(768, make_train_step, contrast_of)
     assert whole > 500_000  # KiB: 48 Ki tokens, of 2,000 floats and as many gradients
     assert cached <= 0.3 * whole
     assert cut <= 0.25 * whole
 
 
+ONE_PROCESS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_accumulate import contrast, contrast_of, encode, growth, make_grad_cache_step, make_train_step, peak
+samples, pieces = int(sys.argv[3]), int(sys.argv[3]) // 16
+if sys.argv[2] == "cached":
+    growth(samples, make_grad_cache_step, encode, contrast, steps=3, micro_size=pieces)
+else:
+    growth(samples, make_train_step, contrast_of, steps=3, micro_size=pieces if sys.argv[2] == "cut" else 1)
+print(peak())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_memory_is_flat_in_the_batch():
+    """From 32 samples to 512 in pieces of 16, each in a process of its own, so that the compiler's memory is on both sides."""
+    def grown(kind):
+        small, large = (int(run_python(ONE_PROCESS, str(Path(__file__).parent), kind, samples)) for samples in ("32", "512"))
+        return large - small
+
+    undivided = grown("undivided")
+    assert undivided > 120_000  # KiB
+    assert grown("cached") <= 0.2 * undivided
+    assert grown("cut") <= 0.2 * undivided
+
+
+@pytest.mark.fresh_process("jit")
 @pytest.mark.parametrize("mode", ["jit", "pynative"])
 def test_functions_that_return_what_cannot_be_used_are_refused(mode):
-    """And change nothing."""
-    expected = [message for _, message in wrong_results.CASES]
-    if mode == "jit":
-        done = subprocess.run([sys.executable, HERE / "wrong_results.py"], capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines() == expected
-    else:
-        with op_by_op():
-            assert [wrong_results.refusal(functions) for functions, _ in wrong_results.CASES] == expected
+    """And change nothing. After such an error MindSpore 2.10 now and then cannot compile another gradient."""
+    with run_as(mode):
+        assert [wrong_results.refusal(functions) for functions, _ in wrong_results.CASES] == [message for _, message in wrong_results.CASES]
