@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
 from .arguments import as_weight, instance_of, number, one_of, require_condition, require_gradients
-from .batch_size.noise_scale import GradientNoiseScale, meter_of
+from .batch_size.noise_scale import GradientNoiseScale, meters_of
 from .distributed.buckets import Layout
 from .distributed.reducers import DataParallel, OneDevice
 from .gradients import FLOATS, Gradients, Scalar, clip_factor, global_norm, scaled
@@ -151,10 +151,13 @@ class Accumulator:
         self._microbatch_guard = FiniteMicrobatch(self.skipped) if on_nonfinite == "skip_microbatch" else AnyMicrobatch()
         self._window_guard = FiniteWindow(self.skipped) if on_nonfinite == "skip_window" else AnyWindow()
         self._loss_scale = NoLossScale()
-        self._meter = meter_of(noise_scale, prefix)
+        self._meters = meters_of(noise_scale, prefix)
+        self._hooks = () if after_update is None else (after_update,)
+        self._scalers = ()
         self._in_pieces = False  # whether a driver adds microbatches in pieces, and notes in `_unfinished` that it does
         self.parameters = ParameterTuple(
-            [*self.buffers, *self._counters, *_state_of(after_update, optimizer, parameters), *self._meter.parameters])
+            [*self.buffers, *self._counters, *_state_of(after_update, optimizer, parameters),
+             *(parameter for meter in self._meters for parameter in meter.parameters)])
 
     def _make_counters(self, prefix: str) -> None:
         def counter(name: str, dtype: ms.Type) -> Parameter:
@@ -224,7 +227,9 @@ class Accumulator:
     def _apply(self, asked: float) -> Scalar:
         """Close the window of all ranks if one of them asks for it or has microbatches; return how many ask."""
         # reduce
-        header = (self.weight_sum, self.mini_step, asked, *self._meter.open_window())
+        header = (self.weight_sum, self.mini_step, asked)
+        for meter in self._meters:
+            header = (*header, *meter.open_window())
         gradients, unit, header = self.reducer.window(self.buffers, self._unit.current(), header)
         weight, microbatches, asked = header[:3]
         if asked > 0 or microbatches > 0:
@@ -235,15 +240,17 @@ class Accumulator:
                 # normalise
                 factor = self._normaliser(unit, weight)
                 norm = self._norm(gradients, factor)
-                self._meter.conclude(header[3:], weight, norm)
+                for meter in self._meters:
+                    meter.conclude(header[3:], weight, norm)
                 # clip
                 factor = self._clipped(factor, norm)
                 # optimizer
                 self.optimizer(tuple([scaled(g, factor, dtype) for g, dtype in zip(gradients, self._dtypes)]))
                 ops.assign_add(self.update_step, 1)
-                if self.after_update is not None:
-                    self.after_update()
-            self._loss_scale.adjust(finite)
+                for hook in self._hooks:
+                    hook()
+            for scaler in self._scalers:
+                scaler.adjust(finite)
             ops.assign(self.window_weight, self.weight_sum)
             ops.assign_add(self.closed_windows, 1)
         self.reset()
@@ -298,7 +305,8 @@ class Accumulator:
             # buffer * 0, where NaN * 0 is 0. Of 258 MB of buffers, graph mode keeps a second copy for zeros_like(buffer)
             # (a constant) and for a broadcast 0 (all at once, and 3 x slower); this takes two temporary parameters.
             ops.assign(buffer, _multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
-        self._meter.forget_window()
+        for meter in self._meters:
+            meter.forget_window()
 
     # --- for drivers: a microbatch in pieces --------------------------------------------------------------------------------
 
@@ -365,6 +373,8 @@ class Accumulator:
                              'overflowing microbatch would be skipped for ever; give "apply" or "skip_window", which both drop the window')
         self.loss_scaler = loss_scaler
         self._loss_scale = LossScale(loss_scaler)
+        if type(loss_scaler).adjust is not amp.StaticLossScaler.adjust:  # of which, as it does nothing, MindSpore would warn
+            self._scalers = (loss_scaler,)
         self._window_guard = FiniteWindow(self.skipped)
         self.parameters = ParameterTuple([*self.parameters, *take_ownership(loss_scaler, self, self._prefix)])
 
@@ -381,7 +391,9 @@ class Accumulator:
     def _exchange(self, grads: Gradients, factor: Scalar, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
         """Add a microbatch of all ranks: whether it was taken (int32 0 or 1), and how many ranks had one (`present`: 1 of this one)."""
         # Before the exchange: afterwards, these are gradients of all ranks together.
-        spread = self._meter.measure(grads, self._loss_scale, weight)
+        spread = ()
+        for meter in self._meters:
+            spread = (*spread, *meter.measure(grads, self._loss_scale, weight))
         unit = self._unit.of(factor)
         gradients = tuple([scaled(g, factor / unit, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
         bad = self._microbatch_guard.bad(gradients, weight)
@@ -397,8 +409,10 @@ class Accumulator:
             _add_to(buffer, gradient.astype(buffer.dtype))
         if self.reduction == "mean":
             ops.assign_add(self.weight_sum, weight)
-        self._unit.keep(unit)
-        self._meter.include(spread)
+        if self._unit.is_state:
+            self._unit.keep(unit)
+        for meter in self._meters:
+            meter.include(spread)
 
     def _settings(self) -> dict[str, str]:
         """What has to be the same on every rank."""

@@ -18,8 +18,6 @@ _owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 class NoLossScale:
     """Leave everything as it is. Every loss scale has these methods."""
 
-    scaler = None
-
     def multiply(self, loss: Tensor) -> Tensor:
         """The loss to differentiate."""
         return loss
@@ -27,9 +25,6 @@ class NoLossScale:
     def divide(self, gradients: Gradients) -> Gradients:
         """The gradients of the loss itself."""
         return gradients
-
-    def adjust(self, finite: Tensor) -> None:
-        """Hear whether the gradient of a window was finite: bool Tensor of shape `()`."""
 
 
 @ms.jit_class
@@ -46,10 +41,6 @@ class LossScale:
     def divide(self, gradients: Gradients) -> Gradients:
         """See `NoLossScale`: in float32 at least. Divided, because 1 / scale may be too small for float32."""
         return tuple([g.astype(wider(g.dtype, ms.float32)) / self.scaler.scale_value for g in gradients])
-
-    def adjust(self, finite: Tensor) -> None:
-        """See `NoLossScale`."""
-        self.scaler.adjust(finite)
 
 
 def require_loss_scaler(scaler: object, ranks: int) -> None:

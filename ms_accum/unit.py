@@ -17,7 +17,13 @@ from .gradients import Scalar, scaled
 
 @ms.jit_class
 class One:
-    """Count in the user's own unit. Every unit has these methods."""
+    """Count in the user's own unit. Every unit has these methods.
+
+    Attributes:
+        is_state: Whether `keep` has to be called.
+    """
+
+    is_state = False
 
     def of(self, weight: Scalar) -> Scalar:
         """The unit of the window that a microbatch of this weight is added to."""
@@ -26,9 +32,6 @@ class One:
     def current(self) -> Scalar:
         """The unit that the buffers count in."""
         return 1.0
-
-    def keep(self, unit: Scalar) -> None:
-        """Remember the unit of what was added."""
 
     def settle(self, buffers: tuple[Parameter, ...]) -> None:
         """Bring buffers that were loaded into the unit of the graphs that are compiled already. For the host."""
@@ -42,6 +45,8 @@ class FirstWeight:
         name: A name that no other accumulator of the process has.
         parameter: The unit on the device, 0 until there is one: float32 Parameter of shape `()`.
     """
+
+    is_state = True
 
     def __init__(self, name: str, parameter: Parameter) -> None:
         self.name = name
@@ -63,7 +68,7 @@ class FirstWeight:
         return self.parameter + 0.0
 
     def keep(self, unit: Scalar) -> None:
-        """See `One`."""
+        """Remember the unit of what was added."""
         ops.assign(self.parameter, unit)
 
     def settle(self, buffers: tuple[Parameter, ...]) -> None:

@@ -237,5 +237,5 @@ def test_wrong_arguments_are_refused():
             TrainOneStepCell(*arguments, **options)
     with pytest.raises(ValueError, match="returned a loss of shape \\(4,\\), expected shape \\(\\); give the mean"):
         TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss(reduction="none")), acc)(*tensors(*batches([4])[0]))
-    with pytest.raises(TypeError, match="after_update is of type int, expected a function without arguments or a Cell"):
+    with pytest.raises(TypeError, match="after_update is of type int, expected a function without arguments, a Cell, or None"):
         Accumulator(optimizer, 2, after_update=3)

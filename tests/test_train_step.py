@@ -237,10 +237,10 @@ def test_a_bad_piece_is_skipped_alone(mode):
     (TypeError, r"acc is of type NoneType, expected an Accumulator; give Accumulator\(optimizer", {"acc": None}),
     (ValueError, r"acc has reduction='sum', expected \"mean\": .* N times too large", {"acc": {"reduction": "sum"}}),
     (ValueError, r"micro_size is 0, expected an int >= 1", {"micro_size": 0}),
-    (TypeError, r"micro_size is True, expected an int >= 1", {"micro_size": True}),
-    (TypeError, r"micro_size is 2\.0, expected an int >= 1", {"micro_size": 2.0}),
+    (TypeError, r"micro_size is True of type bool, expected an int >= 1", {"micro_size": True}),
+    (TypeError, r"micro_size is 2\.0 of type float, expected an int >= 1", {"micro_size": 2.0}),
     (ValueError, r"strategy is 'lazy', expected one of 'fused', 'split'", {"strategy": "lazy"}),
-    (TypeError, r"has_aux is 1, expected True or False", {"has_aux": 1}),
+    (TypeError, r"has_aux is 1 of type int, expected True or False", {"has_aux": 1}),
     (TypeError, r"forward_fn is a lambda whose source.*define it with def", {"forward_fn": lambda x: x.mean()}),
     (TypeError, r"weight_fn is a lambda", {"weight_fn": lambda x, y: 1}),
 ])

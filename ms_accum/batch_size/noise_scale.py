@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 from math import inf, nan, sqrt
-from typing import Optional, Union
+from typing import Optional
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Tensor, ops
 
 from ..arguments import number, one_of, whole_number
 from ..distributed.buckets import Header
@@ -91,38 +91,8 @@ class GradientNoiseScale:
 
 
 @ms.jit_class
-class NoMeter:
-    """Measure nothing. Every meter has these methods, which an accumulator calls, also inside a graph."""
-
-    parameters: tuple[Parameter, ...] = ()
-
-    def measure(self, gradients: Gradients, loss_scale: LossScale, weight: Scalar) -> Header:
-        """What one microbatch adds to a window: its spread, and how many microbatches it is."""
-        return ()
-
-    def include(self, spread: Header) -> None:
-        """Add what a microbatch measures to the open window."""
-
-    def open_window(self) -> Header:
-        """What the open window holds."""
-        return ()
-
-    def conclude(self, spread: Header, weight: Tensor, norm: Scalar) -> None:
-        """Take a window into the means.
-
-        Args:
-            spread: Of all ranks: the sum of its microbatches' spreads, and how many they are.
-            weight: Sum of its weights.
-            norm: Of its gradient, before clipping.
-        """
-
-    def forget_window(self) -> None:
-        """Empty the open window."""
-
-
-@ms.jit_class
 class Meter:
-    """Measure what `GradientNoiseScale` describes; see `NoMeter` for the methods."""
+    """Measure what `GradientNoiseScale` describes. An accumulator calls the methods, also inside a graph."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -131,7 +101,7 @@ class Meter:
         self.parameters = (self.window, self.totals)
 
     def measure(self, gradients: Gradients, loss_scale: LossScale, weight: Scalar) -> Header:
-        """See `NoMeter`."""
+        """What one microbatch adds to a window: its spread, and how many microbatches it is."""
         if not isinstance(weight, Tensor) and weight == 0:
             return 0.0, 0.0
         spread = ops.square(global_norm(loss_scale.divide(gradients))) * weight
@@ -141,16 +111,22 @@ class Meter:
         return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
 
     def include(self, spread: Header) -> None:
-        """See `NoMeter`."""
+        """Add what a microbatch measures to the open window."""
         ops.assign_add(self.window, _vector(spread))
 
     def open_window(self) -> Header:
-        """See `NoMeter`."""
+        """What the open window holds."""
         window = self.window + 0.0
         return window[0], window[1]
 
     def conclude(self, spread: Header, weight: Tensor, norm: Tensor) -> None:
-        """See `NoMeter`."""
+        """Take a window into the means.
+
+        Args:
+            spread: Of all ranks: the sum of its microbatches' spreads, and how many they are.
+            weight: Sum of its weights.
+            norm: Of its gradient, before clipping.
+        """
         others = spread[1] - 1.0
         squared = ops.square(norm)
         noise = spread[0] - weight * squared
@@ -160,19 +136,19 @@ class Meter:
         ops.assign(self.totals, ops.where(informative, self.totals * self.decay + window, self.totals))
 
     def forget_window(self) -> None:
-        """See `NoMeter`."""
+        """Empty the open window."""
         ops.assign(self.window, ops.zeros(2, ms.float32))
 
 
-def meter_of(noise_scale: Optional[GradientNoiseScale], prefix: str) -> Union[NoMeter, Meter]:
-    """The meter of an accumulator whose state is named after `prefix`. Raises ValueError if it is another one's already."""
+def meters_of(noise_scale: Optional[GradientNoiseScale], prefix: str) -> tuple[Meter, ...]:
+    """The meter of an accumulator whose state is named after `prefix`, if any. Raises ValueError if it is another one's already."""
     if noise_scale is None:
-        return NoMeter()
+        return ()
     if noise_scale.meter.window.name != "noise_scale.window":
         raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each accumulator its own")
     for parameter in noise_scale.meter.parameters:
         parameter.name = f"{prefix}.{parameter.name}"
-    return noise_scale.meter
+    return (noise_scale.meter,)
 
 
 def _vector(values: tuple[Scalar, ...]) -> Tensor:

@@ -164,12 +164,12 @@ def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit):
 
 @pytest.mark.parametrize(("error", "message", "arguments"), [
     (ValueError, r"sync is 'epoch', expected one of 'window', 'microbatch'", {"sync": "epoch"}),
-    (TypeError, r"shard is 1, expected True or False", {"shard": 1}),
-    (TypeError, r"broadcast is None, expected True or False", {"broadcast": None}),
+    (TypeError, r"shard is 1 of type int, expected True or False", {"shard": 1}),
+    (TypeError, r"broadcast is None of type NoneType, expected True or False", {"broadcast": None}),
     (ValueError, r"shard=True with sync=\"window\": .* give sync=\"microbatch\"", {"shard": True}),
     (ValueError, r"bucket_mib is 0, expected a number of mebibytes > 0", {"bucket_mib": 0}),
     (ValueError, r"bucket_mib is nan, expected", {"bucket_mib": float("nan")}),
-    (TypeError, r"bucket_mib is '1', expected", {"bucket_mib": "1"}),
+    (TypeError, r"bucket_mib is '1' of type str, expected", {"bucket_mib": "1"}),
 ])
 def test_bad_arguments_are_refused(error, message, arguments):
     with pytest.raises(error, match=message):
