@@ -29,12 +29,14 @@ def quick(suite, folder, *arguments, **environment):
     return json.loads(printed.splitlines()[-1]), json.loads((folder / f"{suite}.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_parts_compute_what_they_say():
     """See tests/benchmark_parts.py."""
     assert run(Path(__file__).with_name("benchmark_parts.py"), "others").split() == [
         "refusals", "costs", "seeds", "growth", "late_ranks", "limits", "states", "reference"]
 
 
+@pytest.mark.slow
 def test_floors_compute_their_gradients():
     saving = {"MS_DEV_SAVE_GRAPHS": "3", "MS_DEV_SAVE_GRAPHS_PATH": "graphs"}
     assert run(Path(__file__).with_name("benchmark_parts.py"), "floors", **saving) == "floors\n"

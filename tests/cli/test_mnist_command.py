@@ -148,7 +148,7 @@ def test_every_option_arrives_in_the_settings():
     assert settings("--compare --device-target Ascend") == Settings()
 
 
-@pytest.mark.parametrize("options", ["--mode graph", "--noise-scale --plot run.png"])
+@pytest.mark.parametrize("options", [pytest.param("--mode graph", marks=pytest.mark.slow), "--noise-scale --plot run.png"])
 def test_compare_agrees_with_the_undivided_batch(run, options, drawn):
     status, out, _ = run("--compare", "--json", "run.json", "--lr", "0.1", *options.split())
     assert status == 0
