@@ -260,7 +260,8 @@ def at_half(driver, micro_size=1):
 
 
 @pytest.mark.parametrize(("mode", "driver"), [
-    ("jit", "fused"), ("graph", "cell"), ("pynative", "split"), ("pynative", "cell"), pytest.param("jit", "split", marks=pytest.mark.slow)])
+    pytest.param("jit", "fused", marks=pytest.mark.slow), ("graph", "cell"), ("pynative", "split"), ("pynative", "cell"),
+    pytest.param("jit", "split", marks=pytest.mark.slow)])
 def test_a_window_with_a_part_of_a_batch_is_refused_until_it_is_reset(mode_named, mode, driver):
     mode_named(mode)
     with run_as(mode):

@@ -31,7 +31,7 @@ def train(cell, sizes=SIZES, epochs=1, callbacks=(), broken=None):
     Model(cell).train(epochs, GeneratorDataset(rows, ["x", "y"], shuffle=False), callbacks=list(callbacks), dataset_sink_mode=False)
 
 
-@pytest.mark.parametrize(("mode", "order"), [("graph", 1), ("pynative", 1), ("pynative", -1)])
+@pytest.mark.parametrize(("mode", "order"), [pytest.param("graph", 1, marks=pytest.mark.slow), ("pynative", 1), ("pynative", -1)])
 def test_a_row_for_each_window(mode_named, mode, order):
     """As the oracle computes it; with FlushCallback in front of the log and behind it."""
     mode_named(mode)

@@ -111,6 +111,7 @@ def mindcv_with_ms_accum(network, optimizer):
     return model, [FlushCallback()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make_model", "exact"), [(mindcv_with_ms_accum, True), (mindcvs_own, False)])
 def test_mindcvs_trainer_clips_each_microbatch_and_its_replacement_the_window(mode_named, make_model, exact):
     """MindCV's own is the negative control: a clipped sum of clipped gradients is another update."""

@@ -17,7 +17,7 @@ def vit():
                              attn_drop_rate=0.1, drop_path_rate=0.2).set_train()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_vit_is_exact_but_for_its_masks(dtype):
     network = vit()
     if dtype == "float16":

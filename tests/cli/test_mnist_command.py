@@ -115,6 +115,7 @@ def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
     assert train.evaluate(CountCorrect(network), data.load(digits).test, Settings()) == expected[-1].accuracy
 
 
+@pytest.mark.slow
 def test_the_defaults_train_in_a_graph_on_the_embedded_digits(monkeypatch, capsys):
     """The first 2,000 of them, and the optimizer that learns fastest."""
     asked, whole = [], data.load("embedded")
