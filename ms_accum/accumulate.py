@@ -134,7 +134,7 @@ def _require_fitting(forward_fn: object, acc: object, micro_size: int, weight_fn
 
 def _bind_loss_scaler(acc: Accumulator, loss_scaler: Optional[amp.LossScaler]) -> None:
     if loss_scaler is not None:
-        acc._unscale_by(loss_scaler)
+        acc._attach_loss_scaler(loss_scaler)
     elif acc.loss_scaler is not None:
         raise ValueError("acc has a loss_scaler, whose scale it divides by; give the same one here")
 

@@ -123,7 +123,6 @@ class Accumulator:
     ) -> None:
         parameters = checked_parameters(optimizer)
         self.optimizer = optimizer
-        self.accumulate_step = accumulate_step
         self.window = Window(accumulate_step)
         self.clip_norm = _checked_clip_norm(clip_norm)
         self.reduction = one_of("reduction", reduction, _REDUCTIONS)
@@ -190,7 +189,7 @@ class Accumulator:
                 Nothing is changed then.
         """
         self.add(grads, weight)
-        return self.close_if(self._due())
+        return self._close_if_due()
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window; never updates. Arguments and errors as in a call, `close_if` to go on."""
@@ -225,15 +224,15 @@ class Accumulator:
         self._apply(1.0)
 
     def _apply(self, asked: float) -> Scalar:
-        """Close the window of all ranks if one of them asks for it or has microbatches; return how many ask."""
+        """Close the window of all ranks if one of them asks for it (1.0) or has microbatches; return how many ask."""
         # reduce
         header = (self.weight_sum, self.mini_step, asked)
         for meter in self._meters:
             header = (*header, *meter.open_window())
         gradients, unit, header = self.reducer.window(self.buffers, self._unit.current(), header)
-        weight, microbatches, asked = header[:3]
-        if asked > 0 or microbatches > 0:
-            # First of all: norms and sums of scaled gradients would overflow where the gradients themselves do not.
+        weight, microbatches, asking = header[:3]
+        if asking > 0 or microbatches > 0:
+            # loss scale, first of all: norms and sums of scaled gradients would overflow where the gradients themselves do not.
             gradients = self._loss_scale.divide(gradients)
             finite = self._window_guard.accepts(gradients)
             if finite:
@@ -254,7 +253,7 @@ class Accumulator:
             ops.assign(self.window_weight, self.weight_sum)
             ops.assign_add(self.closed_windows, 1)
         self.reset()
-        return asked
+        return asking
 
     def _normaliser(self, unit: Scalar, weight: Tensor) -> Scalar:
         if self.reduction == "sum":
@@ -283,11 +282,11 @@ class Accumulator:
             Whether a window was closed: bool Tensor of shape `()`.
         """
         windows = self.closed_windows + 0
-        others = 1.0
+        others = 1.0  # ranks that have data or close a window: on one device, none after the first turn
         if self.reducer.each_microbatch:
             while others > 0:
                 # Of weight 0, any tensors of the right shapes count nothing.
-                taken, others = self._exchange(self.optimizer.parameters, 0.0, 0.0, 0.0)
+                taken, others = self._add_on_all_ranks(self.optimizer.parameters, 0.0, 0.0, 0.0)
                 ops.assign_add(self.mini_step, taken * (others > 0))
                 self.close_if(ops.logical_or(self._due(), ops.logical_and(others == 0, self.mini_step > 0)))
         else:
@@ -308,11 +307,15 @@ class Accumulator:
         for meter in self._meters:
             meter.forget_window()
 
-    # --- for drivers: a microbatch in pieces --------------------------------------------------------------------------------
+    # --- for drivers ---------------------------------------------------------------------------------------------------------
 
     def _due(self) -> Tensor:
         """Whether the open window holds all its microbatches: bool Tensor of shape `()`."""
         return self.mini_step >= self.window.length(self.update_step)
+
+    def _close_if_due(self) -> Tensor:
+        """Close the window if it holds all its microbatches; whether it was closed: bool Tensor of shape `()`."""
+        return self.close_if(self._due())
 
     def _begin_pieces(self) -> None:
         """Note that a microbatch is added in pieces, so that an error in one of them leaves a trace; `_end_microbatch` to go on."""
@@ -325,13 +328,13 @@ class Accumulator:
 
         Args:
             grads: As in `add`, unchecked.
-            factor: What the gradients are multiplied by, as from `gradients.as_weight`; of a mean loss, `weight`.
-            weight: What is counted, as from `gradients.as_weight`.
+            factor: What the gradients are multiplied by, as from `arguments.as_weight`; of a mean loss, `weight`.
+            weight: What is counted, as from `arguments.as_weight`.
 
         Returns:
             Whether they were taken: int32 Tensor of shape `()`, 1 unless `on_nonfinite="skip_microbatch"` made it 0.
         """
-        taken, present = self._exchange(grads, factor, weight, 1.0)
+        taken, present = self._add_on_all_ranks(grads, factor, weight, 1.0)
         return ops.depend(taken, present)  # uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake"
 
     def _end_microbatch(self, taken: Tensor, in_pieces: bool = False) -> None:
@@ -346,7 +349,7 @@ class Accumulator:
             raise RuntimeError("the open window may hold only some pieces of a batch, because an error stopped the others; expected "
                                "whole batches: call accumulator.reset(), which drops the open window, and go on with the next batch")
 
-    def _unscale_by(self, loss_scaler: amp.LossScaler) -> None:
+    def _attach_loss_scaler(self, loss_scaler: amp.LossScaler) -> None:
         """Expect gradients of losses multiplied by the scale of `loss_scaler`, a `mindspore.amp.LossScaler`.
 
         When a window closes, the accumulated gradient is divided by the scale, before anything is measured, averaged or clipped. Then the
@@ -388,7 +391,7 @@ class Accumulator:
         else:
             require_gradients(self._names, self._shapes, None, ())
 
-    def _exchange(self, grads: Gradients, factor: Scalar, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
+    def _add_on_all_ranks(self, grads: Gradients, factor: Scalar, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
         """Add a microbatch of all ranks: whether it was taken (int32 0 or 1), and how many ranks had one (`present`: 1 of this one)."""
         # Before the exchange: afterwards, these are gradients of all ranks together.
         spread = ()

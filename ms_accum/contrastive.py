@@ -97,7 +97,7 @@ class GradCacheStep(CompiledStep):
         def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
             def accumulate_and_update(*batch: Any) -> tuple[Tensor, Tensor]:
                 loss, same = accumulate(samples, cut, *batch)
-                closed = acc.close_if(acc._due())
+                closed = acc._close_if_due()
                 return ops.depend(loss, closed), same
 
             return compiled(accumulate_and_update)

@@ -110,12 +110,12 @@ class TrainOneStepCell(nn.Cell):
         samples, cut = layout_of(tuple([_kind(argument) for argument in batch]))
         if self.loss_scaler is None:
             loss = self.accumulate(samples, cut, *batch)
-            return ops.depend(loss, acc.close_if(acc._due()))
+            return ops.depend(loss, acc._close_if_due())
         # Sums, for what is read here must not change with the Parameters.
         scale = self.loss_scaler.scale_value + 0.0
         skipped = acc.skipped + 0
         loss = ops.depend(self.accumulate(samples, cut, *batch), (scale, skipped))
-        loss = ops.depend(loss, acc.close_if(acc._due()))
+        loss = ops.depend(loss, acc._close_if_due())
         return loss, acc.skipped > skipped, scale
 
     def flush(self) -> Tensor:
@@ -137,7 +137,7 @@ class _Flush(nn.Cell):
 
 
 def _kind(argument: Any) -> Any:
-    """What `pieces.layout_of` has to know of an argument."""
+    """What `split.layout_of` has to know of an argument."""
     if isinstance(argument, Tensor):
         return argument.shape
     return _NESTED if isinstance(argument, (tuple, list, dict)) else None

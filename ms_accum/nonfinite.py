@@ -14,7 +14,7 @@ class AnyMicrobatch:
     """Take every microbatch, without looking at it."""
 
     def bad(self, gradients: Gradients, weight: Scalar) -> Scalar:
-        """Whether a microbatch is to be skipped: 0, or a float32 Tensor of shape `()`."""
+        """Whether a microbatch is to be skipped on this rank: 0, or a float32 Tensor of shape `()`. Ranks then exchange it."""
         return 0.0
 
     def take(self, bad: Scalar) -> Tensor:

@@ -115,7 +115,7 @@ class CompiledStep:
         self._graph_for = graph_for
         self._graphs: dict[tuple, Callable] = {}
         self._flush = compiled(flush)
-        self._returned = False  # whether the last call came to its end; until there was one, nobody knows
+        self._returned = False  # whether the last call came to its end; before the first one, a checkpoint may hold a torn window
 
     def _call(self, batch: tuple, named: dict[str, Any]) -> Any:
         if named:
@@ -172,7 +172,7 @@ class TrainStep(CompiledStep):
         def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
             def accumulate_and_update(*batch: Any) -> Any:
                 result = accumulate(samples, cut, *batch)
-                closed = acc.close_if(acc._due())
+                closed = acc._close_if_due()
                 return depend(result, closed)
 
             def accumulate_only(*batch: Any) -> Any:
@@ -183,7 +183,7 @@ class TrainStep(CompiledStep):
 
         def update() -> Tensor:
             acc.apply()
-            return acc.update_step + 0
+            return acc.update_step + 0  # a graph has to return something
 
         super().__init__(acc, micro_size, graph_for)
         self._update = compiled(update)

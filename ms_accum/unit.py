@@ -17,11 +17,7 @@ from .gradients import Scalar, scaled
 
 @ms.jit_class
 class One:
-    """Count in the user's own unit. Every unit has these methods.
-
-    Attributes:
-        is_state: Whether `keep` has to be called.
-    """
+    """Count in the user's own unit. Every unit has these methods, and `keep` if `is_state`."""
 
     is_state = False
 
@@ -34,7 +30,7 @@ class One:
         return 1.0
 
     def settle(self, buffers: tuple[Parameter, ...]) -> None:
-        """Bring buffers that were loaded into the unit of the graphs that are compiled already. For the host."""
+        """Rescale loaded buffers if graphs that are compiled already hold another unit as a constant. For the host."""
 
 
 @ms.jit_class
@@ -91,6 +87,7 @@ class _Constant:
         self.number: Optional[float] = None
 
 
+# By name, because a `constexpr` is given values only.
 _constants: WeakValueDictionary[str, _Constant] = WeakValueDictionary()
 
 

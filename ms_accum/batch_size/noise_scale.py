@@ -9,8 +9,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import number, one_of, whole_number
-from ..distributed.buckets import Header
-from ..gradients import Gradients, Scalar, global_norm
+from ..gradients import Gradients, Header, Scalar, as_vector, global_norm
 from ..loss_scale import LossScale
 from ..state import empty_parameter
 
@@ -112,7 +111,7 @@ class Meter:
 
     def include(self, spread: Header) -> None:
         """Add what a microbatch measures to the open window."""
-        ops.assign_add(self.window, _vector(spread))
+        ops.assign_add(self.window, as_vector(spread))
 
     def open_window(self) -> Header:
         """What the open window holds."""
@@ -127,10 +126,11 @@ class Meter:
             weight: Sum of its weights.
             norm: Of its gradient, before clipping.
         """
-        others = spread[1] - 1.0
+        total, count = spread
+        others = count - 1.0
         squared = ops.square(norm)
-        noise = spread[0] - weight * squared
-        window = _vector((noise, others * squared - noise / weight, others))
+        noise = total - weight * squared
+        window = as_vector((noise, others * squared - noise / weight, others))
         # One NaN would stay in the means for ever.
         informative = ops.logical_and(others > 0, ops.isfinite(window.sum()))
         ops.assign(self.totals, ops.where(informative, self.totals * self.decay + window, self.totals))
@@ -149,13 +149,6 @@ def meters_of(noise_scale: Optional[GradientNoiseScale], prefix: str) -> tuple[M
     for parameter in noise_scale.meter.parameters:
         parameter.name = f"{prefix}.{parameter.name}"
     return (noise_scale.meter,)
-
-
-def _vector(values: tuple[Scalar, ...]) -> Tensor:
-    elements = ()
-    for value in values:
-        elements = (*elements, value.reshape(1).astype(ms.float32) if isinstance(value, Tensor) else Tensor([value], ms.float32))
-    return ops.concat(elements)
 
 
 def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:

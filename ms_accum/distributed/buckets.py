@@ -9,9 +9,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import get_rank
 
-from ..gradients import Gradients, Scalar
-
-Header = tuple[Scalar, ...]
+from ..gradients import Gradients, Header, as_vector
 
 
 @dataclass(frozen=True)
@@ -53,12 +51,12 @@ class Buckets:
         """Return the sums over all ranks. The header travels behind the first bucket, if that is of float32."""
         if self.carries_header:
             first = self.members[0]
-            sums = self.sum(ops.concat((self._flat(gradients, first, 0), _as_tensor(header))))
+            sums = self.sum(ops.concat((self._flat(gradients, first, 0), as_vector(header))))
             header = _as_header(sums[self.totals[0]:], len(header))
             summed = self._split(sums, first)
             others = self.members[1:]
         else:
-            sums = self.sum(_as_tensor(header))
+            sums = self.sum(as_vector(header))
             header = _as_header(sums, len(header))
             summed = ()
             others = self.members
@@ -69,7 +67,7 @@ class Buckets:
 
     def reduce_scatter(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return this rank's part of the sums over all ranks, one flat Tensor for each bucket, and the sums of the header."""
-        sums = self.sum(_as_tensor(header))
+        sums = self.sum(as_vector(header))
         header = _as_header(sums, len(header))
         parts = ()
         for members, length, padding in zip(self.members, self.lengths, self.padding):
@@ -95,7 +93,7 @@ class Buckets:
 
     def sum_header(self, header: Header) -> Header:
         """Return the sums over all ranks of a header alone."""
-        return _as_header(self.sum(_as_tensor(header)), len(header))
+        return _as_header(self.sum(as_vector(header)), len(header))
 
     def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
         parts = [gradients[i].reshape(-1).astype(self.dtypes[i]) for i in members]
@@ -125,14 +123,6 @@ def _filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> 
             buckets[-1].append(i)
             room -= sizes[i] * itemsize
     return tuple(map(tuple, buckets))
-
-
-def _as_tensor(header: Header) -> Tensor:
-    return ops.concat(tuple([_element(value) for value in header]))
-
-
-def _element(value: Scalar) -> Tensor:
-    return value.reshape(1).astype(ms.float32) if isinstance(value, Tensor) else Tensor([value], ms.float32)
 
 
 def _as_header(sums: Tensor, length: int) -> Header:

@@ -16,9 +16,9 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
 from ..arguments import boolean, number, one_of
-from ..gradients import Gradients, Scalar, scaled
+from ..gradients import Gradients, Header, Scalar, scaled
 from ..state import empty_parameter
-from .buckets import Buckets, Header, Layout
+from .buckets import Buckets, Layout
 from .ranks import broadcast_parameters, require_alike, world_size
 
 _SYNC = ("window", "microbatch")
