@@ -224,7 +224,9 @@ def distance(one: Tensor, other: Tensor) -> float:
 def wrong_normalisation(name: str, division: Division, comparison: Comparison, weighted: bool) -> list[Cause]:
     """Return the cause if some weights turn the gradients of the pieces into that of the batch: a sum, or a wrong denominator."""
     counted = [i for i, share in enumerate(division.shares) if share > 0 or np.isfinite(comparison.sketches[i]).all()]
-    pieces, losses = np.array([comparison.sketches[i] for i in counted]), np.array([comparison.losses[i] for i in counted])
+    pieces = np.array([comparison.sketches[i] for i in counted])
+    # A piece without tokens has loss NaN and gradient 0 with nn.CrossEntropyLoss(ignore_index=...).
+    losses = np.array([comparison.losses[i] if comparison.sketches[i].any() else 0.0 for i in counted])
 
     def explains(counts: np.ndarray) -> bool:
         """Whether these weights of the pieces give the batch's gradient and loss."""
@@ -237,7 +239,7 @@ def wrong_normalisation(name: str, division: Division, comparison: Comparison, w
     if explains(np.ones(len(counted))):
         return [Cause(name, "function", "wrong normalisation: the loss is a sum over samples, of which accumulation over "
                       f"{len(counted)} pieces takes the mean", "return the mean over the samples")]
-    counts = _convex(comparison.sketch, pieces)
+    counts = _convex(comparison.sketch, pieces) * pieces.any(1)
     if explains(counts):
         what = (f"wrong normalisation: the batch counts its pieces {_numbers(counts)}, but they were weighted "
                 f"{_numbers(division.shares[counted])}")

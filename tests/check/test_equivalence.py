@@ -357,6 +357,19 @@ def test_ragged_tokens_need_their_weights(lengths, said):
     assert check_equivalence(token_loss, network, batch, 4, weight_fn=lambda ids, mask: mask.sum()).ok
 
 
+def test_a_piece_without_tokens_whose_gradient_is_zero():
+    """Of nn.CrossEntropyLoss(ignore_index=...), unlike of a masked mean, the loss is NaN and the gradient 0."""
+    network, loss_fn = MLP(), nn.CrossEntropyLoss(ignore_index=-100)
+
+    def token_loss(x, y):
+        return loss_fn(network(x), y)
+    batch = normal(8, 6), Tensor([1, -100, -100, -100, 0, 2, 1, 0], ms.int32)
+    report = check_equivalence(token_loss, network, batch, 4)
+    assert causes(report) == [("token_loss", "function", WRONG)]
+    assert "counts its pieces 0.2, 0, 0.4, 0.4" in report.causes[0].what
+    assert check_equivalence(token_loss, network, batch, 4, weight_fn=lambda x, y: (y != -100).sum()).ok
+
+
 def test_the_readmes_report_is_a_real_one():
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     code, printed = re.search(r"```python\n([^`]*check_equivalence[^`]*)```\n\n```\n(.*?)```", readme, re.DOTALL).groups()
