@@ -123,6 +123,7 @@ class Accumulator:
     ) -> None:
         parameters = checked_parameters(optimizer)
         self.optimizer = optimizer
+        self.accumulate_step = accumulate_step
         self.window = Window(accumulate_step)
         self.clip_norm = _checked_clip_norm(clip_norm)
         self.reduction = one_of("reduction", reduction, _REDUCTIONS)
