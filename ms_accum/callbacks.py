@@ -126,10 +126,12 @@ class PerUpdate(Callback):
         self._update_step = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
+        """Remember how many updates there are, and pass it on."""
         self._update_step = int(_only_cell(run_context, self).accumulator.update_step)
         self._pass_on("on_train_begin", run_context)
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Pass it on."""
         self._pass_on("on_train_epoch_begin", run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:

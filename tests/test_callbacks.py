@@ -1,4 +1,4 @@
-"""WindowLog: a row for each window, in a CSV file or wherever a function puts it. The other callbacks: test_model.py."""
+"""WindowLog: a row for each window, in a CSV file or wherever a function puts it. The other callbacks: test_model_callbacks.py."""
 import csv
 import os
 
@@ -10,6 +10,7 @@ from conftest import MLP, batches, tensors, values
 from mindspore import Tensor, amp, nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
+from model_runs import TwoCells
 
 from ms_accum import Accumulator, FlushCallback, TrainOneStepCell, WindowLog
 
@@ -115,17 +116,6 @@ def test_a_loss_scale_is_a_column_and_rows_go_into_mindspores_summary_record():
     (file,) = os.listdir("summary")
     with open(f"summary/{file}", "rb") as events:
         assert events.read().count(b"grad_norm") == 2
-
-
-class TwoCells(nn.Cell):
-    """Trains two networks on the same microbatch."""
-
-    def __init__(self, one, other):
-        super().__init__(auto_prefix=False)
-        self.one, self.other = one, other
-
-    def construct(self, x, y):
-        return self.one(x, y) + self.other(x, y)
 
 
 def test_what_cannot_be_logged_is_refused():

@@ -5,7 +5,6 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ from ..mnist.fetch import FetchError
 from ..mnist.network import Network, largest_difference
 from ..mnist.settings import APIS, MODES, OPTIMIZERS, STRATEGIES, SYNCS, Settings
 from .files import require_writable, whole, write_json
+from .options import number
 
 DEVICES = ("CPU", "GPU", "Ascend")
 LARGEST_COUNT = 2 ** 31 - 1
@@ -102,21 +102,11 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
                         help="continue from a checkpoint as if the run had never stopped; give the same options (--epochs may be more)")
 
 
-def _number(convert: Callable[[str], float], accepted: Callable[[float], bool], expected: str, text: str) -> float:
-    try:
-        value = convert(text)
-    except ValueError:
-        value = None
-    if value is None or not accepted(value):
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return value
-
-
-_count = partial(_number, int, lambda n: 1 <= n <= LARGEST_COUNT, f"a whole number from 1 to {LARGEST_COUNT}")
-_seed = partial(_number, int, lambda n: n >= 0, "a whole number from 0")
-_learning_rate = partial(_number, float, lambda x: isfinite(x) and x > 0, "a finite number > 0")
-_momentum = partial(_number, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
-_clip_norm = partial(_number, float, lambda x: x > 0, "a number > 0")
+_count = partial(number, int, lambda n: 1 <= n <= LARGEST_COUNT, f"a whole number from 1 to {LARGEST_COUNT}")
+_seed = partial(number, int, lambda n: n >= 0, "a whole number from 0")
+_learning_rate = partial(number, float, lambda x: isfinite(x) and x > 0, "a finite number > 0")
+_momentum = partial(number, float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+_clip_norm = partial(number, float, lambda x: x > 0, "a number > 0")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
