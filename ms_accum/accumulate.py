@@ -53,7 +53,7 @@ def make_accumulate(
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         return ops.depend(loss, scaled_loss).astype(ms.float32), weight, acc._add_piece(gradients, weight, weight), aux
 
-    return _whole(add_piece, acc, has_aux) if micro_size == 1 else _in_pieces(add_piece, acc, micro_size, has_aux)
+    return _whole(add_piece, acc, has_aux) if micro_size == 1 else _cut(add_piece, acc, micro_size, has_aux)
 
 
 def _differentiated(forward_fn: Callable, acc: Accumulator, has_aux: bool) -> Callable:
@@ -90,7 +90,7 @@ def _whole(add_piece: Callable, acc: Accumulator, has_aux: bool) -> Callable:
     return whole
 
 
-def _in_pieces(add_piece: Callable, acc: Accumulator, micro_size: int, has_aux: bool) -> Callable:
+def _cut(add_piece: Callable, acc: Accumulator, micro_size: int, has_aux: bool) -> Callable:
     acc._in_pieces = True
 
     def turn(totals: tuple, indices: Tensor, piece: tuple) -> tuple:

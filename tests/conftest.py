@@ -133,12 +133,6 @@ def mode(request, mode_named):
     return mode_named(request.param)
 
 
-@pytest.fixture(params=["jit", "graph", "pynative"])
-def every_mode(request, mode_named):
-    """For calls from the host, which differ between PyNative and GRAPH_MODE."""
-    return mode_named(request.param)
-
-
 def in_modes(cases, compiled):
     """Return pytest.params `(mode, *case)`: all op by op; compiled, those in `compiled`, and the others with -m slow."""
     return [pytest.param(mode, *case, marks=[pytest.mark.slow] if mode == "jit" and case not in compiled else [])
