@@ -77,7 +77,9 @@ def _noting(function):
 api._JitExecutor.__call__ = _noting(api._JitExecutor.__call__)
 api._CellGraphExecutor.__call__ = _noting(api._CellGraphExecutor.__call__)
 api._CellGraphExecutor.compile = _noting(api._CellGraphExecutor.compile)
-base._pynative_func_grad_forward = _noting(base._pynative_func_grad_forward)
+_GRADIENT = (base, "_pynative_func_grad_forward") if hasattr(base, "_pynative_func_grad_forward") else (
+    base._Grad, "_pynative_forward_run")  # MindSpore 2.7 and 2.8
+setattr(*_GRADIENT, _noting(getattr(*_GRADIENT)))
 
 
 def recover():

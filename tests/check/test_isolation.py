@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from classifiers import causes, classifier, labels, normal
+from conftest import compiled_graphs
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
@@ -89,7 +90,8 @@ def test_no_trace_is_left(mode_named, mode, broken, monkeypatch):
 
 def test_a_check_disturbs_no_training():
     """A train step that was compiled before goes on with the parameters, and compiles nothing again."""
-    from mindspore.graph import api
+    # Up to 2.9, how many hooks the process has registered is part of the key of MindSpore's cache, and the check registers some.
+    again = tuple(map(int, ms.__version__.split(".")[:2])) < (2, 10)
     trained = []
     for check in (False, True):
         network = nn.SequentialCell(nn.Dense(6, 8), nn.BatchNorm1d(8), nn.Dense(8, 3)).set_train()
@@ -97,12 +99,12 @@ def test_a_check_disturbs_no_training():
             p.set_data(normal(*p.shape, seed=seed))
         train_step = make_train_step(classifier(network), Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean"))
         train_step(*BATCH)
-        compiled = len(api.ms_compile_cache)
+        compiled = compiled_graphs()
         if check:
             assert not check_equivalence(classifier(network), network, BATCH, 3).ok
         for _ in range(3):
             train_step(*BATCH)
-        assert len(api.ms_compile_cache) == compiled
+        assert compiled_graphs() == compiled + (again and check)
         trained.append([p.asnumpy() for p in network.get_parameters()])
     for one, other in zip(*trained):
         np.testing.assert_array_equal(one, other)
