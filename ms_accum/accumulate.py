@@ -1,8 +1,8 @@
 """value_and_grad over the pieces of a batch, into an accumulator; shared by all drivers."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Optional
 
 import mindspore as ms
@@ -10,55 +10,91 @@ from mindspore import Tensor, amp, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
-from .arguments import as_weight, instance_of, require_callable, whole_number
+from .arguments import as_weight, require_callable, whole_number
 from .gradients import FLOATS
-from .optimizers import require_trainable
+from .optimizers import checked_parameters, require_trainable
 from .split import counted, empty_aux, join_aux, over_pieces, select_rows, whole_aux
 
 
-def plain(function: Optional[Callable]) -> Optional[Callable]:
-    """A function that graph mode can call in another one: of a `functools.partial` it would not know what comes out."""
-    if not isinstance(function, partial):
-        return function
-    inner, arguments, named = function.func, function.args, function.keywords
+def prepared(
+    forward_fn: Callable,
+    accumulator: object,
+    accumulate_step: object,
+    options: dict[str, Any],
+    micro_size: object,
+    weight_fn: Optional[Callable],
+    loss_scaler: Optional[amp.LossScaler],
+) -> tuple[Accumulator, int]:
+    """Check a driver's arguments, and bind its loss scaler. Return its accumulator and `micro_size`.
 
-    def completed(*batch: Any) -> Any:
-        return inner(*arguments, *batch, **named)
+    Arguments and errors as in `make_train_step`.
+    """
+    require_callable("forward_fn", forward_fn)
+    if weight_fn is not None:
+        require_callable("weight_fn", weight_fn)
+    micro_size = checked_micro_size(micro_size)
+    accumulator = averaging(accumulator, accumulate_step, options)
+    if micro_size > 1 and accumulator.reducer.each_microbatch:
+        raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", '
+                         'or on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give '
+                         'sync="window" and "skip_window", or micro_size=1 and smaller batches')
+    if loss_scaler is not None:
+        accumulator._attach_loss_scaler(loss_scaler)
+    elif accumulator.loss_scaler is not None:
+        raise ValueError("the accumulator has a loss_scaler, whose scale it divides by; give the same one here")
+    accumulator._in_pieces = accumulator._in_pieces or micro_size > 1
+    return accumulator, micro_size
 
-    return completed
+
+def averaging(accumulator: object, accumulate_step: object = None, options: Mapping[str, Any] = MappingProxyType({})) -> Accumulator:
+    """Return an accumulator with `reduction="mean"`: the one that is given, or one built for the optimizer that is given."""
+    if not isinstance(accumulator, Accumulator):
+        if accumulate_step is None:
+            checked_parameters(accumulator)
+            raise TypeError("accumulate_step is missing, expected it with an optimizer: the number of microbatches in a window; "
+                            "give accumulate_step=4, say, or an Accumulator in the place of the optimizer")
+        accumulator = Accumulator(accumulator, accumulate_step, **{"reduction": "mean", **options})
+    elif accumulate_step is not None or options:
+        given = [*(["accumulate_step"] if accumulate_step is not None else []), *options]
+        raise ValueError(f"got an Accumulator and also {', '.join(given)}, which the Accumulator has already; give an "
+                         "optimizer with these arguments, or the Accumulator alone")
+    require_trainable(accumulator.optimizer.parameters)
+    if accumulator.reduction != "mean":
+        raise ValueError(f'the accumulator has reduction={accumulator.reduction!r}, expected "mean": the loss here is undivided, '
+                         'and a sum of N such gradients is N times too large; give reduction="mean"')
+    return accumulator
 
 
 def make_accumulate(
     forward_fn: Callable,
-    acc: Accumulator,
+    accumulator: Accumulator,
     micro_size: int,
     weight_fn: Optional[Callable],
-    loss_scaler: Optional[amp.LossScaler],
     has_aux: bool,
 ) -> Callable:
-    """`(samples, cut, *batch) -> loss` or `(loss, aux)`: all of a train step but the update, uncompiled.
+    """Return `(samples, cut, *batch) -> loss` or `(loss, aux)`: all of a train step but the update, uncompiled.
 
-    Arguments and errors as in `make_train_step`; `samples` and `cut` as from `split.layout`.
+    Functions as from `batch.positional`, the rest as from `prepared`; `samples` and `cut` as from `split.layout`.
     """
-    _require_fitting(forward_fn, acc, micro_size, weight_fn)
-    _bind_loss_scaler(acc, loss_scaler)
-    weight_fn = plain(weight_fn)
-    differentiated = _differentiated(plain(forward_fn), acc, has_aux)
-    grad_fn = ms.value_and_grad(differentiated, None, acc.optimizer.parameters, has_aux=True)
+    differentiated = _differentiated(forward_fn, accumulator, has_aux)
+    grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
 
     def add_piece(samples: int, *piece: Any) -> tuple:
-        """The loss of a piece, its weight, whether it was taken (int32, 0 or 1), and its aux."""
+        """Return the loss of a piece, its weight, whether it was taken (int32, 0 or 1), and its aux."""
         weight = as_weight(samples if weight_fn is None else weight_fn(*piece))
         (scaled_loss, loss, aux), gradients = grad_fn(*piece)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-        return ops.depend(loss, scaled_loss).astype(ms.float32), weight, acc._add_piece(gradients, weight, weight), aux
+        loss = ops.depend(loss, scaled_loss).astype(ms.float32)
+        return loss, weight, accumulator._add_piece(gradients, weight, weight), aux
 
-    return _whole(add_piece, acc, has_aux) if micro_size == 1 else _cut(add_piece, acc, micro_size, has_aux)
+    if micro_size == 1:
+        return _whole(add_piece, accumulator, has_aux)
+    return _cut(add_piece, accumulator, micro_size, has_aux)
 
 
-def _differentiated(forward_fn: Callable, acc: Accumulator, has_aux: bool) -> Callable:
+def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: bool) -> Callable:
     """`(*piece) -> (loss to differentiate, loss, aux)`."""
-    loss_scale = acc._loss_scale
+    loss_scale = accumulator._loss_scale
 
     def differentiated(*piece: Any) -> tuple:
         result = forward_fn(*piece)
@@ -79,10 +115,10 @@ def _differentiated(forward_fn: Callable, acc: Accumulator, has_aux: bool) -> Ca
     return differentiated
 
 
-def _whole(add_piece: Callable, acc: Accumulator, has_aux: bool) -> Callable:
+def _whole(add_piece: Callable, accumulator: Accumulator, has_aux: bool) -> Callable:
     def whole(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
         loss, weight, taken, aux = add_piece(samples, *batch)
-        acc._end_microbatch(taken)
+        accumulator._end_microbatch(taken)
         if isinstance(weight, Tensor):
             loss = loss + weight * 0.0  # a weight that is not finite shows in the loss
         return (loss, aux) if has_aux else loss
@@ -90,9 +126,7 @@ def _whole(add_piece: Callable, acc: Accumulator, has_aux: bool) -> Callable:
     return whole
 
 
-def _cut(add_piece: Callable, acc: Accumulator, micro_size: int, has_aux: bool) -> Callable:
-    acc._in_pieces = True
-
+def _cut(add_piece: Callable, accumulator: Accumulator, micro_size: int, has_aux: bool) -> Callable:
     def turn(totals: tuple, indices: Tensor, piece: tuple) -> tuple:
         loss, weight, taken, aux = add_piece(indices.shape[0], *piece)
         joined = join_aux(totals[3:], aux, indices, weight)
@@ -100,11 +134,11 @@ def _cut(add_piece: Callable, acc: Accumulator, micro_size: int, has_aux: bool) 
 
     def pieces(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
         # Not the constant 0.0: MindSpore would try to fold 0 / 0 while it compiles, and warn.
-        zero = acc.weight_sum * 0.0
+        zero = accumulator.weight_sum * 0.0
         totals = (zero, zero, Tensor(0, ms.int32))
         first = 0
         aux = ()
-        acc._begin_pieces()
+        accumulator._begin_pieces()
         if has_aux:
             # The first piece shows what is to be joined. Without aux, it is a turn of the loop like any other.
             indices = ops.arange(-(-samples // micro_size))
@@ -113,30 +147,12 @@ def _cut(add_piece: Callable, acc: Accumulator, micro_size: int, has_aux: bool) 
             totals = (counted(ops.depend(loss, aux), weight), zero + weight, taken, *joined)
             first = 1
         totals = over_pieces(turn, totals, first, samples, micro_size, cut, batch)
-        acc._end_microbatch(totals[2], in_pieces=True)
+        accumulator._end_microbatch(totals[2], in_pieces=True)
         divisor = ops.where(totals[1] == 0, Tensor(1.0, ms.float32), totals[1])
         loss = totals[0] / divisor
         return (loss, whole_aux(totals[3:], aux, divisor)) if has_aux else loss
 
     return pieces
-
-
-def _require_fitting(forward_fn: object, acc: object, micro_size: int, weight_fn: object) -> None:
-    require_callable("forward_fn", forward_fn)
-    if weight_fn is not None:
-        require_callable("weight_fn", weight_fn)
-    require_mean(acc)
-    if micro_size > 1 and acc.reducer.each_microbatch:
-        raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", or '
-                         'on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give sync="window" and '
-                         '"skip_window", or micro_size=1 and smaller batches')
-
-
-def _bind_loss_scaler(acc: Accumulator, loss_scaler: Optional[amp.LossScaler]) -> None:
-    if loss_scaler is not None:
-        acc._attach_loss_scaler(loss_scaler)
-    elif acc.loss_scaler is not None:
-        raise ValueError("acc has a loss_scaler, whose scale it divides by; give the same one here")
 
 
 @constexpr
@@ -159,15 +175,6 @@ def require_aux(length: Optional[int]) -> bool:
         got = "no tuple" if length is None else f"{length} values"
         raise TypeError(f"forward_fn returned {got}, expected (loss, aux), as has_aux=True says; aux may be a tuple")
     return True
-
-
-def require_mean(acc: object) -> None:
-    """Refuse what is no accumulator (TypeError), or one that sums up or has frozen parameters (ValueError)."""
-    instance_of("acc", acc, Accumulator, "an Accumulator", 'give Accumulator(optimizer, accumulate_step, reduction="mean")')
-    require_trainable(acc.optimizer.parameters)
-    if acc.reduction != "mean":
-        raise ValueError(f'acc has reduction={acc.reduction!r}, expected "mean": a train step hands over the loss undivided, and the '
-                         'sum of N such gradients is N times too large; give Accumulator(..., reduction="mean")')
 
 
 def checked_micro_size(micro_size: object) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from math import nan
 from typing import Optional
 
 import mindspore as ms
@@ -36,56 +37,61 @@ class Accumulator:
         gradient *= min(1, clip_norm / (norm(gradient) + 1e-6))  # if clip_norm is given
         optimizer(gradient); buffer = 0
 
-    A drop-in replacement for the class of MindSpore's gradient accumulation tutorial, with half its memory. With "sum" (the
-    tutorial's contract) the script divides its loss by `accumulate_step`. With "mean", mean losses, and the number of
-    samples (or unmasked tokens) as weights, the update equals the full-batch update, also for ragged microbatches
-    and an incomplete last window.
+    A drop-in replacement for the class of MindSpore's gradient accumulation tutorial, with half its memory. With "sum",
+    the default and the tutorial's contract, *the script divides its loss by `accumulate_step`*: an undivided loss makes
+    updates N times too large without an error. `make_train_step` and `TrainOneStepCell` build an accumulator with
+    "mean" and take the undivided loss; prefer them in a new script.
 
-    With "mean", a buffer holds the sum of weight / unit * gradient; see `unit.py`. Microbatches of equal weight are added without
-    a multiplication, and for a window of one microbatch the optimizer gets a gradient that is bit-identical to the microbatch's.
+    With "mean", mean losses, and the number of samples (or unmasked tokens) as weights, the update equals the
+    full-batch update up to rounding, also for ragged microbatches and an incomplete last window. A buffer then holds
+    the sum of weight / unit * gradient (see `unit.py`): microbatches of equal weight are added without a
+    multiplication, and in a window of one microbatch the optimizer gets a gradient that is bit-identical to the
+    microbatch's.
 
     Args:
-        optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without elements,
-            and without a `loss_scale` of its own (give a `loss_scaler` to the train step).
-            Gradients come in the order of `optimizer.parameters`. State with the same name as that of another accumulator's
-            optimizer (`global_step`) is renamed, so that both fit into one graph.
+        optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without
+            elements, and without a `loss_scale` of its own (give a `loss_scaler` to the train step). Gradients come in
+            the order of `optimizer.parameters`. State with the same name as that of another accumulator's optimizer
+            (`global_step`) is renamed, so that both fit into one graph.
         accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a callable; see `window.Window`.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
         reduction: "sum" or "mean".
-        buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16 buffer overflows
-            if the sum of weight / first weight * gradient exceeds 65504.
-        on_nonfinite: What NaN and infinity do. "apply": they are applied like other values. "skip_microbatch": the microbatch is
-            ignored and the window stays open for another one (`optax.skip_not_finite`). "skip_window": the window is dropped
-            when it closes, and the optimizer does not run. See `gradients.all_finite` for what counts as finite.
+        buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16
+            buffer overflows if the sum of weight / first weight * gradient exceeds 65504.
+        on_nonfinite: What to do with NaN and infinity. "apply": apply them like other values. "skip_microbatch": ignore
+            the microbatch; the window stays open for another one (`optax.skip_not_finite`). "skip_window": drop the
+            window when it closes, without an update. See `gradients.all_finite` for what counts as finite.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
-        after_update: Called without arguments after each update, never for a microbatch or a window that is skipped; for a moving average
-            of the weights, say. Part of the graph in graph mode, so it has to work on Parameters. If it is a Cell or a
-            method of one, the Cell's Parameters are state of the accumulator; those of other hooks no checkpoint knows.
-        noise_scale: A `GradientNoiseScale`, which measures up to which batch size more samples help. Costs one norm per microbatch.
-            With `reduction="mean"` only.
+        after_update: A function without arguments that is called after each update, never for a microbatch or a window
+            that is skipped; for a moving average of the weights, say. In graph mode it is part of the graph, so it has
+            to work on Parameters. The Parameters of a Cell, or of a Cell whose method it is, are state of the
+            accumulator; those of other functions are not saved in checkpoints.
+        noise_scale: A `GradientNoiseScale`, which measures up to which batch size more samples help. It costs one norm
+            per microbatch. With `reduction="mean"` only.
 
     Attributes:
         mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
         update_step: Updates done: int32 Parameter of shape `()`.
         closed_windows: Windows closed, with an update or dropped: int32 Parameter of shape `()`.
         buffer_dtypes: dtype of each parameter's accumulated gradient.
-        skipped: Gradients ignored because they were not finite, each of a microbatch ("skip_microbatch") or of a window ("skip_window",
-            or with a loss scaler): int32 Parameter of shape `()`.
-        grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`; stays 0 while
-            `clip_norm` is None.
+        skipped: Gradients ignored because they were not finite, each of a microbatch ("skip_microbatch") or of a window
+            ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
+        grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN until it has
+            been measured, and for ever without `clip_norm`.
         weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`.
-        window_weight: `weight_sum` of the last window that was closed. On several ranks, `weight_sum` and `window_weight` are those of
-            this rank, or of all ranks if gradients are exchanged at each microbatch.
-        parameters: ParameterTuple of all state, for checkpoints. Names are unique in the process and the same
-            in the next process that builds its accumulators in the same order.
+        window_weight: `weight_sum` of the last window that was closed. On several ranks, `weight_sum` and
+            `window_weight` are those of this rank, or of all ranks if gradients are exchanged at each microbatch.
+        parameters: ParameterTuple of all state, for checkpoints. Names are unique in the process and the same in the
+            next process that builds its accumulators in the same order.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument is out of range.
 
-    Source: the tutorial's class (https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html); schedules
-    and skipping are those of `optax.MultiSteps`; the clip factor is that of `torch.nn.utils.clip_grad_norm_`.
+    Source: the tutorial's class
+        (https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html);
+    schedules and skipping are those of `optax.MultiSteps`; the clip factor is that of `torch.nn.utils.clip_grad_norm_`.
 
     Example:
         >>> import numpy as np, mindspore as ms
@@ -130,7 +136,8 @@ class Accumulator:
         self.on_nonfinite = one_of("on_nonfinite", on_nonfinite, _ON_NONFINITE)
         self.after_update = None
         if after_update is not None:
-            self.after_update = instance_of("after_update", after_update, Callable, "a function without arguments, a Cell, or None")
+            self.after_update = instance_of("after_update", after_update, Callable,
+                                            "a function without arguments, a Cell, or None")
         self.noise_scale = _checked_noise_scale(noise_scale, reduction)
         self.loss_scaler = None
         self._names = tuple(p.name for p in parameters)
@@ -141,27 +148,30 @@ class Accumulator:
         layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", self._settings())
         self.reducer = OneDevice(layout)
         if reducer is not None:
-            self.reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()").bind(layout)
+            instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
+            self.reducer = reducer.bind(layout)
         self._prefix = prefix = f"accumulator{next(_instances)}"
         name_state(optimizer, prefix)
         self.buffers = ParameterTuple(self.reducer.new_buffers(prefix))
         self._make_counters(prefix)
 
-        self._unit = FirstWeight(prefix, self._weight_unit) if reduction == "mean" and not self.reducer.sums_microbatches else One()
-        self._microbatch_guard = FiniteMicrobatch(self.skipped) if on_nonfinite == "skip_microbatch" else AnyMicrobatch()
-        self._window_guard = FiniteWindow(self.skipped) if on_nonfinite == "skip_window" else AnyWindow()
+        counts_in_first = reduction == "mean" and not self.reducer.sums_microbatches
+        self._unit = FirstWeight(prefix, self._weight_unit) if counts_in_first else One()
+        skips_microbatch, skips_window = on_nonfinite == "skip_microbatch", on_nonfinite == "skip_window"
+        self._microbatch_guard = FiniteMicrobatch(self.skipped) if skips_microbatch else AnyMicrobatch()
+        self._window_guard = FiniteWindow(self.skipped) if skips_window else AnyWindow()
         self._loss_scale = NoLossScale()
         self._meters = meters_of(noise_scale, prefix)
         self._hooks = () if after_update is None else (after_update,)
         self._scalers = ()
-        self._in_pieces = False  # whether a driver adds microbatches in pieces, and notes in `_unfinished` that it does
+        self._in_pieces = False  # whether a driver adds microbatches in pieces, which it notes in `_unfinished`
         self.parameters = ParameterTuple(
             [*self.buffers, *self._counters, *_state_of(after_update, optimizer, parameters),
              *(parameter for meter in self._meters for parameter in meter.parameters)])
 
     def _make_counters(self, prefix: str) -> None:
-        def counter(name: str, dtype: ms.Type) -> Parameter:
-            return empty_parameter(f"{prefix}.{name}", (), dtype)
+        def counter(name: str, dtype: ms.Type, value: float = 0) -> Parameter:
+            return empty_parameter(f"{prefix}.{name}", (), dtype, value)
 
         self.mini_step = counter("mini_step", ms.int32)
         self._unfinished = counter("unfinished", ms.int32)
@@ -170,30 +180,30 @@ class Accumulator:
         self.skipped = counter("skipped", ms.int32)
         self.weight_sum = counter("weight_sum", ms.float32)
         self._weight_unit = counter("weight_unit", ms.float32)
-        self.grad_norm = counter("grad_norm", ms.float32)
+        self.grad_norm = counter("grad_norm", ms.float32, nan)
         self.window_weight = counter("window_weight", ms.float32)
-        self._counters = [self.mini_step, self._unfinished, self.update_step, self.closed_windows, self.skipped, self.weight_sum,
-                          self._weight_unit, self.grad_norm, self.window_weight]
+        self._counters = [self.mini_step, self._unfinished, self.update_step, self.closed_windows, self.skipped,
+                          self.weight_sum, self._weight_unit, self.grad_norm, self.window_weight]
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
         """Add one microbatch and, if it closes the window, update.
 
         Args:
             grads: A gradient for each of `optimizer.parameters`, in their order and shapes.
-            weight: What the microbatch counts: a number >= 0 or a Tensor of shape `()`.
+            weight: Weight of the microbatch: a number >= 0 or a Tensor of shape `()`.
 
         Returns:
             Whether this microbatch closed the window: bool Tensor of shape `()`.
 
         Raises:
-            TypeError, ValueError: If `grads` or `weight` do not fit (in graph mode: when the graph is compiled).
-                Nothing is changed then.
+            TypeError, ValueError: If `grads` or `weight` do not fit (in graph mode: when the graph is compiled). The
+                state is unchanged then.
         """
         self.add(grads, weight)
         return self._close_if_due()
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
-        """Add one microbatch to the open window; never updates. Arguments and errors as in a call, `close_if` to go on."""
+        """Add one microbatch to the open window, without an update. Arguments and errors as in a call; see `close_if`."""
         self._require(grads)
         weight = as_weight(weight)
         self._end_microbatch(self._add_piece(grads, weight, weight))
@@ -201,8 +211,8 @@ class Accumulator:
     def close_if(self, condition: Tensor) -> Tensor:
         """Close the window by your own rule: update if `condition`, a bool Tensor of shape `()`, is true.
 
-        Inside `ms.jit`, prefer it to an `if` of your own around `apply`: graph mode silently drops a branch that
-        nothing depends on, as in `if done: acc.apply()` before `return done`.
+        Inside `ms.jit`, prefer it to an `if` of your own around `apply`: graph mode drops a branch that nothing depends
+        on without an error, as in `if done: acc.apply()` before `return done`.
 
         Returns:
             Whether a window with microbatches in it was closed: bool Tensor of shape `()`.
@@ -220,12 +230,12 @@ class Accumulator:
     def apply(self) -> None:
         """Close the window now, whatever it holds: reduce, normalise, clip, optimizer, reset.
 
-        The gradient of an empty window is zero, and the optimizer runs on it; `flush` asks first.
+        For an empty window, the optimizer runs on a gradient of zero; `flush` does nothing then.
         """
         self._apply(1.0)
 
     def _apply(self, asked: float) -> Scalar:
-        """Close the window of all ranks if one of them asks for it (1.0) or has microbatches; return how many ask."""
+        """Close the window of all ranks if one of them asks for it (1.0) or has microbatches. Return how many ask."""
         # reduce
         header = (self.weight_sum, self.mini_step, asked)
         for meter in self._meters:
@@ -233,7 +243,8 @@ class Accumulator:
         gradients, unit, header = self.reducer.window(self.buffers, self._unit.current(), header)
         weight, microbatches, asking = header[:3]
         if asking > 0 or microbatches > 0:
-            # loss scale, first of all: norms and sums of scaled gradients would overflow where the gradients themselves do not.
+            # loss scale, first of all: norms and sums of scaled gradients would overflow where the gradients themselves
+            # do not.
             gradients = self._loss_scale.divide(gradients)
             finite = self._window_guard.accepts(gradients)
             if finite:
@@ -274,10 +285,10 @@ class Accumulator:
         return factor * clip_factor(norm, self.clip_norm)
 
     def flush(self) -> Tensor:
-        """Close the incomplete window, if one is open: with "mean" it is divided by the weights that are really in it.
+        """Apply the incomplete window, if one is open, with "mean" divided by the weights that it holds.
 
-        With several ranks, each has to call it, and it returns when all have: a rank that has more microbatches goes on, and this
-        one takes part in its windows with weight 0.
+        With several ranks, each has to call it, and it returns when all have: until then, this rank takes part with
+        weight 0 in the windows of ranks that have more microbatches.
 
         Returns:
             Whether a window was closed: bool Tensor of shape `()`.
@@ -286,7 +297,7 @@ class Accumulator:
         others = 1.0  # ranks that have data or close a window: on one device, none after the first turn
         if self.reducer.each_microbatch:
             while others > 0:
-                # Of weight 0, any tensors of the right shapes count nothing.
+                # With weight 0, any tensors of the right shapes are ignored.
                 taken, others = self._add_on_all_ranks(self.optimizer.parameters, 0.0, 0.0, 0.0)
                 ops.assign_add(self.mini_step, taken * (others > 0))
                 self.close_if(ops.logical_or(self._due(), ops.logical_and(others == 0, self.mini_step > 0)))
@@ -296,71 +307,73 @@ class Accumulator:
         return self.closed_windows > windows  # from the state after the branches, which keeps them
 
     def reset(self) -> None:
-        """Forget the open window, also after an error: empty the buffers and `mini_step`; the counts of the past stay."""
+        """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
         ops.assign(self.mini_step, 0)
         if self._in_pieces:
             ops.assign(self._unfinished, 0)
         ops.assign(self.weight_sum, 0.0)
         for buffer in self.buffers:
-            # buffer * 0, where NaN * 0 is 0. Of 258 MB of buffers, graph mode keeps a second copy for zeros_like(buffer)
-            # (a constant) and for a broadcast 0 (all at once, and 3 x slower); this takes two temporary parameters.
+            # buffer * 0, where NaN * 0 is 0. For zeros_like(buffer), a constant, graph mode keeps a second copy of all
+            # buffers (258 MB measured), and so it does for a broadcast 0, which is also 3 x slower.
             ops.assign(buffer, _multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
         for meter in self._meters:
             meter.forget_window()
 
-    # --- for drivers ---------------------------------------------------------------------------------------------------------
+    # --- for drivers --------------------------------------------------------------------------------------------------
 
     def _due(self) -> Tensor:
-        """Whether the open window holds all its microbatches: bool Tensor of shape `()`."""
+        """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
         return self.mini_step >= self.window.length(self.update_step)
 
     def _close_if_due(self) -> Tensor:
-        """Close the window if it holds all its microbatches; whether it was closed: bool Tensor of shape `()`."""
+        """Close the window if it holds all its microbatches. Return whether it was closed: bool Tensor of shape `()`."""
         return self.close_if(self._due())
 
     def _begin_pieces(self) -> None:
-        """Note that a microbatch is added in pieces, so that an error in one of them leaves a trace; `_end_microbatch` to go on."""
+        """Note that a microbatch is added in pieces, so that an error in one of them leaves a trace until `_end_microbatch`."""
         ops.assign_add(self._unfinished, 1)
 
     def _add_piece(self, grads: Gradients, factor: Scalar, weight: Scalar) -> Tensor:
-        """Add `factor * grads` and count `weight`.
+        """Add `factor * grads` to the buffers and `weight` to `weight_sum`.
 
-        A piece of weight 0 is ignored, even if its gradient is NaN, as that of a mean over no unmasked token is.
+        A piece of weight 0 is ignored, even if its gradient is NaN, as for a mean over no unmasked token.
 
         Args:
             grads: As in `add`, unchecked.
-            factor: What the gradients are multiplied by, as from `arguments.as_weight`; of a mean loss, `weight`.
-            weight: What is counted, as from `arguments.as_weight`.
+            factor: What the gradients are multiplied by, as from `arguments.as_weight`; for a mean loss, `weight`.
+            weight: As from `arguments.as_weight`.
 
         Returns:
-            Whether they were taken: int32 Tensor of shape `()`, 1 unless `on_nonfinite="skip_microbatch"` made it 0.
+            Whether they were added: int32 Tensor of shape `()`, 0 if `on_nonfinite="skip_microbatch"` skipped them,
+                else 1.
         """
         taken, present = self._add_on_all_ranks(grads, factor, weight, 1.0)
-        return ops.depend(taken, present)  # uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake"
+        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+        return ops.depend(taken, present)
 
     def _end_microbatch(self, taken: Tensor, in_pieces: bool = False) -> None:
-        """Count a microbatch of which `taken` pieces were taken: int32 Tensor of shape `()`."""
+        """Count a microbatch of which `taken` pieces (int32 Tensor of shape `()`) were added."""
         ops.assign_add(self.mini_step, ops.minimum(taken, 1) if in_pieces else taken)
         if in_pieces:
             ops.assign_add(self._unfinished, -1)
 
     def _require_whole(self) -> None:
-        """Raise RuntimeError if the open window holds a part of a microbatch, because of an error in a later piece. For the host."""
+        """Raise RuntimeError if an error left a part of a microbatch in the open window. For the host."""
         if int(self._unfinished) != 0:
             raise RuntimeError("the open window may hold only some pieces of a batch, because an error stopped the others; expected "
                                "whole batches: call accumulator.reset(), which drops the open window, and go on with the next batch")
 
     def _attach_loss_scaler(self, loss_scaler: amp.LossScaler) -> None:
-        """Expect gradients of losses multiplied by the scale of `loss_scaler`, a `mindspore.amp.LossScaler`.
+        """Expect gradients of losses that are multiplied by the scale of `loss_scaler`, a `mindspore.amp.LossScaler`.
 
-        When a window closes, the accumulated gradient is divided by the scale, before anything is measured, averaged or clipped. Then the
-        scaler is adjusted, also once: if a gradient of the window overflowed, the window is dropped and counted in `skipped`. The
-        scaler's Parameters become state of the accumulator, under its names.
+        When a window closes, the accumulated gradient is divided by the scale before it is measured, averaged or
+        clipped, and the scaler is adjusted once. If a gradient of the window overflowed, the window is dropped and
+        counted in `skipped`. The scaler's Parameters become state of the accumulator, under its names.
 
         Raises:
             TypeError: If it is no such loss scaler.
-            ValueError: If its scale is no finite number > 0, there is another one already, it is another accumulator's, a window is
-                open, ranks give different ones, or `on_nonfinite` is "skip_microbatch".
+            ValueError: If its scale is no finite number > 0, there is another one already, it belongs to another
+                accumulator, a window is open, ranks give different ones, or `on_nonfinite` is "skip_microbatch".
         """
         if loss_scaler is self.loss_scaler:
             return
@@ -368,21 +381,22 @@ class Accumulator:
         if self.loss_scaler is not None:
             raise ValueError("the accumulator already has another loss_scaler, whose scale its buffers carry; give that one")
         if owner_of(loss_scaler) is not None:
-            raise ValueError("the loss_scaler is another accumulator's, which would adjust it in the middle of this one's windows; "
-                             "give each accumulator its own")
+            raise ValueError("the loss_scaler belongs to another accumulator, which would adjust it in the middle of this one's "
+                             "windows; give each accumulator its own")
         if int(self.mini_step) > 0:
-            raise ValueError("there are gradients without a loss scale in the open window; give the loss_scaler before, or reset()")
+            raise ValueError("the open window holds gradients without a loss scale; give the loss_scaler before, or reset()")
         if self.on_nonfinite == "skip_microbatch":
-            raise ValueError('loss_scaler with on_nonfinite="skip_microbatch": the scale only changes when a window closes, so that an '
-                             'overflowing microbatch would be skipped for ever; give "apply" or "skip_window", which both drop the window')
+            raise ValueError('got a loss_scaler with on_nonfinite="skip_microbatch": the scale changes only when a window closes, '
+                             'so an overflowing microbatch would be skipped for ever; give "apply" or "skip_window", which both '
+                             'drop the window')
         self.loss_scaler = loss_scaler
         self._loss_scale = LossScale(loss_scaler)
-        if type(loss_scaler).adjust is not amp.StaticLossScaler.adjust:  # of which, as it does nothing, MindSpore would warn
+        if type(loss_scaler).adjust is not amp.StaticLossScaler.adjust:  # it does nothing, which makes MindSpore warn
             self._scalers = (loss_scaler,)
         self._window_guard = FiniteWindow(self.skipped)
         self.parameters = ParameterTuple([*self.parameters, *take_ownership(loss_scaler, self, self._prefix)])
 
-    # --- one microbatch ------------------------------------------------------------------------------------------------------
+    # --- one microbatch -----------------------------------------------------------------------------------------------
 
     def _require(self, grads: Gradients) -> None:
         if isinstance(grads, (tuple, list)):
@@ -393,7 +407,7 @@ class Accumulator:
             require_gradients(self._names, self._shapes, None, ())
 
     def _add_on_all_ranks(self, grads: Gradients, factor: Scalar, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
-        """Add a microbatch of all ranks: whether it was taken (int32 0 or 1), and how many ranks had one (`present`: 1 of this one)."""
+        """Add a microbatch of each rank. Return whether it was added (int32, 0 or 1) and the sum of `present` over all ranks."""
         # Before the exchange: afterwards, these are gradients of all ranks together.
         spread = ()
         for meter in self._meters:
@@ -419,7 +433,7 @@ class Accumulator:
             meter.include(spread)
 
     def _settings(self) -> dict[str, str]:
-        """What has to be the same on every rank."""
+        """Return what has to be the same on every rank."""
         noise_scale = "None" if self.noise_scale is None else f"decay {self.noise_scale.decay}"
         return {"accumulate_step": self.window.describe(), "clip_norm": repr(self.clip_norm), "reduction": self.reduction,
                 "on_nonfinite": self.on_nonfinite, "noise_scale": noise_scale,
@@ -435,7 +449,7 @@ def _add_to(buffer: Parameter, gradient: Tensor) -> None:
 
 
 def _state_of(after_update: Optional[Callable], optimizer: Callable, parameters: tuple[Parameter, ...]) -> list[Parameter]:
-    """The Parameters of a hook that is a Cell or a method of one, but for the network's and the optimizer's."""
+    """Return the Parameters of a hook that is a Cell or a method of one, without the network's and the optimizer's."""
     cell = getattr(after_update, "__self__", after_update)
     if not isinstance(cell, nn.Cell):
         return []
@@ -454,7 +468,7 @@ def _checked_noise_scale(noise_scale: object, reduction: str) -> Optional[Gradie
     if noise_scale is None:
         return None
     if reduction != "mean":
-        raise ValueError(f'noise_scale with reduction={reduction!r}: only with "mean" is it known how many samples a gradient stands '
+        raise ValueError(f'got noise_scale with reduction={reduction!r}, which does not tell how many samples a gradient stands '
                          'for; give reduction="mean" and the number of samples as weight')
     return instance_of("noise_scale", noise_scale, GradientNoiseScale, "a GradientNoiseScale, or None", "give GradientNoiseScale()")
 

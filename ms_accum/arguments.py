@@ -1,6 +1,7 @@
 """Argument checks. Each returns the checked value, or raises an error that says what, got, expected and remedy.
 
-Those that are a `constexpr` check what a graph is given: graph mode runs them while it compiles, so they cost nothing afterwards.
+Those that are a `constexpr` check what a graph is given: graph mode runs them while it compiles, so they cost nothing
+    afterwards.
 """
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def _message(name: str, got: object, expected: str, remedy: str) -> str:
     return f"{name} is {got}, expected {expected}" + (f"; {remedy}" if remedy else "")
 
 
-# --- what a graph is given -----------------------------------------------------------------------------------------------
+# --- what a graph is given --------------------------------------------------------------------------------------------
 
 
 @constexpr

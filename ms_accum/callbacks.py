@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any, Union
 
-from mindspore import nn
 from mindspore.train import Callback, RunContext
 
 from .accumulator import Accumulator
@@ -19,12 +18,12 @@ _REMEDY = "give Model(TrainOneStepCell(network, accumulator)), without an optimi
 class FlushCallback(Callback):
     """Closes the incomplete last window of each epoch, and of the training.
 
-    It flushes after microbatch `dataset.get_dataset_size()` of an epoch, so that a `Model.fit` which evaluates afterwards
-    sees the updated weights; an epoch with more microbatches than that has one more incomplete window. It flushes every
-    `TrainOneStepCell` of the run. Put it before callbacks that save or read the weights.
+    It flushes after microbatch `dataset.get_dataset_size()` of an epoch, so that a `Model.fit` which evaluates
+    afterwards sees the updated weights; an epoch with more microbatches than that has one more incomplete window. It
+    flushes every `TrainOneStepCell` of the run. Put it before callbacks that save or read the weights.
 
     Raises:
-        ValueError: When training begins, if there is no `TrainOneStepCell`, or the Model was given an optimizer besides it.
+        ValueError: When training begins, if there is no `TrainOneStepCell`.
 
     Source: Lightning and HF Accelerate close the last window of an epoch, too, but divide it by the full length.
 
@@ -86,10 +85,11 @@ class PerUpdate(Callback):
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
 
     The inner callback gets `update_step` as `cur_step_num`, and the cell's optimizer, which `LearningRateScheduler` and
-    `ReduceLROnPlateau` need. It is called at the end of updates (`on_train_step_end`) and at the begin and end of epochs and
-    of the training, not for evaluation or at the begin of a microbatch. `batch_num` still counts microbatches, so the place
-    in the epoch that `LossMonitor` prints and `ModelCheckpoint` puts into names is a remainder by it. `update_step` is read
-    after each microbatch, which waits for the device. Put it behind `FlushCallback`.
+    `ReduceLROnPlateau` need. It is called at the end of updates (`on_train_step_end`) and at the begin and end of
+    epochs and of the training, not for evaluation or at the begin of a microbatch. `batch_num` still counts
+    microbatches, so the place in the epoch that `LossMonitor` prints and `ModelCheckpoint` puts into names is a
+    remainder by it. `update_step` is read after each microbatch, which waits for the device. Put it behind
+    `FlushCallback`.
 
     Args:
         callback: A `mindspore.train.Callback`.
@@ -164,12 +164,12 @@ class PerUpdate(Callback):
 class WindowLog(Callback):
     """Logs each window when it is closed: as a row of a CSV file, or by calling a function.
 
-    The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted mean
-    over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (0 without
-    `clip_norm`); `skipped`, so far; and with a loss scaler `loss_scale`. On several ranks losses and weights are those of
-    this rank, but with `sync="microbatch"` weights are sums over all ranks. For a window that was open when the training
-    began, the loss is the mean over the microbatches that were seen. A few numbers are read before and after each
-    microbatch, which waits for the device. Put it behind `FlushCallback`.
+    The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
+    mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (0 without
+    `clip_norm`); `skipped`, so far; and with a loss scaler `loss_scale`. On several ranks losses and weights are those
+    of this rank, but with `sync="microbatch"` weights are sums over all ranks. For a window that was open when the
+    training began, the loss is the mean over the microbatches that were seen. A few numbers are read before and after
+    each microbatch, which waits for the device. Put it behind `FlushCallback`.
 
     Args:
         to: A CSV file, which is overwritten, or a function of a dict, e.g. for TensorBoard
@@ -211,29 +211,29 @@ class WindowLog(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and open the file."""
-        acc = _only_cell(run_context, self).accumulator
-        self._losses, self._weight, self._closed = [], float(acc.weight_sum), int(acc.closed_windows)
+        accumulator = _only_cell(run_context, self).accumulator
+        self._losses, self._weight, self._closed = [], float(accumulator.weight_sum), int(accumulator.closed_windows)
         if not callable(self._to):
             self._file = open(self._to, "w", newline="", encoding="utf-8")
-            csv.writer(self._file).writerow(_columns(acc))
+            csv.writer(self._file).writerow(_columns(accumulator))
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Log the window if something else closed it since, and forget it if something else reset it."""
-        acc = _only_cell(run_context, self).accumulator
-        self._log_closed(acc)
-        if float(acc.weight_sum) != self._weight:
-            self._losses, self._weight = [], float(acc.weight_sum)
+        accumulator = _only_cell(run_context, self).accumulator
+        self._log_closed(accumulator)
+        if float(accumulator.weight_sum) != self._weight:
+            self._losses, self._weight = [], float(accumulator.weight_sum)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Take the microbatch's loss, and log the window if it was closed."""
-        acc = _only_cell(run_context, self).accumulator
+        accumulator = _only_cell(run_context, self).accumulator
         context = run_context.original_args()
         outputs = context.net_outputs
         self._place = context.cur_epoch_num, context.cur_step_num
-        weight = float(acc.window_weight if int(acc.closed_windows) > self._closed else acc.weight_sum)
+        weight = float(accumulator.window_weight if int(accumulator.closed_windows) > self._closed else accumulator.weight_sum)
         self._losses.append((float(outputs[0] if isinstance(outputs, tuple) else outputs), weight - self._weight))
         self._weight = weight
-        self._log_closed(acc)
+        self._log_closed(accumulator)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Log what a flush has just closed."""
@@ -245,32 +245,29 @@ class WindowLog(Callback):
         if self._file:
             self._file.close()
 
-    def _log_closed(self, acc: Accumulator) -> None:
-        if int(acc.closed_windows) <= self._closed:
+    def _log_closed(self, accumulator: Accumulator) -> None:
+        if int(accumulator.closed_windows) <= self._closed:
             return
         weight = sum(weight for _, weight in self._losses)
         # A microbatch of weight 0 is ignored, even if its loss is NaN.
         total = sum(loss * weight for loss, weight in self._losses if weight != 0)
-        row = (*self._place, int(acc.update_step), total / weight if weight else 0.0,
-               float(acc.window_weight), float(acc.grad_norm), int(acc.skipped))
-        scale = () if acc.loss_scaler is None else (float(acc.loss_scaler.scale_value),)
+        row = (*self._place, int(accumulator.update_step), total / weight if weight else 0.0,
+               float(accumulator.window_weight), float(accumulator.grad_norm), int(accumulator.skipped))
+        scale = () if accumulator.loss_scaler is None else (float(accumulator.loss_scaler.scale_value),)
         if self._file:
             csv.writer(self._file).writerow((*row, *scale))
             self._file.flush()  # so that the file can be followed during a long run
         else:
-            self._to(dict(zip(_columns(acc), (*row, *scale))))
-        self._losses, self._weight, self._closed = [], 0.0, int(acc.closed_windows)
+            self._to(dict(zip(_columns(accumulator), (*row, *scale))))
+        self._losses, self._weight, self._closed = [], 0.0, int(accumulator.closed_windows)
 
 
 def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
-    """Return the `TrainOneStepCell`s of a run. ValueError if there is none, or MindSpore wraps it in another one."""
+    """Return the `TrainOneStepCell`s of a run. ValueError if there is none."""
     network = run_context.original_args().train_network
     cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepCell)]
     if not cells:
         raise ValueError(f"the model trains a {type(network).__name__} without a TrainOneStepCell of ms_accum in it; {_REMEDY}")
-    if isinstance(network, nn.TrainOneStepCell):
-        raise ValueError("the model was given an optimizer of its own, which would update at each microbatch once more; "
-                         f"{_REMEDY}")
     return cells
 
 
@@ -283,6 +280,6 @@ def _only_cell(run_context: RunContext, callback: Callback) -> TrainOneStepCell:
     return cells[0]
 
 
-def _columns(acc: Accumulator) -> tuple[str, ...]:
+def _columns(accumulator: Accumulator) -> tuple[str, ...]:
     columns = ("epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped")
-    return columns if acc.loss_scaler is None else (*columns, "loss_scale")
+    return columns if accumulator.loss_scaler is None else (*columns, "loss_scale")

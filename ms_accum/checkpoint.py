@@ -2,8 +2,8 @@
 
 A checkpoint is a file in one of MindSpore's own formats. The network's parameters have their own names in it, so that
 `mindspore.load_checkpoint` reads them. Beside them are "optimizer:<name>", "accumulator:<name>", and "ms_accum", which
-describes the entries as JSON and holds the SHA-256 of the file. With several ranks each rank has a file, and rank 0's file
-names the generation of the others.
+describes the entries as JSON and holds the SHA-256 of the file. With several ranks each rank has a file, and rank 0's
+file names the generation of the others.
 """
 from __future__ import annotations
 
@@ -52,30 +52,31 @@ class CheckpointError(ValueError):
     """A file that cannot be resumed from; nothing was loaded."""
 
 
-def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumulator, *, extra: Any = None) -> None:
+def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Accumulator, *, extra: Any = None) -> None:
     """Save all state, also in the middle of a window, so that resumed training is bit-identical.
 
     Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are
-    Parameters), the accumulator's buffers, weights and counters, its loss scaler, and `extra`. The state of random layers
-    is not saved, because MindSpore 2.10 does not give access to it on CPU (`get_rng_state` covers none of its kernels):
-    pass masks as arguments of the batch, drawn from a seed and the position in the data, which `extra` holds.
+    Parameters), the accumulator's buffers, weights and counters, its loss scaler, and `extra`. The state of random
+    layers is not saved, because MindSpore 2.10 does not give access to it on CPU (`get_rng_state` covers none of its
+    kernels): pass masks as arguments of the batch, drawn from a seed and the position in the data, which `extra` holds.
 
-    The file is written beside `path`, flushed to the disk and renamed, so a process that is killed at any moment leaves the
-    old file or the new one, complete. (`mindspore.save_checkpoint` removes the old file first.) The next save on the same
-    host removes what a killed process left. Several processes may save to one path at once; the last one's file stays.
-    With several ranks every rank has to call it, with the same path, and only one such run at a time may use the path; the
-    files are `<stem>.rank<r>of<n>-<generation><suffix>`, and become valid at once when rank 0 renames its file.
+    The file is written beside `path`, flushed to the disk and renamed, so a process that is killed at any moment leaves
+    the old file or the new one, complete. (`mindspore.save_checkpoint` removes the old file first.) The next save on
+    the same host removes what a killed process left. Several processes may save to one path at once; the last one's
+    file stays. With several ranks every rank has to call it, with the same path, and only one such run at a time may
+    use the path; the files are `<stem>.rank<r>of<n>-<generation><suffix>`, and become valid at once when rank 0 renames
+    its file.
 
     Args:
         path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
         network: The network whose parameters the optimizer updates.
-        acc: Its accumulator.
+        accumulator: Its accumulator.
         extra: Whatever JSON can hold: epoch, position in the data, seed. NaN and infinity are kept.
 
     Raises:
-        TypeError: If `network` is no Cell or `acc` no Accumulator; if `extra` cannot be written as JSON, or would be read
-            back as something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its state
-            cannot be found.
+        TypeError: If `network` is no Cell or `accumulator` no Accumulator; if `extra` cannot be written as JSON, or
+            would be read back as something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so
+            that its state cannot be found.
         ValueError: If the suffix is another one, or a parameter of the network is called like an entry of the file.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
 
@@ -93,17 +94,17 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         [[1. 1.]]
     """
     path = _checked_path(path)
-    _require_network_and_accumulator(network, acc)
-    rank, ranks = acc.reducer.rank, acc.reducer.ranks
+    _require_network_and_accumulator(network, accumulator)
+    rank, ranks = accumulator.reducer.rank, accumulator.reducer.ranks
     if ranks == 1:
-        _write(path, *_contents(network, acc, extra, 0, ""))
+        _write(path, *_contents(network, accumulator, extra, 0, ""))
         return
     generation = _generation_of_rank_0(token_hex(8))
     mine = _of_rank(path, rank, ranks, generation)
     # Until rank 0's file has its name, the others belong to no checkpoint.
     part = path.with_name(f".{path.stem}.rank0of{ranks}-{generation}{path.suffix}") if rank == 0 else mine
     try:
-        _together(lambda: _write(part, *_contents(network, acc, extra, rank, generation)), OSError)
+        _together(lambda: _write(part, *_contents(network, accumulator, extra, rank, generation)), OSError)
     except Exception:
         part.unlink(missing_ok=True)  # it may be the last space of a full disk
         raise
@@ -111,7 +112,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     _remove_generations(path, rank, ranks, mine)
 
 
-def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumulator) -> Any:
+def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Accumulator) -> Any:
     """Load what `save_checkpoint` saved, into a network and an accumulator that were built like those that were saved.
 
     Everything is checked before anything is loaded. Nothing in the file is executed.
@@ -119,7 +120,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Args:
         path: The file that was given to `save_checkpoint`.
         network: With the parameters that were saved, of any values.
-        acc: Built with the same arguments as the one that was saved; also its train step, if that has a loss scaler.
+        accumulator: Built with the same arguments as the one that was saved; also its train step, if that has a loss
+            scaler.
 
     Returns:
         `extra`.
@@ -127,10 +129,11 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network,
-            optimizer, `accumulate_step` (functions are compared at 0, 1, 2, 4, … 2**16 updates), `reduction`, `clip_norm`,
-            `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of them. Not compared
-            are arguments of the optimizer that are no Parameters, factor and window of a loss scaler, and the train step's.
-        TypeError: If `network` is no Cell or `acc` no Accumulator.
+            optimizer, `accumulate_step` (functions are compared at 0, 1, 2, 4, … 2**16 updates), `reduction`,
+            `clip_norm`, `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of
+            them. Not compared are arguments of the optimizer that are no Parameters, factor and window of a loss
+            scaler, and the train step's.
+        TypeError: If `network` is no Cell or `accumulator` no Accumulator.
 
     Source: see `save_checkpoint`.
 
@@ -146,36 +149,36 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, acc: Accumu
         {'epoch': 3, 'position': 1200}
     """
     path = _checked_path(path)
-    _require_network_and_accumulator(network, acc)
-    rank, ranks = acc.reducer.rank, acc.reducer.ranks
+    _require_network_and_accumulator(network, accumulator)
+    rank, ranks = accumulator.reducer.rank, accumulator.reducer.ranks
     if ranks == 1:
-        loaded, about = _read_checked(path, network, acc)
+        loaded, about = _read_checked(path, network, accumulator)
     else:
         generation = _generation_of_rank_0(_together(lambda: _generation(path, ranks) if rank == 0 else ""))
         mine = path if rank == 0 else _of_rank(path, rank, ranks, generation)
-        loaded, about = _together(lambda: _read_checked(mine, network, acc))
-    for name, parameter in _entries(network, acc).items():
+        loaded, about = _together(lambda: _read_checked(mine, network, accumulator))
+    for name, parameter in _entries(network, accumulator).items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name])
-    acc._unit.settle(acc.buffers)
+    accumulator._unit.settle(accumulator.buffers)
     return about["extra"]
 
 
-def _require_network_and_accumulator(network: object, acc: object) -> None:
+def _require_network_and_accumulator(network: object, accumulator: object) -> None:
     remedy = "give path, network, accumulator"
     instance_of("network", network, nn.Cell, "a mindspore.nn.Cell", remedy)
-    instance_of("acc", acc, Accumulator, "an Accumulator", remedy)
+    instance_of("accumulator", accumulator, Accumulator, "an Accumulator", remedy)
 
 
-def _entries(network: nn.Cell, acc: Accumulator) -> dict[str, Parameter]:
+def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]:
     """Return all state by its name in the file."""
     parameters = list(network.get_parameters())
     entries = {p.name: p for p in parameters}
     if len(entries) < len(parameters):
         raise ValueError("two parameters of the network have the same name; build its layers as attributes of one Cell")
     known = {id(p) for p in parameters}
-    others = [("optimizer", *named) for named in _optimizer_state(acc.optimizer)]
-    others += [("accumulator", p.name, p) for p in acc.parameters]
+    others = [("optimizer", *named) for named in _optimizer_state(accumulator.optimizer)]
+    others += [("accumulator", p.name, p) for p in accumulator.parameters]
     for kind, name, parameter in others:
         if id(parameter) in known:
             continue
@@ -195,14 +198,14 @@ def _optimizer_state(optimizer: Any) -> list[tuple[str, Parameter]]:
     return [*((p.name, p) for p in optimizer.parameters), *state_of(optimizer)]
 
 
-def _contents(network: nn.Cell, acc: Accumulator, extra: Any, rank: int, generation: str) -> tuple[dict[str, Parameter], dict]:
+def _contents(network: nn.Cell, accumulator: Accumulator, extra: Any, rank: int, generation: str) -> tuple[dict[str, Parameter], dict]:
     """Return the entries of a rank's file, and what it says about them."""
-    acc._require_whole()
-    entries = _entries(network, acc)
+    accumulator._require_whole()
+    entries = _entries(network, accumulator)
     return entries, {
         "version": _VERSION,
         "mindspore": ms.__version__,
-        **_settings(acc),
+        **_settings(accumulator),
         "rank": rank,
         "generation": generation,
         "entries": {name: [list(p.shape), str(p.dtype)] for name, p in entries.items()},
@@ -210,18 +213,18 @@ def _contents(network: nn.Cell, acc: Accumulator, extra: Any, rank: int, generat
     }
 
 
-def _settings(acc: Accumulator) -> dict[str, Union[str, int]]:
+def _settings(accumulator: Accumulator) -> dict[str, Union[str, int]]:
     """Return what has to be the same in the run that resumes."""
-    order = repr([(p.name, p.shape) for p in acc.optimizer.parameters]).encode()
+    order = repr([(p.name, p.shape) for p in accumulator.optimizer.parameters]).encode()
     return {
-        "accumulate_step": acc.window.describe(),
-        "reduction": acc.reduction,
-        "clip_norm": repr(acc.clip_norm),
-        "on_nonfinite": acc.on_nonfinite,
-        "ranks": acc.reducer.ranks,
-        "reducer": type(acc.reducer).__name__,
+        "accumulate_step": accumulator.window.describe(),
+        "reduction": accumulator.reduction,
+        "clip_norm": repr(accumulator.clip_norm),
+        "on_nonfinite": accumulator.on_nonfinite,
+        "ranks": accumulator.reducer.ranks,
+        "reducer": type(accumulator.reducer).__name__,
         # A shard holds parts of parameters by their order alone.
-        "parameters": sha256(order).hexdigest()[:16] if acc.reducer.sharded else "by name",
+        "parameters": sha256(order).hexdigest()[:16] if accumulator.reducer.sharded else "by name",
     }
 
 
@@ -350,13 +353,13 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _read_checked(path: Path, network: nn.Cell, acc: Accumulator) -> tuple[dict[str, Tensor], dict]:
+def _read_checked(path: Path, network: nn.Cell, accumulator: Accumulator) -> tuple[dict[str, Tensor], dict]:
     """Read a file. CheckpointError unless it is one of this network, this accumulator and this rank."""
     loaded, about = _read(path)
-    for name, expected in {**_settings(acc), "rank": acc.reducer.rank}.items():
+    for name, expected in {**_settings(accumulator), "rank": accumulator.reducer.rank}.items():
         if about.get(name) != expected:
             raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; build it alike")
-    entries = _entries(network, acc)
+    entries = _entries(network, accumulator)
     for name in entries:
         if name not in loaded:
             raise CheckpointError(f"{path} has no entry {name}, which this run needs; {_ALIKE}")
@@ -364,7 +367,7 @@ def _read_checked(path: Path, network: nn.Cell, acc: Accumulator) -> tuple[dict[
         if name not in entries:
             raise CheckpointError(f"{path} has the entry {name}, which this run does not know; {_ALIKE}")
         _require_fitting(f"{path}: {name}", value, entries[name])
-        if acc.loss_scaler is not None and entries[name] is acc.loss_scaler.scale_value:
+        if accumulator.loss_scaler is not None and entries[name] is accumulator.loss_scaler.scale_value:
             try:
                 require_scale(value)
             except ValueError as error:

@@ -13,34 +13,38 @@ import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from .accumulate import checked_micro_size, plain, require_loss, require_mean
+from .accumulate import averaging, checked_micro_size, require_loss
 from .accumulator import Accumulator
 from .arguments import require_callable
+from .batch import positional
 from .gradients import FLOATS
 from .split import over_pieces, select_rows
 from .train_step import CompiledStep, compiled
 
 
-def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, *, micro_size: int) -> GradCacheStep:
-    """A compiled train step for a loss over a whole batch of representations, such as InfoNCE, with the memory of one piece.
+def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, *, micro_size: int) -> GradCacheStep:
+    """A compiled train step for a loss over a whole batch of representations, such as InfoNCE, with the memory of one
+    piece.
 
         representations = encode_fn(piece) for each piece             # forward only
         loss = loss_fn(representations of the batch)                  # and d = its gradient at each representation
         gradient = sum of the gradients of sum(d[piece] * encode_fn(piece))
 
-    Accumulation cuts a contrastive batch into small ones, each with fewer negatives: another loss. Here the loss sees the whole batch, and
-    by the chain rule the gradient is that of the undivided batch, for one more forward pass. In memory are the activations of one
-    piece, the representations (in float32), and what `loss_fn` makes of them (for InfoNCE the n x n similarities).
+    Accumulation cuts a contrastive batch into small ones, each with fewer negatives: another loss. Here the loss sees
+    the whole batch, and by the chain rule the gradient is that of the undivided batch, for one more forward pass. In
+    memory are the activations of one piece, the representations (in float32), and what `loss_fn` makes of them (for
+    InfoNCE the n x n similarities).
 
     Args:
-        encode_fn: `(*piece) -> representations`: a Tensor with a row for each sample, `(m, ...)`, or a tuple of such Tensors of one float
-            dtype. Each row may depend on its own sample only, and it has to compute the same each time: layers that draw random
-            numbers (Dropout) would have other masks in the second pass, and are refused when the step runs. BatchNorm in training mode
-            sees pieces: the gradient is then exact for the network that normalises each piece, not for the undivided batch, and
-            moving statistics move twice.
+        encode_fn: `(*piece) -> representations`: a Tensor with a row for each sample, `(m, ...)`, or a tuple of such
+            Tensors of one float dtype. Each row may depend on its own sample only, and it has to compute the same each
+            time: layers that draw random numbers (Dropout) would have other masks in the second pass, and are refused
+            when the step runs. BatchNorm in training mode sees pieces: the gradient is then exact for the network that
+            normalises each piece, not for the undivided batch, and moving statistics move twice.
         loss_fn: `(*representations) -> loss` of the whole batch: float Tensor of shape `()`.
-        acc: An accumulator with `reduction="mean"`. A batch counts as one microbatch, with its samples as weight. Its optimizer may hold
-            parameters of `loss_fn`, too (a temperature). With several ranks, each has its own batch of negatives.
+        accumulator: An accumulator with `reduction="mean"`. A batch counts as one microbatch, with its samples as
+            weight. Its optimizer may hold parameters of `loss_fn`, too (a temperature). With several ranks, each has
+            its own batch of negatives.
         micro_size: Pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
 
     Returns:
@@ -48,10 +52,12 @@ def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulato
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If `acc` sums up, has a loss scaler or a noise scale (a piece's gradient is no estimate of the batch's), or may leave
-            out single pieces (`on_nonfinite="skip_microbatch"`, `sync="microbatch"`); or `micro_size` is out of range.
+        ValueError: If `accumulator` sums up, has a loss scaler or a noise scale (a piece's gradient is no estimate of
+            the batch's), or may leave out single pieces (`on_nonfinite="skip_microbatch"`, `sync="microbatch"`); or
+            `micro_size` is out of range.
 
-    Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP 2021).
+    Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP
+        2021).
 
     Example:
         >>> import numpy as np, mindspore as ms
@@ -71,16 +77,16 @@ def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, acc: Accumulato
     """
     require_callable("encode_fn", encode_fn)
     require_callable("loss_fn", loss_fn)
-    require_mean(acc)
+    averaging(accumulator)
     micro_size = checked_micro_size(micro_size)
     for given, what, remedy in (
-            (acc.loss_scaler is not None, "a loss_scaler", "leave it out: representations in float32 need none"),
-            (acc.noise_scale is not None, "a noise_scale", "leave it out: the gradient of a piece is no estimate of the batch's"),
-            (acc.reducer.each_microbatch or acc.on_nonfinite == "skip_microbatch",
+            (accumulator.loss_scaler is not None, "a loss_scaler", "leave it out: representations in float32 need none"),
+            (accumulator.noise_scale is not None, "a noise_scale", "leave it out: the gradient of a piece is no estimate of the batch's"),
+            (accumulator.reducer.each_microbatch or accumulator.on_nonfinite == "skip_microbatch",
              'sync="microbatch" or on_nonfinite="skip_microbatch"', 'give sync="window" and "skip_window": a batch goes as a whole')):
         if given:
-            raise ValueError(f"acc has {what}, which a loss over a whole batch does not allow; {remedy}")
-    return GradCacheStep(encode_fn, loss_fn, acc, micro_size)
+            raise ValueError(f"the accumulator has {what}, which a loss over a whole batch does not allow; {remedy}")
+    return GradCacheStep(encode_fn, loss_fn, accumulator, micro_size)
 
 
 class GradCacheStep(CompiledStep):
@@ -91,18 +97,20 @@ class GradCacheStep(CompiledStep):
         micro_size: Number of pieces that a batch is cut into.
     """
 
-    def __init__(self, encode_fn: Callable, loss_fn: Callable, acc: Accumulator, micro_size: int) -> None:
-        accumulate = _accumulate_fn(encode_fn, loss_fn, acc, micro_size)
+    def __init__(self, encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, micro_size: int) -> None:
+        accumulator._in_pieces = True
 
-        def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
-            def accumulate_and_update(*batch: Any) -> tuple[Tensor, Tensor]:
-                loss, same = accumulate(samples, cut, *batch)
-                closed = acc._close_if_due()
-                return ops.depend(loss, closed), same
+        def graph_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> Callable:
+            encode = positional("encode_fn", encode_fn, len(cut), names)
+            accumulate = _accumulate_fn(encode, positional("loss_fn", loss_fn), accumulator, micro_size)
+
+            def accumulate_and_update(*batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
+                result = accumulate(samples, cut, *batch)
+                return result, accumulator._close_if_due()
 
             return compiled(accumulate_and_update)
 
-        super().__init__(acc, micro_size, graph_for)
+        super().__init__(accumulator, micro_size, graph_for)
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """Train on a batch: its loss.
@@ -112,23 +120,22 @@ class GradCacheStep(CompiledStep):
             ValueError: If `encode_fn` gave other representations in the second pass. The batch is ignored then.
             RuntimeError: If an error left a part of a batch in the open window.
         """
-        loss, same = self._call(batch, named)
+        loss, same = super().__call__(*batch, **named)
         if not same:
             raise ValueError("encode_fn gave the same rows two different representations, so that the gradient would be wrong: does it "
                              "draw random numbers? Take Dropout out (p=0, or network.set_train(False)); the batch counted nothing")
         return loss
 
 
-def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, micro_size: int) -> Callable:
+def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, micro_size: int) -> Callable:
     """`(samples, cut, *batch) -> (loss, whether both passes agreed)`: all of the step but the update."""
-    acc._in_pieces = True
-    encode = _encoder(plain(encode_fn))
-    first_grad_fn = ms.value_and_grad(_first_loss(encode, plain(loss_fn)), 0, acc.optimizer.parameters, has_aux=True)
+    encode = _encoder(encode_fn)
+    first_grad_fn = ms.value_and_grad(_first_loss(encode, loss_fn), 0, accumulator.optimizer.parameters, has_aux=True)
 
     def other_loss(cotangents: Tensor, *piece: Any) -> Tensor:
         return (cotangents * _side_by_side(encode(*piece))).sum(-1).sum()
 
-    other_grad_fn = ms.value_and_grad(other_loss, None, acc.optimizer.parameters)
+    other_grad_fn = ms.value_and_grad(other_loss, None, accumulator.optimizer.parameters)
 
     def accumulate(samples: int, cut: tuple[bool, ...], *batch: Any) -> tuple[Tensor, Tensor]:
         def cache_piece(cached: Tensor, indices: Tensor, piece: tuple) -> Tensor:
@@ -144,7 +151,7 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, mic
         cached = _with_rows(ops.zeros((samples, once.shape[1]), ms.float32), rows, once)
         cached = over_pieces(cache_piece, cached, 1, samples, micro_size, cut, batch)
 
-        acc._begin_pieces()
+        accumulator._begin_pieces()
         (loss, again), (cotangents, gradients) = first_grad_fn(cached, *first_piece)
         same = _same(once, again, representations[0].dtype)
         # If the two passes differ, the batch is ignored.
@@ -155,11 +162,11 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, acc: Accumulator, mic
             # The gradients of the pieces add up to that of the batch, so each is multiplied by the weight of the batch.
             weight_of_piece = weight * (indices.shape[0] / rows.shape[0])
             # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-            return taken + ops.depend(acc._add_piece(gradients, float(samples), weight_of_piece), partial)
+            return taken + ops.depend(accumulator._add_piece(gradients, float(samples), weight_of_piece), partial)
 
-        taken = acc._add_piece(gradients, float(samples), weight)
+        taken = accumulator._add_piece(gradients, float(samples), weight)
         taken = over_pieces(add_piece, taken, 1, samples, micro_size, cut, batch)
-        acc._end_microbatch(taken * same.astype(ms.int32), in_pieces=True)
+        accumulator._end_microbatch(taken * same.astype(ms.int32), in_pieces=True)
         return loss.astype(ms.float32), same
 
     return accumulate

@@ -17,7 +17,8 @@ _ENLARGED = 2.0**40
 def global_norm(gradients: Gradients) -> Tensor:
     """The Euclidean norm of all gradients together, 1e-26 to 1e19: float32 Tensor of shape `()`, summed up in float32."""
     norm = _norm(gradients)
-    # Squares below 1e-38 leave float32. No `if`: MindSpore 2.10 does not compile one here for an optimizer of a single parameter.
+    # Squares below 1e-38 leave float32. No `if`: MindSpore 2.10 does not compile one here for an optimizer of a single
+    # parameter.
     enlarged = _norm(tuple([g.astype(ms.float32) * _ENLARGED for g in gradients]))
     return ops.where(norm > 1e-12, norm, enlarged / _ENLARGED)
 
@@ -39,10 +40,10 @@ def clip_factor(norm: Tensor, clip_norm: float) -> Scalar:
 def all_finite(gradients: Gradients) -> Tensor:
     """Whether no element of any gradient is NaN or infinite: bool Tensor of shape `()`.
 
-    Judged by the sum, in float32 at least: one NaN or infinity makes the sum NaN or infinite. Finite gradients fail only if their
-    sum overflows (they are of about 1e35 then, and no update survives them). On CPU this takes 3 % of the time that a test of each
-    element would take.
-    """
+    Judged by the sum, in float32 at least: one NaN or infinity makes the sum NaN or infinite. Finite gradients fail
+        only if their
+    sum overflows (they are of about 1e35 then, and no update survives them). On CPU this takes 3 % of the time that a
+    test of each element would take. """
     total = 0.0
     for gradient in gradients:
         total = total + _sum(gradient.astype(ms.float64 if gradient.dtype == ms.float64 else ms.float32)).astype(ms.float32)

@@ -6,61 +6,70 @@ from typing import Any, Optional, Union
 
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
-from .accumulate import checked_micro_size, make_accumulate
+from .accumulate import make_accumulate, prepared
 from .accumulator import Accumulator
 from .arguments import instance_of
-from .optimizers import state_of
+from .batch import positional
+from .optimizers import require_same_parameters, state_of
 from .split import FLAT, layout_of, with_storage_of_its_own
+from .window import AccumulateStep
 
 _NESTED = f"a tuple, list or dict, {FLAT}"
 
 
 class TrainOneStepCell(nn.Cell):
-    """Trains `network` on one microbatch, and updates when the window closes; `mindspore.nn.TrainOneStepCell` with accumulation.
+    """Train `network` on one microbatch, and update when the window closes: `mindspore.nn.TrainOneStepCell` with
+    accumulation.
 
-        cell = TrainOneStepCell(nn.WithLossCell(network, loss_fn), Accumulator(optimizer, 4, reduction="mean"))
+        cell = TrainOneStepCell(nn.WithLossCell(network, loss_fn), optimizer, accumulate_step=4)
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), LossMonitor()])
 
-    Compiled in graph mode, run op by op in PyNative, as any Cell. All state (the network's, the optimizer's, the accumulator's) is
-    among its Parameters, so a `ModelCheckpoint` holds a window that is half full.
+    Compiled in graph mode, run op by op in PyNative, like any Cell. All state (of the network, the optimizer and the
+    accumulator) is among its Parameters, so a `ModelCheckpoint` saves an open window, too.
 
-    Load it before the first microbatch. `Parameter.set_data`, and with it `mindspore.load_param_into_net` and the `restore_best_weights` of
-    `EarlyStopping`, reach the Parameters, but neither a compiled graph with branches nor, in PyNative, an optimizer that has run (MindSpore
-    2.10): the cell would go on with the old values, out of sight. `ms_accum.load_checkpoint` and `ops.assign` reach both.
+    Load such a checkpoint before the first microbatch. `Parameter.set_data`, and with it
+    `mindspore.load_param_into_net` and `EarlyStopping(restore_best_weights=True)`, reach neither a compiled graph with
+    branches nor, in PyNative, an optimizer that has run (MindSpore 2.10): the cell would go on with the old values
+    without an error. `ms_accum.load_checkpoint` and `ops.assign` reach both.
 
     Args:
-        network: Gives the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`; e.g. an `nn.WithLossCell`.
-        acc: An accumulator with `reduction="mean"`.
+        network: Returns the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`; e.g. an
+            `nn.WithLossCell`.
+        accumulator: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
+        accumulate_step: Microbatches in a window, with an optimizer; see `Accumulator`.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`; see `make_train_step`.
-        micro_size: Pieces that each microbatch is cut into inside the graph; see `make_train_step`.
-        weight_fn: `(*piece) -> weight`, what a piece counts; see `make_train_step`.
+        micro_size: Number of pieces that each microbatch is cut into, inside the graph; see `make_train_step`.
+        weight_fn: `(*piece) -> weight`: what the network's mean divides by; see `make_train_step`.
+        **options: With an optimizer, further arguments of `Accumulator`, such as `clip_norm`.
 
     Inputs:
         The microbatch: Tensors, as for `make_train_step`.
 
     Outputs:
-        The loss, never divided by anything: float32 Tensor of shape `()`. With a loss scaler, as of
-        `mindspore.nn.TrainOneStepWithLossScaleCell`, `(loss, overflow, scale)`: whether a window was closed here and dropped (bool, `()`),
-        and the scale that the loss was multiplied by (float32, `()`).
+        The undivided loss: float32 Tensor of shape `()`. With a loss scaler, `(loss, overflow, scale)` as from
+        `mindspore.nn.TrainOneStepWithLossScaleCell`: whether a window was closed and dropped here (bool, `()`), and the
+        scale that the loss was multiplied by (float32, `()`).
 
     Attributes:
-        accumulator: The accumulator it feeds.
+        accumulator: The accumulator that it feeds.
         optimizer: The accumulator's.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: See `make_train_step`; in graph mode also if `set_inputs` gave a dynamic shape.
+        ValueError: See `make_train_step`. Also if the optimizer holds Parameters of another network with the same
+            names, if `Model` gets an `optimizer=` besides the cell, and in graph mode if `set_inputs` gave a dynamic
+            shape.
         RuntimeError: See `make_train_step`.
 
-    Source: `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`, whose form it has.
+    Source: `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`, whose interface it has.
 
     Example:
         >>> import numpy as np, mindspore as ms
         >>> from mindspore import nn
-        >>> from ms_accum import Accumulator, TrainOneStepCell
+        >>> from ms_accum import TrainOneStepCell
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
-        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), Accumulator(optimizer, 2, reduction="mean"))
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
         >>> for target in (4.0, 5.0):
         ...     loss = cell(ms.Tensor(np.ones((4, 2)), ms.float32), ms.Tensor(np.full((4, 1), target), ms.float32))
         ...     print(float(loss), network.weight.asnumpy())
@@ -71,23 +80,28 @@ class TrainOneStepCell(nn.Cell):
     def __init__(
         self,
         network: nn.Cell,
-        acc: Accumulator,
+        accumulator: Union[nn.Optimizer, Accumulator],
+        accumulate_step: Optional[AccumulateStep] = None,
         *,
         loss_scaler: Optional[amp.LossScaler] = None,
         micro_size: int = 1,
         weight_fn: Optional[Callable] = None,
+        **options: Any,
     ) -> None:
         # Without a prefix, the network's parameters keep their names.
         super().__init__(auto_prefix=False)
-        instance_of("network", network, nn.Cell, "a Cell that gives the loss, such as nn.WithLossCell(network, loss_fn)",
+        instance_of("network", network, nn.Cell, "a Cell that returns the loss, such as nn.WithLossCell(network, loss_fn)",
                     "a function goes into make_train_step")
-        self.accumulate = make_accumulate(network, acc, checked_micro_size(micro_size), weight_fn, loss_scaler, has_aux=False)
+        accumulator, micro_size = prepared(network, accumulator, accumulate_step, options, micro_size, weight_fn, loss_scaler)
+        require_same_parameters(network, accumulator.optimizer)
+        weigh = positional("weight_fn", weight_fn)
+        self.accumulate = make_accumulate(network, accumulator, micro_size, weigh, has_aux=False)
         self.network = network
-        self.accumulator = acc
-        self.optimizer = acc.optimizer
+        self.accumulator = accumulator
+        self.optimizer = accumulator.optimizer
         self.loss_scaler = loss_scaler
-        self.state = ParameterTuple([*acc.parameters, *(parameter for _, parameter in state_of(acc.optimizer))])
-        self._flush = _Flush(acc)
+        self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
+        self._flush = _Flush(accumulator)
         self._returned = False  # whether the last call came to its end
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -106,20 +120,27 @@ class TrainOneStepCell(nn.Cell):
 
     def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class."""
-        acc = self.accumulator
+        accumulator = self.accumulator
         samples, cut = layout_of(tuple([_kind(argument) for argument in batch]))
         if self.loss_scaler is None:
             loss = self.accumulate(samples, cut, *batch)
-            return ops.depend(loss, acc._close_if_due())
+            return ops.depend(loss, accumulator._close_if_due())
         # Sums, for what is read here must not change with the Parameters.
         scale = self.loss_scaler.scale_value + 0.0
-        skipped = acc.skipped + 0
+        skipped = accumulator.skipped + 0
         loss = ops.depend(self.accumulate(samples, cut, *batch), (scale, skipped))
-        loss = ops.depend(loss, acc._close_if_due())
-        return loss, acc.skipped > skipped, scale
+        loss = ops.depend(loss, accumulator._close_if_due())
+        return loss, accumulator.skipped > skipped, scale
+
+    def set_grad(self, requires_grad: bool = True) -> nn.Cell:
+        """Refuse to be differentiated: a `Model` with an `optimizer=` would update once more at each microbatch."""
+        if requires_grad:
+            raise ValueError("a TrainOneStepCell of ms_accum computes the gradients and updates itself, and cannot be trained by "
+                             "another step; give Model(TrainOneStepCell(...)) without an optimizer")
+        return super().set_grad(False)
 
     def flush(self) -> Tensor:
-        """Close a short window, if one is open; whether one was: bool Tensor of shape `()`. See `FlushCallback`."""
+        """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`. See `FlushCallback`."""
         if not self._returned:
             self.accumulator._require_whole()
         return self._flush()
@@ -128,9 +149,9 @@ class TrainOneStepCell(nn.Cell):
 class _Flush(nn.Cell):
     """`Accumulator.flush` as a Cell: compiled in graph mode."""
 
-    def __init__(self, acc: Accumulator) -> None:
+    def __init__(self, accumulator: Accumulator) -> None:
         super().__init__(auto_prefix=False)
-        self.accumulator = acc
+        self.accumulator = accumulator
 
     def construct(self) -> Tensor:
         return self.accumulator.flush()

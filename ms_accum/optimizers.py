@@ -46,6 +46,15 @@ def require_trainable(parameters: Iterable[Parameter]) -> None:
                          "mode would update it nevertheless; make the optimizer of network.trainable_params() after freezing")
 
 
+def require_same_parameters(network: nn.Cell, optimizer: object) -> None:
+    """Refuse an optimizer of another network with the same names, whose parameters would never get a gradient."""
+    optimized = {p.name: p for p in optimizer.parameters}
+    for parameter in network.get_parameters():
+        if optimized.get(parameter.name, parameter) is not parameter:
+            raise ValueError(f"the optimizer updates another Parameter called {parameter.name} than the network has, expected "
+                             "one network; if the network was built again, build the optimizer again, too")
+
+
 def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
     """Return all state of an optimizer with names: moments, counts, learning rates, but not what it updates.
 

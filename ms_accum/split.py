@@ -54,7 +54,8 @@ def _kind(argument: Any) -> Union[tuple, str, None]:
 
 
 def with_storage_of_its_own(argument: Any) -> Any:
-    """A copy of a Tensor that is a view (a slice, a transposed one), for a graph that loops over pieces; anything else as it is.
+    """A copy of a Tensor that is a view (a slice, a transposed one), for a graph that loops over pieces; anything else
+    as it is.
 
     In a graph with a loop, MindSpore 2.10 takes rows of what a view was made of for those of the view.
     """
@@ -81,7 +82,8 @@ def over_pieces(turn: Callable, totals: tuple, first: int, samples: int, micro_s
         totals: Tensors that keep their shapes and dtypes.
         first: Number of the first piece, 0 or 1.
         samples, cut: As from `layout`.
-        micro_size: Number of pieces; they have ceil(samples / micro_size) rows, the last one fewer if that does not divide `samples`.
+        micro_size: Number of pieces; they have ceil(samples / micro_size) rows, the last one fewer if that does not
+            divide `samples`.
         batch: All arguments.
     """
     rows = -(-samples // micro_size)

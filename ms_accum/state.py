@@ -4,6 +4,6 @@ from mindspore import Parameter
 from mindspore.common.initializer import initializer
 
 
-def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parameter:
-    """Zeros that are state, and not trained."""
-    return Parameter(initializer("zeros", shape, dtype), name=name, requires_grad=False)
+def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
+    """Return a Parameter that is state and not trained, filled with `value`."""
+    return Parameter(initializer(value, shape, dtype), name=name, requires_grad=False)

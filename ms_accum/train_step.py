@@ -1,127 +1,182 @@
-"""Train steps: cut a batch, run value_and_grad on each piece, feed the accumulator, give back the loss itself."""
+"""Train steps: cut a batch, run value_and_grad on each piece, feed the accumulator, return the undivided loss."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Optional, Union
 
 import mindspore as ms
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Tensor, amp, nn
 
-from .accumulate import checked_micro_size, make_accumulate
+from .accumulate import make_accumulate, prepared
 from .accumulator import Accumulator
 from .arguments import boolean, one_of
+from .batch import as_arguments, positional
 from .split import layout, with_storage_of_its_own
+from .window import AccumulateStep
 
 _STRATEGIES = ("fused", "split")
+_REBUILT = ("forward_fn and the optimizer use different Parameters of the same name, expected those of one network; if the "
+            "network was built again (in a notebook, say), build the optimizer and the train step again, too, and give two "
+            "networks names of their own with Cell.update_parameters_name")
 
 
 def make_train_step(
     forward_fn: Callable,
-    acc: Accumulator,
+    accumulator: Union[nn.Optimizer, Accumulator],
+    accumulate_step: Optional[AccumulateStep] = None,
     *,
     micro_size: int = 1,
     weight_fn: Optional[Callable] = None,
     loss_scaler: Optional[amp.LossScaler] = None,
     strategy: str = "fused",
     has_aux: bool = False,
+    **options: Any,
 ) -> TrainStep:
-    """A compiled train step over a batch: forward, backward, add, and the update when the window closes.
+    """Build a compiled train step: forward, backward, add, and the update when the window closes.
 
-        train_step = make_train_step(forward_fn, Accumulator(optimizer, 4, reduction="mean"))
-        for data, label in dataset:
-            loss = train_step(data, label)  # the mean loss of this batch, never loss / 4
-        train_step.flush()                  # closes a short last window
+        train_step = make_train_step(forward_fn, optimizer, accumulate_step=4)
+        for loss in train_step.epoch(dataset):  # the mean loss of each microbatch
+            ...                                 # at the end, the incomplete last window is applied
+
+    Each call of `train_step(data, label)` or `train_step(**batch)` is one microbatch.
 
     Args:
-        forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`.
-            With `has_aux`, `(*batch) -> (loss, aux)`.
-        acc: An accumulator with `reduction="mean"`.
-        micro_size: Pieces that one call's batch is cut into, inside the compiled function; the activations in memory are
-            those of one piece. The batch size n is the length of axis 0 of the first Tensor that has axes. Tensors
-            whose axis 0 has length n are cut, all other arguments go to every piece whole. Pieces have ceil(n / micro_size)
-            samples; where that does not divide n, the last one is shorter and weighs less. One call is one microbatch of
-            the accumulator, however it is cut: a window holds `accumulate_step` calls.
-        weight_fn: `(*piece) -> weight`: what a piece counts, a number or a Tensor of shape `()`; it has to be what the mean in
-            `forward_fn` divides by, e.g. the unmasked tokens. None: the samples.
-        loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16. Its scale
-            multiplies the loss before the backward pass; when the window closes, the accumulated gradient is divided by it, before it is
-            measured, averaged or clipped. A window with NaN or infinity in its gradient is dropped. The scaler is adjusted once per window.
-            Return the loss in float32: a float16 loss overflows from a scale of 2**16 on.
-        strategy: "fused": one graph holds forward, backward, add and the update at the boundary. "split": one graph for
-            forward, backward and add, a second one for the update, invoked once per window (RATEX's scheme); the host
-            reads one flag after each call to know when.
-        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `micro_size > 1`, aux is a Tensor or a tuple of Tensors; those of
-            shape `()` come back as their weighted mean (float32), those with one row for each sample of the piece as the rows of
-            the whole batch.
+        forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
+            `()`. With `has_aux`, `(*batch) -> (loss, aux)`. A function, a Cell or a `functools.partial`. A batch with
+            names (a dict, or keyword arguments) is matched to its parameters by name.
+        accumulator: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
+        accumulate_step: Microbatches in a window, with an optimizer: an int, `{update_step: n}` or a callable; see
+            `Accumulator`.
+        micro_size: Number of pieces that each microbatch is cut into, inside the graph (the name is that of
+            `mindspore.parallel.nn.GradAccumulation`). Peak activation memory is that of one piece. The batch size n is
+            the length of axis 0 of the first Tensor that has axes. Tensors whose axis 0 has length n are cut, all other
+            arguments go to every piece whole. Pieces have ceil(n / micro_size) samples; if that does not divide n, the
+            last one is shorter and weighs less.
+        weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: what the mean in `forward_fn` divides by,
+            e.g. the number of unmasked tokens. None: the number of samples. Of a batch with names, it gets those that
+            it has parameters for.
+        loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
+            The loss is multiplied by its scale before the backward pass. When the window closes, the accumulated
+            gradient is divided by the scale before it is measured, averaged or clipped, and the scaler is adjusted
+            once. A window with NaN or infinity in its gradient is dropped. Return the loss in float32: a float16 loss
+            overflows from a scale of 2**16 on.
+        strategy: "fused": one graph holds forward, backward, add and the update. "split": one graph for forward,
+            backward and add, and one for the update, which the host runs once per window (RATEX's scheme); the host
+            reads one flag after each call.
+        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `micro_size > 1`, aux is a Tensor or a tuple of
+            Tensors: those of shape `()` are returned as their weighted mean (float32), those with one row per sample as
+            the rows of the whole batch.
+        **options: With an optimizer, further arguments of `Accumulator`: `clip_norm`, `on_nonfinite`, `reducer`,
+            `buffer_dtype`, `after_update`, `noise_scale`.
 
     Returns:
-        `train_step(*batch) -> loss` or `(loss, aux)`; the loss is the weighted mean over the pieces, a float32 Tensor of shape `()`.
-        `train_step.flush()` closes a short window, `train_step.accumulator` is `acc`.
+        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is the weighted mean over the pieces and
+        is never divided by `accumulate_step`: a float32 Tensor of shape `()`.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, or a function is a lambda inside another expression, which MindSpore cannot compile.
-        ValueError: If `acc` sums up instead of averaging, a parameter was frozen since, or an argument is out of range.
+        TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
+            another expression, which MindSpore cannot compile.
+        ValueError: If an argument is out of range, an accumulator comes with `accumulate_step` or other arguments of
+            `Accumulator`, it has `reduction="sum"`, or a parameter was frozen since it was built.
 
-    The weight multiplies the gradients, after the backward pass. What is differentiated is your loss, times the loss scale if there is one,
-    so layers whose backward pass is not linear work, and float16 does not overflow. A piece that weighs as much as the first one costs no
-    multiplication, any other one for each gradient; a weight that is a Tensor always costs one. Pieces of weight 0 are ignored, even if
-    their loss is 0/0.
-    If an error stops a batch that is cut into pieces, the window may hold some of them. The next call, `flush` and `save_checkpoint` then
-    raise a RuntimeError until `accumulator.reset()` drops the open window; `accumulator.flush()` and `accumulator.apply()` do not check.
-    If an error stops the forward pass or the loss of a batch that is not cut, the window stays as it was.
-    Numbers among the batch are constants of the graph: each new value compiles anew, so give what changes as a Tensor.
+    The weight multiplies the gradients, after the backward pass, so layers whose backward pass is not linear work and
+    float16 does not overflow. A piece with the same weight as the first one costs no multiplication, another weight
+    costs one per gradient, as does a weight that is a Tensor. Pieces of weight 0 are ignored, even if their loss is
+    0/0. Numbers in a batch are constants of the graph: each new value triggers a recompilation, so give what changes as
+    a Tensor. If an error stops a batch that is cut into pieces, the window may hold some of them. The next call,
+    `flush` and `save_checkpoint` then raise a RuntimeError until `accumulator.reset()` drops the open window. If an
+    error stops the forward pass or the loss of a batch that is not cut, the window stays as it was.
 
-    Source: "split" is RATEX's scheme of two graphs; cutting a batch inside the step is `jax.lax.scan` over microbatches.
+    Source: cutting a batch inside the step is `jax.lax.scan` over microbatches; "split" is RATEX's scheme of two
+        graphs.
 
     Example:
-        >>> import numpy as np, mindspore as ms
+        >>> import numpy as np
         >>> from mindspore import nn
-        >>> from ms_accum import Accumulator, make_train_step
+        >>> from ms_accum import make_train_step
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
-        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> def forward_fn(x):
         ...     return network(x).mean()
-        >>> train_step = make_train_step(forward_fn, accumulator)
-        >>> for value in (1.0, 3.0, 2.0):
-        ...     loss = train_step(ms.Tensor(np.full((4, 2), value), ms.float32))
-        ...     print(float(loss), network.weight.asnumpy())
-        2.0 [[1. 1.]]
-        6.0 [[0. 0.]]
-        -0.5 [[0. 0.]]
-        >>> print(bool(train_step.flush()), network.weight.asnumpy())
-        True [[-1. -1.]]
+        >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=2)
+        >>> batches = [np.full((4, 2), value, np.float32) for value in (1, 3, 2)]
+        >>> for loss in train_step.epoch(batches):
+        ...     print(float(loss), bool(train_step.updated), network.weight.asnumpy())
+        2.0 False [[1. 1.]]
+        6.0 True [[0. 0.]]
+        -0.5 False [[0. 0.]]
+        >>> print(network.weight.asnumpy())  # the incomplete last window was applied
+        [[-1. -1.]]
     """
     one_of("strategy", strategy, _STRATEGIES)
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
-    micro_size = checked_micro_size(micro_size)
-    accumulate = make_accumulate(forward_fn, acc, micro_size, weight_fn, loss_scaler, has_aux)
-    return TrainStep(accumulate, acc, micro_size, strategy, has_aux)
+    accumulator, micro_size = prepared(
+        forward_fn, accumulator, accumulate_step, options, micro_size, weight_fn, loss_scaler)
+
+    def accumulate_for(count: int, names: tuple[str, ...]) -> Callable:
+        forward = positional("forward_fn", forward_fn, count, names)
+        weigh = positional("weight_fn", weight_fn, count, names)
+        return make_accumulate(forward, accumulator, micro_size, weigh, has_aux)
+
+    return TrainStep(accumulate_for, accumulator, micro_size, strategy)
 
 
 class CompiledStep:
     """A step over a batch: one compiled graph for each layout of a batch, and what has to hold before it is called.
 
     Attributes:
-        accumulator: The accumulator it feeds.
+        accumulator: The accumulator that it feeds.
         micro_size: Number of pieces that a batch is cut into.
+        updated: Whether the last call closed a window: bool Tensor of shape `()`. Reading it waits for the device.
     """
 
-    def __init__(self, acc: Accumulator, micro_size: int, graph_for: Callable) -> None:
+    def __init__(self, accumulator: Accumulator, micro_size: int, graph_for: Callable) -> None:
         def flush() -> Tensor:
-            return acc.flush()
+            return accumulator.flush()
 
-        self.accumulator = acc
+        self.accumulator = accumulator
         self.micro_size = micro_size
+        self.updated = Tensor(False)
         self._graph_for = graph_for
         self._graphs: dict[tuple, Callable] = {}
+        self._orders: dict[frozenset, tuple[str, ...]] = {}
         self._flush = compiled(flush)
         self._returned = False  # whether the last call came to its end; before the first one, a checkpoint may hold a torn window
 
-    def _call(self, batch: tuple, named: dict[str, Any]) -> Any:
+    def epoch(self, batches: Iterable) -> Iterator[Any]:
+        """Train on each of `batches`, yield what each call returns, and apply the incomplete last window at the end.
+
+        Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
+        applies it, `accumulator.reset()` drops it. With several ranks, the data may be uneven: a rank at its end takes
+        part in the windows of the others with weight 0.
+
+        Args:
+            batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
+                `dataset.create_dict_iterator()`). NumPy arrays become Tensors.
+
+        Yields:
+            The loss, or `(loss, aux)`, of each microbatch.
+        """
+        for batch in batches:
+            arguments, named = as_arguments(batch)
+            yield self(*arguments, **named)
+        self.flush()
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """Train on one microbatch, given by position or by name. Return the loss, or `(loss, aux)`.
+
+        Raises:
+            TypeError: If an argument is a tuple, list or dict, or `forward_fn` has no parameter of that name.
+            ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
+            RuntimeError: If an error left a part of a batch in the open window.
+        """
+        names = ()
         if named:
-            refuse_named(named)
+            # The order of the first call, so that each set of names is compiled once.
+            names = self._orders.setdefault(frozenset(named), tuple(named))
+            batch = (*batch, *[named[name] for name in names])
         # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
-        key = layout(batch)
+        key = (*layout(batch), names)
         if not self._returned:
             self._recover()
         self._returned = False
@@ -131,9 +186,11 @@ class CompiledStep:
             batch = tuple(map(with_storage_of_its_own, batch))
         try:
             result = self._run(self._graphs[key], batch)
-        except Exception:
+        except Exception as error:
             # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10).
             del self._graphs[key]
+            if "already exists. Please set a unique name" in str(error):
+                raise ValueError(_REBUILT) from error
             raise
         self._returned = True
         return result
@@ -142,61 +199,50 @@ class CompiledStep:
         self.accumulator._require_whole()
 
     def _run(self, graph: Callable, batch: tuple) -> Any:
-        return graph(*batch)
+        result, self.updated = graph(*batch)
+        return result
 
     def flush(self) -> Tensor:
-        """Close a short window, if one is open; whether one was: bool Tensor of shape `()`."""
+        """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
         if not self._returned:
             self.accumulator._require_whole()
-        return self._flush()
+        self.updated = self._flush()
+        return self.updated
 
 
 class TrainStep(CompiledStep):
     """What `make_train_step` returns: see there.
 
     Attributes:
-        accumulator: The accumulator it feeds.
+        accumulator: The accumulator that it feeds.
         micro_size: Number of pieces that a batch is cut into.
+        updated: Whether the last call closed a window: bool Tensor of shape `()`. Reading it waits for the device.
         strategy: "fused" or "split".
     """
 
-    def __init__(self, accumulate: Callable, acc: Accumulator, micro_size: int, strategy: str, has_aux: bool) -> None:
+    def __init__(self, accumulate_for: Callable, accumulator: Accumulator, micro_size: int, strategy: str) -> None:
         self.strategy = strategy
 
-        def depend(result: Any, closed: Tensor) -> Any:
-            # Graph mode can drop a branch that nothing returned depends on: `close_if` guards against it, this makes sure.
-            if has_aux:
-                return ops.depend(result[0], closed), result[1]
-            return ops.depend(result, closed)
+        def graph_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> Callable:
+            accumulate = accumulate_for(len(cut), names)
 
-        def graph_for(samples: int, cut: tuple[bool, ...]) -> Callable:
+            # What says whether the window is closed is returned: graph mode can drop a branch that nothing depends on.
             def accumulate_and_update(*batch: Any) -> Any:
                 result = accumulate(samples, cut, *batch)
-                closed = acc._close_if_due()
-                return depend(result, closed)
+                return result, accumulator._close_if_due()
 
             def accumulate_only(*batch: Any) -> Any:
                 result = accumulate(samples, cut, *batch)
-                return result, acc._due()
+                return result, accumulator._due()
 
             return compiled(accumulate_and_update if strategy == "fused" else accumulate_only)
 
         def update() -> Tensor:
-            acc.apply()
-            return acc.update_step + 0  # a graph has to return something
+            accumulator.apply()
+            return accumulator.update_step + 0  # a graph has to return something
 
-        super().__init__(acc, micro_size, graph_for)
+        super().__init__(accumulator, micro_size, graph_for)
         self._update = compiled(update)
-
-    def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Any]]:
-        """Train on a batch: the loss, or `(loss, aux)`.
-
-        Raises:
-            TypeError: If an argument is a tuple, list or dict, or has a name.
-            ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
-            RuntimeError: If an error left a part of a batch in the open window.
-        """
-        return self._call(batch, named)
 
     def _recover(self) -> None:
         super()._recover()
@@ -204,10 +250,8 @@ class TrainStep(CompiledStep):
             self._update()  # a call was interrupted between its two graphs
 
     def _run(self, graph: Callable, batch: tuple) -> Any:
-        if self.strategy == "fused":
-            return graph(*batch)
-        result, due = graph(*batch)
-        if due:
+        result = super()._run(graph, batch)
+        if self.strategy == "split" and self.updated:
             self._update()
         return result
 
@@ -224,11 +268,5 @@ class _Graph(nn.Cell):
 
 
 def compiled(function: Callable) -> Callable:
-    """`function` as a graph of its own, in graph mode and PyNative."""
+    """Return `function` as a graph of its own, in graph mode and PyNative."""
     return ms.jit(_Graph(function))
-
-
-def refuse_named(named: dict[str, Any]) -> None:
-    """Raise TypeError about the arguments that a step was given by name."""
-    raise TypeError(f"the batch has arguments with names ({', '.join(named)}), expected none: a compiled step tells its arguments by "
-                    "their order; give them in the order of the function's, without names")

@@ -1,4 +1,5 @@
-"""The unit of weights: buffers count in multiples of the first weight, so that equal microbatches cost no multiplication.
+"""The unit of weights: buffers count in multiples of the first weight, so that equal microbatches cost no
+multiplication.
 
     buffer += weight / unit * gradient        # weight / unit is the constant 1 for microbatches of equal weight
     gradient = buffer * (unit / sum of the weights)
@@ -95,7 +96,8 @@ _constants: WeakValueDictionary[str, _Constant] = WeakValueDictionary()
 def constant_of(name: str, weight: Optional[float]) -> float:
     """The unit of that name; 0 if only the device knows it.
 
-    A `constexpr`: graph mode runs it while it compiles, so that a weight divided by it is a constant of the graph, too. The first call
+    A `constexpr`: graph mode runs it while it compiles, so that a weight divided by it is a constant of the graph, too.
+        The first call
     decides, by what a checkpoint brought or by `weight` (None for a Tensor).
     """
     unit = _constants[name]

@@ -69,7 +69,8 @@ class Window:
 def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
     """Convert a schedule of epochs to one of updates, for `Accumulator(accumulate_step=...)`.
 
-        accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # from the sixth epoch on, 4 microbatches in a window
+        accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # from the sixth epoch on, 4 microbatches in a
+        window
 
     It is exact if every epoch has `microbatches` microbatches on each rank and ends in a
     flush, and as long as no window is skipped: a skipped window does not count as an update.

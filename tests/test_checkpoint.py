@@ -223,7 +223,7 @@ def test_a_made_up_file_executes_nothing():
 def test_bad_arguments_and_foreign_files_are_refused():
     network, acc, _ = build()
     for function in (save_checkpoint, load_checkpoint):
-        with pytest.raises(TypeError, match=r"acc is of type \w+, expected an Accumulator; give path, network"):
+        with pytest.raises(TypeError, match=r"accumulator is of type \w+, expected an Accumulator; give path, network"):
             function("c.ckpt", network, acc.optimizer)
         with pytest.raises(TypeError, match=r"network is of type Accumulator, expected a mindspore\.nn\.Cell; give path, network"):
             function("c.ckpt", acc, network)

@@ -196,13 +196,13 @@ def test_nan_is_no_random_layer():
     (TypeError, r"encode_fn is of type int, expected a function", {"encode_fn": 3}),
     (TypeError, r"encode_fn is a lambda", {"encode_fn": lambda x: x}),
     (TypeError, r"loss_fn is of type str, expected a function", {"loss_fn": "nce"}),
-    (TypeError, r"acc is of type NoneType, expected an Accumulator", {"acc": None}),
+    (TypeError, r"optimizer is of type NoneType, expected a MindSpore optimizer", {"accumulator": None}),
     (ValueError, r"micro_size is 0, expected an int >= 1", {"micro_size": 0}),
-    (ValueError, r"acc has reduction='sum', expected \"mean\"", {"reduction": "sum"}),
-    (ValueError, r"acc has a loss_scaler, which a loss over a whole batch does not allow; leave it out", {"loss_scaler": True}),
-    (ValueError, r"acc has a noise_scale, which a loss over a whole batch does not allow; leave it out: the gradient of a piece",
+    (ValueError, r"the accumulator has reduction='sum', expected \"mean\"", {"reduction": "sum"}),
+    (ValueError, r"the accumulator has a loss_scaler, which a loss over a whole batch does not allow; leave it out", {"loss_scaler": True}),
+    (ValueError, r"the accumulator has a noise_scale, which a loss over a whole batch .*; leave it out: the gradient of a piece",
      {"noise_scale": True}),
-    (ValueError, r"acc has sync=\"microbatch\" or on_nonfinite=\"skip_microbatch\", which .*; give sync=\"window\" and \"skip_window\"",
+    (ValueError, r'the accumulator has sync="microbatch" or on_nonfinite="skip_microbatch", .*; give sync="window" and "skip_window"',
      {"on_nonfinite": "skip_microbatch"}),
 ])
 def test_bad_arguments_are_refused(error, message, options):
@@ -213,6 +213,6 @@ def test_bad_arguments_are_refused(error, message, options):
     acc = counting(towers, **made)
     if options.pop("loss_scaler", False):
         make_train_step(loss_fn, acc, loss_scaler=amp.StaticLossScaler(8))
-    arguments = {"encode_fn": encode_fn, "loss_fn": loss_fn, "acc": acc, "micro_size": 2, **options}
+    arguments = {"encode_fn": encode_fn, "loss_fn": loss_fn, "accumulator": acc, "micro_size": 2, **options}
     with pytest.raises(error, match=message):
         make_grad_cache_step(**arguments)

@@ -62,7 +62,7 @@ ACCEPTED = {
     (Accumulator, "on_nonfinite"): set(),
     (Accumulator, "reducer"): {"None"},
     (make_train_step, "forward_fn"): {"class", "function"},
-    (make_train_step, "acc"): set(),
+    (make_train_step, "accumulator"): set(),
     (make_train_step, "micro_size"): WHOLE | {"2**31", "2**40", "10**400"},
     (make_train_step, "weight_fn"): {"None", "class", "function"},
     (make_train_step, "loss_scaler"): {"None"},
@@ -80,7 +80,7 @@ def refusal(function, **changed):
     weights = [Parameter(Tensor(np.zeros(3), ms.float32), name="w")]
     fitting = {
         Accumulator: lambda: {"optimizer": nn.SGD(weights, 0.1), "accumulate_step": 2},
-        make_train_step: lambda: {"forward_fn": LOSS, "acc": Accumulator(nn.SGD(weights, 0.1), 2, reduction="mean")},
+        make_train_step: lambda: {"forward_fn": LOSS, "accumulator": Accumulator(nn.SGD(weights, 0.1), 2, reduction="mean")},
         DataParallel: dict,
     }[function]()
     try:

@@ -228,9 +228,9 @@ def test_wrong_arguments_are_refused():
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     acc, loss = Accumulator(optimizer, 2, reduction="mean"), nn.WithLossCell(network, LOSS)
     for arguments, options, error, message in (
-            ((lambda x: x, acc), {}, TypeError, r"network is of type function, expected a Cell that gives the loss.*make_train_step"),
+            ((lambda x: x, acc), {}, TypeError, r"network is of type function, expected a Cell that returns the loss.*make_train_step"),
             ((loss, Accumulator(optimizer, 2)), {}, ValueError, r'reduction=.sum., expected "mean"'),
-            ((loss, optimizer), {}, TypeError, "acc is of type SGD, expected an Accumulator"),
+            ((loss, optimizer), {}, TypeError, "accumulate_step is missing, expected it with an optimizer"),
             ((loss, acc), {"micro_size": 0}, ValueError, "micro_size is 0, expected an int >= 1"),
             ((loss, acc), {"weight_fn": 3}, TypeError, "weight_fn is of type int, expected a function")):
         with pytest.raises(error, match=message):

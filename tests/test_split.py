@@ -68,8 +68,9 @@ ROWS = Tensor(np.zeros((4, 6)), ms.float32)
     *[(TypeError, rf"the batch holds a {type(nested).__name__}, expected Tensors .* as an argument of its own", (ROWS, nested), {})
       for nested in ((Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)})],
     (TypeError, r"the batch holds a NumPy array of shape \(4,\), expected Tensors; wrap it", (ROWS, np.zeros(4)), {}),
-    (TypeError, r"arguments with names \(data, label\), expected none: .* in the order", (), {"data": ROWS, "label": ROWS}),
-    (TypeError, r"arguments with names \(label\), expected none: .* in the order", (ROWS,), {"label": ROWS}),
+    (TypeError, r"_fn\(.+\) does not take a batch of data, label: .*; name its parameters after the batch",
+     (), {"data": ROWS, "label": ROWS}),
+    (TypeError, r"_fn\(.+\) does not take a batch of a positional argument, no_such: ", (ROWS,), {"no_such": ROWS}),
 ])
 def test_a_batch_that_cannot_be_cut_is_refused(error, message, batch, named):
     def encode(x):

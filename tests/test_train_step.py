@@ -172,9 +172,9 @@ def test_bad_loss_scalers_are_refused():
     for acc, given_scaler, error, message in (
             (unscaled, 1024, TypeError, r"loss_scaler is of type int, expected a mindspore.amp.LossScaler; give e.g. amp"),
             (scaled, fresh, ValueError, r"already has another loss_scaler"),
-            (unscaled, scaler, ValueError, r"the loss_scaler is another accumulator's, .* give each accumulator its own"),
-            (opened, fresh, ValueError, r"gradients without a loss scale in the open window; give the loss_scaler before, or reset"),
-            (scaled, None, ValueError, r"acc has a loss_scaler, .* give the same one here"),
+            (unscaled, scaler, ValueError, r"the loss_scaler belongs to another accumulator, .* give each accumulator its own"),
+            (opened, fresh, ValueError, r"the open window holds gradients without a loss scale; give the loss_scaler before, or reset"),
+            (scaled, None, ValueError, r"the accumulator has a loss_scaler, .* give the same one here"),
             (mean_accumulator(on_nonfinite="skip_microbatch"), fresh, ValueError,
              r"loss_scaler with on_nonfinite=\"skip_microbatch\": .* skipped for ever")):
         with pytest.raises(error, match=message):
@@ -234,8 +234,8 @@ def test_a_bad_piece_is_skipped_alone(mode):
 @pytest.mark.parametrize(("error", "message", "options"), [
     (TypeError, r"forward_fn is of type int, expected a function", {"forward_fn": 3}),
     (TypeError, r"weight_fn is of type float, expected a function", {"weight_fn": 2.0}),
-    (TypeError, r"acc is of type NoneType, expected an Accumulator; give Accumulator\(optimizer", {"acc": None}),
-    (ValueError, r"acc has reduction='sum', expected \"mean\": .* N times too large", {"acc": {"reduction": "sum"}}),
+    (TypeError, r"optimizer is of type NoneType, expected a MindSpore optimizer", {"accumulator": None}),
+    (ValueError, r"the accumulator has reduction='sum', expected \"mean\": .* N times too large", {"accumulator": {"reduction": "sum"}}),
     (ValueError, r"micro_size is 0, expected an int >= 1", {"micro_size": 0}),
     (TypeError, r"micro_size is True of type bool, expected an int >= 1", {"micro_size": True}),
     (TypeError, r"micro_size is 2\.0 of type float, expected an int >= 1", {"micro_size": 2.0}),
@@ -245,8 +245,8 @@ def test_a_bad_piece_is_skipped_alone(mode):
     (TypeError, r"weight_fn is a lambda", {"weight_fn": lambda x, y: 1}),
 ])
 def test_bad_arguments_are_refused(error, message, options):
-    acc = options.pop("acc", {})
-    arguments = {"forward_fn": LOSS, "acc": acc if acc is None else mean_accumulator(**acc), **options}
+    given = options.pop("accumulator", {})
+    arguments = {"forward_fn": LOSS, "accumulator": given if given is None else mean_accumulator(**given), **options}
     with pytest.raises(error, match=message):
         make_train_step(**arguments)
 

@@ -61,7 +61,7 @@ def refusal(functions):
     make = make_grad_cache_step if "encode_fn" in functions else make_train_step
     options = {"micro_size": 2} if "encode_fn" in functions else {}
     try:
-        make(acc=acc, **options, **functions)(Tensor(np.ones((4, 2)), ms.float32))
+        make(accumulator=acc, **options, **functions)(Tensor(np.ones((4, 2)), ms.float32))
     except (TypeError, ValueError) as error:
         changed = " and changed the window" if int(acc.mini_step) else ""
         return f"{type(error).__name__} {str(error).splitlines()[0]}{changed}"

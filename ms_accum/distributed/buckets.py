@@ -45,7 +45,8 @@ class Buckets:
         self.gather = ops.AllGather()
         self.scatter = ops.ReduceScatter() if self.scatters else None
 
-    # Each collective waits for the one before: left to themselves, those of one graph may start in another order on another rank.
+    # Each collective waits for the one before: left to themselves, those of one graph may start in another order on
+    # another rank.
 
     def all_reduce(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return the sums over all ranks. The header travels behind the first bucket, if that is of float32."""

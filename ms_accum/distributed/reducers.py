@@ -28,37 +28,42 @@ _multiply_no_nan = ops.MulNoNan()
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Trains every rank on its own part of the batch, with the same update on all. Given as `Accumulator(reducer=DataParallel())`.
+    """Trains every rank on its own part of the batch, with the same update on all. Given as
+    `Accumulator(reducer=DataParallel())`.
 
-    Start the script with `msrun` and call `mindspore.communication.init()` first. Without that, or with one rank, the same script
-    accumulates on one device.
+    Start the script with `msrun` and call `mindspore.communication.init()` first. Without that, or with one rank, the
+    same script accumulates on one device.
 
-    With `reduction="mean"`, the sum of the gradients of all ranks is divided by the weights of all ranks, so that they may hold
-    different numbers of samples or tokens; with "sum", it is averaged over the ranks, as PyTorch's DistributedDataParallel does.
-    Ranks may have different numbers of microbatches: `flush` waits for the others, and takes part in their exchanges with weight 0
-    until every rank has called it, so each rank has to call it at the end of an epoch. Where ranks exchange something at each
-    microbatch, `reset`, `apply` and `close_if` also have to be called on all ranks at the same place; with "window", a rank may
-    close incomplete windows on its own.
+    With `reduction="mean"`, the sum of the gradients of all ranks is divided by the weights of all ranks, so that they
+    may hold different numbers of samples or tokens; with "sum", it is averaged over the ranks, as PyTorch's
+    DistributedDataParallel does. Ranks may have different numbers of microbatches: `flush` waits for the others, and
+    takes part in their exchanges with weight 0 until every rank has called it, so each rank has to call it at the end
+    of an epoch. Where ranks exchange something at each microbatch, `reset`, `apply` and `close_if` also have to be
+    called on all ranks at the same place; with "window", a rank may close incomplete windows on its own.
 
-    Only the optimizer's parameters are made alike. Frozen parameters and statistics (of BatchNorm, say) stay what each rank built:
-    give every rank the same seed or the same checkpoint for those.
+    Only the optimizer's parameters are made alike. Frozen parameters and statistics (of BatchNorm, say) stay what each
+    rank built: give every rank the same seed or the same checkpoint for those.
 
     Args:
         sync: "window": one exchange for each window, when it closes; `add` communicates nothing but one flag with
-            `on_nonfinite="skip_microbatch"`, on which all ranks have to agree. "microbatch": each microbatch is exchanged.
-        shard: With `sync="microbatch"`: each rank keeps 1/n of the accumulated gradients (ZeRO-2). They are gathered when a window
-            closes, so the optimizer and its state stay whole; see README for sharding those. Where the backend has no
-            ReduceScatter (CPU), an AllReduce of which each rank keeps its part: the same memory, twice the traffic.
+            `on_nonfinite="skip_microbatch"`, on which all ranks have to agree. "microbatch": each microbatch is
+            exchanged.
+        shard: With `sync="microbatch"`: each rank keeps 1/n of the accumulated gradients (ZeRO-2). They are gathered
+            when a window closes, so the optimizer and its state stay whole; see README for sharding those. Where the
+            backend has no ReduceScatter (CPU), an AllReduce of which each rank keeps its part: the same memory, twice
+            the traffic.
         broadcast: Whether parameters are copied from rank 0 at the start. If False, they have to be the same already.
         bucket_mib: Mebibytes of gradients in one collective.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If an argument is out of range, `shard` comes with `sync="window"` (the gradients of a rank are whole until they
-            are exchanged), or, when the Accumulator is made, ranks hold different parameters, settings or optimizers.
+        ValueError: If an argument is out of range, `shard` comes with `sync="window"` (the gradients of a rank are
+            whole until they are exchanged), or, when the Accumulator is made, ranks hold different parameters, settings
+            or optimizers.
         RuntimeError: If msrun started several ranks and `init()` was not called.
 
-    Source: "window" is `no_sync` of PyTorch's DistributedDataParallel (Li et al. 2020, https://arxiv.org/abs/2006.15704) and of
+    Source: "window" is `no_sync` of PyTorch's DistributedDataParallel (Li et al. 2020,
+        https://arxiv.org/abs/2006.15704) and of
     Colossal-AI's booster; "microbatch" is Colossal-AI's Gemini; `shard` is ZeRO-2 (Rajbhandari et al. 2020,
     https://arxiv.org/abs/1910.02054).
 
@@ -114,7 +119,8 @@ class OneDevice:
     Attributes:
         rank, ranks: Which rank this is, of how many.
         each_microbatch: Whether ranks exchange something at each microbatch.
-        sums_microbatches: Whether that is the gradients. Buffers then count in the user's unit, the only one that ranks share.
+        sums_microbatches: Whether that is the gradients. Buffers then count in the user's unit, the only one that ranks
+            share.
         sharded: Whether a rank keeps a part of the buffers.
     """
 
