@@ -35,9 +35,9 @@ def prepared(
     micro_size = checked_micro_size(micro_size)
     accumulator = averaging(accumulator, accumulate_step, options)
     if micro_size > 1 and accumulator.reducer.each_microbatch:
-        raise ValueError(f'micro_size={micro_size} with an accumulator whose ranks exchange each microbatch (sync="microbatch", '
-                         'or on_nonfinite="skip_microbatch"): ranks may cut into different numbers of pieces; give '
-                         'sync="window" and "skip_window", or micro_size=1 and smaller batches')
+        raise ValueError(f'got micro_size={micro_size} with an accumulator whose ranks exchange each microbatch '
+                         '(sync="microbatch", or on_nonfinite="skip_microbatch"): ranks may cut into different numbers '
+                         'of pieces; give sync="window" and "skip_window", or micro_size=1 and smaller batches')
     if loss_scaler is not None:
         accumulator._attach_loss_scaler(loss_scaler)
     elif accumulator.loss_scaler is not None:
@@ -46,13 +46,17 @@ def prepared(
     return accumulator, micro_size
 
 
-def averaging(accumulator: object, accumulate_step: object = None, options: Mapping[str, Any] = MappingProxyType({})) -> Accumulator:
-    """Return an accumulator with `reduction="mean"`: the one that is given, or one built for the optimizer that is given."""
+def averaging(
+    accumulator: object,
+    accumulate_step: object = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Accumulator:
+    """Return an accumulator with `reduction="mean"`: the given one, or one built for the given optimizer."""
     if not isinstance(accumulator, Accumulator):
         if accumulate_step is None:
             checked_parameters(accumulator)
-            raise TypeError("accumulate_step is missing, expected it with an optimizer: the number of microbatches in a window; "
-                            "give accumulate_step=4, say, or an Accumulator in the place of the optimizer")
+            raise TypeError("accumulate_step is missing, expected it with an optimizer: the number of microbatches in "
+                            "a window; give accumulate_step=4, say, or an Accumulator in the place of the optimizer")
         accumulator = Accumulator(accumulator, accumulate_step, **{"reduction": "mean", **options})
     elif accumulate_step is not None or options:
         given = [*(["accumulate_step"] if accumulate_step is not None else []), *options]
@@ -60,8 +64,8 @@ def averaging(accumulator: object, accumulate_step: object = None, options: Mapp
                          "optimizer with these arguments, or the Accumulator alone")
     require_trainable(accumulator.optimizer.parameters)
     if accumulator.reduction != "mean":
-        raise ValueError(f'the accumulator has reduction={accumulator.reduction!r}, expected "mean": the loss here is undivided, '
-                         'and a sum of N such gradients is N times too large; give reduction="mean"')
+        raise ValueError(f'the accumulator has reduction={accumulator.reduction!r}, expected "mean": the loss is '
+                         'undivided here, and a sum of N such gradients is N times too large; give reduction="mean"')
     return accumulator
 
 
@@ -93,7 +97,7 @@ def make_accumulate(
 
 
 def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: bool) -> Callable:
-    """`(*piece) -> (loss to differentiate, loss, aux)`."""
+    """Return `(*piece) -> (loss to differentiate, loss, aux)`."""
     loss_scale = accumulator._loss_scale
 
     def differentiated(*piece: Any) -> tuple:
@@ -157,26 +161,27 @@ def _cut(add_piece: Callable, accumulator: Accumulator, micro_size: int, has_aux
 
 @constexpr
 def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type], name: str = "forward_fn") -> bool:
-    """Refuse a loss that is no float scalar: value_and_grad would silently differentiate the sum of its elements, or through a cast."""
+    """Refuse a loss that is no float scalar: value_and_grad would differentiate the sum of its elements, or a cast."""
     if shape is None:
         remedy = "; give has_aux=True if it returns (loss, aux)" if name == "forward_fn" else ""
         raise TypeError(f"{name} returned no Tensor, expected the loss alone{remedy}")
     if tuple(shape) != ():
-        raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); give the mean over the samples")
+        raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); return the mean over the "
+                         "samples")
     if dtype not in FLOATS:
-        raise TypeError(f"{name} returned a loss of {dtype}, expected a float dtype; leave the loss as the network computed it")
+        raise TypeError(f"{name} returned a loss of {dtype}, expected a float dtype; do not cast the network's loss")
     return True
 
 
 @constexpr
 def require_aux(length: Optional[int]) -> bool:
-    """Refuse what is no pair: graph mode would silently drop a third value."""
+    """Refuse what is no pair: graph mode would drop a third value without an error."""
     if length != 2:
         got = "no tuple" if length is None else f"{length} values"
-        raise TypeError(f"forward_fn returned {got}, expected (loss, aux), as has_aux=True says; aux may be a tuple")
+        raise TypeError(f"forward_fn returned {got}, expected (loss, aux) because of has_aux=True; aux may be a tuple")
     return True
 
 
 def checked_micro_size(micro_size: object) -> int:
-    """`micro_size` as an int >= 1. Raises TypeError or ValueError if it is none."""
+    """Return `micro_size` as an int >= 1. TypeError or ValueError if it is none."""
     return whole_number("micro_size", micro_size, "it is the number of pieces that a batch is cut into")

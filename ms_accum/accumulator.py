@@ -203,7 +203,7 @@ class Accumulator:
         return self._close_if_due()
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
-        """Add one microbatch to the open window, without an update. Arguments and errors as in a call; see `close_if`."""
+        """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
         self._require(grads)
         weight = as_weight(weight)
         self._end_microbatch(self._add_piece(grads, weight, weight))
@@ -326,11 +326,11 @@ class Accumulator:
         return self.mini_step >= self.window.length(self.update_step)
 
     def _close_if_due(self) -> Tensor:
-        """Close the window if it holds all its microbatches. Return whether it was closed: bool Tensor of shape `()`."""
+        """Close the window if it holds all its microbatches. Return whether it did: bool Tensor of shape `()`."""
         return self.close_if(self._due())
 
     def _begin_pieces(self) -> None:
-        """Note that a microbatch is added in pieces, so that an error in one of them leaves a trace until `_end_microbatch`."""
+        """Note that a microbatch is added in pieces: until `_end_microbatch`, an error in a piece leaves a trace."""
         ops.assign_add(self._unfinished, 1)
 
     def _add_piece(self, grads: Gradients, factor: Scalar, weight: Scalar) -> Tensor:
@@ -360,8 +360,9 @@ class Accumulator:
     def _require_whole(self) -> None:
         """Raise RuntimeError if an error left a part of a microbatch in the open window. For the host."""
         if int(self._unfinished) != 0:
-            raise RuntimeError("the open window may hold only some pieces of a batch, because an error stopped the others; expected "
-                               "whole batches: call accumulator.reset(), which drops the open window, and go on with the next batch")
+            raise RuntimeError("the open window may hold only some pieces of a batch, because an error stopped the "
+                               "others; expected whole batches: call accumulator.reset(), which drops the open window, "
+                               "and go on with the next batch")
 
     def _attach_loss_scaler(self, loss_scaler: amp.LossScaler) -> None:
         """Expect gradients of losses that are multiplied by the scale of `loss_scaler`, a `mindspore.amp.LossScaler`.
@@ -379,16 +380,18 @@ class Accumulator:
             return
         require_loss_scaler(loss_scaler, self.reducer.ranks)
         if self.loss_scaler is not None:
-            raise ValueError("the accumulator already has another loss_scaler, whose scale its buffers carry; give that one")
+            raise ValueError("the accumulator already has another loss_scaler, whose scale its buffers carry; give "
+                             "that one")
         if owner_of(loss_scaler) is not None:
-            raise ValueError("the loss_scaler belongs to another accumulator, which would adjust it in the middle of this one's "
-                             "windows; give each accumulator its own")
+            raise ValueError("the loss_scaler belongs to another accumulator, which would adjust it in the middle of "
+                             "this one's windows; give each accumulator its own")
         if int(self.mini_step) > 0:
-            raise ValueError("the open window holds gradients without a loss scale; give the loss_scaler before, or reset()")
+            raise ValueError("the open window holds gradients without a loss scale; give the loss_scaler before, or "
+                             "reset()")
         if self.on_nonfinite == "skip_microbatch":
-            raise ValueError('got a loss_scaler with on_nonfinite="skip_microbatch": the scale changes only when a window closes, '
-                             'so an overflowing microbatch would be skipped for ever; give "apply" or "skip_window", which both '
-                             'drop the window')
+            raise ValueError('got a loss_scaler with on_nonfinite="skip_microbatch": the scale changes only when a '
+                             'window closes, so an overflowing microbatch would be skipped for ever; give "apply" or '
+                             '"skip_window", which both drop the window')
         self.loss_scaler = loss_scaler
         self._loss_scale = LossScale(loss_scaler)
         if type(loss_scaler).adjust is not amp.StaticLossScaler.adjust:  # it does nothing, which makes MindSpore warn
@@ -406,8 +409,10 @@ class Accumulator:
         else:
             require_gradients(self._names, self._shapes, None, ())
 
-    def _add_on_all_ranks(self, grads: Gradients, factor: Scalar, weight: Scalar, present: float) -> tuple[Tensor, Scalar]:
-        """Add a microbatch of each rank. Return whether it was added (int32, 0 or 1) and the sum of `present` over all ranks."""
+    def _add_on_all_ranks(
+        self, grads: Gradients, factor: Scalar, weight: Scalar, present: float,
+    ) -> tuple[Tensor, Scalar]:
+        """Add a microbatch of each rank. Return whether it was added (int32, 0 or 1), and the sum of `present`."""
         # Before the exchange: afterwards, these are gradients of all ranks together.
         spread = ()
         for meter in self._meters:
@@ -435,8 +440,8 @@ class Accumulator:
     def _settings(self) -> dict[str, str]:
         """Return what has to be the same on every rank."""
         noise_scale = "None" if self.noise_scale is None else f"decay {self.noise_scale.decay}"
-        return {"accumulate_step": self.window.describe(), "clip_norm": repr(self.clip_norm), "reduction": self.reduction,
-                "on_nonfinite": self.on_nonfinite, "noise_scale": noise_scale,
+        return {"accumulate_step": self.window.describe(), "clip_norm": repr(self.clip_norm),
+                "reduction": self.reduction, "on_nonfinite": self.on_nonfinite, "noise_scale": noise_scale,
                 "the optimizer, its learning rate or state": describe(self.optimizer)}
 
 
@@ -448,9 +453,9 @@ def _add_to(buffer: Parameter, gradient: Tensor) -> None:
         ops.assign_add(buffer, gradient)
 
 
-def _state_of(after_update: Optional[Callable], optimizer: Callable, parameters: tuple[Parameter, ...]) -> list[Parameter]:
+def _state_of(hook: Optional[Callable], optimizer: Callable, parameters: tuple[Parameter, ...]) -> list[Parameter]:
     """Return the Parameters of a hook that is a Cell or a method of one, without the network's and the optimizer's."""
-    cell = getattr(after_update, "__self__", after_update)
+    cell = getattr(hook, "__self__", hook)
     if not isinstance(cell, nn.Cell):
         return []
     others = {id(p) for p in (*parameters, *(p for _, p in state_of(optimizer)))}
@@ -468,9 +473,9 @@ def _checked_noise_scale(noise_scale: object, reduction: str) -> Optional[Gradie
     if noise_scale is None:
         return None
     if reduction != "mean":
-        raise ValueError(f'got noise_scale with reduction={reduction!r}, which does not tell how many samples a gradient stands '
-                         'for; give reduction="mean" and the number of samples as weight')
-    return instance_of("noise_scale", noise_scale, GradientNoiseScale, "a GradientNoiseScale, or None", "give GradientNoiseScale()")
+        raise ValueError(f'got noise_scale with reduction={reduction!r}, which does not tell how many samples a '
+                         'gradient stands for; give reduction="mean" and the number of samples as weight')
+    return instance_of("noise_scale", noise_scale, GradientNoiseScale, "a GradientNoiseScale, or None")
 
 
 def _buffer_dtype(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:

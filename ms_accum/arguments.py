@@ -27,7 +27,7 @@ LARGEST_INT32 = 2**31 - 1  # counters are int32, and a larger constant would wra
 
 
 def whole_number(name: str, value: object, remedy: str = "", *, minimum: int = 1, maximum: Optional[int] = None) -> int:
-    """Return `value` as an int: an int, or an integer of NumPy or a Tensor with one element. Refuse bools and floats."""
+    """Return an int, an integer of NumPy or a Tensor of one element as an int. Refuse bools and floats."""
     expected = f"an int >= {minimum}"
     try:
         if isinstance(value, bool) or getattr(value, "dtype", None) in (np.bool_, ms.bool_):
@@ -43,7 +43,7 @@ def whole_number(name: str, value: object, remedy: str = "", *, minimum: int = 1
 
 
 def number(name: str, value: object, accepts: Callable[[float], bool], expected: str, remedy: str = "") -> float:
-    """Return `value`, a real number that `accepts` takes, as a float; infinity if it is too large for one. Refuse bools."""
+    """Return a real number that `accepts` takes as a float; infinity if it is too large for one. Refuse bools."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(_message(name, _typed(value), expected, remedy))
     try:
@@ -116,7 +116,8 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
     """
     if got is None:
         raise TypeError("grads is no tuple of Tensors, expected one gradient for each of the optimizer's "
-                        f"{len(names)} parameters; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
+                        f"{len(names)} parameters; take them from `value_and_grad(forward_fn, None, "
+                        "optimizer.parameters)`")
     if len(got) != len(expected):
         raise ValueError(f"grads holds {len(got)} gradients, expected {len(expected)}: one for each parameter of the "
                          "optimizer; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
@@ -128,7 +129,8 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
             raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
                              "give the gradients in the order of `optimizer.parameters`")
         if dtype in _COMPLEX:
-            raise TypeError(f"the gradient of {name} is of {dtype}, expected real numbers; its imaginary part would be lost")
+            raise TypeError(f"the gradient of {name} is of {dtype}, expected real numbers; its imaginary part would be "
+                            "lost")
     return True
 
 

@@ -21,7 +21,12 @@ def _as_tensor(value: Any) -> Any:
     return Tensor(value) if isinstance(value, np.ndarray) else value
 
 
-def positional(name: str, function: Optional[Callable], count: int = 0, names: tuple[str, ...] = ()) -> Optional[Callable]:
+def positional(
+    name: str,
+    function: Optional[Callable],
+    count: int = 0,
+    names: tuple[str, ...] = (),
+) -> Optional[Callable]:
     """Return `function` as one that graph mode can call with the whole batch by position.
 
     Of a `functools.partial`, graph mode would not know what comes out.

@@ -1,4 +1,4 @@
-"""Callbacks for `mindspore.train.Model` with a `TrainOneStepCell`: close incomplete windows, count updates, log windows."""
+"""Callbacks for `Model` with a `TrainOneStepCell`: apply incomplete windows, count updates, log windows."""
 from __future__ import annotations
 
 import csv
@@ -230,7 +230,8 @@ class WindowLog(Callback):
         context = run_context.original_args()
         outputs = context.net_outputs
         self._place = context.cur_epoch_num, context.cur_step_num
-        weight = float(accumulator.window_weight if int(accumulator.closed_windows) > self._closed else accumulator.weight_sum)
+        closed = int(accumulator.closed_windows) > self._closed
+        weight = float(accumulator.window_weight if closed else accumulator.weight_sum)
         self._losses.append((float(outputs[0] if isinstance(outputs, tuple) else outputs), weight - self._weight))
         self._weight = weight
         self._log_closed(accumulator)
@@ -267,7 +268,8 @@ def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
     network = run_context.original_args().train_network
     cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepCell)]
     if not cells:
-        raise ValueError(f"the model trains a {type(network).__name__} without a TrainOneStepCell of ms_accum in it; {_REMEDY}")
+        raise ValueError(f"the model trains a {type(network).__name__} without a TrainOneStepCell of ms_accum in it; "
+                         f"{_REMEDY}")
     return cells
 
 
@@ -276,7 +278,8 @@ def _only_cell(run_context: RunContext, callback: Callback) -> TrainOneStepCell:
     if len(cells) > 1:
         raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, whose updates differ in number; expected one")
     if run_context.original_args().get("dataset_sink_mode"):
-        raise ValueError(f"{name} with dataset_sink_mode=True: single microbatches are not seen then; give dataset_sink_mode=False")
+        raise ValueError(f"{name} with dataset_sink_mode=True: single microbatches are not seen then; give "
+                         "dataset_sink_mode=False")
     return cells[0]
 
 

@@ -52,7 +52,13 @@ class CheckpointError(ValueError):
     """A file that cannot be resumed from; nothing was loaded."""
 
 
-def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Accumulator, *, extra: Any = None) -> None:
+def save_checkpoint(
+    path: Union[str, os.PathLike],
+    network: nn.Cell,
+    accumulator: Accumulator,
+    *,
+    extra: Any = None,
+) -> None:
     """Save all state, also in the middle of a window, so that resumed training is bit-identical.
 
     Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are
@@ -189,7 +195,8 @@ def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]
             raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
         entries[name] = parameter
     if _ABOUT in entries:
-        raise ValueError(f"a parameter of the network is called {_ABOUT}, which the checkpoint needs for itself; rename it")
+        raise ValueError(f"a parameter of the network is called {_ABOUT}, which the checkpoint needs for itself; "
+                         "rename it")
     return entries
 
 
@@ -198,7 +205,9 @@ def _optimizer_state(optimizer: Any) -> list[tuple[str, Parameter]]:
     return [*((p.name, p) for p in optimizer.parameters), *state_of(optimizer)]
 
 
-def _contents(network: nn.Cell, accumulator: Accumulator, extra: Any, rank: int, generation: str) -> tuple[dict[str, Parameter], dict]:
+def _contents(
+    network: nn.Cell, accumulator: Accumulator, extra: Any, rank: int, generation: str,
+) -> tuple[dict[str, Parameter], dict]:
     """Return the entries of a rank's file, and what it says about them."""
     accumulator._require_whole()
     entries = _entries(network, accumulator)
@@ -233,7 +242,8 @@ def _extra_as_json(extra: Any) -> str:
         text = json.dumps(extra)
         same = _same(json.loads(text), extra)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra cannot be written as JSON ({error}); give dicts, lists, str, numbers, bool and None") from error
+        raise TypeError(f"extra cannot be written as JSON ({error}); give dicts, lists, str, numbers, bool and "
+                        "None") from error
     if not same:
         raise TypeError("extra would come back from JSON as something else; give lists for tuples, and str for keys")
     return text
@@ -331,7 +341,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict]:
     data = path.read_bytes()
     found = _DIGEST.search(data)
     if found is None:
-        raise CheckpointError(f"{path} is truncated, or no checkpoint of ms_accum; give a file that save_checkpoint wrote")
+        raise CheckpointError(f"{path} is truncated, or no checkpoint of ms_accum; give a file that save_checkpoint "
+                              "wrote")
     blank = data[:found.start()] + _BLANK + data[found.end():]
     if sha256(blank).hexdigest().encode() != found.group(1):
         raise CheckpointError(f"{path} is damaged (SHA-256 mismatch); restore it from a copy")
@@ -345,7 +356,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict]:
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {_one_line(error)})") from error
     if version != _VERSION:
-        raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that wrote it")
+        raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that "
+                              "wrote it")
     return loaded, about
 
 
@@ -358,7 +370,8 @@ def _read_checked(path: Path, network: nn.Cell, accumulator: Accumulator) -> tup
     loaded, about = _read(path)
     for name, expected in {**_settings(accumulator), "rank": accumulator.reducer.rank}.items():
         if about.get(name) != expected:
-            raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; build it alike")
+            raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; build "
+                                  "it alike")
     entries = _entries(network, accumulator)
     for name in entries:
         if name not in loaded:
@@ -377,7 +390,8 @@ def _read_checked(path: Path, network: nn.Cell, accumulator: Accumulator) -> tup
 
 def _require_fitting(what: str, value: Tensor, wanted: Parameter) -> None:
     if tuple(value.shape) != tuple(wanted.shape):
-        raise CheckpointError(f"{what} has shape {tuple(value.shape)}, but this run's has {tuple(wanted.shape)}; {_ALIKE}")
+        raise CheckpointError(f"{what} has shape {tuple(value.shape)}, but this run's has {tuple(wanted.shape)}; "
+                              f"{_ALIKE}")
     if value.dtype != wanted.dtype:
         raise CheckpointError(f"{what} is of {value.dtype}, but this run's of {wanted.dtype}; {_ALIKE}")
 
@@ -420,5 +434,6 @@ def _together(do: Callable[[], Any], failure: type[Exception] = CheckpointError)
     if error is not None:
         raise error
     if len(failed):
-        raise failure(f"rank {', '.join(map(str, failed))} failed, and so nothing was done on this one; see its message")
+        raise failure(f"rank {', '.join(map(str, failed))} failed, and so nothing was done on this one; see its "
+                      "message")
     return result

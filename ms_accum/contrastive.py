@@ -22,42 +22,47 @@ from .split import over_pieces, select_rows
 from .train_step import CompiledStep, compiled
 
 
-def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, *, micro_size: int) -> GradCacheStep:
-    """A compiled train step for a loss over a whole batch of representations, such as InfoNCE, with the memory of one
-    piece.
+def make_grad_cache_step(
+    encode_fn: Callable,
+    loss_fn: Callable,
+    accumulator: Accumulator,
+    *,
+    micro_size: int,
+) -> GradCacheStep:
+    """Build a compiled train step for a loss over a whole batch, such as InfoNCE, with the memory of one piece.
 
         representations = encode_fn(piece) for each piece             # forward only
         loss = loss_fn(representations of the batch)                  # and d = its gradient at each representation
         gradient = sum of the gradients of sum(d[piece] * encode_fn(piece))
 
-    Accumulation cuts a contrastive batch into small ones, each with fewer negatives: another loss. Here the loss sees
-    the whole batch, and by the chain rule the gradient is that of the undivided batch, for one more forward pass. In
-    memory are the activations of one piece, the representations (in float32), and what `loss_fn` makes of them (for
-    InfoNCE the n x n similarities).
+    Accumulation cuts a contrastive batch into small ones with fewer negatives, which is another loss. Here the loss
+    sees the whole batch, and by the chain rule the gradient equals that of the undivided batch, for one more forward
+    pass. In memory are the activations of one piece, the representations (in float32), and what `loss_fn` computes from
+    them (for InfoNCE the n x n similarities).
 
     Args:
-        encode_fn: `(*piece) -> representations`: a Tensor with a row for each sample, `(m, ...)`, or a tuple of such
-            Tensors of one float dtype. Each row may depend on its own sample only, and it has to compute the same each
-            time: layers that draw random numbers (Dropout) would have other masks in the second pass, and are refused
-            when the step runs. BatchNorm in training mode sees pieces: the gradient is then exact for the network that
-            normalises each piece, not for the undivided batch, and moving statistics move twice.
+        encode_fn: `(*piece) -> representations`: a Tensor with a row per sample, `(m, ...)`, or a tuple of such Tensors
+            of one float dtype. Each row may depend on its own sample only, and both passes have to compute the same:
+            layers that draw random numbers (Dropout) are refused when the step runs. BatchNorm in training mode sees
+            pieces, so the gradient is that of a network that normalises each piece, and moving statistics move twice.
         loss_fn: `(*representations) -> loss` of the whole batch: float Tensor of shape `()`.
-        accumulator: An accumulator with `reduction="mean"`. A batch counts as one microbatch, with its samples as
-            weight. Its optimizer may hold parameters of `loss_fn`, too (a temperature). With several ranks, each has
-            its own batch of negatives.
-        micro_size: Pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
+        accumulator: An accumulator with `reduction="mean"`. A batch is one microbatch, with its samples as weight. The
+            optimizer may hold parameters of `loss_fn`, too (a temperature). With several ranks, each rank has the
+            negatives of its own batch.
+        micro_size: Number of pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
 
     Returns:
-        `train_step(*batch) -> loss`, a float32 Tensor of shape `()`; `train_step.flush()` closes a short window.
+        `train_step(*batch) -> loss`, a float32 Tensor of shape `()`, with `epoch`, `flush`, `updated` and batches with
+        names as in `make_train_step`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If `accumulator` sums up, has a loss scaler or a noise scale (a piece's gradient is no estimate of
-            the batch's), or may leave out single pieces (`on_nonfinite="skip_microbatch"`, `sync="microbatch"`); or
-            `micro_size` is out of range.
+        ValueError: If the accumulator has `reduction="sum"`, a loss scaler or a noise scale (a piece's gradient is no
+            estimate of the batch's), or may leave out single pieces (`on_nonfinite="skip_microbatch"`,
+            `sync="microbatch"`); or `micro_size` is out of range.
 
-    Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP
-        2021).
+    Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
+    (https://arxiv.org/abs/2101.06983).
 
     Example:
         >>> import numpy as np, mindspore as ms
@@ -79,12 +84,13 @@ def make_grad_cache_step(encode_fn: Callable, loss_fn: Callable, accumulator: Ac
     require_callable("loss_fn", loss_fn)
     averaging(accumulator)
     micro_size = checked_micro_size(micro_size)
+    skips = accumulator.reducer.each_microbatch or accumulator.on_nonfinite == "skip_microbatch"
     for given, what, remedy in (
-            (accumulator.loss_scaler is not None, "a loss_scaler", "leave it out: representations in float32 need none"),
-            (accumulator.noise_scale is not None, "a noise_scale", "leave it out: the gradient of a piece is no estimate of the batch's"),
-            (accumulator.reducer.each_microbatch or accumulator.on_nonfinite == "skip_microbatch",
-             'sync="microbatch" or on_nonfinite="skip_microbatch"', 'give sync="window" and "skip_window": a batch goes as a whole')):
-        if given:
+            (accumulator.loss_scaler, "a loss_scaler", "leave it out: representations in float32 need none"),
+            (accumulator.noise_scale, "a noise_scale", "leave it out: it needs gradients of independent microbatches"),
+            (skips or None, 'sync="microbatch" or on_nonfinite="skip_microbatch"',
+             'give sync="window" and "skip_window"')):
+        if given is not None:
             raise ValueError(f"the accumulator has {what}, which a loss over a whole batch does not allow; {remedy}")
     return GradCacheStep(encode_fn, loss_fn, accumulator, micro_size)
 
@@ -113,22 +119,23 @@ class GradCacheStep(CompiledStep):
         super().__init__(accumulator, micro_size, graph_for)
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
-        """Train on a batch: its loss.
+        """Train on a batch, and return its loss.
 
         Raises:
             TypeError, ValueError: If the batch, or what `encode_fn` and `loss_fn` return, does not fit.
-            ValueError: If `encode_fn` gave other representations in the second pass. The batch is ignored then.
+            ValueError: If `encode_fn` returned other representations in the second pass. The batch is ignored then.
             RuntimeError: If an error left a part of a batch in the open window.
         """
         loss, same = super().__call__(*batch, **named)
         if not same:
-            raise ValueError("encode_fn gave the same rows two different representations, so that the gradient would be wrong: does it "
-                             "draw random numbers? Take Dropout out (p=0, or network.set_train(False)); the batch counted nothing")
+            raise ValueError("encode_fn returned two different representations of the same rows, so the gradient would "
+                             "be wrong: does it draw random numbers? Switch Dropout off (p=0, or "
+                             "network.set_train(False)); the batch was ignored")
         return loss
 
 
 def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, micro_size: int) -> Callable:
-    """`(samples, cut, *batch) -> (loss, whether both passes agreed)`: all of the step but the update."""
+    """Return `(samples, cut, *batch) -> (loss, whether both passes agreed)`: all of the step but the update."""
     encode = _encoder(encode_fn)
     first_grad_fn = ms.value_and_grad(_first_loss(encode, loss_fn), 0, accumulator.optimizer.parameters, has_aux=True)
 
@@ -145,8 +152,9 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, accumulator: Accumula
         first_piece = select_rows(rows, cut, batch)
         # The first piece shows what is to be cached.
         representations = encode(*first_piece)
-        require_representations(rows.shape[0], tuple([r.shape if isinstance(r, Tensor) else None for r in representations]),
-                                tuple([r.dtype if isinstance(r, Tensor) else None for r in representations]))
+        shapes = tuple([r.shape if isinstance(r, Tensor) else None for r in representations])
+        dtypes = tuple([r.dtype if isinstance(r, Tensor) else None for r in representations])
+        require_representations(rows.shape[0], shapes, dtypes)
         once = _side_by_side(representations)
         cached = _with_rows(ops.zeros((samples, once.shape[1]), ms.float32), rows, once)
         cached = over_pieces(cache_piece, cached, 1, samples, micro_size, cut, batch)
@@ -173,7 +181,7 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, accumulator: Accumula
 
 
 def _encoder(encode_fn: Callable) -> Callable:
-    """`encode_fn`, always with a tuple of representations."""
+    """Return `encode_fn` as a function that always returns a tuple of representations."""
     def encode(*piece: Any) -> tuple[Tensor, ...]:
         representations = encode_fn(*piece)
         return representations if isinstance(representations, tuple) else (representations,)
@@ -182,9 +190,9 @@ def _encoder(encode_fn: Callable) -> Callable:
 
 
 def _first_loss(encode: Callable, loss_fn: Callable) -> Callable:
-    """`(cached, *first piece) -> (loss of the batch, representations of the piece)`.
+    """Return `(cached, *first piece) -> (loss of the batch, representations of the piece)`.
 
-    Rows of the first piece are encoded anew, the others cached: one backward pass gives the gradients of both.
+    Rows of the first piece are encoded again, the others are cached: one backward pass gives the gradients of both.
     """
     def first_loss(cached: Tensor, *piece: Any) -> tuple[Tensor, Tensor]:
         representations = encode(*piece)
@@ -201,7 +209,7 @@ def _first_loss(encode: Callable, loss_fn: Callable) -> Callable:
 
 
 def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
-    """All of them as columns of one float32 Tensor, `(m, columns)`."""
+    """Return them as columns of one float32 Tensor, `(m, columns)`."""
     columns = ()
     for representation in representations:
         columns = (*columns, representation.reshape(representation.shape[0], -1).astype(ms.float32))
@@ -209,7 +217,7 @@ def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
 
 
 def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What `_side_by_side` joined, with the shapes and dtypes of `like` but for the rows."""
+    """Return what `_side_by_side` joined, with the shapes (but for the rows) and dtypes of `like`."""
     parts = ()
     start = 0
     for representation in like:
@@ -225,20 +233,20 @@ def _with_rows(cached: Tensor, indices: Tensor, fresh: Tensor) -> Tensor:
 
 
 def _same(once: Tensor, again: Tensor, dtype: ms.Type) -> Tensor:
-    """Whether they differ by no more than rounding might: bool Tensor of shape `()`. NaN differs from nothing."""
+    """Return whether they agree up to rounding: bool Tensor of shape `()`. NaN agrees with anything."""
     tolerance = 1e-3 if dtype in (ms.float32, ms.float64) else 2e-2
     return ops.logical_not((once - again).abs().max() > tolerance * once.abs().max())
 
 
 @constexpr
 def require_representations(rows: int, shapes: tuple, dtypes: tuple) -> bool:
-    """Refuse what has not a row for each sample, of one float dtype."""
-    remedy = "return a Tensor with a row for each sample, or a tuple of such Tensors of one float dtype"
+    """Refuse representations without a row per sample, or of several dtypes."""
+    remedy = "return a Tensor with a row per sample, or a tuple of such Tensors of one float dtype"
     if not shapes or None in shapes:
-        raise TypeError(f"encode_fn returned what is no Tensor and no tuple of Tensors; {remedy}")
+        raise TypeError(f"encode_fn returned neither a Tensor nor a tuple of Tensors; {remedy}")
     for shape in shapes:
         if not shape or shape[0] != rows:
-            raise ValueError(f"encode_fn returned a Tensor of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
+            raise ValueError(f"encode_fn returned a Tensor of shape {tuple(shape)} for {rows} samples; {remedy}")
     if dtypes[0] not in FLOATS or any(dtype != dtypes[0] for dtype in dtypes):
         raise TypeError(f"encode_fn returned Tensors of {', '.join(map(str, dtypes))}; {remedy}")
     return True

@@ -15,7 +15,7 @@ _ENLARGED = 2.0**40
 
 
 def global_norm(gradients: Gradients) -> Tensor:
-    """The Euclidean norm of all gradients together, 1e-26 to 1e19: float32 Tensor of shape `()`, summed up in float32."""
+    """Return the Euclidean norm of all gradients together, 1e-26 to 1e19: float32 Tensor of shape `()`."""
     norm = _norm(gradients)
     # Squares below 1e-38 leave float32. No `if`: MindSpore 2.10 does not compile one here for an optimizer of a single
     # parameter.
@@ -31,14 +31,14 @@ def _norm(gradients: Gradients) -> Tensor:
 
 
 def clip_factor(norm: Tensor, clip_norm: float) -> Scalar:
-    """min(1, clip_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`; the constant 1 for infinite `clip_norm`."""
+    """Return min(1, clip_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`; 1 for an infinite `clip_norm`."""
     if clip_norm == inf:
         return 1.0
     return ops.minimum(clip_norm / (norm + 1e-6), Tensor(1.0, ms.float32))
 
 
 def all_finite(gradients: Gradients) -> Tensor:
-    """Whether no element of any gradient is NaN or infinite: bool Tensor of shape `()`.
+    """Return whether no element of any gradient is NaN or infinite: bool Tensor of shape `()`.
 
     Judged by the sum, in float32 at least: one NaN or infinity makes the sum NaN or infinite. Finite gradients fail
         only if their
@@ -46,32 +46,33 @@ def all_finite(gradients: Gradients) -> Tensor:
     test of each element would take. """
     total = 0.0
     for gradient in gradients:
-        total = total + _sum(gradient.astype(ms.float64 if gradient.dtype == ms.float64 else ms.float32)).astype(ms.float32)
+        total = total + _sum(gradient.astype(wider(gradient.dtype, ms.float32))).astype(ms.float32)
     return ops.isfinite(total)
 
 
 def _sum(values: Tensor) -> Tensor:
-    """The sum of all elements: rows first, for which MindSpore's CPU kernel is up to 50 times as fast as for all at once."""
+    """Return the sum of all elements: rows first, where MindSpore's CPU kernel is up to 50 times as fast."""
     if values.ndim < 2:
         return values.sum()
     return values.reshape(values.shape[0], -1).sum(-1).sum()
 
 
 def scaled(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
-    """`gradient * factor` in `dtype`, multiplied in the wider of the two dtypes; the constant 1 costs no kernel."""
+    """Return `gradient * factor` in `dtype`, multiplied in the wider dtype; the constant 1 costs no kernel."""
     if isinstance(factor, Tensor) or factor != 1:
         gradient = ops.mul(gradient.astype(wider(gradient.dtype, dtype)), factor)
     return gradient.astype(dtype)
 
 
 def wider(one: ms.Type, other: ms.Type) -> ms.Type:
-    """The wider of two float dtypes; `other` if both have 16 bits."""
+    """Return the wider of two float dtypes; `other` if both have 16 bits."""
     return other if one in (ms.float16, ms.bfloat16) or other == ms.float64 else one
 
 
 def as_vector(scalars: Header) -> Tensor:
-    """Numbers and Tensors of one element as one float32 Tensor of shape `(n,)`."""
+    """Return numbers and Tensors of one element as one float32 Tensor of shape `(n,)`."""
     elements = ()
     for scalar in scalars:
-        elements = (*elements, scalar.reshape(1).astype(ms.float32) if isinstance(scalar, Tensor) else Tensor([scalar], ms.float32))
+        scalar = scalar if isinstance(scalar, Tensor) else Tensor([scalar], ms.float32)
+        elements = (*elements, scalar.reshape(1).astype(ms.float32))
     return ops.concat(elements)

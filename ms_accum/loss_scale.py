@@ -19,11 +19,11 @@ class NoLossScale:
     """Leave everything as it is. Every loss scale has these methods."""
 
     def multiply(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate."""
+        """Return the loss to differentiate."""
         return loss
 
     def divide(self, gradients: Gradients) -> Gradients:
-        """The gradients of the loss itself."""
+        """Return the gradients of the loss itself."""
         return gradients
 
 
@@ -44,7 +44,7 @@ class LossScale:
 
 
 def require_loss_scaler(scaler: object, ranks: int) -> None:
-    """Refuse what is no loss scaler (TypeError), or has no usable scale or other settings on other ranks (ValueError)."""
+    """Refuse what is no loss scaler (TypeError), or has no usable scale or differs between ranks (ValueError)."""
     if not isinstance(scaler, amp.LossScaler) or not isinstance(getattr(scaler, "scale_value", None), Tensor):
         raise TypeError(f"loss_scaler is of type {type(scaler).__name__}, expected a mindspore.amp.LossScaler; "
                         "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
@@ -58,17 +58,18 @@ def require_scale(scale: Tensor) -> None:
     """Refuse a scale that gradients cannot be divided by; MindSpore's own scalers accept NaN and infinity."""
     value = scale.asnumpy().astype(float)
     if value.size != 1 or not 0 < value.item() < inf:
-        raise ValueError(f"the loss scale is {value}, expected one finite number > 0; give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
+        raise ValueError(f"the loss scale is {value}, expected one finite number > 0; "
+                         "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
 
 
 def owner_of(scaler: amp.LossScaler) -> Optional[object]:
-    """The living accumulator that adjusts `scaler`, if there is one."""
+    """Return the living accumulator that adjusts `scaler`, if there is one."""
     owner = _owners.get(scaler)
     return owner and owner()
 
 
 def take_ownership(scaler: amp.LossScaler, owner: object, prefix: str) -> list[Parameter]:
-    """Note that `owner` adjusts `scaler`; the scaler's Parameters, named after `prefix`: two scalers' would have the same names."""
+    """Note that `owner` adjusts `scaler`. Return the scaler's Parameters, renamed: two scalers have the same names."""
     _owners[scaler] = ref(owner)
     state = {name: value for name, value in vars(scaler).items() if isinstance(value, Parameter)}
     for name, parameter in state.items():

@@ -90,9 +90,10 @@ class TrainOneStepCell(nn.Cell):
     ) -> None:
         # Without a prefix, the network's parameters keep their names.
         super().__init__(auto_prefix=False)
-        instance_of("network", network, nn.Cell, "a Cell that returns the loss, such as nn.WithLossCell(network, loss_fn)",
-                    "a function goes into make_train_step")
-        accumulator, micro_size = prepared(network, accumulator, accumulate_step, options, micro_size, weight_fn, loss_scaler)
+        instance_of("network", network, nn.Cell, "a Cell that returns the loss",
+                    "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
+        accumulator, micro_size = prepared(
+            network, accumulator, accumulate_step, options, micro_size, weight_fn, loss_scaler)
         require_same_parameters(network, accumulator.optimizer)
         weigh = positional("weight_fn", weight_fn)
         self.accumulate = make_accumulate(network, accumulator, micro_size, weigh, has_aux=False)
@@ -135,12 +136,12 @@ class TrainOneStepCell(nn.Cell):
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
         """Refuse to be differentiated: a `Model` with an `optimizer=` would update once more at each microbatch."""
         if requires_grad:
-            raise ValueError("a TrainOneStepCell of ms_accum computes the gradients and updates itself, and cannot be trained by "
-                             "another step; give Model(TrainOneStepCell(...)) without an optimizer")
+            raise ValueError("a TrainOneStepCell of ms_accum computes the gradients and updates itself, and cannot be "
+                             "trained by another step; give Model(TrainOneStepCell(...)) without an optimizer")
         return super().set_grad(False)
 
     def flush(self) -> Tensor:
-        """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`. See `FlushCallback`."""
+        """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
         if not self._returned:
             self.accumulator._require_whole()
         return self._flush()

@@ -1,4 +1,4 @@
-"""What NaN and infinity in a gradient do: nothing special, or they are skipped and counted; see `Accumulator(on_nonfinite=...)`."""
+"""What to do with NaN and infinity in a gradient: apply them, or skip and count them."""
 from __future__ import annotations
 
 from typing import Union
@@ -14,15 +14,15 @@ class AnyMicrobatch:
     """Take every microbatch, without looking at it."""
 
     def bad(self, gradients: Gradients, weight: Scalar) -> Scalar:
-        """Whether a microbatch is to be skipped on this rank: 0, or a float32 Tensor of shape `()`. Ranks then exchange it."""
+        """Return whether to skip a microbatch on this rank: 0, or a float32 Tensor of shape `()`."""
         return 0.0
 
     def take(self, bad: Scalar) -> Tensor:
-        """Whether it is taken, given the sum of `bad` over all ranks: int32 Tensor of shape `()`."""
+        """Return whether to add it, given the sum of `bad` over all ranks: int32 Tensor of shape `()`."""
         return Tensor(1, ms.int32)
 
     def stores(self, taken: Tensor, weight: Scalar) -> Union[bool, Tensor]:
-        """Whether its gradient is added to the buffers."""
+        """Return whether its gradient is added to the buffers."""
         return weight != 0
 
 
@@ -53,7 +53,7 @@ class AnyWindow:
     """Update with every window, without looking at it."""
 
     def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:
-        """Whether a window's gradient makes an update: True, or a bool Tensor of shape `()`."""
+        """Return whether a window's gradient makes an update: True, or a bool Tensor of shape `()`."""
         return True
 
 

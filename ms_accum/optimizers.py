@@ -42,8 +42,9 @@ def require_trainable(parameters: Iterable[Parameter]) -> None:
     """Refuse frozen parameters, which graph mode would update and PyNative would not (MindSpore 2.10)."""
     frozen = next((p for p in parameters if not p.requires_grad), None)
     if frozen is not None:
-        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer, for graph "
-                         "mode would update it nevertheless; make the optimizer of network.trainable_params() after freezing")
+        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
+                         "graph mode would update it all the same; build the optimizer from network.trainable_params() "
+                         "after freezing")
 
 
 def require_same_parameters(network: nn.Cell, optimizer: object) -> None:
@@ -51,8 +52,8 @@ def require_same_parameters(network: nn.Cell, optimizer: object) -> None:
     optimized = {p.name: p for p in optimizer.parameters}
     for parameter in network.get_parameters():
         if optimized.get(parameter.name, parameter) is not parameter:
-            raise ValueError(f"the optimizer updates another Parameter called {parameter.name} than the network has, expected "
-                             "one network; if the network was built again, build the optimizer again, too")
+            raise ValueError(f"the optimizer updates another Parameter called {parameter.name} than the network has, "
+                             "expected one network; if the network was built again, build the optimizer again, too")
 
 
 def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
@@ -101,9 +102,9 @@ def _require_unscaled(optimizer: Callable) -> None:
     for _, holder in (("", optimizer), *_inside(optimizer, set())):
         scale = getattr(holder, "loss_scale", 1)
         if isinstance(scale, Real) and scale != 1:
-            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide gradients that are not "
-                             "multiplied by it, or are divided already; leave loss_scale out of the optimizer and give "
-                             f"loss_scaler=amp.StaticLossScaler({scale:g}) to make_train_step or TrainOneStepCell")
+            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide gradients that are "
+                             "not multiplied by it, or are divided already; leave loss_scale out of the optimizer and "
+                             f"give loss_scaler=amp.StaticLossScaler({scale:g}) to make_train_step or TrainOneStepCell")
 
 
 def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Parameter, nn.Cell]]]:

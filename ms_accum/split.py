@@ -1,4 +1,4 @@
-"""A batch and its pieces: which arguments are cut, the rows of one piece, and how the pieces' aux becomes the batch's."""
+"""A batch and its pieces: which arguments are cut, the rows of a piece, and how the pieces' aux becomes the batch's."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,30 +16,32 @@ Aux = Union[Tensor, tuple[Tensor, ...]]
 
 
 def layout(batch: tuple) -> tuple[int, tuple[bool, ...]]:
-    """Samples in a batch, and which of its arguments hold one row for each."""
+    """Return the number of samples in a batch, and which of its arguments hold one row per sample."""
     return _layout(tuple([_kind(argument) for argument in batch]))
 
 
 @constexpr
 def layout_of(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
-    """As `layout`, inside a graph: of each argument its shape, in words what is refused, or None for a plain value."""
+    """As `layout`, inside a graph: for each argument its shape, the reason to refuse it, or None for a plain value."""
     return _layout(kinds)
 
 
 def _layout(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
     refused = next((kind for kind in kinds if isinstance(kind, str)), None)
     if refused is not None:
-        # Of a tuple, graph mode would take the Tensors in it for constants, and compile anew for each batch.
+        # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
         raise TypeError(f"the batch holds {refused}")
     dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
     if dynamic is not None:
-        raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected lengths that are known when the graph "
-                         "is compiled: axis 0 counts the samples; leave set_inputs out, or give it the full shapes")
+        raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected lengths that are "
+                         "known when the graph is compiled: axis 0 counts the samples; leave set_inputs out, or give "
+                         "it the full shapes")
     lengths = [kind[0] if kind else None for kind in kinds]
     samples = next((length for length in lengths if length is not None), None)
     if not samples:
-        given = ", ".join("no Tensor" if kind is None else f"a Tensor of shape {tuple(kind)}" for kind in kinds) or "empty"
-        raise ValueError(f"the batch is {given}, expected at least one Tensor with axes and one row; axis 0 of the first one is the batch")
+        given = ["no Tensor" if kind is None else f"a Tensor of shape {tuple(kind)}" for kind in kinds]
+        raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor with axes and one "
+                         "row; axis 0 of the first one is the batch")
     return samples, tuple(length == samples for length in lengths)
 
 
@@ -67,14 +69,22 @@ def with_storage_of_its_own(argument: Any) -> Any:
 
 
 def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
-    """The arguments of one piece: `rows` (int Tensor) of those that are cut, the others whole."""
+    """Return the arguments of one piece: `rows` (int Tensor) of those that are cut, the others whole."""
     inputs = ()
     for argument, is_cut in zip(batch, cut):
         inputs = (*inputs, ops.gather(argument, rows, 0) if is_cut else argument)
     return inputs
 
 
-def over_pieces(turn: Callable, totals: tuple, first: int, samples: int, micro_size: int, cut: tuple[bool, ...], batch: tuple) -> tuple:
+def over_pieces(
+    turn: Callable,
+    totals: tuple,
+    first: int,
+    samples: int,
+    micro_size: int,
+    cut: tuple[bool, ...],
+    batch: tuple,
+) -> tuple:
     """Fold `totals = turn(totals, indices, piece)` over the pieces of a batch, from the piece numbered `first` on.
 
     Args:
@@ -101,31 +111,33 @@ def over_pieces(turn: Callable, totals: tuple, first: int, samples: int, micro_s
 
 
 def empty_aux(aux: Aux, samples: int, rows: int) -> tuple[Tensor, ...]:
-    """What `join_aux` starts from: zeros for a batch of `samples`, after the aux of a piece of `rows`."""
+    """Return what `join_aux` starts from: zeros for a batch of `samples`, like the aux of a piece of `rows`."""
     totals = ()
     require_aux_values(len(_values(aux)))
     for value in _values(aux):
         require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows)
-        totals = (*totals, ops.zeros((samples, *value.shape[1:]), _carried(value.dtype)) if value.ndim else Tensor(0.0, ms.float32))
+        shape, dtype = ((samples, *value.shape[1:]), _carried(value.dtype)) if value.ndim else ((), ms.float32)
+        totals = (*totals, ops.zeros(shape, dtype))
     return totals
 
 
 def join_aux(totals: tuple[Tensor, ...], aux: Aux, rows: Tensor, weight: Scalar) -> tuple[Tensor, ...]:
-    """The totals with the aux of one piece: its rows in their place, its scalars added up, each times `weight`."""
+    """Return the totals with the aux of one piece: its rows in their place, its scalars added, each times `weight`."""
     joined = ()
-    # By index: to graph mode's zip, a tuple that went through a loop is one of unknown length.
+    # By index: for zip in graph mode, a tuple that went through a loop has an unknown length.
     for i, value in enumerate(_values(aux)):
         total = totals[i]
         require_aux_shape(value.shape, rows.shape[0])
         if value.ndim:
-            joined = (*joined, ops.tensor_scatter_update(total, rows.reshape(-1, 1), value.astype(_carried(value.dtype))))
+            value = value.astype(_carried(value.dtype))
+            joined = (*joined, ops.tensor_scatter_update(total, rows.reshape(-1, 1), value))
         else:
             joined = (*joined, total + counted(value, weight))
     return joined
 
 
 def whole_aux(totals: tuple[Tensor, ...], aux: Aux, divisor: Tensor) -> Aux:
-    """The batch's aux in the form of a piece's: all rows, and the scalars' weighted means."""
+    """Return the batch's aux in the form of a piece's: all rows, and the scalars' weighted means."""
     whole = ()
     for i, value in enumerate(_values(aux)):
         whole = (*whole, totals[i].astype(value.dtype) if value.ndim else totals[i] / divisor)
@@ -133,7 +145,7 @@ def whole_aux(totals: tuple[Tensor, ...], aux: Aux, divisor: Tensor) -> Aux:
 
 
 def counted(value: Tensor, weight: Scalar) -> Tensor:
-    """`value * weight` in float32; 0 for a weight of 0, be the value NaN as the mean over no unmasked token is."""
+    """Return `value * weight` in float32; 0 for a weight of 0, also if the value is NaN (a mean over no token)."""
     product = value.astype(ms.float32) * weight
     return ops.where(weight == 0, Tensor(0.0, ms.float32), product) if isinstance(weight, Tensor) else product
 
@@ -143,7 +155,7 @@ def _values(aux: Aux) -> tuple[Tensor, ...]:
 
 
 def _carried(dtype: ms.Type) -> ms.Type:
-    """What rows of `dtype` go through the loop as: graph mode carries no bool and no small int through one."""
+    """Return the dtype in which rows go through the loop: graph mode carries no bool and no small int through one."""
     return ms.int32 if dtype in (ms.bool_, ms.int8, ms.uint8, ms.int16, ms.uint16) else dtype
 
 
@@ -157,10 +169,10 @@ def require_aux_values(count: int) -> bool:
 
 @constexpr
 def require_aux_shape(shape: Optional[tuple], rows: int) -> bool:
-    """Refuse aux that is neither a scalar nor a row for each sample: what it is of the whole batch, nobody knows."""
+    """Refuse aux that is neither a scalar nor a row per sample: it cannot be joined to that of the whole batch."""
     remedy = "return Tensors of shape () or with one row for each sample, or give micro_size=1"
     if shape is None:
-        raise TypeError(f"forward_fn returned aux that is no Tensor and no tuple of Tensors, which cannot be joined; {remedy}")
+        raise TypeError(f"forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {remedy}")
     if len(shape) and shape[0] != rows:
         raise ValueError(f"forward_fn returned aux of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
     return True

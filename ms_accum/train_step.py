@@ -15,9 +15,9 @@ from .split import layout, with_storage_of_its_own
 from .window import AccumulateStep
 
 _STRATEGIES = ("fused", "split")
-_REBUILT = ("forward_fn and the optimizer use different Parameters of the same name, expected those of one network; if the "
-            "network was built again (in a notebook, say), build the optimizer and the train step again, too, and give two "
-            "networks names of their own with Cell.update_parameters_name")
+_REBUILT = ("forward_fn and the optimizer use different Parameters of the same name, expected those of one network; if "
+            "the network was built again (in a notebook, say), build the optimizer and the train step again, too, and "
+            "give two networks names of their own with Cell.update_parameters_name")
 
 
 def make_train_step(
@@ -141,7 +141,8 @@ class CompiledStep:
         self._graphs: dict[tuple, Callable] = {}
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self._flush = compiled(flush)
-        self._returned = False  # whether the last call came to its end; before the first one, a checkpoint may hold a torn window
+        # Whether the last call came to its end. Before the first call, a loaded checkpoint may hold a torn window.
+        self._returned = False
 
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """Train on each of `batches`, yield what each call returns, and apply the incomplete last window at the end.
@@ -257,7 +258,7 @@ class TrainStep(CompiledStep):
 
 
 class _Graph(nn.Cell):
-    """A function as a Cell: of a jitted function MindSpore warns when a second train step compiles it, of a Cell it does not."""
+    """A function as a Cell. MindSpore warns when a second train step compiles a jitted function, but not a Cell."""
 
     def __init__(self, function: Callable) -> None:
         super().__init__(auto_prefix=False)

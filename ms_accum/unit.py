@@ -23,15 +23,15 @@ class One:
     is_state = False
 
     def of(self, weight: Scalar) -> Scalar:
-        """The unit of the window that a microbatch of this weight is added to."""
+        """Return the unit of the window that a microbatch of this weight is added to."""
         return 1.0
 
     def current(self) -> Scalar:
-        """The unit that the buffers count in."""
+        """Return the unit that the buffers count in."""
         return 1.0
 
     def settle(self, buffers: tuple[Parameter, ...]) -> None:
-        """Rescale loaded buffers if graphs that are compiled already hold another unit as a constant. For the host."""
+        """Rescale loaded buffers if compiled graphs hold another unit as a constant. For the host."""
 
 
 @ms.jit_class
@@ -94,7 +94,7 @@ _constants: WeakValueDictionary[str, _Constant] = WeakValueDictionary()
 
 @constexpr
 def constant_of(name: str, weight: Optional[float]) -> float:
-    """The unit of that name; 0 if only the device knows it.
+    """Return the unit of that name; 0 if only the device knows it.
 
     A `constexpr`: graph mode runs it while it compiles, so that a weight divided by it is a constant of the graph, too.
         The first call

@@ -57,7 +57,7 @@ class Window:
         return str(dict(self.stages) if len(self.stages) > 1 else self.stages[0][1])
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
-        """Return the microbatches in the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
+        """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
         if self.schedule is not None:
             return ops.maximum(self.schedule(update_step), ops.ones_like(update_step))
         length = self.stages[0][1]

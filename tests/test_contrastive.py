@@ -114,7 +114,7 @@ def check_dropout():
     towers, encode, loss_fn = one_tower(dropout=0.5)  # with 0.1, two masks of these few elements are alike in one run of five
     towers.set_train()
     acc, batch = counting(towers), (*pairs(8), Tensor(1.5))
-    with pytest.raises(ValueError, match=r"encode_fn gave the same rows two different .* does it draw random numbers\? Take Dropout out"):
+    with pytest.raises(ValueError, match=r"encode_fn returned two different .* does it draw random numbers\? Switch Dropout off"):
         make_grad_cache_step(encode, loss_fn, acc, micro_size=2)(*batch)
     assert (int(acc.mini_step), int(acc.update_step), float(acc.weight_sum), int(acc.optimizer.calls)) == (0, 0, 0.0, 0)
     assert all(not b.asnumpy().any() for b in acc.buffers)
@@ -200,7 +200,7 @@ def test_nan_is_no_random_layer():
     (ValueError, r"micro_size is 0, expected an int >= 1", {"micro_size": 0}),
     (ValueError, r"the accumulator has reduction='sum', expected \"mean\"", {"reduction": "sum"}),
     (ValueError, r"the accumulator has a loss_scaler, which a loss over a whole batch does not allow; leave it out", {"loss_scaler": True}),
-    (ValueError, r"the accumulator has a noise_scale, which a loss over a whole batch .*; leave it out: the gradient of a piece",
+    (ValueError, r"the accumulator has a noise_scale, which a loss over a whole batch .*; leave it out: it needs gradients of independent",
      {"noise_scale": True}),
     (ValueError, r'the accumulator has sync="microbatch" or on_nonfinite="skip_microbatch", .*; give sync="window" and "skip_window"',
      {"on_nonfinite": "skip_microbatch"}),

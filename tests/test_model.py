@@ -228,14 +228,14 @@ def test_wrong_arguments_are_refused():
     optimizer = nn.SGD(network.trainable_params(), 0.1)
     acc, loss = Accumulator(optimizer, 2, reduction="mean"), nn.WithLossCell(network, LOSS)
     for arguments, options, error, message in (
-            ((lambda x: x, acc), {}, TypeError, r"network is of type function, expected a Cell that returns the loss.*make_train_step"),
+            ((lambda x: x, acc), {}, TypeError, r"network is of type function, expected a Cell that returns the loss; .*make_train_step"),
             ((loss, Accumulator(optimizer, 2)), {}, ValueError, r'reduction=.sum., expected "mean"'),
             ((loss, optimizer), {}, TypeError, "accumulate_step is missing, expected it with an optimizer"),
             ((loss, acc), {"micro_size": 0}, ValueError, "micro_size is 0, expected an int >= 1"),
             ((loss, acc), {"weight_fn": 3}, TypeError, "weight_fn is of type int, expected a function")):
         with pytest.raises(error, match=message):
             TrainOneStepCell(*arguments, **options)
-    with pytest.raises(ValueError, match="returned a loss of shape \\(4,\\), expected shape \\(\\); give the mean"):
+    with pytest.raises(ValueError, match="returned a loss of shape \\(4,\\), expected shape \\(\\); return the mean"):
         TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss(reduction="none")), acc)(*tensors(*batches([4])[0]))
     with pytest.raises(TypeError, match="after_update is of type int, expected a function without arguments, a Cell, or None"):
         Accumulator(optimizer, 2, after_update=3)

@@ -23,11 +23,11 @@ mean = lambda *z: z[0].mean()
 mean_rows = lambda z: z.mean(0)
 pair = lambda z: (z.mean(), z)
 
-AUX = "expected (loss, aux), as has_aux=True says; aux may be a tuple"
+AUX = "expected (loss, aux) because of has_aux=True; aux may be a tuple"
 JOIN = "return Tensors of shape () or with one row for each sample, or give micro_size=1"
-ROWS = "return a Tensor with a row for each sample, or a tuple of such Tensors of one float dtype"
+ROWS = "return a Tensor with a row per sample, or a tuple of such Tensors of one float dtype"
 WEIGHT = "give the number of samples or unmasked tokens in the microbatch"
-MEAN = "expected shape (); give the mean over the samples"
+MEAN = "expected shape (); return the mean over the samples"
 PIECES = {"has_aux": True, "micro_size": 2}
 
 # What is given to make_train_step, or with `loss_fn` to make_grad_cache_step, and the first line of the message.
@@ -38,16 +38,16 @@ CASES = [
      "TypeError forward_fn returned no Tensor, expected the loss alone; give has_aux=True if it returns (loss, aux)"),
     ({"forward_fn": rows}, f"ValueError forward_fn returned a loss of shape (4, 3), {MEAN}"),
     ({"forward_fn": count},
-     "TypeError forward_fn returned a loss of Int64, expected a float dtype; leave the loss as the network computed it"),
+     "TypeError forward_fn returned a loss of Int64, expected a float dtype; do not cast the network's loss"),
     ({"forward_fn": loss_and_vector, **PIECES},
      f"ValueError forward_fn returned aux of shape (3,) for a piece of 2 samples; {JOIN}"),
     ({"forward_fn": loss_and_number, **PIECES},
-     f"TypeError forward_fn returned aux that is no Tensor and no tuple of Tensors, which cannot be joined; {JOIN}"),
+     f"TypeError forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {JOIN}"),
     ({"forward_fn": loss_and_nothing, **PIECES},
      "ValueError forward_fn returned an empty aux; return the loss alone, without has_aux=True"),
     ({"forward_fn": scalar, "weight_fn": minus_one}, f"ValueError weight is -1.0, expected a finite number >= 0 (float32); {WEIGHT}"),
     ({"forward_fn": scalar, "weight_fn": ones}, f"ValueError weight is a Tensor of shape (4,), expected shape (); {WEIGHT}"),
-    ({"encode_fn": nothing, "loss_fn": mean}, f"TypeError encode_fn returned what is no Tensor and no tuple of Tensors; {ROWS}"),
+    ({"encode_fn": nothing, "loss_fn": mean}, f"TypeError encode_fn returned neither a Tensor nor a tuple of Tensors; {ROWS}"),
     ({"encode_fn": vector, "loss_fn": mean}, f"ValueError encode_fn returned a Tensor of shape (3,) for a piece of 2 samples; {ROWS}"),
     ({"encode_fn": mixed, "loss_fn": mean}, f"TypeError encode_fn returned Tensors of Float32, Float16; {ROWS}"),
     ({"encode_fn": rows, "loss_fn": mean_rows}, f"ValueError loss_fn returned a loss of shape (3,), {MEAN}"),

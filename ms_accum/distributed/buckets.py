@@ -67,7 +67,7 @@ class Buckets:
         return tuple([summed[i] for i in self.order]), header
 
     def reduce_scatter(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """Return this rank's part of the sums over all ranks, one flat Tensor for each bucket, and the sums of the header."""
+        """Return this rank's part of the sums over all ranks, a flat Tensor per bucket, and the sums of the header."""
         sums = self.sum(as_vector(header))
         header = _as_header(sums, len(header))
         parts = ()
@@ -112,7 +112,7 @@ class Buckets:
 
 
 def _filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of the parameters in each bucket of at most `limit` bytes, larger parameters alone; float32 first."""
+    """Return the parameters of each bucket of at most `limit` bytes, larger ones alone; float32 first."""
     buckets: list[list[int]] = []
     for dtype in sorted(set(dtypes), key=lambda dtype: (dtype != ms.float32, str(dtype))):
         itemsize = np.dtype(ms.dtype_to_nptype(dtype)).itemsize

@@ -11,12 +11,12 @@ from mindspore.communication import GlobalComm, get_group_size
 
 
 def world_size() -> int:
-    """Return the ranks of this run; 1 outside msrun. RuntimeError under msrun, if `mindspore.communication.init()` was not called."""
+    """Return the ranks of this run; 1 outside msrun. RuntimeError under msrun without `communication.init()`."""
     if GlobalComm.INITED:
         return get_group_size()
     if int(os.environ.get("MS_WORKER_NUM") or 1) > 1:
-        raise RuntimeError("msrun started several ranks, but communication is not initialised; call mindspore.communication.init() "
-                           "before the Accumulator is made")
+        raise RuntimeError("msrun started several ranks, but communication is not initialised; call "
+                           "mindspore.communication.init() before the Accumulator is made")
     return 1
 
 

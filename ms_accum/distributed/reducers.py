@@ -28,8 +28,7 @@ _multiply_no_nan = ops.MulNoNan()
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Trains every rank on its own part of the batch, with the same update on all. Given as
-    `Accumulator(reducer=DataParallel())`.
+    """Train every rank on its own part of the batch, with the same update on all: `reducer=DataParallel()`.
 
     Start the script with `msrun` and call `mindspore.communication.init()` first. Without that, or with one rank, the
     same script accumulates on one device.
@@ -49,7 +48,7 @@ class DataParallel:
             `on_nonfinite="skip_microbatch"`, on which all ranks have to agree. "microbatch": each microbatch is
             exchanged.
         shard: With `sync="microbatch"`: each rank keeps 1/n of the accumulated gradients (ZeRO-2). They are gathered
-            when a window closes, so the optimizer and its state stay whole; see README for sharding those. Where the
+            when a window closes, so the optimizer and its state stay whole; see the guide for sharding those. Where the
             backend has no ReduceScatter (CPU), an AllReduce of which each rank keeps its part: the same memory, twice
             the traffic.
         broadcast: Whether parameters are copied from rank 0 at the start. If False, they have to be the same already.
@@ -63,9 +62,8 @@ class DataParallel:
         RuntimeError: If msrun started several ranks and `init()` was not called.
 
     Source: "window" is `no_sync` of PyTorch's DistributedDataParallel (Li et al. 2020,
-        https://arxiv.org/abs/2006.15704) and of
-    Colossal-AI's booster; "microbatch" is Colossal-AI's Gemini; `shard` is ZeRO-2 (Rajbhandari et al. 2020,
-    https://arxiv.org/abs/1910.02054).
+    https://arxiv.org/abs/2006.15704) and of Colossal-AI's booster; "microbatch" is Colossal-AI's Gemini; `shard` is
+    ZeRO-2 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
 
     Example:
         >>> from mindspore import nn
@@ -73,7 +71,7 @@ class DataParallel:
         >>> network = nn.Dense(2, 1)
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> accumulator = Accumulator(optimizer, 4, reduction="mean", reducer=DataParallel())
-        >>> print(accumulator.reducer.rank, "of", accumulator.reducer.ranks)  # of 2, under msrun --worker_num=2 and after init()
+        >>> print(accumulator.reducer.rank, "of", accumulator.reducer.ranks)  # of 2, under msrun --worker_num=2
         0 of 1
     """
 
@@ -86,10 +84,10 @@ class DataParallel:
         one_of("sync", self.sync, _SYNC)
         boolean("shard", self.shard)
         boolean("broadcast", self.broadcast)
-        number("bucket_mib", self.bucket_mib, lambda size: 0 < size < inf, "a number of mebibytes > 0 and below infinity")
+        number("bucket_mib", self.bucket_mib, lambda size: 0 < size < inf, "a finite number of mebibytes > 0")
         if self.shard and self.sync == "window":
-            raise ValueError('shard=True with sync="window": until they are exchanged, the gradients of a rank are whole; '
-                             'give sync="microbatch"')
+            raise ValueError('shard=True with sync="window": until they are exchanged, the gradients of a rank are '
+                             'whole; give sync="microbatch"')
 
     def bind(self, layout: Layout) -> OneDevice:
         """Return the reducer of one accumulator. Raises ValueError if ranks are not alike."""
@@ -97,9 +95,11 @@ class DataParallel:
         if ranks == 1:
             return OneDevice(layout)
         if ms.float64 in layout.dtypes and ms.get_context("device_target") == "CPU":
-            raise ValueError("DataParallel with buffers of float64: MindSpore's CPU backend exchanges none; give buffer_dtype=ms.float32")
+            raise ValueError("DataParallel with buffers of float64: MindSpore's CPU backend exchanges none; give "
+                             "buffer_dtype=ms.float32")
         settings = {**layout.settings, "DataParallel": f"{self.sync} {self.shard} {self.bucket_mib}"}
-        described = repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype)) for p, dtype in zip(layout.parameters, layout.dtypes)])
+        described = repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype))
+                          for p, dtype in zip(layout.parameters, layout.dtypes)])
         facts = {"parameters (names, shapes, dtypes)": described, **settings}
         require_alike(facts, "give every rank the same network and arguments")
         if self.broadcast:
@@ -134,7 +134,9 @@ class OneDevice:
 
     def new_buffers(self, prefix: str) -> list[Parameter]:
         """Create empty buffers for accumulated gradients."""
-        return [empty_parameter(f"{prefix}.{p.name}", p.shape, dtype) for p, dtype in zip(self.layout.parameters, self.layout.dtypes)]
+        layout = self.layout
+        return [empty_parameter(f"{prefix}.{p.name}", p.shape, dtype)
+                for p, dtype in zip(layout.parameters, layout.dtypes)]
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return what to add to the buffers.
@@ -193,7 +195,7 @@ class MicrobatchSync(OneDevice):
 
 @ms.jit_class
 class ShardedSync(MicrobatchSync):
-    """One exchange for each microbatch, of which a rank keeps its part, and a gathering of the parts for each window."""
+    """One exchange per microbatch, of which a rank keeps its part, and one gathering of the parts per window."""
 
     sharded = True
 

@@ -29,7 +29,7 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
         assert said["seed"].endswith("give every rank the same seed, or broadcast=True")
         assert said["alike"] == "accepted"
         assert said["micro_size"].startswith(
-            "ValueError: micro_size=2 with an accumulator whose ranks exchange each microbatch")
+            "ValueError: got micro_size=2 with an accumulator whose ranks exchange each microbatch")
 
 
 def test_an_accumulator_before_init_is_refused(monkeypatch):

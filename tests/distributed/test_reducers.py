@@ -167,7 +167,7 @@ def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit):
     (TypeError, r"shard is 1 of type int, expected True or False", {"shard": 1}),
     (TypeError, r"broadcast is None of type NoneType, expected True or False", {"broadcast": None}),
     (ValueError, r"shard=True with sync=\"window\": .* give sync=\"microbatch\"", {"shard": True}),
-    (ValueError, r"bucket_mib is 0, expected a number of mebibytes > 0", {"bucket_mib": 0}),
+    (ValueError, r"bucket_mib is 0, expected a finite number of mebibytes > 0", {"bucket_mib": 0}),
     (ValueError, r"bucket_mib is nan, expected", {"bucket_mib": float("nan")}),
     (TypeError, r"bucket_mib is '1' of type str, expected", {"bucket_mib": "1"}),
 ])
