@@ -48,7 +48,7 @@ CASES = [
     ({"forward_fn": scalar, "weight_fn": minus_one}, f"ValueError weight is -1.0, expected a finite number >= 0 (float32); {WEIGHT}"),
     ({"forward_fn": scalar, "weight_fn": ones}, f"ValueError weight is a Tensor of shape (4,), expected shape (); {WEIGHT}"),
     ({"encode_fn": nothing, "loss_fn": mean}, f"TypeError encode_fn returned neither a Tensor nor a tuple of Tensors; {ROWS}"),
-    ({"encode_fn": vector, "loss_fn": mean}, f"ValueError encode_fn returned a Tensor of shape (3,) for a piece of 2 samples; {ROWS}"),
+    ({"encode_fn": vector, "loss_fn": mean}, f"ValueError encode_fn returned a Tensor of shape (3,) for 2 samples; {ROWS}"),
     ({"encode_fn": mixed, "loss_fn": mean}, f"TypeError encode_fn returned Tensors of Float32, Float16; {ROWS}"),
     ({"encode_fn": rows, "loss_fn": mean_rows}, f"ValueError loss_fn returned a loss of shape (3,), {MEAN}"),
     ({"encode_fn": rows, "loss_fn": pair}, "TypeError loss_fn returned no Tensor, expected the loss alone"),
