@@ -1,1 +1,1 @@
-"""How large a microbatch fits, and how large a batch is worth it."""
+"""Find how large a microbatch fits, and how large a batch is worth it."""

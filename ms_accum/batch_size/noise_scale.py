@@ -1,4 +1,4 @@
-"""How large a batch is worth it: the gradient noise scale of a run, and the learning rate that goes with a larger batch."""
+"""Measure how large a batch is worth it, and scale the learning rate to a larger batch."""
 from __future__ import annotations
 
 from math import inf, nan, sqrt
@@ -17,30 +17,31 @@ _RULES = ("linear", "sqrt")
 
 
 class GradientNoiseScale:
-    """Estimates how many samples an update can use before more of them stop helping. Given as `Accumulator(noise_scale=...)`.
+    """Estimate how many samples an update can use before more of them stop helping.
 
         spread = sum of w_i * |g_i|^2                     # over the k microbatches of a window, each with weight w_i
         S   = (spread - W * |g|^2) / (k - 1)              # g: the window's gradient before clipping, W: sum of the w_i
         G^2 = |g|^2 - S / W
-        scale() = mean of S / mean of G^2                 # means over windows, each counted k - 1 times
+        scale() = mean of S / mean of G^2                 # means over windows, each of which counts k - 1 times
 
-    S is the variance of one sample's gradient, summed over all parameters, and G^2 the squared norm of the true gradient: with w_i
-    independent samples (so shuffle them), E|g_i|^2 = G^2 + S / w_i and E|g|^2 = G^2 + S / W, so E(spread) = W G^2 + k S, and both
-    estimates are unbiased whatever the weights are. Their ratio, the *simple noise scale*, approximates the critical batch size: far
-    below it, twice the batch halves the updates that training takes; far above it, more samples change next to nothing. It is counted in
-    what the weights count (samples; or tokens, as if each were independent of the others of its sequence), and grows while the loss
-    falls.
+    Pass it as `Accumulator(noise_scale=...)`. S is the variance of one sample's gradient, summed over all parameters,
+    and G^2 the squared norm of the true gradient. With w_i independent samples (so shuffle them),
+    E|g_i|^2 = G^2 + S / w_i and E|g|^2 = G^2 + S / W, so E(spread) = W G^2 + k S, and both estimates are unbiased for
+    any weights. Their ratio, the *simple noise scale*, approximates the critical batch size: far below it, doubling the
+    batch halves the number of updates; far above it, more samples change almost nothing. Its unit is that of the
+    weights (samples, or tokens, treated as if each were independent of the others in its sequence). It grows while the
+    loss falls.
 
-    A microbatch is what is handed to the accumulator at once: with `make_train_step(micro_size=...)` a piece. What was skipped or has
-    weight 0 counts nothing, nor does a window of one microbatch, which has nothing to compare with. With several ranks their
-    microbatches count alike, and every rank has the same result.
+    A microbatch is what the accumulator is given at once: with `make_train_step(micro_size=...)`, one piece. Skipped
+    microbatches and those of weight 0 are ignored, and so is a window of one microbatch, which has nothing to compare
+    with. The microbatches of all ranks count alike, and every rank gets the same result.
 
     Args:
-        decay: What a window's part in the means is multiplied by at each later one: 0 < decay <= 1. 1: plain means since `reset`.
+        decay: Factor on all earlier windows in the means when a window closes, 0 < decay <= 1; 1 takes plain means.
 
     Raises:
-        TypeError: If `decay` is no number.
-        ValueError: If it is out of range.
+        TypeError: If `decay` is not a number.
+        ValueError: If `decay` is out of range.
 
     Example:
         >>> import mindspore as ms
@@ -54,39 +55,37 @@ class GradientNoiseScale:
         >>> print(noise_scale.noise, noise_scale.gradient_squared, noise_scale.scale())
         8.0 8.0 1.0
 
-    Source: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), section 2.2 and appendix A.1, which
-    has two batch sizes; here any number of weights.
+    Source: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), section 2.2 and
+    appendix A.1. They use two batch sizes; here there may be any number of weights.
     """
 
     def __init__(self, decay: float = 0.99) -> None:
-        self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1", "1 takes plain means")
+        self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1",
+                            "1 takes plain means")
         self.meter = Meter(self.decay)
 
     @property
     def noise(self) -> float:
-        """S: variance of one sample's gradient, summed over all parameters; NaN before the first window."""
-        noise, _, count = self._read()
-        return noise / count if count else nan
+        """S, the variance of one sample's gradient, summed over all parameters; NaN before the first window."""
+        return self._means()[0]
 
     @property
     def gradient_squared(self) -> float:
-        """|G|²: squared norm of the true gradient. Below 0 if noise hides it (average over more windows); NaN before the first window."""
-        _, gradient_squared, count = self._read()
-        return gradient_squared / count if count else nan
+        """|G|², the squared norm of the true gradient; below 0 if noise hides it, NaN before the first window."""
+        return self._means()[1]
 
     def scale(self) -> float:
-        """S / |G|², the batch beyond which more samples help little; infinite if |G|² drowns in noise, NaN before the first window."""
-        noise, gradient_squared, count = self._read()
-        if not count:
-            return nan
-        return max(noise, 0.0) / gradient_squared if gradient_squared > 0 else inf
+        """Return S / |G|², the critical batch size; infinity if noise hides |G|², NaN before the first window."""
+        noise, gradient_squared = self._means()
+        return inf if gradient_squared <= 0 else max(noise, 0.0) / gradient_squared
 
     def reset(self) -> None:
-        """Forget all windows that were closed; the open one goes on."""
+        """Forget all closed windows; the open one goes on."""
         ops.assign(self.meter.totals, ops.zeros(3, ms.float32))
 
-    def _read(self) -> list[float]:
-        return self.meter.totals.asnumpy().astype(np.float64).tolist()
+    def _means(self) -> tuple[float, float]:
+        noise, gradient_squared, count = self.meter.totals.asnumpy().astype(np.float64).tolist()
+        return (noise / count, gradient_squared / count) if count else (nan, nan)
 
 
 @ms.jit_class
@@ -95,12 +94,12 @@ class Meter:
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.window = empty_parameter("noise_scale.window", (2,), ms.float32)  # spread and microbatches of the open window
-        self.totals = empty_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, and what windows count
+        self.window = empty_parameter("noise_scale.window", (2,), ms.float32)  # the open one's spread and microbatches
+        self.totals = empty_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, and of what windows count
         self.parameters = (self.window, self.totals)
 
     def measure(self, gradients: Gradients, loss_scale: LossScale, weight: Scalar) -> Header:
-        """What one microbatch adds to a window: its spread, and how many microbatches it is."""
+        """Return what one microbatch adds to a window: its spread, and 1 or, if its weight is 0, 0."""
         if not isinstance(weight, Tensor) and weight == 0:
             return 0.0, 0.0
         spread = ops.square(global_norm(loss_scale.divide(gradients))) * weight
@@ -110,28 +109,22 @@ class Meter:
         return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
 
     def include(self, spread: Header) -> None:
-        """Add what a microbatch measures to the open window."""
+        """Add to the open window what `measure` returned."""
         ops.assign_add(self.window, as_vector(spread))
 
     def open_window(self) -> Header:
-        """What the open window holds."""
+        """Return what the open window holds."""
         window = self.window + 0.0
         return window[0], window[1]
 
     def conclude(self, spread: Header, weight: Tensor, norm: Tensor) -> None:
-        """Take a window into the means.
-
-        Args:
-            spread: Of all ranks: the sum of its microbatches' spreads, and how many they are.
-            weight: Sum of its weights.
-            norm: Of its gradient, before clipping.
-        """
+        """Add a window to the means: the spread of all ranks, the sum of the weights, the norm before clipping."""
         total, count = spread
         others = count - 1.0
         squared = ops.square(norm)
         noise = total - weight * squared
         window = as_vector((noise, others * squared - noise / weight, others))
-        # One NaN would stay in the means for ever.
+        # A NaN would stay in the means for ever.
         informative = ops.logical_and(others > 0, ops.isfinite(window.sum()))
         ops.assign(self.totals, ops.where(informative, self.totals * self.decay + window, self.totals))
 
@@ -141,11 +134,12 @@ class Meter:
 
 
 def meters_of(noise_scale: Optional[GradientNoiseScale], prefix: str) -> tuple[Meter, ...]:
-    """The meter of an accumulator whose state is named after `prefix`, if any. Raises ValueError if it is another one's already."""
+    """Name a meter's state after an accumulator's `prefix`, and return it, if any. ValueError if it has another one."""
     if noise_scale is None:
         return ()
     if noise_scale.meter.window.name != "noise_scale.window":
-        raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each accumulator its own")
+        raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each accumulator "
+                         "its own")
     for parameter in noise_scale.meter.parameters:
         parameter.name = f"{prefix}.{parameter.name}"
     return (noise_scale.meter,)
@@ -158,24 +152,25 @@ def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
         "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
 
     Args:
-        lr: Learning rate that is right for one microbatch, > 0.
-        accumulate_step: How many times as large the batch of an update is, an int >= 1.
+        lr: Learning rate that suits one microbatch, > 0.
+        accumulate_step: Factor by which the batch of an update is larger, an int >= 1.
         rule: "linear" or "sqrt".
 
     Returns:
         The learning rate, a float.
 
     Raises:
-        TypeError: If `lr` is no number or `accumulate_step` no integer.
-        ValueError: If one of them is out of range, or `rule` another one.
+        TypeError: If `lr` is not a number or `accumulate_step` not an integer.
+        ValueError: If one of them is out of range, or `rule` is unknown.
 
     Example:
         >>> from ms_accum import scale_lr
         >>> print(scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt"))
         0.4 0.2
 
-    Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": Krizhevsky, "One weird trick for parallelizing
-    convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize better" (2017).
+    Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": Krizhevsky, "One weird trick for
+    parallelizing convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize better"
+    (2017).
     """
     lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
     times = whole_number("accumulate_step", accumulate_step, "of a schedule, scale the rate for each of its lengths")

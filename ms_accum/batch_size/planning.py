@@ -1,7 +1,8 @@
-"""Which microbatch fits: the largest whose memory, measured in trials, stays within a limit."""
+"""Find the largest microbatch whose memory, measured in trials, stays within a limit."""
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from ..arguments import instance_of, number, one_of, whole_number
 from .trial import MakeStep, device_memory, pickled, run_trial
 
 DEVICES = ("CPU", "GPU", "Ascend")
-_USED = 0.9  # of the free memory; the rest is left to others
+_USED = 0.9  # of the free memory; the rest is left to other processes
 _UNLIMITED = 2**60  # what cgroups write for "no limit" is about 2**63
 
 
@@ -53,37 +54,39 @@ class Plan:
     trials: tuple[Trial, ...]  # all of them, in order
 
     def __str__(self) -> str:
-        shorter = "" if self.microbatch * self.accumulate_step == self.batch_size else " (the last one shorter)"
-        return (f"{table(self.trials)}\nbatch {self.batch_size:,} = accumulate_step {self.accumulate_step:,} x microbatch "
-                f"{self.microbatch:,}{shorter}: {size(self.peak)} of {size(self.memory_limit)}")
+        smaller = "" if self.microbatch * self.accumulate_step == self.batch_size else " (the last one smaller)"
+        return (f"{table(self.trials)}\nbatch {self.batch_size:,} = accumulate_step {self.accumulate_step:,} x "
+                f"microbatch {self.microbatch:,}{smaller}: {size(self.peak)} of {size(self.memory_limit)}")
 
 
 def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Optional[int] = None,
                      device_target: Optional[str] = None, timeout: Optional[float] = None,
                      on_trial: Callable[[Trial], None] = lambda trial: None) -> Plan:
-    """Find the largest microbatch whose measured memory fits; few trials, each in a process of its own.
+    """Find the largest microbatch whose measured memory fits, in few trials, each in a separate process.
 
         plan = plan_micro_batch(make_step, 1024, memory_limit=4 * 2**30)
         plan.microbatch, plan.accumulate_step  # 256, 4
 
-    A trial makes a step and calls it `accumulate_step + 1` times, past an update, so that everything that training needs has been
-    allocated. Trials bisect the divisors of the batch, for memory grows with the microbatch. Where the divisors leave a gap of more
-    than a factor of 2 (a prime batch), microbatches in between are tried, which leave the last one of each window shorter.
-
-    A process that runs out of memory, or is killed for it, costs nothing but its time. On CPU one that exceeds the limit is stopped
-    at once. Memory of processes that a trial starts (workers of a dataset) is not counted.
+    A trial makes a step and calls it `accumulate_step + 1` times, past an update, so that everything that training
+    needs has been allocated. Memory grows with the microbatch, so trials bisect the divisors of the batch. Where the
+    divisors leave a gap of more than a factor of 2 (a prime batch), microbatches in between are tried; they leave a
+    smaller last one in each window. A process that runs out of memory, or is killed for it, costs nothing but its time.
+    On CPU, a process that exceeds the limit is stopped at once. Memory of processes that a trial starts (workers of a
+    dataset) is not counted.
 
     Args:
-        make_step: `(microbatch) -> step`: makes network, optimizer, accumulator and data for microbatches of so many samples;
-            `step()` trains on one. Other processes import it, so it has to be a function at the top level of a module, or of a
-            script that runs its own work below `if __name__ == "__main__":`. It may return any callable.
+        make_step: `(microbatch) -> step`: makes network, optimizer, accumulator and data for microbatches of that many
+            samples; `step()` trains on one. Other processes import it, so it has to be a function at the top level of a
+            module, or of a script that runs its own work below `if __name__ == "__main__":`. It may return any
+            callable.
         batch_size: Samples in the batch that one update is made of.
-        memory_limit: Bytes. None: 90 % of the memory that is free on this machine and allowed to this process (its cgroup), or of
-            the memory of another device.
+        memory_limit: Bytes. None: 90 % of the memory that is free on this machine and allowed to this process (its
+            cgroup), or of the memory of another device.
         device_target: "CPU" (measures the peak resident memory of the process, compiler included), "GPU" or "Ascend"
-            (`mindspore.runtime.max_memory_reserved`; not run, for lack of the hardware). None: what MindSpore is set to.
-        timeout: Seconds for a trial. None: as long as it takes.
-        on_trial: Called after each trial, for progress.
+            (`mindspore.runtime.max_memory_reserved`; not run, for lack of the hardware). None: MindSpore's current
+            device.
+        timeout: Seconds for a trial. None: no limit.
+        on_trial: Called after each trial, to show progress.
 
     Returns:
         A `Plan`.
@@ -91,11 +94,12 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If one is out of range, `make_step` cannot be imported, or the device is not there.
-        PlanError: If not even one sample fits, with the table; or if a trial fails for another reason than memory, or takes longer
-            than `timeout`, with its error.
+        PlanError: If not even one sample fits, with the table; or with the trial's error, if a trial takes longer than
+            `timeout` or fails for another reason than memory.
 
-    Source: PyTorch Lightning's batch size finder and HF Accelerate's `find_executable_batch_size` try sizes in the training process
-    itself until one raises, so they do not survive a kill, and keep what a failed trial leaves in memory.
+    Source: PyTorch Lightning's batch size finder and HF Accelerate's `find_executable_batch_size` try sizes in the
+    training process itself until one raises, so they do not survive a kill, and keep what a failed trial leaves in
+    memory.
 
     Example:
         >>> import numpy as np
@@ -107,31 +111,34 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         ...     print(plan.microbatch, plan.accumulate_step)
         1 2
     """
-    _require_valid(make_step, device_target, timeout)
+    instance_of("make_step", make_step, Callable, "a function `(microbatch) -> step`")
+    pickled(make_step)
+    device_target = one_of("device_target", device_target, (*DEVICES, None)) or ms.get_context("device_target")
+    if timeout is not None:
+        number("timeout", timeout, lambda seconds: seconds > 0, "a number of seconds > 0, or None")
     batch_size = whole_number("batch_size", batch_size, "give the samples of an update")
-    device_target = device_target or ms.get_context("device_target")
-    if memory_limit is not None:
-        memory_limit = whole_number("memory_limit", memory_limit, "give bytes, e.g. 4 * 2**30, or None")
-    else:
-        memory_limit = free_memory(device_target)
+    memory_limit = (free_memory(device_target) if memory_limit is None
+                    else whole_number("memory_limit", memory_limit, "give bytes, e.g. 4 * 2**30, or None"))
     trials: list[Trial] = []
 
     def fits(microbatch: int) -> bool:
         accumulate_step = -(-batch_size // microbatch)
-        outcome = run_trial(make_step, microbatch, accumulate_step + 1, device_target, memory_limit=memory_limit, timeout=timeout)
-        fitting = outcome.ended == "completed" and outcome.peak <= memory_limit
-        ended = "beyond the limit" if outcome.ended == "completed" and not fitting else outcome.ended
-        trials.append(Trial(microbatch, accumulate_step, outcome.peak, fitting, ended, outcome.seconds))
+        outcome = run_trial(make_step, microbatch, accumulate_step + 1, device_target, memory_limit=memory_limit,
+                            timeout=timeout)
+        ended = outcome.ended
+        if ended == "completed" and outcome.peak > memory_limit:
+            ended = "beyond the limit"
+        trials.append(Trial(microbatch, accumulate_step, outcome.peak, ended == "completed", ended, outcome.seconds))
         on_trial(trials[-1])
-        if outcome.ended == "failed":
+        if ended == "failed":
             raise PlanError(f"the trial of a microbatch of {microbatch:,} failed: {outcome.reason}", tuple(trials))
-        return fitting
+        return trials[-1].fits
 
     divisors = divisors_of(batch_size)
     found = _largest(divisors, fits)
     if found is None:
-        raise PlanError(f"not even a microbatch of 1 fits into {size(memory_limit)}; allow more memory, or make the network smaller\n"
-                        f"{table(trials)}", tuple(trials))
+        raise PlanError(f"not even a microbatch of 1 fits into {size(memory_limit)}; allow more memory, or make the "
+                        f"network smaller\n{table(trials)}", tuple(trials))
     found = _largest(_between(batch_size, found, divisors), fits) or found
     trial = next(trial for trial in trials if trial.microbatch == found)
     return Plan(batch_size, found, trial.accumulate_step, trial.peak, memory_limit, tuple(trials))
@@ -144,7 +151,7 @@ def divisors_of(number: int) -> list[int]:
 
 
 def _between(batch_size: int, found: int, divisors: list[int]) -> list[int]:
-    """Return microbatches between `found` and a next divisor that is more than twice as large: for each number of them the smallest."""
+    """Return microbatches, one for each window length, between `found` and a next divisor more than twice as large."""
     larger = next((d for d in divisors if d > found), found)
     if larger <= 2 * found:
         return []
@@ -154,18 +161,13 @@ def _between(batch_size: int, found: int, divisors: list[int]) -> list[int]:
 
 def _largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> Optional[int]:
     """Return the largest of ascending candidates that fits, by bisection; None if none does."""
-    known, beyond = -1, len(candidates)
-    while beyond - known > 1:
-        middle = (known + beyond) // 2
-        if fits(candidates[middle]):
-            known = middle
-        else:
-            beyond = middle
-    return candidates[known] if known >= 0 else None
+    descending = candidates[::-1]
+    index = bisect_left(descending, True, key=fits)
+    return descending[index] if index < len(descending) else None
 
 
 def free_memory(device_target: str) -> int:
-    """Return 90 % of the bytes that a device has, or that are free on this machine and allowed to this process's cgroup."""
+    """Return 90 % of the bytes that a device has, or that are free on this machine and left to this cgroup."""
     if device_target != "CPU":
         return int(device_memory(device_target) * _USED)
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
@@ -180,53 +182,38 @@ def _cgroups_leave(membership: Path, root: Path) -> list[int]:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        names = ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         folder = root / controllers / path.lstrip("/")
         # A container sees its own cgroup as the root, under the path that it has outside.
         for group in (folder, *folder.parents):
-            if group.is_relative_to(root):
-                limit, used = (_number(group / name) for name in names)
-                if limit is not None and limit < _UNLIMITED:
-                    left.append(max(limit - (used or 0) + _reclaimable(group), 0))
+            limit, used = (_numbers(group / name).get("", default) for name, default in zip(names, (_UNLIMITED, 0)))
+            if group.is_relative_to(root) and limit < _UNLIMITED:
+                # The kernel drops inactive files from memory before it ends a process.
+                files = _numbers(group / "memory.stat")
+                left.append(max(limit - used + files.get("total_inactive_file", files.get("inactive_file", 0)), 0))
     return left
 
 
-def _reclaimable(group: Path) -> int:
-    """Return the bytes of files that the kernel drops from memory before it ends a process."""
+def _numbers(file: Path) -> dict[str, int]:
+    """Return the numbers in a file of a cgroup by the names before them; none if there is no such file."""
     try:
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
-
-
-def _number(file: Path) -> Optional[int]:
-    try:
-        return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+        lines = file.read_text(encoding="ascii")
+    except OSError:
+        return {}
+    return {name: int(value) for name, value in re.findall(r"^(?:([a-z]\w*) )?(\d+)$", lines, re.MULTILINE)}
 
 
 def table(trials: Sequence[Trial]) -> str:
     """Return a table of the trials, a line for each."""
-    lines = [_line(trial) for trial in sorted(trials, key=lambda trial: trial.microbatch)]
-    return "\n".join(["microbatch  accumulate_step        peak   seconds", *lines])
-
-
-def _line(trial: Trial) -> str:
-    peak = "?" if trial.peak is None else f"{'' if trial.ended == 'completed' else '> '}{size(trial.peak)}"
-    return (f"{trial.microbatch:10,}  {trial.accumulate_step:15,}  {peak:>10}  {trial.seconds:8.1f}  "
-            f"{'fits' if trial.fits else trial.ended}")
+    lines = ["microbatch  accumulate_step        peak   seconds"]
+    for trial in sorted(trials, key=lambda trial: trial.microbatch):
+        at_least = "" if trial.ended == "completed" else "> "
+        peak = "?" if trial.peak is None else f"{at_least}{size(trial.peak)}"
+        lines.append(f"{trial.microbatch:10,}  {trial.accumulate_step:15,}  {peak:>10}  {trial.seconds:8.1f}  "
+                     f"{'fits' if trial.fits else trial.ended}")
+    return "\n".join(lines)
 
 
 def size(number: int) -> str:
     """Return bytes as text, in MiB or GiB."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
-
-
-def _require_valid(make_step: object, device_target: object, timeout: object) -> None:
-    instance_of("make_step", make_step, Callable, "a function `(microbatch) -> step`")
-    pickled(make_step)
-    one_of("device_target", device_target, (*DEVICES, None))
-    if timeout is not None:
-        number("timeout", timeout, lambda seconds: seconds > 0, "a number of seconds > 0, or None")

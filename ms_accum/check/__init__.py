@@ -1,1 +1,1 @@
-"""Whether accumulation is exact for a network, and which layers and losses keep it from being so."""
+"""Check whether accumulation is exact for a network, and find the layers and losses that prevent it."""

@@ -1,23 +1,26 @@
-"""The gradient of a batch, undivided and accumulated, and how much of their difference rounding explains.
+"""Compare the undivided and the accumulated gradient of a batch, and bound what rounding explains of their difference.
 
-Two ways to compute the same gradient differ by rounding. Three facts bound it, each with a probability of at least
-1 - 2 exp(-CONFIDENCE ** 2 / 2), that is 0.9993 (Higham and Mary, 2019), with u the unit roundoff:
+Two ways to compute the same gradient differ by rounding. Three facts bound that difference, each with a probability of
+at least 1 - 2 exp(-CONFIDENCE ** 2 / 2) = 0.9993 (Higham and Mary, 2019). Let u be the unit roundoff.
 
-- A computed inner product of m terms is the exact one of weights that are off by up to CONFIDENCE * sqrt(m) * u each. So the
-  network is evaluated again with every weight w replaced by w * (1 +- sqrt(m) * u), with random signs and m the longest inner
-  product of a layer. CONFIDENCE times the change of a gradient bounds what rounding inside the network can change: the move
-  propagates as rounding errors do, through every layer and over every kink of a ReLU. (The largest of PROBES changes counts.)
-  In 16 bits, that bound can be far too wide. But moved weights have other rounding errors, while a real difference between the
-  two gradients stays. So CONFIDENCE times the change of this *difference* is a bound, too, and the smaller one counts. It counts
-  once instead of CONFIDENCE times if the difference of all gradients together, each in units of its other bounds, is STEADY times
-  the change by each move. (Errors of the same size do that with a correlation of 0.94; in 115 comparisons of exact float16
-  networks it was below 0.9.)
-- The sum over n samples is off by up to CONFIDENCE * sqrt(n) * u times the norms of the terms.
-- A gradient in which larger numbers cancelled (to 0, for that of a bias in front of a normalisation) keeps their rounding,
-  which can be larger than the gradient itself: CONFIDENCE * u times the norm of all gradients in its layer.
+- Inside the network: a computed inner product of m terms is the exact one for weights that are off by up to
+  CONFIDENCE * sqrt(m) * u each. So the network is evaluated PROBES times with every weight w replaced by
+  w * (1 +- sqrt(m) * u), with random signs and m the longest inner product of a layer. The perturbation propagates as
+  rounding errors do, through every layer and over every kink of a ReLU. CONFIDENCE times the largest change of a
+  gradient is a bound. In 16 bits this bound can be far too wide. But perturbed weights have other rounding errors,
+  while a real difference between the two gradients stays. So CONFIDENCE times the change of this *difference* is a
+  bound, too, and the smaller one is used. The factor is 1 instead of CONFIDENCE if the difference is steady: over all
+  gradients, each in units of its other bounds, it is at least STEADY times its change in every probe. (Errors of the
+  same size do that with a correlation of 0.94; in 115 comparisons of exact float16 networks the correlation was below
+  0.9.)
+- In the sum over n samples: the error is at most CONFIDENCE * sqrt(n) * u times the norms of the terms.
+- After cancellation: a gradient in which larger numbers cancel (to 0, for a bias in front of a normalisation) keeps
+  their rounding errors, which can exceed the gradient itself. They are at most CONFIDENCE * u times the norm of all
+  gradients in the layer.
 
-16-bit layers are those whose parameters or outputs are of 16 bits, or that `mindspore.amp` casts inside. They are assumed to
-round each result to 16 bits and sum in 32, so u is that of 16 bits, but with sqrt(m) or sqrt(n) that of 32.
+A layer counts as 16-bit if its parameters or outputs are, or if `mindspore.amp` casts inside it. Such layers are
+assumed to round each result to 16 bits and to sum in 32 bits: u is that of 16 bits, but next to sqrt(m) or sqrt(n) it
+is that of 32.
 """
 from __future__ import annotations
 
@@ -40,25 +43,24 @@ CONFIDENCE = 4.0
 PROBES = 2
 STEADY = 3.0
 _ROUNDOFF = {ms.float16: 2.0 ** -11, ms.bfloat16: 2.0 ** -8, ms.float32: 2.0 ** -24, ms.float64: 2.0 ** -53}
-_SKETCHED = 4096  # elements of a gradient by which the pieces are told apart
+_SKETCHED = 4096  # elements of a gradient that tell the pieces apart
 
 
 @dataclass
 class Comparison:
-    """The gradients of a batch, undivided and accumulated; arrays hold a norm for each parameter.
+    """The undivided and the accumulated gradient of a batch. Arrays hold one norm for each parameter.
 
     Attributes:
         whole: Gradients of the undivided batch.
         gap: Accumulated minus undivided gradients.
-        undivided, accumulated: Norms of the two.
-        explained: Norm of the difference that rounding explains.
-        loss, losses: Of the batch, of its pieces.
-        sketch, sketches: Some elements of the gradients of the batch, of its pieces.
+        accumulated: Norms of the accumulated gradients.
+        explained: Norms of the differences that rounding explains.
+        loss, losses: Of the batch; of its pieces.
+        sketch, sketches: Some elements of the gradients of the batch; of its pieces.
     """
 
     whole: list[np.ndarray]
     gap: list[np.ndarray]
-    undivided: np.ndarray
     accumulated: np.ndarray
     explained: np.ndarray
     loss: float
@@ -67,23 +69,23 @@ class Comparison:
     sketches: list[np.ndarray]
 
     @cached_property
-    def difference(self) -> np.ndarray:
-        """Norm of accumulated minus undivided."""
-        return norms(self.gap)
+    def undivided(self) -> np.ndarray:
+        """Norms of the undivided gradients."""
+        return norms(self.whole)
 
-    @property
-    def beyond(self) -> np.ndarray:
-        """Whether each parameter's difference is more than rounding: bool (parameters,)."""
-        return ~(self.difference <= self.explained)
+    @cached_property
+    def difference(self) -> np.ndarray:
+        """Norms of accumulated minus undivided gradients."""
+        return norms(self.gap)
 
     @property
     def exact(self) -> bool:
         """Whether rounding explains all differences."""
-        return not self.beyond.any()
+        return bool((self.difference <= self.explained).all())
 
     @property
     def relative(self) -> np.ndarray:
-        """difference / undivided; 0 where both gradients are nothing but rounding, infinite where one is not finite."""
+        """difference / undivided; 0 where both gradients are only rounding, infinite where one is not finite."""
         silent = (self.undivided <= self.explained) & (self.accumulated <= self.explained)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = self.difference / self.undivided
@@ -98,38 +100,35 @@ class Comparison:
 class Division:
     """A batch, its pieces and their weights; evaluates `forward_fn` on them, op by op."""
 
-    def __init__(self, forward_fn: Callable, network: nn.Cell, batch: tuple, micro_size: int, weight_fn: Optional[Callable]) -> None:
-        self.forward_fn = forward_fn
+    def __init__(self, forward_fn: Callable, network: nn.Cell, batch: tuple, micro_size: int,
+                 weight_fn: Optional[Callable]) -> None:
+        self.forward_fn, self.weight_fn, self.batch = forward_fn, weight_fn, batch
         self.parameters = network.trainable_params()
-        self.batch = batch
         self.samples, cut = layout(batch)
-        self.rows = -(-self.samples // micro_size)
-        starts = range(0, self.samples, self.rows)
-        self.pieces = [select_rows(ops.arange(s, min(s + self.rows, self.samples)), cut, batch) for s in starts]
-        counts = [min(self.rows, self.samples - s) for s in starts]
-        self.weights = np.array([float(as_weight(n if weight_fn is None else weight_fn(*piece))) for n, piece in zip(counts, self.pieces)])
-        if not self.weights.sum() > 0:
-            raise ValueError(f"weight_fn gave the pieces the weights {self.weights.tolist()}, expected a finite sum > 0; give what the "
-                             "mean in forward_fn divides by, e.g. the unmasked tokens")
+        rows = -(-self.samples // micro_size)
+        spans = [range(start, min(start + rows, self.samples)) for start in range(0, self.samples, rows)]
+        self.pieces = [select_rows(ops.arange(span.start, span.stop), cut, batch) for span in spans]
+        weights = [float(as_weight(len(span) if weight_fn is None else weight_fn(*piece)))
+                   for span, piece in zip(spans, self.pieces)]
+        if not sum(weights) > 0:
+            raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return what "
+                             "the mean in forward_fn divides by, e.g. the number of unmasked tokens")
+        self.shares = np.array(weights) / sum(weights)  # the weights of the pieces in the accumulated gradient
         self._network = network
         self._dtypes = {p.dtype for p in network.get_parameters()}
-
-    @property
-    def shares(self) -> np.ndarray:
-        """The weights of the pieces in the accumulated gradient; they sum up to 1."""
-        return self.weights / self.weights.sum()
 
     def look(self, cells: Iterable[nn.Cell]) -> set[int]:
         """Run forward on the batch and on a piece of each size, and return the ids of the cells that ran.
 
-        An error in `forward_fn` surfaces here, and not in a backward pass, after which MindSpore's next compilation may fail.
+        An error in `forward_fn` surfaces here, not in a backward pass, after which MindSpore's next compilation may
+        fail.
         """
         called = set()
         self._dtypes.update(_amp_dtypes(self.forward_fn))
 
         def visit(cell: nn.Cell, arguments: tuple, keywords: dict, output: Any) -> None:
             called.add(id(cell))
-            self._dtypes.update([t.dtype for t in _tensors(output)] + _amp_dtypes(cell))
+            self._dtypes.update([t.dtype for t in tensors_in(output)] + _amp_dtypes(cell))
 
         with watched(cells, visit):
             for inputs in (self.batch, self.pieces[0], self.pieces[-1]):
@@ -139,7 +138,7 @@ class Division:
     def _forward(self, inputs: tuple) -> Tensor:
         loss = self.forward_fn(*inputs)
         if isinstance(loss, (tuple, list)):
-            raise TypeError(f"forward_fn returned a {type(loss).__name__}, expected the loss alone; give a function that returns no aux")
+            raise TypeError(f"forward_fn returned a {type(loss).__name__}, expected the loss alone; return no aux")
         if not isinstance(loss, Tensor):
             raise TypeError(f"forward_fn returned {type(loss).__name__}, expected the loss: a float Tensor of shape ()")
         require_loss(loss.shape, loss.dtype)
@@ -152,7 +151,7 @@ class Division:
 
     @cached_property
     def perturbation(self) -> float:
-        """What rounding does to an inner product of this network, as a relative error of each weight (one standard deviation)."""
+        """Relative error of a weight that stands for rounding in this network's inner products (standard deviation)."""
         lengths = [p.size // min(p.shape[:2]) for p in self._network.get_parameters() if p.ndim >= 2]
         return self._accumulated_roundoff(max(lengths, default=1))
 
@@ -161,7 +160,7 @@ class Division:
 
     def gradients(self, inputs: tuple, scale: float = 1.0) -> tuple[float, list[np.ndarray]]:
         """Return the loss times `scale`, and its gradients."""
-        def forward(*inputs: Any) -> Tensor:  # value_and_grad takes no callable without a name, such as a partial
+        def forward(*inputs: Any) -> Tensor:  # value_and_grad needs a function with a name, which a partial has not
             return self.forward_fn(*inputs) * scale
 
         loss, gradients = ms.value_and_grad(forward, None, self.parameters)(*inputs)
@@ -181,28 +180,24 @@ class Division:
                 magnitudes += share * norms(gradients)
                 for t, g in zip(total, gradients):
                     t += share * g
-        undivided = norms(whole)
-        explained = CONFIDENCE * (self._accumulated_roundoff(self.samples) * magnitudes + self.roundoff * self._of_layers(undivided))
+        explained = CONFIDENCE * (self._accumulated_roundoff(self.samples) * magnitudes
+                                  + self.roundoff * self._of_layers(norms(whole)))
         gap = [(t - g).astype(g.dtype) for t, g in zip(total, whole)]
-        return Comparison(whole, gap, undivided, norms(total), explained, loss, losses, _sketch(whole), sketches)
+        return Comparison(whole, gap, norms(total), explained, loss, losses, _sketch(whole), sketches)
 
     def _of_layers(self, undivided: np.ndarray) -> np.ndarray:
-        """Return for each parameter the norm of all gradients in its layer, whose names differ in the last part only."""
-        layers = [p.name.rpartition(".")[0] for p in self.parameters]
-        squares = {layer: 0.0 for layer in layers}
-        for layer, norm in zip(layers, undivided):
-            squares[layer] += norm ** 2
-        return np.sqrt([squares[layer] for layer in layers])
+        """Return for each parameter the norm of all gradients in its layer: names that differ in the last part only."""
+        _, layer = np.unique([p.name.rpartition(".")[0] for p in self.parameters], return_inverse=True)
+        return np.sqrt(np.bincount(layer, undivided ** 2)[layer])
 
     def perturb(self, comparison: Comparison) -> None:
-        """Add to `explained` what rounding inside the network can change: compare with weights off by `perturbation`."""
-        floats = [p for p in self._network.get_parameters() if p.dtype in FLOATS]
-        before = [p.asnumpy().copy() for p in floats]
+        """Add what rounding inside the network can change to `explained`: compare with perturbed weights."""
+        floats = [(p, p.asnumpy().copy()) for p in self._network.get_parameters() if p.dtype in FLOATS]
         response, motion = np.zeros((2, len(comparison.whole)))
         steady, unit = True, np.maximum(comparison.explained, np.finfo(np.float64).tiny)
         for seed in range(PROBES):
             signs = np.random.default_rng(seed)
-            for parameter, value in zip(floats, before):
+            for parameter, value in floats:
                 off = 1 + self.perturbation * signs.choice((-1.0, 1.0), value.shape)
                 write(parameter, (value.astype(np.float64) * off).astype(value.dtype))
             moved = self.compare()
@@ -212,9 +207,20 @@ class Division:
             change = _apart(moved.gap, comparison.gap)
             motion = np.maximum(motion, np.where(np.isfinite(change), change, np.inf))
             steady &= bool(np.linalg.norm(moved.difference / unit) >= STEADY * np.linalg.norm(change / unit))
-        for parameter, value in zip(floats, before):
+        for parameter, value in floats:
             write(parameter, value)
         comparison.explained = comparison.explained + (1 if steady else CONFIDENCE) * np.minimum(response, motion)
+
+
+def norms(gradients: list[np.ndarray]) -> np.ndarray:
+    """Return the Euclidean norm of each."""
+    return np.array([np.linalg.norm(g.astype(np.float64).ravel()) for g in gradients])
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the Tensors among `values`, which may be a single one."""
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _apart(some: list[np.ndarray], others: list[np.ndarray]) -> np.ndarray:
@@ -222,16 +228,11 @@ def _apart(some: list[np.ndarray], others: list[np.ndarray]) -> np.ndarray:
 
 
 def _amp_dtypes(function: Callable) -> list[ms.Type]:
-    """Return what `mindspore.amp.auto_mixed_precision` casts to inside a cell or function, which no output shows."""
+    """Return what `mindspore.amp.auto_mixed_precision` casts to inside a cell or function; no output shows it."""
     level = getattr(function, "_amp_level", None)
     if level == "auto":
         return [function.amp_strategy.get_amp_dtype()]
     return [ms.float16] if level == "O1" else []  # O1 keeps no record of its dtype
-
-
-def norms(gradients: list[np.ndarray]) -> np.ndarray:
-    """Return the Euclidean norm of each."""
-    return np.array([np.linalg.norm(g.astype(np.float64).ravel()) for g in gradients])
 
 
 def _sketch(gradients: list[np.ndarray]) -> np.ndarray:
@@ -240,10 +241,5 @@ def _sketch(gradients: list[np.ndarray]) -> np.ndarray:
 
 def _array(tensor: Tensor) -> np.ndarray:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"a gradient is a {type(tensor).__name__}, expected a Tensor; sparse gradients are not supported")
+        raise TypeError(f"a gradient is a {type(tensor).__name__}, expected a Tensor; sparse ones are not supported")
     return (tensor if tensor.dtype == ms.float64 else tensor.astype(ms.float32)).asnumpy()
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    values = output if isinstance(output, (tuple, list)) else (output,)
-    return [value for value in values if isinstance(value, Tensor)]

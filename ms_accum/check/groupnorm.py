@@ -1,4 +1,4 @@
-"""The remedy for batch statistics: BatchNorm layers become GroupNorm, which sees one sample at a time."""
+"""Replace BatchNorm layers, which see the batch, by GroupNorm layers, which see one sample at a time."""
 from __future__ import annotations
 
 from mindspore import nn
@@ -7,8 +7,8 @@ from ..arguments import instance_of, whole_number
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-# Of 32 channels of one value each: in 16 groups, two trainings that differ by rounding only were 30 % apart after 10 updates, in
-# 4 groups 5e-7.
+# Two trainings that differed only by rounding, on 32 channels of one value each, were 30 % apart after 10 updates with
+# 16 groups, and 5e-7 with 4 groups.
 _VALUES = 8
 
 
@@ -18,26 +18,27 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
         optimizer = nn.SGD(network.trainable_params(), 0.1)
         batchnorm_to_groupnorm(network)  # before or after: the optimizer holds the same Parameters
 
-    GroupNorm normalises each sample by its own mean and variance over groups of channels, so microbatches are normalised
-    as the undivided batch is, and accumulation is exact. The moving statistics are dropped; gamma and beta stay the same
-    Parameters (value, name, dtype, requires_grad), so optimizers and checkpoints still fit. The network then computes
-    something else: train it, or fine-tune it, with the new layers. Call it before the network is compiled: a graph keeps
-    the layers it was made of.
+    GroupNorm normalises each sample by its own mean and variance over groups of channels, so microbatches are
+    normalised like the undivided batch, and accumulation is exact. The moving statistics are dropped. Gamma and beta
+    stay the same Parameters (value, name, dtype, requires_grad), so optimizers and checkpoints still fit. The outputs
+    of the network change: train it, or fine-tune it, with the new layers. Call this function before the network is
+    compiled, because a graph keeps its layers.
 
     Args:
-        network: Any tree of cells. `nn.BatchNorm1d`, `nn.BatchNorm2d`, `nn.BatchNorm3d`, `nn.SyncBatchNorm` and their subclasses
-            are replaced; a shared layer stays shared. Layers that were built with `use_batch_statistics=False` stay.
-        num_groups: Groups of channels in a layer. If it does not divide the channels, the largest smaller number is taken that
-            does and leaves at least two channels in a group. In place of a BatchNorm1d, where a channel may be one value, a
-            group has at least 8 channels: two values alone are normalised to nearly +1 and -1, and the rest is rounding.
+        network: Any tree of cells. `nn.BatchNorm1d`, `nn.BatchNorm2d`, `nn.BatchNorm3d`, `nn.SyncBatchNorm` and their
+            subclasses are replaced; a shared layer stays shared. Layers built with `use_batch_statistics=False` stay.
+        num_groups: Number of groups of channels in a layer. If it does not divide the channels, the largest smaller
+            number that does and leaves at least two channels in a group is used. In place of a BatchNorm1d, where a
+            channel may be one value, a group has at least 8 channels: two single values are normalised to almost +1 and
+            -1, and what is left is rounding.
 
     Returns:
-        The names of the replaced layers, as in `network.cells_and_names()`; for a shared layer, each place.
+        The names of the replaced layers, as in `network.cells_and_names()`; a shared layer has several.
 
     Raises:
-        TypeError: If `network` is no Cell or `num_groups` no int.
-        ValueError: If `num_groups` < 1, `network` is itself a BatchNorm, or a layer cannot be replaced (one channel in a
-            BatchNorm1d, channels last). Nothing is replaced then.
+        TypeError: If `network` is not a Cell or `num_groups` not an int.
+        ValueError: If `num_groups` < 1, `network` is itself a BatchNorm, or a layer cannot be replaced (one channel in
+            a BatchNorm1d, channels last). Nothing is replaced then.
 
     Source: Wu and He, "Group Normalization", 2018 (https://arxiv.org/abs/1803.08494); 32 groups are its default.
 
@@ -49,13 +50,14 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
         ['1'] 24
     """
     if isinstance(instance_of("network", network, nn.Cell, "a mindspore.nn.Cell"), BATCH_NORMS):
-        raise ValueError(f"network is itself a {type(network).__name__}, which cannot be replaced in place; give the cell that "
-                         "holds it, or use nn.GroupNorm")
+        raise ValueError(f"network is itself a {type(network).__name__}, which cannot be replaced in place; give the "
+                         "cell that holds it, or use nn.GroupNorm")
     num_groups = whole_number("num_groups", num_groups, "give the groups of channels, e.g. 32")
     places = [(parent, name, child, f"{path}.{name}" if path else name)
               for path, parent in network.cells_and_names() if not isinstance(parent, BATCH_NORMS)
-              for name, child in parent._cells.items() if isinstance(child, BATCH_NORMS) and has_batch_statistics(child)]
-    # All are made before the first is put in its place: an error replaces nothing.
+              for name, child in parent._cells.items()
+              if isinstance(child, BATCH_NORMS) and statistics_of(child).use_batch_statistics is not False]
+    # All layers are made before the first is replaced, so an error replaces nothing.
     layers = {}
     for _, _, child, path in places:
         layers.setdefault(id(child), _group_norm(path, child, num_groups))
@@ -66,11 +68,6 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
         inner = statistics_of(child)
         layers[id(child)].gamma, layers[id(child)].beta = inner.gamma, inner.beta
     return [path for _, _, _, path in places]
-
-
-def has_batch_statistics(layer: nn.Cell) -> bool:
-    """Whether a BatchNorm normalises by its batch when it trains: not if it was built with `use_batch_statistics=False`."""
-    return statistics_of(layer).use_batch_statistics is not False
 
 
 def statistics_of(layer: nn.Cell) -> nn.Cell:
@@ -84,16 +81,17 @@ def _group_norm(path: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
         raise ValueError(f"{path} has data_format={inner.format!r}, expected 'NCHW'; GroupNorm takes channels first")
     alone = isinstance(layer, nn.BatchNorm1d)
     if alone and inner.num_features == 1:
-        raise ValueError(f"{path} is a BatchNorm1d of 1 channel, which GroupNorm makes 0 where it sees one value at a time; "
-                         "remove or replace the layer")
-    group_norm = nn.GroupNorm(groups_for(inner.num_features, num_groups, alone), inner.num_features, eps=float(inner.eps))
+        raise ValueError(f"{path} is a BatchNorm1d of 1 channel, of which GroupNorm would make 0: it would "
+                         "normalise single values; remove or replace the layer")
+    groups = groups_for(inner.num_features, num_groups, alone)
+    group_norm = nn.GroupNorm(groups, inner.num_features, eps=float(inner.eps))
     group_norm.add_flags(**layer.get_flags())
     group_norm.training = layer.training
     return group_norm
 
 
 def groups_for(channels: int, num_groups: int, alone: bool) -> int:
-    """Return the groups for so many channels, which may be a single value each if `alone`; see `batchnorm_to_groupnorm`."""
+    """Return the number of groups for some channels, each a single value if `alone`; see `batchnorm_to_groupnorm`."""
     least = _VALUES if alone else 2
     if channels % num_groups == 0 and (not alone or channels // num_groups >= least):
         return num_groups

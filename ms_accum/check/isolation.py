@@ -1,4 +1,4 @@
-"""Isolation: run a user's network op by op, watch its layers, and restore everything afterwards."""
+"""Run a user's network op by op, watch its layers, and restore everything afterwards."""
 from __future__ import annotations
 
 import importlib
@@ -17,50 +17,38 @@ from mindspore import Parameter, Tensor, nn, ops
 
 
 def cells_of(network: nn.Cell, *functions: Optional[Callable]) -> dict[str, nn.Cell]:
-    """Return the cells that a computation may run, by name: those of `network`, then others that `functions` refer to."""
-    named, seen = {}, set()
-
-    def add(prefix: str, root: nn.Cell) -> None:
+    """Return the cells that a computation may run, by name: those of `network`, then others in `functions`."""
+    visited: set[int] = set()
+    named: dict[int, tuple[str, nn.Cell]] = {}
+    for prefix, root in [("", network), *(found for function in functions for found in _cells_in(function, visited))]:
         for name, cell in root.cells_and_names():
-            if id(cell) not in seen:
-                seen.add(id(cell))
-                named[".".join(filter(None, (prefix, name))) or "network"] = cell
-
-    add("", network)
-    for function in functions:
-        for name, cell in _cells_in(function, set()):
-            add(name, cell)
-    return named
+            named.setdefault(id(cell), (".".join(filter(None, (prefix, name))) or "network", cell))
+    return dict(named.values())
 
 
 def _cells_in(function: object, visited: set[int]) -> Iterator[tuple[str, nn.Cell]]:
-    """Yield the cells in a function's closure, among its globals, or in the object it is a method of."""
+    """Yield the cells among a function's variables and globals, or among the attributes of its object."""
     if isinstance(function, nn.Cell):
         yield type(function).__name__, function
-        return
-    function = inspect.unwrap(function) if callable(function) else function
-    if isinstance(function, partial):
+    elif isinstance(function, partial):
         yield from _cells_in(function.func, visited)
-        return
-    owner = function.__self__ if isinstance(function, MethodType) else function
-    if isinstance(owner, nn.Cell):
-        yield type(owner).__name__, owner
-    values = {} if isinstance(owner, FunctionType) else dict(getattr(owner, "__dict__", {}))
-    function = function.__func__ if isinstance(function, MethodType) else function
-    if isinstance(function, FunctionType) and id(function) not in visited:
+    elif isinstance(function, MethodType):
+        yield from _cells_in(function.__self__, visited)
+        yield from _cells_in(function.__func__, visited)
+    elif id(function) not in visited:
         visited.add(id(function))
-        values.update(_variables(function))
-        for value in list(values.values()):
-            # Only functions of the same file, because others are libraries.
-            if isinstance(value, FunctionType) and inspect.unwrap(value).__globals__ is function.__globals__:
+        function = inspect.unwrap(function) if callable(function) else function
+        values = _variables(function) if isinstance(function, FunctionType) else getattr(function, "__dict__", {})
+        module = getattr(function, "__module__", None)
+        for name, value in values.items():
+            if isinstance(value, nn.Cell):
+                yield name, value
+            elif isinstance(value, FunctionType) and value.__module__ == module:  # other files are libraries
                 yield from _cells_in(value, visited)
-    for name, value in values.items():
-        if isinstance(value, nn.Cell):
-            yield name, value
 
 
 def _variables(function: FunctionType) -> dict[str, object]:
-    """Return what a function refers to, by name. (`inspect.getclosurevars` fails on variables that have no value yet.)"""
+    """Return what a function refers to. (`inspect.getclosurevars` fails on variables that have no value yet.)"""
     names = function.__code__.co_names
     variables = {name: function.__globals__[name] for name in names if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
@@ -75,86 +63,67 @@ def _variables(function: FunctionType) -> dict[str, object]:
 def untouched(cells: Iterable[nn.Cell]) -> Iterator[None]:
     """Run the block op by op, then restore parameters, statistics, training flags, random state and mode."""
     cells = list(cells)
-    with ExitStack() as stack:
-        stack.enter_context(_op_by_op())
-        stack.enter_context(_same_random_state(cells))
-        stack.enter_context(_same_flags(cells))
-        stack.enter_context(_same_parameters(cells))
+    with in_mode(ms.PYNATIVE_MODE), ExitStack() as afterwards:
+        _keep_random_state(cells, afterwards)
+        for cell in cells:
+            for name in vars(cell).keys() & {"training", "_phase", "use_batch_statistics"}:
+                afterwards.callback(_restore_flag, cell, name, vars(cell)[name])
+        for parameter in {id(p): p for cell in cells for p in cell.get_parameters(expand=False)}.values():
+            afterwards.callback(_restore_value, parameter, parameter.asnumpy().copy())
         yield
 
 
 @contextmanager
-def _op_by_op() -> Iterator[None]:
-    # Compiled graphs would not see a layer that is switched off, and take seconds for each shape.
-    mode, jit = ms.get_context("mode"), os.environ.get("MS_JIT")
-    os.environ["MS_JIT"] = "0"
-    ms.set_context(mode=ms.PYNATIVE_MODE)
+def in_mode(mode: int) -> Iterator[None]:
+    """Run the block in graph mode or PyNative. In PyNative, jitted functions run op by op, too."""
+    before, jit = ms.get_context("mode"), os.environ.get("MS_JIT")
+    ms.set_context(mode=mode)
+    if mode == ms.PYNATIVE_MODE:
+        os.environ["MS_JIT"] = "0"
     try:
         yield
     finally:
-        ms.set_context(mode=mode)
-        os.environ.pop("MS_JIT")
+        ms.set_context(mode=before)
+        os.environ.pop("MS_JIT", None)
         if jit is not None:
             os.environ["MS_JIT"] = jit
 
 
-@contextmanager
-def _same_parameters(cells: list[nn.Cell]) -> Iterator[None]:
-    parameters = {id(p): p for cell in cells for p in cell.get_parameters(expand=False)}.values()
-    before = [(p, p.asnumpy().copy()) for p in parameters]
-    try:
-        yield
-    finally:
-        for parameter, value in before:
-            if parameter.asnumpy().tobytes() != value.tobytes():
-                write(parameter, value)
+def _keep_random_state(cells: list[nn.Cell], afterwards: ExitStack) -> None:
+    # Functional random ops take their seeds from this table. A random primitive has its own state, so a copy of it
+    # draws.
+    seeds = importlib.import_module("mindspore.common.seed")._KERNEL_SEED
+    afterwards.callback(seeds.update, dict(seeds))
+    afterwards.callback(seeds.clear)  # callbacks run in reverse order
+    afterwards.callback(ms.set_rng_state, ms.get_rng_state())
+    afterwards.callback(np.random.set_state, np.random.get_state())
+    afterwards.callback(random.setstate, random.getstate())
+    for cell in cells:
+        for name, primitive in list(cell._primitives.items()):
+            if primitive is not None and any(attribute.lower().startswith("seed") for attribute in primitive.attrs):
+                afterwards.callback(setattr, cell, name, primitive)
+                setattr(cell, name, primitive._clone())
+
+
+def _restore_flag(cell: nn.Cell, name: str, value: object) -> None:
+    if vars(cell)[name] is not value:
+        setattr(cell, name, value)
+
+
+def _restore_value(parameter: Parameter, value: np.ndarray) -> None:
+    if parameter.asnumpy().tobytes() != value.tobytes():
+        write(parameter, value)
 
 
 def write(parameter: Parameter, value: np.ndarray) -> None:
-    """Write a parameter by `assign`, because a graph that is already compiled does not see what `set_data` writes."""
+    """Write a parameter with `assign`: a graph that is already compiled does not see what `set_data` writes."""
     ops.assign(parameter, Tensor(value, parameter.dtype))
-
-
-@contextmanager
-def _same_flags(cells: list[nn.Cell]) -> Iterator[None]:
-    names = ("training", "_phase", "use_batch_statistics")
-    before = [(cell, {name: vars(cell)[name] for name in names if name in vars(cell)}) for cell in cells]
-    try:
-        yield
-    finally:
-        for cell, flags in before:
-            for name, value in flags.items():
-                if vars(cell)[name] is not value:
-                    setattr(cell, name, value)
-
-
-@contextmanager
-def _same_random_state(cells: list[nn.Cell]) -> Iterator[None]:
-    # Functional random ops take their seeds from this table; a random primitive keeps a state of its own, so a copy of it draws.
-    seeds = importlib.import_module("mindspore.common.seed")._KERNEL_SEED
-    state = dict(seeds), ms.get_rng_state(), np.random.get_state(), random.getstate()
-    primitives = [(cell, name, primitive) for cell in cells for name, primitive in cell._primitives.items()
-                  if primitive is not None and any(attribute.lower().startswith("seed") for attribute in primitive.attrs)]
-    for cell, name, primitive in primitives:
-        setattr(cell, name, primitive._clone())
-    try:
-        yield
-    finally:
-        for cell, name, primitive in primitives:
-            setattr(cell, name, primitive)
-        seeds.clear()
-        seeds.update(state[0])
-        ms.set_rng_state(state[1])
-        np.random.set_state(state[2])
-        random.setstate(state[3])
 
 
 @contextmanager
 def watched(cells: Iterable[nn.Cell], visit: Callable[[nn.Cell, tuple, dict, Any], None]) -> Iterator[None]:
     """Within the block, call `visit(cell, arguments, keywords, output)` whenever one of the cells has run."""
-    handles = [cell.register_forward_hook(visit, with_kwargs=True) for cell in cells]
-    try:
+    with ExitStack() as afterwards:
+        for cell in cells:
+            afterwards.callback(cell.register_forward_hook(visit, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

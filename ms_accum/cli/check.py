@@ -1,4 +1,4 @@
-"""`ms-accum check`: the question of `check_equivalence`, asked from a shell."""
+"""The command `ms-accum check`: run `check_equivalence` from a shell."""
 from __future__ import annotations
 
 import argparse
@@ -11,52 +11,46 @@ from pathlib import Path
 
 from ..check.equivalence import Report, check_equivalence
 from .files import require_outputs, write_json
-from .options import imported, number
+from .options import add_command, imported, number
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 DESCRIPTION = """\
 Is accumulation exact for a network? Computes the gradient of a batch, undivided and accumulated over its pieces, prints
-the largest difference, and names each layer or loss that keeps the two apart, with a remedy.
+the largest difference, and names each layer or loss that makes the two differ, with a remedy.
 
 MODULE:FUNCTION names a function without arguments in a module that can be imported from the current folder. It returns
-(forward_fn, network, batch) or (forward_fn, network, batch, weight_fn), as mindspore scripts give them to
-ms_accum.make_train_step; batch is a tuple of Tensors.
+(forward_fn, network, batch) or (forward_fn, network, batch, weight_fn), as for ms_accum.make_train_step; batch is a
+tuple of Tensors.
 
 Exit status: 0 if accumulation is exact up to rounding, 1 if it is not, 2 if it could not be checked."""
 
 EXAMPLES = """\
 examples:
-  ms-accum check train:make_case                 # train.py holds def make_case(): return forward_fn, network, (data, label)
+  ms-accum check train:make_case        # train.py holds def make_case(): return forward_fn, network, (data, label)
   ms-accum check my_package.models:resnet --micro-size 8 --json report.json"""
 
 
 def add_parser(subcommands: argparse._SubParsersAction) -> None:
     """Add `check` to the commands of `ms-accum`."""
-    parser = subcommands.add_parser(
-        "check", help="is accumulation exact for your network?", description=DESCRIPTION, epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("case", metavar="MODULE:FUNCTION", help="where forward_fn, network and batch come from")
-    parser.add_argument("--micro-size", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4, metavar="K",
-                        help="pieces to cut the batch into (default: %(default)s)")
+    parser = add_command(subcommands, "check", run, "is accumulation exact for your network?", DESCRIPTION, EXAMPLES)
+    parser.add_argument("case", metavar="MODULE:FUNCTION", help="a function that returns forward_fn, network and batch")
+    parser.add_argument("--micro-size", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4,
+                        metavar="K", help="number of pieces that the batch is cut into (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
-    parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Check, print, write.
-
-    Raises:
-        SystemExit: With status 1 if accumulation is not exact; with status 2 and a line on stderr if it could not be checked.
-    """
+    """Check, print, write. Exit with status 1 if accumulation is not exact, with 2 if it could not be checked."""
     try:
-        require_outputs(options, {"json": ("",)})
+        require_outputs(options, json=("",))
         function = imported(options.case, "train:make_case")
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     report = _report(parser, options, function)
     print(report, flush=True)
     if options.json:
-        write_json(options.json, {"case": options.case, "micro_size": options.micro_size, "verdict": report.verdict, **asdict(report)})
+        write_json(options.json, {"case": options.case, "micro_size": options.micro_size, "verdict": report.verdict,
+                                  **asdict(report)})
     if not report.ok:
         parser.exit(1)
 
@@ -67,11 +61,12 @@ def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, functi
     except BrokenPipeError:
         raise
     except Exception as error:
-        traceback.print_exc()  # an error of the user's, who needs the place
+        traceback.print_exc()  # the error is in the user's code
         parser.error(f"{options.case} raised {type(error).__name__}: {error}")
     if not isinstance(case, tuple) or len(case) not in (3, 4):
         got = f"{len(case)} values" if isinstance(case, tuple) else f"a {type(case).__name__}"
-        parser.error(f"{options.case} returned {got}, expected (forward_fn, network, batch) or (forward_fn, network, batch, weight_fn)")
+        parser.error(f"{options.case} returned {got}, expected (forward_fn, network, batch) or "
+                     "(forward_fn, network, batch, weight_fn)")
     try:
         return check_equivalence(*case[:3], options.micro_size, weight_fn=case[3] if len(case) == 4 else None)
     except BrokenPipeError:

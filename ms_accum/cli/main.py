@@ -1,19 +1,16 @@
-"""The command `ms-accum`: one subcommand for each thing it does."""
+"""The command `ms-accum` and its subcommands."""
 from __future__ import annotations
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn, Optional
 
 from .. import __version__
 from ..runtime import avoid_busy_waiting
-from . import check as check_command
-from . import mnist
-from . import plan as plan_command
+from . import check, mnist, plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,24 +30,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run `ms-accum` with `argv` (default: `sys.argv[1:]`).
+    """Run `ms-accum` with `argv` (default: `sys.argv[1:]`) and return the exit status.
 
-    Returns:
-        Exit status: 0; 1 if something failed on the way, or a check says no; 2 for a bad command line; 130 after Ctrl-C;
-        141, without a message, if stdout was closed early (`| head`).
+    It is 0 for success, 1 if something failed or a check says no, 2 for a bad command line, 130 after Ctrl-C, and 141,
+    without a message, if stdout was closed early (`| head`).
     """
     try:
         status = _run(argv)
-        print(end="", flush=True)  # so that an error in writing the rest is caught here
+        print(end="", flush=True)  # so that an error in writing the rest is raised here
         return status
     except KeyboardInterrupt:
         print("ms-accum: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Or Python reports the error again when it flushes at exit.
+        # Otherwise Python reports the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:  # a full disk behind stdout, say
+    except OSError as error:  # e.g. stdout is a file on a full disk
         print(f"ms-accum: error: {error}", file=sys.stderr)
         return 1
 
@@ -59,28 +55,22 @@ def _run(argv: Optional[Sequence[str]]) -> int:
     try:
         options = _parser().parse_args(argv)
         avoid_busy_waiting()
-        with _termination_as_interrupt():
+        # Whenever MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM; that of SIGTERM
+        # stays.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
             options.run(options)
+        finally:
+            signal.signal(signal.SIGTERM, before)
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
-
-
-@contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    # Whenever MindSpore runs a graph it installs a handler that turns SIGINT into SIGTERM (seen in 2.10); SIGTERM's stays.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> Parser:
     parser = Parser(prog="ms-accum", description="Gradient accumulation for MindSpore.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ms_accum {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    mnist.add_parser(subcommands)
-    check_command.add_parser(subcommands)
-    plan_command.add_parser(subcommands)
+    for command in (mnist, check, plan):
+        command.add_parser(subcommands)
     return parser

@@ -1,4 +1,4 @@
-"""Values of options: numbers, and functions by their names."""
+"""Commands and the values of their options: numbers, and functions by their names."""
 from __future__ import annotations
 
 import argparse
@@ -7,8 +7,18 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 
-from ..arguments import instance_of
+from ..arguments import LARGEST_INT32, instance_of
+
+
+def add_command(subcommands: argparse._SubParsersAction, name: str, run: Callable, summary: str, description: str,
+                epilog: str) -> argparse.ArgumentParser:
+    """Add a command to `ms-accum`; `run(parser, options)` runs it."""
+    parser = subcommands.add_parser(name, help=summary, description=description, epilog=epilog, allow_abbrev=False,
+                                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(run=partial(run, parser))
+    return parser
 
 
 def number(convert: Callable[[str], float], accepts: Callable[[float], bool], expected: str, text: str) -> float:
@@ -20,6 +30,9 @@ def number(convert: Callable[[str], float], accepts: Callable[[float], bool], ex
     if value is None or not accepts(value):
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
     return value
+
+
+count = partial(number, int, lambda n: 1 <= n <= LARGEST_INT32, f"a whole number from 1 to {LARGEST_INT32}")
 
 
 def imported(name: str, example: str) -> Callable:

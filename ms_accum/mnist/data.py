@@ -1,4 +1,4 @@
-"""Read digits: from the package itself, from a folder, or from the complete MNIST, which is downloaded once."""
+"""Read digits from the package, from a folder, or from the complete MNIST, which is downloaded once."""
 from __future__ import annotations
 
 import gzip
@@ -18,7 +18,7 @@ from . import fetch
 EMBEDDED = Path(__file__).with_name("digits")
 SIDE = 28
 CLASSES = 10
-# Above the largest of MNIST's relatives, EMNIST with 814,255 (https://arxiv.org/abs/1702.05373); images of 784 MB.
+# Above the largest relative of MNIST, EMNIST with 814,255 digits (https://arxiv.org/abs/1702.05373); images of 784 MB.
 MOST_ITEMS = 1_000_000
 
 
@@ -35,14 +35,14 @@ class Digits:
 
 @dataclass(frozen=True)
 class Mnist:
-    """Digits to train on and digits to test on."""
+    """Digits to train on, and digits to test on."""
 
     train: Digits
     test: Digits
 
     @cached_property
     def identity(self) -> str:
-        """How many digits, and the SHA-256 of all of them."""
+        """The number of digits, and the SHA-256 of all of them."""
         digest = sha256()
         for array in (self.train.images, self.train.labels, self.test.images, self.test.labels):
             digest.update(np.ascontiguousarray(array))
@@ -50,32 +50,23 @@ class Mnist:
 
 
 def load(source: str) -> Mnist:
-    """Load the digits that `--data` names.
+    """Load the digits that `--data` names; for errors see `load_folder` and `fetch.full_set`.
 
-    Args:
-        source: "embedded": the 10,000 + 2,000 digits in the package. "full": all 60,000 + 10,000, downloaded once into
-            `fetch.cache_folder()`. Anything else: a folder, see `load_folder`.
-
-    Raises:
-        fetch.FetchError: If "full" is not in the cache and no mirror has it.
-        ValueError, OSError: See `load_folder`.
+    "embedded": the 10,000 + 2,000 digits in the package. "full": all 60,000 + 10,000, downloaded once into
+    `fetch.cache_folder()`. Anything else is a folder.
     """
-    if source == "embedded":
-        return load_folder(EMBEDDED)
     if source == "full":
         return load_folder(fetch.full_set(fetch.cache_folder()))
-    return load_folder(Path(os.path.expanduser(source)))  # pathlib raises RuntimeError if the user is unknown
+    # Not Path.expanduser, which raises RuntimeError if the user is unknown.
+    return load_folder(EMBEDDED if source == "embedded" else Path(os.path.expanduser(source)))
 
 
 def load_folder(folder: Path) -> Mnist:
     """Load the digits in a folder in the layout of MindSpore's tutorials.
 
-    `train/train-images-idx3-ubyte`, `train/train-labels-idx1-ubyte`, `test/t10k-images-idx3-ubyte`,
-    `test/t10k-labels-idx1-ubyte`, each plain or with `.gz`, in `folder` or in `folder/MNIST_Data`.
-
-    Raises:
-        ValueError: If a file is missing or is not what its name says, or images and labels differ in number.
-        OSError: If a file cannot be read.
+    `train/train-images-idx3-ubyte`, `train/train-labels-idx1-ubyte`, `test/t10k-images-idx3-ubyte` and
+    `test/t10k-labels-idx1-ubyte`, each plain or with `.gz`, in `folder` or in `folder/MNIST_Data`. ValueError if a file
+    is missing or is not what its name says, or images and labels differ in number; OSError if a file cannot be read.
     """
     nested = folder / "MNIST_Data"
     root = nested if nested.is_dir() else folder
@@ -87,7 +78,8 @@ def _read_split(folder: Path, prefix: str) -> Digits:
     labels_path = _existing(folder / f"{prefix}-labels-idx1-ubyte")
     images, labels = read_idx(images_path, (SIDE, SIDE)), read_idx(labels_path, ())
     if labels.max() >= CLASSES:
-        raise ValueError(f"{labels_path} holds the label {labels.max()}, expected 0 to {CLASSES - 1}; is it a file of MNIST?")
+        raise ValueError(f"{labels_path} holds the label {labels.max()}, expected 0 to {CLASSES - 1}; "
+                         "is it an MNIST file?")
     if len(images) != len(labels):
         raise ValueError(f"{images_path} holds {len(images)} images, but {labels_path} holds {len(labels)} labels; "
                          "take both files from the same set")
@@ -95,11 +87,10 @@ def _read_split(folder: Path, prefix: str) -> Digits:
 
 
 def _existing(path: Path) -> Path:
-    packed = path.with_name(f"{path.name}.gz")
-    for candidate in (path, packed):
+    for candidate in (path, path.with_name(f"{path.name}.gz")):
         if candidate.is_file():
             return candidate
-    raise ValueError(f"{path} (or {packed.name}) is missing; expected a folder that holds "
+    raise ValueError(f"{path} (or {path.name}.gz) is missing; expected a folder that holds "
                      "train/train-images-idx3-ubyte, train/train-labels-idx1-ubyte, "
                      "test/t10k-images-idx3-ubyte and test/t10k-labels-idx1-ubyte")
 
@@ -110,43 +101,34 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> np.ndarray:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return parse_idx(file, item_shape, path)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no complete gzip file ({error}); fetch it again") from error
+        raise ValueError(f"{path} is not a complete gzip file ({error}); fetch it again") from error
 
 
 def parse_idx(file: IO[bytes], item_shape: tuple[int, ...], name: object) -> np.ndarray:
-    """Parse an idx file of uint8. However long the file is, no more is read than its header says, and that is limited.
+    """Parse an idx file of uint8 into an array `(n, *item_shape)`, 1 <= n <= `MOST_ITEMS`; ValueError if it is damaged.
 
-    Source of the format: http://yann.lecun.com/exdb/mnist/ (header: magic 0x08 and the number of dimensions, then
-    the size of each dimension, all big-endian).
-
-    Args:
-        file: The whole file, from its beginning.
-        item_shape: Expected shape of one item: `(28, 28)` for images, `()` for labels.
-        name: What errors call the file.
-
-    Returns:
-        Read-only uint8 array `(n, *item_shape)`, 1 <= n <= `MOST_ITEMS`.
-
-    Raises:
-        ValueError: If magic, shape or number of bytes are not as expected, or there is no item or too many.
+    No more of the file is read than its header says. Source of the format: http://yann.lecun.com/exdb/mnist/ (header:
+    magic 0x08 and the number of dimensions, then the size of each dimension, all big-endian).
     """
     dimensions = 1 + len(item_shape)
     header_bytes = 4 * (1 + dimensions)
     header = file.read(header_bytes)
     if len(header) < header_bytes:
-        raise ValueError(f"{name} holds {len(header)} bytes, but an idx{dimensions} header has {header_bytes}; fetch it again")
+        raise ValueError(f"{name} holds {len(header)} bytes, but an idx{dimensions} header has {header_bytes}; fetch "
+                         "it again")
     magic, *shape = struct.unpack(f">{1 + dimensions}I", header)
     if magic != 0x0800 + dimensions:
-        raise ValueError(f"{name} starts with the magic number {magic}, expected {0x0800 + dimensions} (idx{dimensions} of uint8)")
+        raise ValueError(f"{name} starts with the magic number {magic}, expected {0x0800 + dimensions} "
+                         f"(idx{dimensions} of uint8)")
     if tuple(shape[1:]) != item_shape:
-        raise ValueError(f"{name} holds items of shape {tuple(shape[1:])}, expected {item_shape}; is it a file of MNIST?")
-    if shape[0] == 0:
-        raise ValueError(f"{name} holds no digits, expected at least one")
-    if shape[0] > MOST_ITEMS:
-        raise ValueError(f"{name} says that it holds {shape[0]} items, expected at most {MOST_ITEMS}; is it a file of MNIST?")
+        raise ValueError(f"{name} holds items of shape {tuple(shape[1:])}, expected {item_shape}; is it an MNIST file?")
+    if not 1 <= shape[0] <= MOST_ITEMS:
+        raise ValueError(f"{name} says that it holds {shape[0]} items, expected 1 to {MOST_ITEMS}; is it an MNIST "
+                         "file?")
     expected = shape[0] * int(np.prod(item_shape, dtype=int))
-    data = file.read(expected + 1)  # one more byte shows that a file is too long, however far a .gz would unpack
+    data = file.read(expected + 1)  # one more byte shows that the file is too long, without unpacking the rest
     if len(data) != expected:
         size = f"more than {expected}" if len(data) > expected else str(len(data))
-        raise ValueError(f"{name} holds {size} bytes behind its header, expected {expected} for {shape[0]} items; fetch it again")
+        raise ValueError(f"{name} holds {size} bytes after its header, expected {expected} for {shape[0]} items; fetch "
+                         "it again")
     return np.frombuffer(data, np.uint8).reshape(shape)

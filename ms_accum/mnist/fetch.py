@@ -1,4 +1,4 @@
-"""Download the complete MNIST into a cache: try mirrors in turn, check every file, then move all into place."""
+"""Download the complete MNIST into a cache: try the mirrors in turn, check every file, then move all into place."""
 from __future__ import annotations
 
 import gzip
@@ -20,7 +20,7 @@ MD5 = {
     "test/t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
     "test/t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
 }
-# An address that ends in .zip is an archive in the tutorial's layout; one that ends in / holds the four files as .gz.
+# A .zip is an archive in the tutorial's layout; an address that ends in / holds the four files as .gz.
 MIRRORS = (
     "https://mindspore-website.obs.cn-north-4.myhuaweicloud.com/notebook/datasets/MNIST_Data.zip",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -30,22 +30,20 @@ SILENT_SECONDS = 10.0
 
 
 class FetchError(OSError):
-    """No mirror gave the digits."""
+    """No mirror delivered the digits."""
 
 
 def cache_folder() -> Path:
     """Return the user's cache: `$XDG_CACHE_HOME/ms_accum/mnist`, by default `~/.cache/ms_accum/mnist`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path is to be ignored: https://specifications.freedesktop.org/basedir-spec/latest/
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "ms_accum" / "mnist"
+    # The specification ignores a relative path: https://specifications.freedesktop.org/basedir-spec/latest/
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "ms_accum" / "mnist"
 
 
 def full_set(folder: Path) -> Path:
-    """Return `folder` once it holds the complete MNIST: at once if it already does, else after a download.
+    """Return `folder`, which then holds the complete MNIST: download it, if it is not there yet.
 
-    Raises:
-        FetchError: If no mirror gave files of the right md5 (it says what each one answered), or `folder` is not writable.
+    FetchError if no mirror delivered files of the right md5 (it names each answer), or `folder` is not writable.
     """
     if is_complete(folder):
         return folder
@@ -53,15 +51,15 @@ def full_set(folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
     except OSError as error:
-        raise FetchError(f"cannot write to the cache {folder.parent} ({error.strerror}); set XDG_CACHE_HOME to a writable "
-                         "folder, or use --data embedded or --data DIR") from error
+        raise FetchError(f"cannot write to the cache {folder.parent} ({error.strerror}); set XDG_CACHE_HOME to a "
+                         "writable folder, or use --data embedded or --data DIR") from error
     answers = []
     with temporary:
         for number, mirror in enumerate(MIRRORS):
             unpacked = Path(temporary.name, str(number))
             try:
                 _fetch_from(mirror, unpacked)
-            except Exception as error:  # whatever fails in `download` or in a decoder, the next mirror is tried
+            except Exception as error:  # `download` and the decoders raise many kinds
                 reason = str(error).split("\nError: ")[-1]  # `download` puts the reason on a second line
                 answers.append(f"{urlsplit(mirror).netloc}: {' '.join(reason.split()) or type(error).__name__}")
                 continue
@@ -83,7 +81,7 @@ def _fetch_from(mirror: str, folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if mirror.endswith(".zip"):
-            # Only known names are read and written: the archive cannot choose where it writes.
+            # Only known names are read and written, so an archive cannot choose where it writes.
             with ZipFile(_download(mirror, folder / "archive.zip")) as archive:
                 content = archive.read(f"MNIST_Data/{name}")
         else:
@@ -96,7 +94,7 @@ def _fetch_from(mirror: str, folder: Path) -> None:
 def _download(url: str, path: Path) -> Path:
     """Download `url` to `path`, unless that exists."""
     shown, before = sys.stderr.isatty(), socket.getdefaulttimeout()
-    socket.setdefaulttimeout(SILENT_SECONDS)  # the timeout of `download` covers the connection, not the transfer
+    socket.setdefaulttimeout(SILENT_SECONDS)  # that of `download` covers only the connection
     try:
         with redirect_stdout(sys.stderr):  # where `download` draws its progress bar
             download(url, str(path), progressbar=shown, verbose=shown, timeout=SILENT_SECONDS)

@@ -1,13 +1,12 @@
-"""Report a run: a header, progress, a line for each epoch, every figure as a dict, and the curves."""
+"""Report a run: a header, progress, a line for each epoch, all figures as a dict, and the curves."""
 from __future__ import annotations
 
 import os
 import platform
 import sys
-from dataclasses import asdict
 from math import isfinite
 from time import perf_counter
-from typing import TYPE_CHECKING, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional
 
 import mindspore as ms
 import numpy as np
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 Runs = dict[str, list[Epoch]]
 
 PROGRESS_LINES = 4
-# The second run lies on the first where they agree: dashes and crosses leave it visible.
+# The second run lies on the first where they agree: dashes and crosses leave the first visible.
 STYLES = ("o-", "x--")
 _API = {"functional": "make_train_step", "model": "mindspore.train.Model"}
 
@@ -42,22 +41,18 @@ def header(settings: Settings, mnist: Mnist, source: str, device: str) -> str:
     """Format versions, device, data, effective batch and optimizer, a line each."""
     names = ", ".join(f"{name} {version}" for name, version in versions().items())
     clipped = "" if settings.clip_norm is None else f", clipped to norm {settings.clip_norm:g}"
-    source = source.encode(errors="backslashreplace").decode()  # a folder's name need not be UTF-8, but output is
+    cut = "" if settings.micro_size == 1 else f", each microbatch in {settings.micro_size:,} pieces"
+    strategy = "" if settings.strategy == "fused" else f", strategy {settings.strategy}"
+    shards = " in shards" if settings.shard else ""
+    exchange = "" if settings.ranks == 1 else f", gradients exchanged each {settings.sync}{shards}"
     return "\n".join((
         f"versions   {names}",
         f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, {_API[settings.api]}, "
         f"gradients in {settings.gradients}",
         f"data       {source}: {len(mnist.train):,} digits to train on, {len(mnist.test):,} to test on",
-        f"batch      {batch(settings)}{_cut(settings)}",
+        f"batch      {batch(settings)}{cut}{strategy}{exchange}",
         f"optimizer  {settings.optimizer}, learning rate {settings.lr:g}{clipped}, seed {settings.seed}",
     ))
-
-
-def _cut(settings: Settings) -> str:
-    cut = "" if settings.micro_size == 1 else f", each microbatch in {settings.micro_size:,} pieces"
-    strategy = "" if settings.strategy == "fused" else f", strategy {settings.strategy}"
-    shards = " in shards" if settings.shard else ""
-    return cut + strategy + ("" if settings.ranks == 1 else f", gradients exchanged each {settings.sync}{shards}")
 
 
 def batch(settings: Settings) -> str:
@@ -78,7 +73,7 @@ def critical_batch(settings: Settings, epochs: list[Epoch]) -> str:
     """Say what the noise scale of the last epoch means for the batch."""
     critical, used = epochs[-1].noise_scale, settings.effective_batch
     if not isfinite(critical):
-        return "critical batch size unknown: the last epoch's gradient is lost in noise; give more microbatches"
+        return "critical batch size unknown: noise hides the last epoch's gradient; use more microbatches"
     verdict = "a larger batch saves updates" if critical > used else "a smaller batch learns as much from an update"
     ratio = f"{critical / used:.2g} x the {used:,} of an update"
     return f"critical batch size about {critical:,.0f} digits, {ratio}: {verdict}"
@@ -93,81 +88,59 @@ def comparison(settings: Settings, accumulated: list[Epoch], undivided: list[Epo
     ))
 
 
-def figures(settings: Settings, epochs: list[Epoch]) -> dict:
-    """Return what a training gave; seconds are sums over its epochs, accuracy in per cent is that after the last."""
-    last = epochs[-1]
+def figures(settings: Settings, epochs: list[Epoch]) -> dict[str, Any]:
+    """Return all figures of a training: seconds are sums over its epochs, the others those after the last epoch."""
+    lines = [{name: value for name, value in vars(epoch).items() if name != "microbatch_losses"} for epoch in epochs]
     chosen = (
         "batch_size", "accumulate_step", "micro_size", "api", "strategy", "ranks", "sync", "shard", "effective_batch")
     return {
-        "accuracy": last.accuracy,
-        "loss": last.loss,
-        "train_seconds": sum(epoch.train_seconds for epoch in epochs),
-        "test_seconds": sum(epoch.test_seconds for epoch in epochs),
-        "update_step": last.update_step,
-        "noise_scale": last.noise_scale,
+        **{name: lines[-1][name] for name in ("accuracy", "loss", "update_step", "noise_scale")},
+        **{name: sum(line[name] for line in lines) for name in ("train_seconds", "test_seconds")},
         **{name: getattr(settings, name) for name in chosen},
-        "epochs": [
-            {name: value for name, value in asdict(epoch).items() if name != "microbatch_losses"} for epoch in epochs],
+        "epochs": lines,
     }
 
 
-class Bar:
-    """Show progress on a terminal: a bar for each epoch, with the loss of the newest microbatch and digits/s."""
+class Progress:
+    """Show an epoch's progress on stdout, with digits/s and the loss of a recent microbatch.
+
+    On a terminal it is a bar, elsewhere `PROGRESS_LINES` - 1 lines before the epoch's own.
+    """
 
     def __init__(self, settings: Settings, mnist: Mnist) -> None:
-        self.epochs = settings.epochs
-        self.digits = len(mnist.train)
+        self.epochs, self.digits = settings.epochs, len(mnist.train)
+        self.show = self._draw if sys.stdout.isatty() else self._print
         self.bar: Optional[tqdm] = None
-
-    def __call__(self, epoch: int, done: int, loss: Tensor) -> None:
-        if self.bar is None:
-            self.bar = tqdm(total=self.digits, desc=f"epoch {epoch}/{self.epochs}", unit=" digits", unit_scale=True,
-                            leave=False, dynamic_ncols=True, file=sys.stdout)
-        # Reading the loss waits for the device, so it is only done when the bar is drawn.
-        if self.bar.update(done - self.bar.n):
-            self.bar.set_postfix(loss=f"{float(loss.asnumpy()):.3f}", refresh=False)
-        if done == self.digits:
-            self.close()
-
-    def close(self) -> None:
-        """Remove the bar; the next epoch draws its own."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-
-class Lines:
-    """Show progress without a terminal: `PROGRESS_LINES` - 1 lines an epoch; the epoch's own line is the last."""
-
-    def __init__(self, settings: Settings, mnist: Mnist) -> None:
-        self.epochs = settings.epochs
-        self.digits = len(mnist.train)
-        self.parts = 0
-        self.first = 0
+        self.lines = self.first = 0
         self.start = 0.0
 
     def __call__(self, epoch: int, done: int, loss: Tensor) -> None:
-        if self.first == 0:
-            # The first microbatch may be compiled first: the rate counts from its end.
-            self.first, self.start = done, perf_counter()
-        parts = PROGRESS_LINES * done // self.digits
-        if self.parts < parts < PROGRESS_LINES:
-            value = float(loss.asnumpy())
-            rate = (done - self.first) / (perf_counter() - self.start)
-            print(f"epoch {epoch}/{self.epochs}  {done:,} digits  loss {value:.4f}  {rate:,.0f} digits/s", flush=True)
-            self.parts = parts
+        self.show(f"epoch {epoch}/{self.epochs}", done, loss)
         if done == self.digits:
             self.close()
 
+    def _draw(self, epoch: str, done: int, loss: Tensor) -> None:
+        if self.bar is None:
+            self.bar = tqdm(total=self.digits, desc=epoch, unit=" digits", unit_scale=True, leave=False,
+                            dynamic_ncols=True, file=sys.stdout)
+        # Reading the loss waits for the device, so it is read only when the bar is drawn.
+        if self.bar.update(done - self.bar.n):
+            self.bar.set_postfix(loss=f"{float(loss.asnumpy()):.3f}", refresh=False)
+
+    def _print(self, epoch: str, done: int, loss: Tensor) -> None:
+        if self.first == 0:  # the first microbatch may include compiling, so the rate counts from its end
+            self.first, self.start = done, perf_counter()
+        lines = PROGRESS_LINES * done // self.digits
+        if self.lines < lines < PROGRESS_LINES:
+            rate = (done - self.first) / (perf_counter() - self.start)
+            print(f"{epoch}  {done:,} digits  loss {float(loss.asnumpy()):.4f}  {rate:,.0f} digits/s", flush=True)
+            self.lines = lines
+
     def close(self) -> None:
-        """Start again with the next epoch."""
-        self.parts = 0
-        self.first = 0
-
-
-def progress(settings: Settings, mnist: Mnist) -> Union[Bar, Lines]:
-    """Make what shows progress on stdout: it is called as `(epoch, digits done, loss)` and closed with `close()`."""
-    return Bar(settings, mnist) if sys.stdout.isatty() else Lines(settings, mnist)
+        """Remove the bar, and start again with the next epoch."""
+        if self.bar is not None:
+            self.bar.close()
+        self.bar, self.lines, self.first = None, 0, 0
 
 
 def plot(runs: Runs, effective_batch: int) -> Figure:

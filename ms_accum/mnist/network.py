@@ -1,4 +1,4 @@
-"""What runs on the device: the tutorial's network, its loss, its test, and the comparison's float64 gradients."""
+"""Define what runs on the device: the tutorial's network, its loss, its test, and float64 gradients to compare runs."""
 from __future__ import annotations
 
 from math import sqrt
@@ -12,21 +12,18 @@ from .data import CLASSES, SIDE
 # Mean and standard deviation of the training pixels after division by 255, as in the tutorial.
 MEAN = 0.1307
 STD = 0.3081
-# (pixel / 255 - MEAN) / STD as one product and one difference. Folded here: graph mode folds constants in float32.
+# (pixel / 255 - MEAN) / STD as one product and one difference; folded here, because graph mode folds in float32.
 SCALE = 1 / (255 * STD)
 SHIFT = MEAN / STD
 
 
 class Network(nn.Cell):
-    """Compute the logits of digits with 784-512-512-10 and ReLU, the network of MindSpore's gradient accumulation tutorial.
+    """The network of MindSpore's gradient accumulation tutorial: 784-512-512-10 with ReLU.
 
-    It normalises the pixels itself, so digits travel to the device as bytes. The parameters have the names of the tutorial's
-    network, so a checkpoint of the one loads into the other.
-
-    Args:
-        seed: Of the initial weights: uniform in ±1/sqrt(inputs), which is the default of `nn.Dense`, but drawn by NumPy
-            and thus the same on every device, without a global seed.
-        dtype: Of the parameters and of everything between pixels and logits.
+    It normalises the pixels itself, so digits travel to the device as bytes. The parameters have the names of the
+    tutorial's network, so a checkpoint of one loads into the other. The weights are uniform in ±1/sqrt(inputs), which
+    is the default of `nn.Dense`, but drawn by NumPy from `seed` and thus the same on every device. `dtype` is that of
+    the parameters and of everything between pixels and logits.
     """
 
     def __init__(self, seed: int, dtype: ms.Type = ms.float32) -> None:
@@ -34,9 +31,8 @@ class Network(nn.Cell):
         self.dtype = dtype
         rng = np.random.default_rng(seed)
         self.flatten = nn.Flatten()
-        self.dense_relu_sequential = nn.SequentialCell(
-            _dense(SIDE * SIDE, 512, rng, dtype), nn.ReLU(), _dense(512, 512, rng, dtype), nn.ReLU(),
-            _dense(512, CLASSES, rng, dtype))
+        layers = [_dense(*shape, rng, dtype) for shape in ((SIDE * SIDE, 512), (512, 512), (512, CLASSES))]
+        self.dense_relu_sequential = nn.SequentialCell(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
     def construct(self, images: Tensor) -> Tensor:
         """Return logits, float32 `(n, 10)`, of images, uint8 `(n, 28, 28)`."""
@@ -46,23 +42,23 @@ class Network(nn.Cell):
 
 def _dense(inputs: int, outputs: int, rng: np.random.Generator, dtype: ms.Type) -> nn.Dense:
     bound = 1 / sqrt(inputs)
-    weight, bias = (
-        Tensor(rng.uniform(-bound, bound, shape).astype(np.float32), dtype) for shape in ((outputs, inputs), outputs))
+    weight, bias = (Tensor(rng.uniform(-bound, bound, shape).astype(np.float32), dtype)
+                    for shape in ((outputs, inputs), outputs))
     return nn.Dense(inputs, outputs, weight_init=weight, bias_init=bias, dtype=dtype)
 
 
 def largest_difference(one: Network, other: Network) -> float:
-    """Return the largest absolute difference between the parameters of two networks; NaN if there is one anywhere."""
+    """Return the largest absolute difference between the parameters of two networks; NaN if either holds one."""
     pairs = zip(one.get_parameters(), other.get_parameters())
     return float(np.max([np.abs(a.asnumpy() - b.asnumpy()).max() for a, b in pairs]))
 
 
 class MeanCrossEntropy(nn.Cell):
-    """Mean cross entropy, float32 `()`, of logits, float32 `(n, 10)`, and labels, int32 `(n,)`.
+    """Return the mean cross entropy, float32 `()`, of logits, float32 `(n, 10)`, and labels, int32 `(n,)`.
 
-    nn.CrossEntropyLoss takes the logarithm in a kernel of its own, which MindSpore 2.10 splits among as many CPU threads as
-    turn out to be fastest, and whose last bit depends on the split: one process in 30 reported other losses. LogSoftmax
-    goes row by row.
+    nn.CrossEntropyLoss computes the logarithm in a separate kernel. MindSpore 2.10 splits that among as many CPU
+    threads as it finds fastest, and the last bit depends on the split: one process in 30 reported other losses.
+    LogSoftmax goes row by row.
     """
 
     def __init__(self) -> None:
@@ -71,12 +67,11 @@ class MeanCrossEntropy(nn.Cell):
         self.nll = nn.NLLLoss()
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, see the class."""
         return self.nll(self.log_softmax(logits), labels)
 
 
 def make_forward(network: Network) -> nn.Cell:
-    """Make the function from images, uint8 `(n, 28, 28)`, and labels, int32 `(n,)`, to the loss, float32 `()`."""
+    """Return the function from images, uint8 `(n, 28, 28)`, and labels, int32 `(n,)`, to the loss, float32 `()`."""
     return nn.WithLossCell(network, MeanCrossEntropy())
 
 
@@ -88,27 +83,22 @@ class CountCorrect(nn.Cell):
         self.network = network
 
     def construct(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the count, see the class."""
         return (self.network(images).argmax(axis=1) == labels).astype(ms.int32).sum()
 
 
 class Float64Optimizer(nn.Cell):
     """Run `optimizer` on the float64 gradients of a float64 copy of its network.
 
-    For comparing two runs. In float32 two orders of summation round differently, which now and then puts an activation
-    on the other side of ReLU's kink, and from there the parameters drift apart: by 3e-4 to 1e-3 after 3 epochs of the full
-    MNIST (6 seeds, 32 x 2 against 64), as between any two correct runs. In float64 that does not happen, so
-    any difference that is left comes from a wrong weight, divisor or window.
-
-    Parameters and optimizer stay in float32, which is what MindSpore's SGD and Adam have kernels for.
-
-    Attributes:
-        parameters: The copy's.
+    This makes two runs comparable. In float32, two orders of summation round differently, and now and then that puts an
+    activation on the other side of ReLU's kink. From there the parameters drift apart: by 3e-4 to 1e-3 after 3 epochs
+    of the full MNIST (6 seeds, 32 x 2 against 64), as between any two correct runs. In float64 that does not happen, so
+    any difference that is left comes from a wrong weight, divisor or window. Parameters and optimizer stay in float32,
+    because MindSpore's SGD and Adam have kernels only for that. `parameters` are those of the copy.
     """
 
     def __init__(self, optimizer: nn.Optimizer, copy: Network) -> None:
         super().__init__(auto_prefix=False)
-        copy.update_parameters_name("float64.")  # names must be unique in one graph, which also holds the network's own
+        copy.update_parameters_name("float64.")  # names must be unique in a graph
         self.optimizer = optimizer
         self.originals = optimizer.parameters
         self.parameters = ParameterTuple(copy.trainable_params())

@@ -65,7 +65,7 @@ def test_a_prime_batch_is_cut_into_microbatches_that_do_not_divide_it(monkeypatc
     monkeypatch.setattr(planning, "run_trial", modelled(0, 1, 50, []))
     plan = plan_micro_batch(nothing, 127, memory_limit=50)
     assert (plan.microbatch, plan.accumulate_step) == (43, 3)
-    assert "batch 127 = accumulate_step 3 x microbatch 43 (the last one shorter)" in str(plan)
+    assert "batch 127 = accumulate_step 3 x microbatch 43 (the last one smaller)" in str(plan)
 
 
 def test_the_plan_reads_well():

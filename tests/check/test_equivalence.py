@@ -280,8 +280,8 @@ INEXACT = {
         ("1", "NormAndDrop", "random"), ("1.norm", "BatchNorm1d", BATCH)], "compared with the layer switched off"),
     "noise for ever": (lambda: around(Drop(), nn.Tanh(), Noise(), Drop()), classifier, ROWS, [
         ("1", "Drop", "random"), ("3", "Noise", "random")], "3 (Noise): random: two evaluations of the same batch differ, so nothing can"),
-    "clipped in the pieces": (lambda: clipping(0.02), classifier, ROWS, [("1.1", "Clip", "not linear backwards")], "a bprop clips it"),
-    "clipped always": (lambda: clipping(1e-4), classifier, ROWS, [("1.1", "Clip", "not linear backwards")], "clip_norm="),
+    "clipped in the pieces": (lambda: clipping(0.02), classifier, ROWS, [("1.1", "Clip", "nonlinear backward pass")], "a bprop clips it"),
+    "clipped always": (lambda: clipping(1e-4), classifier, ROWS, [("1.1", "Clip", "nonlinear backward pass")], "clip_norm="),
     "a loss that draws": (MLP, noisy_loss, ROWS, [("noisy", "function", "random")], "nothing can be compared"),
     "a contrastive loss": (MLP, info_nce, (normal(24, 6), normal(24, 6, seed=1)), [("contrastive", "function", COUPLES)],
                            "train it with make_grad_cache_step"),
@@ -338,7 +338,7 @@ class Tokens(nn.Cell):
 
 @pytest.mark.parametrize(("lengths", "said"), [
     ([9, 1, 2, 6, 9, 9, 4, 4, 1, 1, 1, 1], "counts its pieces 0.25, 0.5, 0.1875, 0.0625, but they were weighted 0.25, 0.25, 0.25, 0.25"),
-    ([9, 1, 2, 0, 0, 0, 4, 4, 4, 1, 1, 1], "but 1 of 4 pieces (number 2 first) have not")])
+    ([9, 1, 2, 0, 0, 0, 4, 4, 4, 1, 1, 1], "but not that of 1 of 4 pieces, the first of which is number 2; a mean over no")])
 def test_ragged_tokens_need_their_weights(lengths, said):
     """Also where a piece has none, whose gradient is NaN."""
     network = Tokens()

@@ -70,7 +70,7 @@ if loud_import:
 
 
 @pytest.mark.parametrize("arguments", [
-    QUICK, ("--version",), ("plan", "loud_import:none", "--batch-size", "1"), ("check", "loud_import:none"),
+    QUICK, ("--version",), ("plan", "loud_import:none", "--total-batch-size", "1"), ("check", "loud_import:none"),
     ("check", "loud:when_made"), ("check", "loud:when_run")], ids=" ".join)
 def test_a_closed_pipe_ends_the_command_without_a_word(arguments, monkeypatch, capsys):
     for name in ("loud", "loud_import"):
@@ -98,7 +98,7 @@ def test_head_ends_the_process_without_a_word():
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_is_one_line_and_status_130(stop, monkeypatch, capsys):
-    monkeypatch.setattr(figures, "progress", lambda *_: signal.raise_signal(stop))
+    monkeypatch.setattr(figures, "Progress", lambda *_: signal.raise_signal(stop))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert cli.main([*QUICK, "--json", "run.json"]) == 130
     assert capsys.readouterr().err == "ms-accum: interrupted\n"

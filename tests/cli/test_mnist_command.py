@@ -14,6 +14,7 @@ import pytest
 from mnist_files import NAMES, embedded_set, random_set, write
 
 import ms_accum
+from ms_accum.cli import files
 from ms_accum.cli import main as cli
 from ms_accum.cli import mnist as command
 from ms_accum.mnist import data, fetch, figures, train
@@ -72,7 +73,7 @@ def lines_of_a_run():
     for epoch in (1, 2):  # without a terminal, a few plain lines of progress
         lines += [rf"epoch {epoch}/2  \d+ digits  loss \d\.\d{{4}}  [\d,]+ digits/s"] * (figures.PROGRESS_LINES - 1)
         lines += [rf"epoch {epoch}/2  loss \d\.\d{{4}}  accuracy \d+\.\d\d %  {seconds}"]
-    return lines
+    return [*lines, "wrote run.ckpt", "wrote run.json"]
 
 
 def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
@@ -87,7 +88,7 @@ def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
     settings = Settings(
         batch_size=16, accumulate_step=4, epochs=2, lr=0.05, momentum=0.5, clip_norm=5.0, seed=7, mode="pynative")
     expected = list(train.train(data.load(digits), Network(7), settings))
-    assert f"accuracy {result['accuracy']:.2f} %" in out[-1]
+    assert f"accuracy {result['accuracy']:.2f} %" in out[-3]
     assert result.pop("accuracy") == expected[-1].accuracy
     assert result.pop("loss") == pytest.approx(expected[-1].loss)
     assert losses("run.json") == pytest.approx([epoch.loss for epoch in expected])
@@ -160,7 +161,8 @@ def test_compare_agrees_with_the_undivided_batch(run, options, drawn):
     assert (other["batch_size"], other["accumulate_step"]) == (64, 1)
     assert other["update_step"] == result["update_step"] == 4
     assert other["accuracy"] == result["accuracy"]
-    assert out[-3:] == [f"accumulated  16 x 4 = 64 digits an update: accuracy {result['accuracy']:.2f} %",
+    printed = [line for line in out if not line.startswith("wrote")]
+    assert printed[-3:] == [f"accumulated  16 x 4 = 64 digits an update: accuracy {result['accuracy']:.2f} %",
                         f"undivided    64 x 1 = 64 digits an update: accuracy {other['accuracy']:.2f} %",
                         f"largest parameter difference {result['max_parameter_difference']:.3g}"]
 
@@ -188,7 +190,7 @@ def test_compare_shows_a_wrong_divisor(run, monkeypatch):
 def test_a_run_that_diverges_is_reported_in_valid_json(run):
     status, out, _ = run("--lr", "1e30", "--json", "run.json")
     assert status == 0
-    assert "loss nan" in out[-1]
+    assert "loss nan" in out[-2]
     assert read("run.json")["loss"] is None is not read("run.json")["accuracy"]
 
 
@@ -227,7 +229,8 @@ def test_the_noise_scale_is_printed_written_and_drawn_and_resumed(run, drawn, mo
         assert any(re.fullmatch(rf"epoch {epoch}/2  loss .* s  noise scale {scale:,.0f} digits", line) for line in out)
     verdict = "a larger batch saves updates" if epochs[1] > 64 else "a smaller batch learns as much from an update"
     ratio = f"{epochs[1] / 64:.2g} x the 64 of an update"
-    assert out[-1] == f"critical batch size about {epochs[1]:,.0f} digits, {ratio}: {verdict}"
+    critical = f"critical batch size about {epochs[1]:,.0f} digits, {ratio}: {verdict}"
+    assert out[-3:] == [critical, "wrote run.json", "wrote run.png"]
     noise_axes = drawn[0].axes[2]
     assert noise_axes.lines[0].get_ydata().tolist() == epochs
     legend = [text.get_text() for text in noise_axes.get_legend().get_texts()]
@@ -281,15 +284,15 @@ def test_what_cannot_be_resumed_is_refused(run, tmp_path):
     ("--clip-norm 0", r"argument --clip-norm: expected a number > 0, got '0'"),
     ("--seed -1", r"argument --seed: expected a whole number from 0, got '-1'"),
     ("--device-target TPU", r"argument --device-target: invalid choice: 'TPU'"),
-    ("--json /dev/null", r"argument --json: /dev/null is no regular file"),
-    ("--json a.png --plot a.png", "arguments --json, --plot and --save: two of them name the same file; name each"),
+    ("--json /dev/null", r"argument --json: /dev/null is not a regular file"),
+    ("--json a.png --plot a.png", "arguments --json and --plot name the same file; give each its own"),
     ("--plot run.jpg", r"argument --plot: run\.jpg does not end in \.png; name the file run\.png"),
     ("--plot missing/run.png", r"argument --plot: cannot write missing/run\.png: missing: No such file or directory; "),
     ("--save run", r"argument --save: run does not end in \.ckpt or \.safetensors; name the file run\.ckpt"),
     ("--save-every 3", r"argument --save-every: requires --save FILE\.ckpt"),
-    ("--save c.ckpt --save-every 3 --compare", "argument --compare: a comparison trains twice and cannot be resumed"),
+    ("--save c.ckpt --save-every 3 --compare", "argument --compare: trains twice and cannot be resumed"),
     ("--resume none.ckpt", r"argument --resume: there is no file none\.ckpt; give one that --save wrote"),
-    (f"--resume {__file__}", r"argument --resume: .* ends in none of \.ckpt, \.safetensors; give a file that"),
+    (f"--resume {__file__}", r"argument --resume: .* does not end in \.ckpt or \.safetensors; give a file that"),
     ("--api model --strategy split", "argument --strategy: a Model trains one Cell, which is one graph; leave out"),
     ("--noise-scale --accumulate-step 1", "argument --noise-scale: compares the microbatches of a window, which holds only"),
     ("--data nowhere", r"nowhere/train/train-images-idx3-ubyte .* is missing; expected a folder"),
@@ -313,7 +316,7 @@ def test_what_is_missing_on_this_machine_is_refused_before_training(run, monkeyp
         raise RuntimeError(f"Unsupported device target {name}. {only} Please check\n\nlibraries")
 
     monkeypatch.setattr(train, "train", None)
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(files, "find_spec", lambda name: None)
     monkeypatch.setattr(ms, "set_device", set_device)
     monkeypatch.setattr(fetch, "MIRRORS", ["http://127.0.0.1:1/set.zip"])  # port 1 is closed
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

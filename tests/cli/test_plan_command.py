@@ -43,14 +43,16 @@ def test_the_command_predicts_what_the_run_then_uses(capsys, monkeypatch):
     """Within 10 %, after 2 updates in a fresh process; control: that of the next microbatch would be off by more."""
     Path("planned_train.py").write_text(TRAIN)
     monkeypatch.setattr(planning, "divisors_of", lambda batch_size: [4096, 16384, 32768])  # two trials are enough here
-    status = cli.main(["plan", "planned_train:make_step", "--batch-size", "32768", "--memory-limit", "950MiB",
+    status = cli.main(["plan", "planned_train:make_step", "--total-batch-size", "32768", "--memory-limit", "950MiB",
                        "--json", "plan.json", "--plot", "plan.png"])
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")
     plan = json.loads(Path("plan.json").read_text())
     assert (plan["microbatch"], plan["accumulate_step"]) == (16384, 2), out
     assert [trial["ended"] for trial in plan["trials"]] == ["completed", "beyond the limit"]
-    assert out.splitlines()[-1].startswith("batch 32,768 = accumulate_step 2 x microbatch 16,384: ")
+    *_, last, json_line, plot_line = out.splitlines()
+    assert (json_line, plot_line) == ("wrote plan.json", "wrote plan.png")
+    assert last.startswith("batch 32,768 = accumulate_step 2 x microbatch 16,384: ")
     assert len([line for line in out.splitlines() if line.startswith("trial")]) == 2
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
     used = int(run_python(TRAIN, "16384", "4"))
@@ -81,7 +83,7 @@ def modelled(monkeypatch):
 
 
 def test_the_command_says_when_nothing_fits(capsys, modelled):
-    status = cli.main(["plan", "json:loads", "--batch-size", "8", "--memory-limit", "50MiB", "--json", "p.json", "--plot", "p.png"])
+    status = cli.main(["plan", "json:loads", "--total-batch-size", "8", "--memory-limit", "50MiB", "--json", "p.json", "--plot", "p.png"])
     err = capsys.readouterr().err.splitlines()
     assert status == 1
     assert err[0] == ("ms-accum plan: error: not even a microbatch of 1 fits into 50 MiB; "
@@ -95,7 +97,7 @@ def test_the_command_says_when_nothing_fits(capsys, modelled):
 
 def test_a_terminal_sees_a_bar(capsys, monkeypatch, modelled):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert cli.main(["plan", "json:loads", "--batch-size", "127", "--memory-limit", str(100 * 2**20 + 50)]) == 0
+    assert cli.main(["plan", "json:loads", "--total-batch-size", "127", "--memory-limit", str(100 * 2**20 + 50)]) == 0
     out = capsys.readouterr().out
     assert "trials:" in out
     assert "microbatch 43 fits" in out
@@ -112,15 +114,21 @@ def test_a_terminal_sees_a_bar(capsys, monkeypatch, modelled):
      "argument --memory-limit: expected a size such as 4GiB, 500MB or a number of bytes, got '4XB'"),
     (["json:loads", "--memory-limit", "0"], "argument --memory-limit: expected a size"),
     (["json:loads", "--timeout", "-1"], "argument --timeout: expected a number of seconds > 0, got '-1'"),
-    (["json:loads", "--batch-size", "0"], "argument --batch-size: expected a whole number from 1"),
+    (["json:loads", "--total-batch-size", "0"], "argument --total-batch-size: expected a whole number from 1"),
     (["json:loads", "--plot", "x.jpg"], "argument --plot: x.jpg does not end in .png"),
     (["json:loads", "--json", "x.png", "--plot", "x.png"], "arguments --json and --plot name the same file"),
 ])
 def test_a_bad_plan_is_refused_in_one_line(arguments, message, capsys):
-    assert cli.main(["plan", "--batch-size", "8", *arguments]) == 2
+    assert cli.main(["plan", "--total-batch-size", "8", *arguments]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 1
     assert err[0].startswith(f"ms-accum plan: error: {message}")
+
+
+def test_the_batch_size_of_a_plan_is_the_total_one(capsys):
+    """In `ms-accum mnist`, --batch-size is a microbatch."""
+    assert cli.main(["plan", "json:loads", "--batch-size", "8"]) == 2
+    assert "arguments are required: --total-batch-size" in capsys.readouterr().err
 
 
 def test_sizes():

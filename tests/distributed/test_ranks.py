@@ -94,7 +94,7 @@ def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, f
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (["--shard"], "argument --shard: gradients of a rank are whole until they are exchanged; add --sync microbatch"),
+    (["--shard"], "argument --shard: requires --sync microbatch, because a rank keeps whole gradients until"),
     (["--sync", "microbatch", "--micro-size", "2"], "argument --micro-size: ranks that exchange each microbatch cannot cut it"),
 ])
 def test_mnist_refuses_what_ranks_cannot_do(options, message, capsys):
@@ -105,7 +105,7 @@ def test_mnist_refuses_what_ranks_cannot_do(options, message, capsys):
 def test_comparing_on_ranks_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(command, "join_ranks", lambda settings: replace(settings, ranks=2))
     assert cli.main(["mnist", "--compare"]) == 2
-    assert "argument --compare: several ranks do not compare" in capsys.readouterr().err
+    assert "argument --compare: cannot be used with several ranks" in capsys.readouterr().err
 
 
 # --- how a run of ranks ends ------------------------------------------------------------------------------------------

@@ -48,14 +48,14 @@ PACKED = gzip.compress(idx(IMAGES))
     ("images", b"", "images holds 0 bytes, but an idx3 header has 16"),
     ("images", idx(np.zeros(20)), "images starts with the magic number 2049, expected 2051"),
     ("images", idx(IMAGES.reshape(3, 14, 56)), r"images holds items of shape \(14, 56\), expected \(28, 28\)"),
-    ("images", struct.pack(">4I", 2051, 0, 28, 28), "images holds no digits"),
-    ("images", struct.pack(">4I", 2051, 1_000_001, 28, 28), "holds 1000001 items, expected at most 1000000; is it a file of MNIST"),
-    ("images", idx(IMAGES)[:-1], "images holds 2351 bytes behind its header, expected 2352 for 3 items"),
-    ("images", idx(IMAGES) + b"\0", "images holds more than 2352 bytes behind its header, expected 2352 for 3 items"),
-    ("images.gz", PACKED[:-20], r"images\.gz is no complete gzip file"),
-    ("images.gz", b"no gzip" + PACKED, r"images\.gz is no complete gzip file"),
-    ("images.gz", PACKED[:-8] + bytes(4) + PACKED[-4:], r"images\.gz is no complete gzip file"),
-    ("images.gz", PACKED[:10] + b"\xff" + PACKED[11:], r"images\.gz is no complete gzip file"),
+    ("images", struct.pack(">4I", 2051, 0, 28, 28), "says that it holds 0 items, expected 1 to 1000000"),
+    ("images", struct.pack(">4I", 2051, 1_000_001, 28, 28), "holds 1000001 items, expected 1 to 1000000; is it an MNIST file"),
+    ("images", idx(IMAGES)[:-1], "images holds 2351 bytes after its header, expected 2352 for 3 items"),
+    ("images", idx(IMAGES) + b"\0", "images holds more than 2352 bytes after its header, expected 2352 for 3 items"),
+    ("images.gz", PACKED[:-20], r"images\.gz is not a complete gzip file"),
+    ("images.gz", b"no gzip" + PACKED, r"images\.gz is not a complete gzip file"),
+    ("images.gz", PACKED[:-8] + bytes(4) + PACKED[-4:], r"images\.gz is not a complete gzip file"),
+    ("images.gz", PACKED[:10] + b"\xff" + PACKED[11:], r"images\.gz is not a complete gzip file"),
 ])
 def test_invalid_files_are_refused(tmp_path, name, content, match):
     (tmp_path / name).write_bytes(content)
