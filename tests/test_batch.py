@@ -8,7 +8,7 @@ from conftest import MLP, compiled_graphs, values
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 
-from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum import Accumulator, TrainOneStepCell, check_equivalence, make_grad_cache_step, make_train_step
 
 RNG = np.random.default_rng(0)
 ROWS = [{"input_ids": RNG.normal(size=(len(mask), 6)).astype(np.float32), "labels": RNG.integers(0, 3, len(mask)).astype(np.int32),
@@ -83,17 +83,18 @@ def with_keywords(function):
     return forward_fn
 
 
-@pytest.mark.parametrize(("micro_size", "strategy"), [(1, "fused"), (3, "split")])
-def test_every_form_of_a_batch_trains_alike(micro_size, strategy):
+@pytest.mark.parametrize(("micro_size", "strategy", "forms"), [
+    (1, "fused", {"names": (unmasked, with_keywords), "reordered": (tokens, partial), "one by position": (tokens, partial),
+                  "iterator of dicts": (unmasked, partial), "dataset": (tokens, partial)}),
+    (3, "split", {"dicts": (unmasked, with_keywords)}),
+])
+def test_every_form_of_a_batch_trains_alike(micro_size, strategy, forms):
     plain = trained(positions, micro_size, strategy, weight_fn=tokens)
     unweighted = trained(positions, micro_size, strategy, weight_fn=None)
     assert max(abs(a - b).max() for a, b in zip(plain, unweighted)) > 1e-3, "the weights count"
-    for name, feed in FEEDS.items():
-        by_name = name not in ("dataset", "one by position")
-        for weight_fn, wrap in [(unmasked, with_keywords), (tokens, partial)] if by_name else [(tokens, partial)]:
-            again = trained(feed, micro_size, strategy, weight_fn, wrap)
-            for one, other in zip(plain, again):
-                np.testing.assert_array_equal(one, other, err_msg=name)
+    for name, (weight_fn, wrap) in forms.items():
+        for one, other in zip(plain, trained(FEEDS[name], micro_size, strategy, weight_fn, wrap)):
+            np.testing.assert_array_equal(one, other, err_msg=name)
 
 
 def test_each_set_of_names_is_compiled_once():
@@ -223,6 +224,21 @@ def test_a_contrastive_step_takes_names_and_epochs():
         results.append([*values(net.trainable_params()), np.array(losses)])
     for one, other in zip(*results):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("wrap", [partial, with_keywords])
+def test_the_check_takes_names(wrap):
+    """And gives the answer, the causes and the numbers that it gives for the same batch by position."""
+    net = network()
+    batch = dict(ROWS[0], mask=np.array([1, 1, 1, 0, 1, 0], np.float32))
+    for weight_fn, exact in ((None, False), (tokens, True)):
+        position = check_equivalence(masked_mean(net), net, tuple(map(Tensor, batch.values())), 3, weight_fn=weight_fn)
+        named = check_equivalence(wrap(masked_mean(net)), net, batch, 3, weight_fn=weight_fn and unmasked)
+        assert named.ok == position.ok == exact
+        assert named.per_parameter == position.per_parameter
+        assert [cause.what for cause in named.causes] == [cause.what for cause in position.causes]
+    with pytest.raises(TypeError, match="does not take a batch of x: "):
+        check_equivalence(masked_mean(net), net, {"x": batch["input_ids"]}, 2)
 
 
 def test_batches_of_one_tensor_need_no_tuple():

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Optional
+from functools import update_wrapper
+from typing import Any, Optional, Union
 
 import numpy as np
 from mindspore import nn
 
 from ..arguments import instance_of, whole_number
+from ..batch import as_arguments, positional
 from ..split import layout
 from . import causes
 from .causes import Cause as Cause
@@ -72,8 +74,14 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def check_equivalence(forward_fn: Callable, network: nn.Cell, batch: tuple, micro_size: int, *,
-                      weight_fn: Optional[Callable] = None) -> Report:
+def check_equivalence(
+    forward_fn: Callable,
+    network: nn.Cell,
+    batch: Union[tuple, dict[str, Any]],
+    micro_size: int,
+    *,
+    weight_fn: Optional[Callable] = None,
+) -> Report:
     """Compare the gradient of a batch with the one accumulated over its pieces, and name the causes of a difference.
 
         report = check_equivalence(forward_fn, network, (data, label), 4)
@@ -91,7 +99,8 @@ def check_equivalence(forward_fn: Callable, network: nn.Cell, batch: tuple, micr
         forward_fn: `(*batch) -> loss`, a float Tensor of shape `()`, as for `make_train_step`.
         network: The cell whose `trainable_params()` are trained. It is checked in its current training mode: call
             `set_train()` first.
-        batch: The arguments of `forward_fn`, as for a train step: a tuple that holds at least one Tensor with two rows.
+        batch: The arguments of `forward_fn`, as for a train step: a tuple, or a dict that is matched by name, with at
+            least one Tensor of two rows. NumPy arrays become Tensors.
         micro_size: Number of pieces that the batch is cut into, as in `make_train_step`; at least 2. If it exceeds the
             number of samples, each piece is one sample.
         weight_fn: `(*piece) -> weight`, as for `make_train_step`. None: the number of samples.
@@ -123,9 +132,17 @@ def check_equivalence(forward_fn: Callable, network: nn.Cell, batch: tuple, micr
         >>> print(report.ok, [(cause.layer, cause.type) for cause in report.causes])
         False [('1', 'BatchNorm1d')]
     """
-    _require_valid(forward_fn, network, batch, weight_fn)
+    _require_valid(forward_fn, network, weight_fn)
+    instance_of("batch", batch, (tuple, list, dict), "a tuple or dict of the arguments of forward_fn, e.g. (data, label)")
+    arguments, named = as_arguments(batch)
+    batch = (*arguments, *named.values())
+    if layout(batch)[0] < 2:
+        raise ValueError("the batch has 1 sample, which cannot be cut; give at least 2")
     micro_size = whole_number("micro_size", micro_size, "give the number of pieces to cut the batch into", minimum=2)
     cells = cells_of(network, forward_fn, weight_fn)
+    if named:
+        forward_fn = _by_position("forward_fn", forward_fn, batch, tuple(named))
+        weight_fn = weight_fn and _by_position("weight_fn", weight_fn, batch, tuple(named))
     with untouched(cells.values()):
         dropout = causes.switch_off_dropout(cells)
         division = Division(forward_fn, network, batch, micro_size, weight_fn)
@@ -183,14 +200,17 @@ def _report(ok: bool, division: Division, comparison: Comparison, found: list[Ca
                   division.samples, len(division.pieces))
 
 
-def _require_valid(forward_fn: object, network: object, batch: object, weight_fn: object) -> None:
+def _by_position(name: str, function: Callable, batch: tuple, names: tuple[str, ...]) -> Callable:
+    """Return a function of the whole batch that looks to the check like the given one (its name, its amp level)."""
+    called = update_wrapper(positional(name, function, len(batch), names), function)
+    called.__name__ = getattr(function, "__name__", type(function).__name__)
+    return called
+
+
+def _require_valid(forward_fn: object, network: object, weight_fn: object) -> None:
     instance_of("forward_fn", forward_fn, Callable, "a function of the batch")
     if weight_fn is not None:
         instance_of("weight_fn", weight_fn, Callable, "a function of the batch")
     if not instance_of("network", network, nn.Cell, "a mindspore.nn.Cell").trainable_params():
         raise ValueError("network has no trainable parameters, so there is no gradient to compare; is requires_grad "
                          "False in all of them?")
-    instance_of("batch", batch, (tuple, list), "a tuple of the arguments of forward_fn, e.g. (data, label)")
-    samples, _ = layout(tuple(batch))
-    if samples < 2:
-        raise ValueError("the batch has 1 sample, which cannot be cut; give at least 2")
