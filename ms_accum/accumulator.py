@@ -13,7 +13,7 @@ from .arguments import as_weight, instance_of, number, one_of, require_condition
 from .batch_size.noise_scale import GradientNoiseScale, meters_of
 from .distributed.buckets import Layout
 from .distributed.reducers import DataParallel, OneDevice
-from .gradients import FLOATS, Gradients, Scalar, clip_factor, global_norm, scaled
+from .gradients import FLOATS, Gradients, Scalar, clip_factor, global_norm, multiply_no_nan, scaled
 from .loss_scale import LossScale, NoLossScale, owner_of, require_loss_scaler, take_ownership
 from .nonfinite import AnyMicrobatch, AnyWindow, FiniteMicrobatch, FiniteWindow
 from .optimizers import checked_parameters, describe, name_state, state_of
@@ -23,7 +23,6 @@ from .window import AccumulateStep, Window
 
 _REDUCTIONS = ("sum", "mean")
 _ON_NONFINITE = ("apply", "skip_microbatch", "skip_window")
-_multiply_no_nan = ops.MulNoNan()
 _instances = count()
 
 
@@ -145,7 +144,8 @@ class Accumulator:
         self._dtypes = tuple(p.dtype for p in parameters)
         self.buffer_dtypes = tuple(_buffer_dtype(buffer_dtype, p.dtype) for p in parameters)
 
-        layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", self._settings())
+        alike = {**self._settings(), "the optimizer, its learning rate or state": describe(optimizer)}
+        layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", alike)
         self.reducer = OneDevice(layout)
         if reducer is not None:
             instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
@@ -315,7 +315,7 @@ class Accumulator:
         for buffer in self.buffers:
             # buffer * 0, where NaN * 0 is 0. For zeros_like(buffer), a constant, graph mode keeps a second copy of all
             # buffers (258 MB measured), and so it does for a broadcast 0, which is also 3 x slower.
-            ops.assign(buffer, _multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
+            ops.assign(buffer, multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
         for meter in self._meters:
             meter.forget_window()
 
@@ -438,11 +438,10 @@ class Accumulator:
             meter.include(spread)
 
     def _settings(self) -> dict[str, str]:
-        """Return what has to be the same on every rank."""
-        noise_scale = "None" if self.noise_scale is None else f"decay {self.noise_scale.decay}"
+        """Return what has to be the same on every rank, and in a run that resumes."""
         return {"accumulate_step": self.window.describe(), "clip_norm": repr(self.clip_norm),
-                "reduction": self.reduction, "on_nonfinite": self.on_nonfinite, "noise_scale": noise_scale,
-                "the optimizer, its learning rate or state": describe(self.optimizer)}
+                "reduction": self.reduction, "on_nonfinite": self.on_nonfinite,
+                "noise_scale": repr(self.noise_scale and self.noise_scale.decay)}
 
 
 def _add_to(buffer: Parameter, gradient: Tensor) -> None:

@@ -12,34 +12,34 @@ from .accumulator import Accumulator
 from .arguments import instance_of
 from .model import TrainOneStepCell
 
-_REMEDY = "give Model(TrainOneStepCell(network, accumulator)), without an optimizer"
+_REMEDY = "give Model(TrainOneStepCell(network_with_loss, optimizer, accumulate_step=4)), without an optimizer"
 
 
 class FlushCallback(Callback):
-    """Closes the incomplete last window of each epoch, and of the training.
+    """Apply the incomplete last window of each epoch and of the training.
 
-    It flushes after microbatch `dataset.get_dataset_size()` of an epoch, so that a `Model.fit` which evaluates
-    afterwards sees the updated weights; an epoch with more microbatches than that has one more incomplete window. It
-    flushes every `TrainOneStepCell` of the run. Put it before callbacks that save or read the weights.
+    It flushes every `TrainOneStepCell` of the run after microbatch `dataset.get_dataset_size()` of an epoch, so that a
+    `Model.fit` that evaluates afterwards sees the updated weights. If an epoch has more microbatches than that, it has
+    one more incomplete window. Put it before callbacks that save or read the weights.
 
     Raises:
         ValueError: When training begins, if there is no `TrainOneStepCell`.
 
-    Source: Lightning and HF Accelerate close the last window of an epoch, too, but divide it by the full length.
+    Source: Lightning and HF Accelerate apply the last window of an epoch, too, but divide it by the full length.
 
     Example:
         >>> import numpy as np
         >>> from mindspore import nn
         >>> from mindspore.dataset import GeneratorDataset
         >>> from mindspore.train import Model
-        >>> from ms_accum import Accumulator, FlushCallback, TrainOneStepCell
+        >>> from ms_accum import FlushCallback, TrainOneStepCell
         >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
         >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
-        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
-        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), accumulator)
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
         >>> Model(cell).train(1, dataset, callbacks=[FlushCallback()], dataset_sink_mode=False)
-        >>> print(int(accumulator.update_step), int(accumulator.mini_step))
+        >>> print(int(cell.accumulator.update_step), int(cell.accumulator.mini_step))
         2 0
     """
 
@@ -80,23 +80,23 @@ class FlushCallback(Callback):
 
 
 class PerUpdate(Callback):
-    """Calls another callback after each update instead of after each microbatch, and lets it count updates.
+    """Call another callback after each update instead of after each microbatch, and let it count updates.
 
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
 
     The inner callback gets `update_step` as `cur_step_num`, and the cell's optimizer, which `LearningRateScheduler` and
     `ReduceLROnPlateau` need. It is called at the end of updates (`on_train_step_end`) and at the begin and end of
     epochs and of the training, not for evaluation or at the begin of a microbatch. `batch_num` still counts
-    microbatches, so the place in the epoch that `LossMonitor` prints and `ModelCheckpoint` puts into names is a
-    remainder by it. `update_step` is read after each microbatch, which waits for the device. Put it behind
+    microbatches, so the position in the epoch that `LossMonitor` prints and `ModelCheckpoint` puts into names is a
+    remainder by it. `update_step` is read after each microbatch, which waits for the device. Put it after
     `FlushCallback`.
 
     Args:
         callback: A `mindspore.train.Callback`.
 
     Raises:
-        TypeError: If `callback` is none.
-        ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or the data are sunk.
+        TypeError: If `callback` is no Callback.
+        ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
 
     Source: optax and MindSpore's dynamic learning rates count updates; MindSpore's callbacks count microbatches.
 
@@ -105,12 +105,12 @@ class PerUpdate(Callback):
         >>> from mindspore import nn
         >>> from mindspore.dataset import GeneratorDataset
         >>> from mindspore.train import LearningRateScheduler, Model
-        >>> from ms_accum import Accumulator, FlushCallback, PerUpdate, TrainOneStepCell
+        >>> from ms_accum import FlushCallback, PerUpdate, TrainOneStepCell
         >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
         >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
-        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
-        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), accumulator)
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
         >>> def learning_rate(rate, update_step):
         ...     print("update", update_step)
         ...     return rate / 2
@@ -162,14 +162,14 @@ class PerUpdate(Callback):
 
 
 class WindowLog(Callback):
-    """Logs each window when it is closed: as a row of a CSV file, or by calling a function.
+    """Log each window when it closes, as a row of a CSV file or by calling a function.
 
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
-    mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (0 without
-    `clip_norm`); `skipped`, so far; and with a loss scaler `loss_scale`. On several ranks losses and weights are those
+    mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (NaN without
+    `clip_norm`); `skipped`, so far; and with a loss scaler `loss_scale`. On several ranks, losses and weights are those
     of this rank, but with `sync="microbatch"` weights are sums over all ranks. For a window that was open when the
-    training began, the loss is the mean over the microbatches that were seen. A few numbers are read before and after
-    each microbatch, which waits for the device. Put it behind `FlushCallback`.
+    training began, the loss is the mean over the microbatches that the callback has seen. It reads a few numbers before
+    and after each microbatch, which waits for the device. Put it after `FlushCallback`.
 
     Args:
         to: A CSV file, which is overwritten, or a function of a dict, e.g. for TensorBoard
@@ -177,7 +177,7 @@ class WindowLog(Callback):
 
     Raises:
         TypeError: If `to` is neither.
-        ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or the data are sunk.
+        ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
         OSError: When training begins, if the file cannot be written.
 
     Source: HF Accelerate's and Lightning's loggers write the same figures, one row for each update.
@@ -187,12 +187,12 @@ class WindowLog(Callback):
         >>> from mindspore import nn
         >>> from mindspore.dataset import GeneratorDataset
         >>> from mindspore.train import Model
-        >>> from ms_accum import Accumulator, FlushCallback, TrainOneStepCell, WindowLog
+        >>> from ms_accum import FlushCallback, TrainOneStepCell, WindowLog
         >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
         >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
-        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
-        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), accumulator)
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
         >>> def write(row):
         ...     print(row["microbatch"], row["update_step"], row["loss"], row["weight"])
         >>> Model(cell).train(1, dataset, callbacks=[FlushCallback(), WindowLog(write)], dataset_sink_mode=False)

@@ -68,16 +68,15 @@ def save_checkpoint(
 
     The file is written beside `path`, flushed to the disk and renamed, so a process that is killed at any moment leaves
     the old file or the new one, complete. (`mindspore.save_checkpoint` removes the old file first.) The next save on
-    the same host removes what a killed process left. Several processes may save to one path at once; the last one's
-    file stays. With several ranks every rank has to call it, with the same path, and only one such run at a time may
-    use the path; the files are `<stem>.rank<r>of<n>-<generation><suffix>`, and become valid at once when rank 0 renames
-    its file.
+    the same host removes what a killed process left. Several processes may save to one path at once; the last one wins.
+    With several ranks, every rank has to call it with the same path, and only one such run at a time may use the path.
+    The files are `<stem>.rank<r>of<n>-<generation><suffix>`; they become valid together when rank 0 renames its own.
 
     Args:
         path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
         network: The network whose parameters the optimizer updates.
         accumulator: Its accumulator.
-        extra: Whatever JSON can hold: epoch, position in the data, seed. NaN and infinity are kept.
+        extra: Any JSON value: epoch, position in the data, seed. NaN and infinity are kept.
 
     Raises:
         TypeError: If `network` is no Cell or `accumulator` no Accumulator; if `extra` cannot be written as JSON, or
@@ -119,26 +118,26 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Accumulator) -> Any:
-    """Load what `save_checkpoint` saved, into a network and an accumulator that were built like those that were saved.
+    """Load what `save_checkpoint` saved into a network and an accumulator that are built with the same arguments.
 
     Everything is checked before anything is loaded. Nothing in the file is executed.
 
     Args:
         path: The file that was given to `save_checkpoint`.
-        network: With the parameters that were saved, of any values.
-        accumulator: Built with the same arguments as the one that was saved; also its train step, if that has a loss
-            scaler.
+        network: A network with the parameters that were saved, of any values.
+        accumulator: An accumulator built with the same arguments as the one that was saved. If the train step has a
+            loss scaler, build the train step first.
 
     Returns:
         `extra`.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or is one of another network,
+        CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or belongs to another network,
             optimizer, `accumulate_step` (functions are compared at 0, 1, 2, 4, … 2**16 updates), `reduction`,
-            `clip_norm`, `on_nonfinite`, reducer or number of ranks; it names the entry. With several ranks, on all of
-            them. Not compared are arguments of the optimizer that are no Parameters, factor and window of a loss
-            scaler, and the train step's.
+            `clip_norm`, `on_nonfinite`, decay of a noise scale, reducer or number of ranks; it names the entry. With
+            several ranks, on all of them. Not compared are arguments of the optimizer that are no Parameters, factor
+            and window of a loss scaler, and the train step's.
         TypeError: If `network` is no Cell or `accumulator` no Accumulator.
 
     Source: see `save_checkpoint`.
@@ -226,10 +225,7 @@ def _settings(accumulator: Accumulator) -> dict[str, Union[str, int]]:
     """Return what has to be the same in the run that resumes."""
     order = repr([(p.name, p.shape) for p in accumulator.optimizer.parameters]).encode()
     return {
-        "accumulate_step": accumulator.window.describe(),
-        "reduction": accumulator.reduction,
-        "clip_norm": repr(accumulator.clip_norm),
-        "on_nonfinite": accumulator.on_nonfinite,
+        **accumulator._settings(),
         "ranks": accumulator.reducer.ranks,
         "reducer": type(accumulator.reducer).__name__,
         # A shard holds parts of parameters by their order alone.

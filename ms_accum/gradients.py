@@ -12,6 +12,7 @@ Scalar = Union[float, Tensor]
 Header = tuple[Scalar, ...]  # numbers that travel with gradients
 FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
 _ENLARGED = 2.0**40
+multiply_no_nan = ops.MulNoNan()  # NaN * 0 is 0
 
 
 def global_norm(gradients: Gradients) -> Tensor:

@@ -16,14 +16,13 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
 from ..arguments import boolean, number, one_of
-from ..gradients import Gradients, Header, Scalar, scaled
+from ..gradients import Gradients, Header, Scalar, multiply_no_nan, scaled
 from ..state import empty_parameter
 from .buckets import Buckets, Layout
 from .ranks import broadcast_parameters, require_alike, world_size
 
 _SYNC = ("window", "microbatch")
 _MEBIBYTE = 2**20
-_multiply_no_nan = ops.MulNoNan()
 
 
 @dataclass(frozen=True)
@@ -216,5 +215,5 @@ class ShardedSync(MicrobatchSync):
 def _counted(gradients: Gradients, weight: Scalar) -> Gradients:
     """Return the gradients, and zeros for a weight of 0, also where they are NaN (a mean over no unmasked token)."""
     if not isinstance(weight, Tensor):
-        return gradients if weight != 0 else tuple([_multiply_no_nan(g, 0) for g in gradients])
+        return gradients if weight != 0 else tuple([multiply_no_nan(g, 0) for g in gradients])
     return tuple([ops.where(weight != 0, g, ops.zeros((), g.dtype)) for g in gradients])
