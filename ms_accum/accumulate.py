@@ -53,11 +53,12 @@ def averaging(
 ) -> Accumulator:
     """Return an accumulator with `reduction="mean"`: the given one, or one built for the given optimizer."""
     if not isinstance(accumulator, Accumulator):
+        optimizer = () if "optimizer" in options and accumulator is None else (accumulator,)
         if accumulate_step is None:
-            checked_parameters(accumulator)
+            checked_parameters(*optimizer or (options["optimizer"],))
             raise TypeError("accumulate_step is missing, expected it with an optimizer: the number of microbatches in "
                             "a window; give accumulate_step=4, say, or an Accumulator in the place of the optimizer")
-        accumulator = Accumulator(accumulator, accumulate_step, **{"reduction": "mean", **options})
+        accumulator = Accumulator(*optimizer, accumulate_step=accumulate_step, **{"reduction": "mean", **options})
     elif accumulate_step is not None or options:
         given = [*(["accumulate_step"] if accumulate_step is not None else []), *options]
         raise ValueError(f"got an Accumulator and also {', '.join(given)}, which the Accumulator has already; give an "

@@ -36,6 +36,7 @@ class TrainOneStepCell(nn.Cell):
         network: Returns the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`; e.g. an
             `nn.WithLossCell`.
         accumulator: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
+            An optimizer may also be given as `optimizer=`.
         accumulate_step: Microbatches in a window, with an optimizer; see `Accumulator`.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`; see `make_train_step`.
         micro_size: Number of pieces that each microbatch is cut into, inside the graph; see `make_train_step`.
@@ -80,7 +81,7 @@ class TrainOneStepCell(nn.Cell):
     def __init__(
         self,
         network: nn.Cell,
-        accumulator: Union[nn.Optimizer, Accumulator],
+        accumulator: Union[nn.Optimizer, Accumulator, None] = None,
         accumulate_step: Optional[AccumulateStep] = None,
         *,
         loss_scaler: Optional[amp.LossScaler] = None,

@@ -22,7 +22,7 @@ _REBUILT = ("forward_fn and the optimizer use different Parameters of the same n
 
 def make_train_step(
     forward_fn: Callable,
-    accumulator: Union[nn.Optimizer, Accumulator],
+    accumulator: Union[nn.Optimizer, Accumulator, None] = None,
     accumulate_step: Optional[AccumulateStep] = None,
     *,
     micro_size: int = 1,
@@ -45,6 +45,7 @@ def make_train_step(
             `()`. With `has_aux`, `(*batch) -> (loss, aux)`. A function, a Cell or a `functools.partial`. A batch with
             names (a dict, or keyword arguments) is matched to its parameters by name.
         accumulator: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
+            An optimizer may also be given as `optimizer=`.
         accumulate_step: Microbatches in a window, with an optimizer: an int, `{update_step: n}` or a callable; see
             `Accumulator`.
         micro_size: Number of pieces that each microbatch is cut into, inside the graph (the name is that of

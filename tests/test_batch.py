@@ -165,6 +165,8 @@ def test_one_call_builds_the_accumulator_with_its_options():
     assert (made.reduction, made.clip_norm, made.on_nonfinite, made.after_update) == ("mean", 1.0, "skip_window", hook)
     assert made.accumulate_step == {0: 1, 2: 3}
     assert make_train_step(masked_mean(net), made).accumulator is made
+    assert make_train_step(masked_mean(net), accumulator=made).accumulator is made
+    assert make_train_step(masked_mean(net), optimizer=optimizer, accumulate_step=3).accumulator.optimizer is optimizer
     cell = TrainOneStepCell(nn.WithLossCell(net, nn.CrossEntropyLoss()), nn.SGD(net.trainable_params(), 0.1), 2, clip_norm=2.0)
     assert (cell.accumulator.reduction, cell.accumulator.clip_norm, cell.accumulator.accumulate_step) == ("mean", 2.0, 2)
     assert np.isnan(float(made.grad_norm)), "not measured yet"
@@ -186,6 +188,9 @@ def test_arguments_that_contradict_an_accumulator_are_refused(make):
             ((optimizer, 0), {}, ValueError, "accumulate_step is 0, expected an int >= 1"),
             ((optimizer, 2), {"reduction": "sum"}, ValueError, "the accumulator has reduction='sum', expected \"mean\""),
             ((optimizer, 2), {"clip": 1.0}, TypeError, "unexpected keyword argument 'clip'"),
+            ((ready,), {"optimizer": optimizer}, ValueError, "got an Accumulator and also optimizer, which"),
+            ((), {"optimizer": optimizer}, TypeError, "accumulate_step is missing"),
+            ((), {}, TypeError, "optimizer is of type NoneType, expected a MindSpore optimizer"),
             ((3, 2), {}, TypeError, "optimizer is of type int, expected a MindSpore optimizer")):
         with pytest.raises(error, match=message):
             make(first, *arguments, **options)

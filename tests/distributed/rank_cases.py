@@ -90,9 +90,10 @@ def accumulator(network, optimizer="SGD", sync="window", clip_norm=0.5, **settin
 
 
 def train(step, batches):
-    for x, y in batches:
-        step(*tensors(x, y))
-    step.flush()
+    """Train for an epoch, on half of the ranks by name; ranks may have different numbers of batches."""
+    by_name = get_rank() % 2 == 1
+    for _ in step.epoch(dict(zip("xy", tensors(x, y))) if by_name else tensors(x, y) for x, y in batches):
+        pass
 
 
 def state(acc):
