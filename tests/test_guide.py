@@ -91,6 +91,7 @@ def script(name):
 def replacements():
     """The code in the last column of the table of migration.md."""
     rows = [row.split("|") for row in PAGES["migration"].splitlines() if row.startswith("| ") and row.count("|") == 4]
+    assert len(rows) == 12
     lines = [line for row in rows[1:] for line in re.findall(r"`([^`]+)`", row[3]) if line != "loss / 4"]
     assert len(lines) > 10
     return lines
