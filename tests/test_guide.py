@@ -1,5 +1,6 @@
 """The guide: it builds, its scripts run and print what it says, and what it says about the repository is true."""
 import inspect
+import json
 import re
 import runpy
 import shutil
@@ -108,7 +109,6 @@ def comparable(text, exact):
 @pytest.mark.parametrize("part", [0, 1])
 def test_the_scripts_of_all_pages_run_and_print_what_the_pages_say(part, tmp_path):
     """Two processes run all pages, from files, because graph mode reads the source of functions."""
-    import json
     names = sorted(SCRIPTS)[part::2]
     for name in names:
         (tmp_path / f"{name}.py").write_text(script(name), encoding="utf-8")
@@ -123,3 +123,65 @@ def test_the_scripts_of_all_pages_run_and_print_what_the_pages_say(part, tmp_pat
                 assert comparable(said, exact) == comparable(expected, exact), f"{name}.md, block {i}"
                 compared += 1
     assert compared >= 5
+
+
+# --- what the pages say about the repository ------------------------------------------------------------------------------
+
+
+def signature(function):
+    """Return a function's name and parameters as the reference writes them."""
+    parameters = inspect.signature(function).parameters.values()
+    stars = [p.kind for p in parameters if p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)]
+    first = next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), None) if stars else None
+    parts = []
+    for p in parameters:
+        if p.name == first:
+            parts.append("*")
+        default = "" if p.default is p.empty else "=" + repr(p.default).replace("'", '"')
+        parts.append(("**" if p.kind is p.VAR_KEYWORD else "") + p.name + default)
+    return f"{function.__name__}({', '.join(parts)})"
+
+
+def test_signatures_are_the_real_ones():
+    block = re.search(r"^## Signatures\n.*?^```text\n(.*?)^```", PAGES["reference"], re.MULTILINE | re.DOTALL)[1]
+    text = " ".join(block.split())
+    shown = set(re.findall(r"\b([A-Za-z_]+)\(", block)) & {*PUBLIC}
+    assert len(shown) > 10
+    for name in shown:
+        assert signature(getattr(ms_accum, name)) in text
+    for name in ("add", "close_if", "apply", "flush", "reset"):
+        assert signature(getattr(ms_accum.Accumulator, name)).replace("(self, ", "(").replace("(self)", "()") in text
+
+
+def test_guarantees_name_tests_that_exist():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    named = re.findall(r"`(test_\w+)(…?)`", PAGES["guarantees"])
+    assert len(named) > 10
+    assert [name for name, rest in named if not any(f"def {name}{'' if rest else '('}" in source for source in sources)] == []
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_files_in_code_spans_exist(name):
+    prose = re.sub(r"^```.*?^```$", "", PAGES[name], flags=re.MULTILINE | re.DOTALL)
+    paths = re.findall(r"`((?:tests|tutorials|ms_accum|\.ci)/[\w/.-]*)`", prose)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert paths or name not in ("guarantees", "benchmarks", "contributing")
+
+
+def test_the_layout_is_true():
+    tree = re.search(r"^## Layout\n+```text\n(.*?)^```", PAGES["contributing"], re.MULTILINE | re.DOTALL)[1]
+    named, folder = set(), ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        folder = name if not line.startswith(" ") else folder
+        named.add(name if folder == name else folder + name)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    folders = {f"{top}/{path.name}/" for top in ("ms_accum", "tests", "tutorials") for path in (ROOT / top).iterdir()
+               if path.is_dir() and not path.name.startswith(("_", ".")) and any(path.iterdir())}
+    assert folders - {"tests/__pycache__/"} <= named
+
+
+def test_the_command_line_is_what_help_prints(monkeypatch):
+    """After a change: python tutorials/reference/cli.py"""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert PAGES["cli"] == runpy.run_path(str(SITE / "cli.py"))["text"]()

@@ -1,0 +1,33 @@
+"""Write tutorials/guide/cli.md from what `ms-accum --help` and its commands print: `python tutorials/reference/cli.py`."""
+import io
+import os
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from ms_accum.cli.main import main
+
+PAGE = Path(__file__).resolve().parents[1] / "guide" / "cli.md"
+INTRODUCTION = """\
+# Command line
+
+`ms-accum` trains the [reference run](reference-run.md), [checks](check.md) whether accumulation is exact for a network, and [plans](plan.md) a microbatch. This page
+is what its `--help` prints.
+"""
+COMMANDS = ((), ("mnist",), ("check",), ("plan",))
+
+
+def text():
+    """Return the page."""
+    os.environ["COLUMNS"] = "100"
+    return "".join([INTRODUCTION, *(section(command) for command in COMMANDS)])
+
+
+def section(command):
+    """Return a heading and the help of a command."""
+    with redirect_stdout(io.StringIO()) as printed:
+        main([*command, "--help"])
+    return f"\n## {' '.join(['ms-accum', *command])}\n\n```text\n{printed.getvalue().rstrip()}\n```\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text(), encoding="utf-8")
