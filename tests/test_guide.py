@@ -109,6 +109,15 @@ def comparable(text, exact):
     return [re.sub(r"[\d.]+e[+-]\d\d", "#", line) for line in lines if not line.startswith(("largest", "beyond"))]
 
 
+def test_every_block_and_every_output_is_found_and_compared():
+    for name, text in PAGES.items():
+        blocks = SCRIPTS.get(name, [])
+        assert len(blocks) == text.count("\n```python\n"), name
+        assert sum(bool(marker) for _, marker, _ in blocks) == text.count("\nIt prints"), name
+    assert comparable("1.0 2\n", True) != comparable("1.0 3\n", True)
+    assert comparable("a 1.0e-01 b\n", False) == comparable("a 2.0e-01 b\n", False) != comparable("a 2.0e-01 c\n", False)
+
+
 @pytest.mark.parametrize("part", [0, 1])
 def test_the_scripts_of_all_pages_run_and_print_what_the_pages_say(part, tmp_path):
     """Two processes run all pages, from files, because graph mode reads the source of functions."""
@@ -132,13 +141,10 @@ def test_the_scripts_of_all_pages_run_and_print_what_the_pages_say(part, tmp_pat
 
 
 def signature(function):
-    """Return a function's name and parameters as the reference writes them."""
-    parameters = inspect.signature(function).parameters.values()
-    stars = [p.kind for p in parameters if p.kind in (p.KEYWORD_ONLY, p.VAR_POSITIONAL)]
-    first = next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), None) if stars else None
+    """Return a function's name and parameters as the reference page writes them."""
     parts = []
-    for p in parameters:
-        if p.name == first:
+    for p in inspect.signature(function).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and "*" not in parts:
             parts.append("*")
         default = "" if p.default is p.empty else "=" + repr(p.default).replace("'", '"')
         parts.append(("**" if p.kind is p.VAR_KEYWORD else "") + p.name + default)
