@@ -96,7 +96,7 @@ def replacements():
     """The code in the last column of the table of migration.md."""
     rows = [row.split("|") for row in PAGES["migration"].splitlines() if row.startswith("| ") and row.count("|") == 4]
     assert len(rows) == 11
-    lines = [line for row in rows[1:] for line in re.findall(r"`([^`]+)`", row[3]) if line != "loss / 4"]
+    lines = [line for row in rows[1:] for line in re.findall(r"`([^`]+)`", row[3]) if line not in ("loss / 4", "sync_gradients")]
     assert len(lines) > 10
     return lines
 
