@@ -17,9 +17,10 @@ def rate_of(updates):
     return RATES[updates]
 
 
-def dataset(sizes=SIZES):
-    """The microbatches of `conftest.batches`, ragged as they are."""
-    return GeneratorDataset([(x.astype(np.float32), y.astype(np.int32)) for x, y in batches(sizes)], ["x", "y"], shuffle=False)
+def dataset(sizes=SIZES, broken=None):
+    """The microbatches of `conftest.batches`, ragged as they are; the one numbered `broken` is NaN."""
+    rows = [(x.astype(np.float32) * (np.nan if i == broken else 1), y.astype(np.int32)) for i, (x, y) in enumerate(batches(sizes))]
+    return GeneratorDataset(rows, ["x", "y"], shuffle=False)
 
 
 def train(cell, *callbacks, epochs=1, data=None, sink=False):
