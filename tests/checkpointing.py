@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import mindspore as ms
 import numpy as np
-from conftest import MLP, batches, tensors
+from conftest import MLP, batches, mean_loss, tensors
 from mindspore import Tensor, amp, nn
 
 from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint
@@ -25,13 +25,10 @@ def build(optimizer="Momentum", dtype=ms.float32, reduction="mean", hidden=5, ac
         parameter.set_dtype(dtype)
     acc = Accumulator(OPTIMIZERS[optimizer](network.trainable_params()), accumulate_step, 0.5, reduction=reduction, **options)
 
-    def forward_fn(x, y):
-        return LOSS(network(x).astype(ms.float32), y)
-
     if reduction == "mean":
         loss_scaler = amp.DynamicLossScaler(1024, 2, 2) if scaler else None
-        return network, acc, make_train_step(forward_fn, acc, strategy=strategy, loss_scaler=loss_scaler)
-    grad_fn = ms.value_and_grad(forward_fn, None, acc.optimizer.parameters)
+        return network, acc, make_train_step(mean_loss(network), acc, strategy=strategy, loss_scaler=loss_scaler)
+    grad_fn = ms.value_and_grad(mean_loss(network), None, acc.optimizer.parameters)
 
     def train_step(x, y):
         loss, grads = grad_fn(x, y)

@@ -167,11 +167,11 @@ class MLP(nn.Cell):
 
 
 def mean_loss(network):
-    """Return the forward function `(x, y) -> loss` of a classifier."""
+    """Return the forward function `(x, y) -> loss` of a classifier, whose loss is float32 in any case."""
     loss_fn = nn.CrossEntropyLoss()
 
     def forward_fn(x, y):
-        return loss_fn(network(x), y)
+        return loss_fn(network(x).astype(ms.float32), y)
     return forward_fn
 
 

@@ -12,14 +12,6 @@ def labels(n, classes=3):
     return Tensor(np.random.default_rng(1).integers(0, classes, n), ms.int32)
 
 
-def classifier(network):
-    loss_fn = nn.CrossEntropyLoss()
-
-    def forward_fn(x, y):
-        return loss_fn(network(x).astype(ms.float32), y)
-    return forward_fn
-
-
 def cnn():
     return nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
                              nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dense(8, 3)).set_train()

@@ -1,7 +1,8 @@
 """batchnorm_to_groupnorm: what it replaces, what it keeps, what the new layers compute."""
 import numpy as np
 import pytest
-from classifiers import classifier, labels, normal
+from classifiers import labels, normal
+from conftest import mean_loss
 from mindspore import Tensor, nn
 
 from ms_accum import Accumulator, batchnorm_to_groupnorm, check_equivalence, make_train_step
@@ -43,10 +44,10 @@ def test_every_place_gets_a_groupnorm():
     assert isinstance(network.kept, nn.BatchNorm1d)
     assert not any("moving" in p.name for p in network.get_parameters() if "kept" not in p.name)
     batch = normal(8, 6, 4, 4), labels(8)
-    assert check_equivalence(classifier(network), network, batch, 4).ok
+    assert check_equivalence(mean_loss(network), network, batch, 4).ok
     assert batchnorm_to_groupnorm(network) == []
     acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 1, reduction="mean")
-    train_step = make_train_step(classifier(network), acc, micro_size=2)  # compiled
+    train_step = make_train_step(mean_loss(network), acc, micro_size=2)  # compiled
     losses = [float(train_step(*batch)) for _ in range(5)]
     assert losses[-1] < losses[0]
 

@@ -7,8 +7,8 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
-from classifiers import causes, classifier, labels, normal
-from conftest import compiled_graphs
+from classifiers import causes, labels, normal
+from conftest import compiled_graphs, mean_loss
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
@@ -97,11 +97,11 @@ def test_a_check_disturbs_no_training():
         network = nn.SequentialCell(nn.Dense(6, 8), nn.BatchNorm1d(8), nn.Dense(8, 3)).set_train()
         for seed, p in enumerate(network.trainable_params()):
             p.set_data(normal(*p.shape, seed=seed))
-        train_step = make_train_step(classifier(network), Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean"))
+        train_step = make_train_step(mean_loss(network), Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean"))
         train_step(*BATCH)
         compiled = compiled_graphs()
         if check:
-            assert not check_equivalence(classifier(network), network, BATCH, 3).ok
+            assert not check_equivalence(mean_loss(network), network, BATCH, 3).ok
         for _ in range(3):
             train_step(*BATCH)
         assert compiled_graphs() == compiled + (again and check)
