@@ -1,23 +1,24 @@
-"""Networks and trainers of MindCV, run for real: accumulated windows against the undivided batch."""
+"""Networks and trainers of MindCV: accumulated windows against the undivided batch, and what check_equivalence says."""
 import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, batches, difference, values
+from conftest import MLP, batches, difference, mean_loss, values
 from mindspore import Tensor, nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
 
-from ms_accum import Accumulator, FlushCallback, TrainOneStepCell
+from ms_accum import Accumulator, FlushCallback, TrainOneStepCell, batchnorm_to_groupnorm, check_equivalence
 
 mindcv = pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[ecosystem]'")
 WINDOWS, ACCUMULATE_STEP, MICROBATCH = 8, 4, 2
 LOSS = nn.CrossEntropyLoss()
 
 
-def vit():
+def vit(patch_size=8, embed_dim=32, depth=1, num_heads=4, **dropout):
     from mindcv.models.vit import VisionTransformer
-    return VisionTransformer(image_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4, num_classes=10)
+    return VisionTransformer(
+        image_size=32, patch_size=patch_size, embed_dim=embed_dim, depth=depth, num_heads=num_heads, num_classes=10, **dropout)
 
 
 def resnet18():
@@ -120,3 +121,43 @@ def test_mindcvs_trainer_clips_each_microbatch_and_its_replacement_the_window(mo
     assert (error <= 1e-5) == exact
     assert exact or error > 1e-3
     assert ms.get_context("mode") == ms.GRAPH_MODE
+
+
+# --- check_equivalence --------------------------------------------------------------------------------------------------
+
+BATCH = Tensor(np.random.default_rng(0).normal(size=(4, 3, 32, 32)), ms.float32), Tensor([1, 2, 3, 4], ms.int32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+def test_a_vit_is_exact_but_for_its_masks(dtype):
+    network = vit(patch_size=16, embed_dim=24, depth=2, num_heads=3, drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.2)
+    network.set_train()
+    if dtype == "float16":
+        network.to_float(ms.float16)
+
+    forward_fn = mean_loss(network)
+    report = check_equivalence(forward_fn, network, BATCH, 2)
+    assert report.ok
+    assert {(c.type, c.what.split(":")[0]) for c in report.causes} == {("Dropout", "random")}
+    assert {"head_drop", "blocks.1.drop_path1.dropout"} <= {c.layer for c in report.causes}
+
+    def sum_loss(x, y):
+        return forward_fn(x, y) * len(x)
+    assert not check_equivalence(sum_loss, network, BATCH, 2).ok  # negative control
+
+
+@pytest.mark.slow  # the suite's fast sample: small networks with BatchNorm in tests/check
+def test_a_resnet_has_batch_statistics_until_they_are_replaced():
+    network = resnet18().set_train()
+    parameters = {p.name: id(p) for p in network.trainable_params()}
+    layers = [name for name, cell in network.cells_and_names() if isinstance(cell, nn.BatchNorm2d)]
+    assert len(layers) == 20
+    report = check_equivalence(mean_loss(network), network, BATCH, 2)
+    assert not report.ok
+    assert sorted((c.layer, c.type, c.what.split(":")[0]) for c in report.causes) == [
+        (name, "BatchNorm2d", "batch statistics") for name in sorted(layers)]
+    assert sorted(batchnorm_to_groupnorm(network)) == sorted(layers)
+    assert {p.name: id(p) for p in network.trainable_params()} == parameters
+    report = check_equivalence(mean_loss(network), network, BATCH, 2)
+    assert report.ok
+    assert report.causes == ()
