@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, batches, difference, mean_loss, run_python, tensors, values
+from conftest import run_python
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -261,44 +261,6 @@ def test_compiled_calls_in_a_random_order_follow_the_oracle():
                 pair.microbatch("__call__", gradients_of(i), 1.0, 1.0)
     assert met == {(method, is_open) for method in METHODS for is_open in (False, True)}
     assert all(pair.oracle.update_step > 20 and pair.oracle.skipped > 3 for pair in pairs)
-
-
-# --- train steps -------------------------------------------------------------------------------------------------------
-
-
-def test_a_parameter_frozen_after_the_optimizer_was_made_is_refused():
-    network = MLP()
-    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean")
-    network.first.weight.requires_grad = False
-    with pytest.raises(ValueError, match=r"first\.weight has requires_grad=False"):
-        make_train_step(mean_loss(network), acc)
-
-
-WRONG_BATCHES = [
-    (), (None,), (3, "x"), (Tensor(1.0),), tensors(np.zeros((0, 6)), np.zeros(0)), (np.zeros((4, 6)), np.zeros(4)),
-    ((Tensor(np.zeros((4, 6)), ms.float32),),), ({"x": Tensor(1.0)},),
-]
-
-
-@pytest.mark.parametrize("strategy", ["fused", "split"])
-def test_wrong_batches_are_refused_and_change_no_bit(monkeypatch, strategy):
-    """Between batches that follow the oracle; cut, and with more pieces than rows."""
-    monkeypatch.setenv("MS_JIT", "0")
-    network = MLP()
-    optimizer = nn.Momentum(network.trainable_params(), 0.1, 0.9)
-    acc = Accumulator(optimizer, 2, 0.7, reduction="mean")
-    steps = [make_train_step(mean_loss(network), acc, micro_size=size, strategy=strategy) for size in (1, 3, 10**9)]
-    oracle = reference.Accumulation(values(network.trainable_params()), reference.SGD(0.1, 0.9), 2, "mean", 0.7)
-    for i, (x, y) in enumerate(batches([4, 7, 1, 5, 2, 3])):
-        before = bits(acc, optimizer)
-        for wrong in WRONG_BATCHES:
-            with pytest.raises((TypeError, ValueError)):
-                steps[i % 3](*wrong)
-            assert bits(acc, optimizer) == before
-        steps[i % 3](*tensors(x, y))
-        oracle(reference.loss_and_gradients(oracle.parameters, x, y)[1], len(x))
-        assert (int(acc.mini_step), int(acc.update_step)) == (oracle.mini_step, oracle.update_step)
-    assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-5
 
 
 # --- the command line --------------------------------------------------------------------------------------------------

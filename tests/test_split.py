@@ -1,10 +1,12 @@
 """What of a batch is cut, in which rows, and how the aux of the pieces becomes the batch's; through the drivers, which do nothing else."""
+from functools import partial
+
 import mindspore as ms
 import numpy as np
 import pytest
 import reference
 from conftest import MLP, batches, difference, tensors, values
-from following import LOSS, counting, forward_of, gradient_of, op_by_op, run_as
+from following import LOSS, counting, gradient_of, make_driver, op_by_op, run_as
 from mindspore import Tensor, nn, ops
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
@@ -41,10 +43,7 @@ def test_views_are_cut_as_what_they_are(mode_named, driver):
     network = MLP()
     acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 1, reduction="mean")
     mode_named("graph" if driver == "cell" else "jit")
-    if driver == "cell":
-        train_step = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc, micro_size=4)
-    else:
-        train_step = make_train_step(forward_of(network), acc, micro_size=4)
+    train_step = make_driver(driver, network, acc, micro_size=4)
     plain, transposed = Tensor(x, ms.float32), Tensor(np.ascontiguousarray(x.T), ms.float32).T
     views = (plain[:8], Tensor(np.ascontiguousarray(x[8:16].T), ms.float32).T, transposed[16:])
     weights = values(network.trainable_params())
@@ -64,23 +63,26 @@ ROWS = Tensor(np.zeros((4, 6)), ms.float32)
 
 @pytest.mark.parametrize(("error", "message", "batch", "named"), [
     *[(ValueError, r"expected at least one Tensor with axes and one row", batch, {})
-      for batch in ((), (3, "x"), (Tensor(1.0),), (Tensor(np.zeros((0, 6)), ms.float32),))],
-    *[(TypeError, rf"the batch holds a {type(nested).__name__}, expected Tensors .* as an argument of its own", (ROWS, nested), {})
-      for nested in ((Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)})],
+      for batch in ((), (None,), (3, "x"), (Tensor(1.0),), (Tensor(np.zeros((0, 6)), ms.float32),))],
+    *[(TypeError, rf"the batch holds a {type(nested).__name__}, expected Tensors .* as an argument of its own", (*first, nested), {})
+      for nested in ((Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)}) for first in ((), (ROWS,))],
     (TypeError, r"the batch holds a NumPy array of shape \(4,\), expected Tensors; wrap it", (ROWS, np.zeros(4)), {}),
     (TypeError, r"_fn\(.+\) does not take a batch of data, label: .*; name its parameters after the batch",
      (), {"data": ROWS, "label": ROWS}),
     (TypeError, r"_fn\(.+\) does not take a batch of a positional argument, no_such: ", (ROWS,), {"no_such": ROWS}),
 ])
-def test_a_batch_that_cannot_be_cut_is_refused(error, message, batch, named):
+def test_a_batch_that_cannot_be_cut_is_refused_and_changes_no_bit(error, message, batch, named):
     def encode(x):
         return x
 
-    for make in (lambda acc: make_train_step(LOSS, acc), lambda acc: make_grad_cache_step(encode, LOSS, acc, micro_size=2)):
-        acc = counting(MLP())
+    steps = [partial(make_train_step, LOSS, strategy=strategy, micro_size=size) for strategy in ("fused", "split") for size in (1, 3)]
+    for make in (*steps, partial(make_grad_cache_step, encode, LOSS, micro_size=2)):
+        acc = counting(MLP(), 3)
+        acc.add(acc.optimizer.parameters)
+        before = [p.asnumpy().tobytes() for p in (*acc.parameters, *acc.optimizer.get_parameters())]
         with pytest.raises(error, match=message):
-            make(acc)(*batch, **named)
-        assert int(acc.mini_step) == 0
+            make(acc=acc)(*batch, **named)
+        assert [p.asnumpy().tobytes() for p in (*acc.parameters, *acc.optimizer.get_parameters())] == before
 
 
 def test_a_cell_refuses_containers_and_dynamic_shapes(mode_named):
