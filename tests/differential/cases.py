@@ -14,6 +14,10 @@ BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float",
 HALF_OPTIMIZERS = ("nn.SGD", "nn.Momentum", "nn.Adam", "nn.ASGD", "optim.SGD", "optim.Adam", "optim.AdamW")
 
 
+def growing(update_step):
+    return update_step + 1
+
+
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "micro_size", "weight", "scaler", "on_nonfinite", "noise_scale",
@@ -33,6 +37,12 @@ class Case(namedtuple("Case", (
     @property
     def exact(self):
         return self.level in FLOAT32_LEVELS
+
+    @property
+    def schedule(self):
+        """`accumulate_step` as the Accumulator and the reference take it."""
+        return growing if self.accumulate_step == "growing" else dict(self.accumulate_step) if isinstance(
+            self.accumulate_step, tuple) else self.accumulate_step
 
     def batch(self, position, spoil=True):
         """The microbatch at `position` as NumPy arrays `(x, ids, target, mask)`."""

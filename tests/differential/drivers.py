@@ -20,10 +20,6 @@ from .networks import build_loss
 from .optimizers import build_optimizer
 
 
-def growing(update_step):
-    return update_step + 1
-
-
 def samples_of(*piece):
     return piece[0].shape[0] * 2.5
 
@@ -50,14 +46,12 @@ class Accumulating:
         self.case = case
         self.loss = build_loss(case, seed)
         self.optimizer = build_optimizer(case, self.loss.trainable_params())
-        schedule = case.accumulate_step
-        schedule = growing if schedule == "growing" else dict(schedule) if isinstance(schedule, tuple) else schedule
         self.scaler = None
         if case.scaler is not None:
             kind, exponent, *window = case.scaler
             self.scaler = amp.StaticLossScaler(2.0**exponent) if kind == "static" else amp.DynamicLossScaler(2.0**exponent, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
-        self.accumulator = Accumulator(self.optimizer, schedule, case.clip_norm, reduction=case.reduction,
+        self.accumulator = Accumulator(self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction,
                                        on_nonfinite=case.on_nonfinite, noise_scale=self.noise_scale)
         self.calls = 0
         self.build_step()

@@ -2,11 +2,12 @@
 
 Shares no code with ms_accum.
 """
-import os
 from contextlib import contextmanager
 
 import mindspore as ms
 import numpy as np
+import pytest
+import reference
 from mindspore import Tensor
 
 from .networks import build_loss
@@ -17,25 +18,14 @@ LARGEST = 2.0**127
 
 @contextmanager
 def op_by_op():
-    mode, jit = ms.get_context("mode"), os.environ.get("MS_JIT")
+    mode = ms.get_context("mode")
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    os.environ["MS_JIT"] = "0"
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MS_JIT", "0")
+            yield
     finally:
         ms.set_context(mode=mode)
-        if jit is None:
-            del os.environ["MS_JIT"]
-        else:
-            os.environ["MS_JIT"] = jit
-
-
-def window_length(accumulate_step, updates):
-    if accumulate_step == "growing":
-        return updates + 1
-    if isinstance(accumulate_step, tuple):
-        return max(stage for stage in accumulate_step if stage[0] <= updates)[1]
-    return accumulate_step
 
 
 class Plain:
@@ -83,7 +73,7 @@ class Plain:
             loss = self.value(batch)
         else:
             loss = sum(w * value for w, value in losses) / sum(w for w, _ in losses) if losses else 0.0
-        return loss, self.mini_step >= window_length(case.accumulate_step, self.update_step)
+        return loss, self.mini_step >= reference.window_length(case.schedule, self.update_step)
 
     def weight(self, piece):
         if self.case.loss == "masked":
