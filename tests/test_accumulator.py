@@ -12,7 +12,6 @@ import pytest
 import reference
 from conftest import MLP, Counting, batches, compiled, difference, mean_loss, run_python, tensors, values
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
-from mindspore.experimental import optim
 from pair import SHAPES, Pair, tensors_of
 
 from ms_accum import Accumulator
@@ -100,6 +99,7 @@ CONTRACT = [
     Row(total(clip_norm=100.0), [1, 1], ".x", 2, (0, 1, 0), 2 * NORM),
     Row(total(clip_norm=INF), [1, 1], ".x", 2, (0, 1, 0), 2 * NORM),
     Row(total(clip_norm=None), [1, 1], ".x", 2, (0, 1, 0), 0),
+    *[Row(total(1, clip_norm=INF), [value], "x", value, (0, 1, 0), value * NORM) for value in (1e-25, 1e-12, 1e15)],
     # gradients that are not finite
     Row(total(), [NAN, 1], ".x", NAN, (0, 1, 0)),
     Row(total(1, on_nonfinite="skip_microbatch"), [NAN, 1, INF], ".x.", 1, (0, 1, 2)),
@@ -115,15 +115,10 @@ CONTRACT = [
 
 def asked(target, call, make_gradients, number):
     """Make one call of a row on the accumulator or the oracle; return what it returned."""
-    if isinstance(call, str):
-        return getattr(target, call)()
-    if not isinstance(call, tuple):
-        return target(make_gradients(call))
-    if call[0] == "close_if":
-        return target.close_if(number(call[1]))
-    if call[0] == "add":
-        return target.add(make_gradients(call[1]))
-    return target(make_gradients(call[0]), number(call[1]))
+    name, *arguments = call if isinstance(call, tuple) else (call,)
+    if isinstance(name, str):
+        return getattr(target, name)(*map(make_gradients if name == "add" else number, arguments))
+    return target(make_gradients(name), *map(number, arguments))
 
 
 @pytest.mark.parametrize("context", ["pynative", "graph"])
@@ -137,7 +132,7 @@ def test_the_contract_line_by_line(mode_named, context):
         assert "".join(".x"[bool(r)] for r in results) == row.closed, row
         np.testing.assert_allclose(applied(accumulator), row.applied, rtol=1e-6, err_msg=str(row))
         assert (int(accumulator.mini_step), int(accumulator.update_step), int(accumulator.skipped)) == row.counters, row
-        assert float(accumulator.grad_norm) == pytest.approx(row.grad_norm, rel=1e-6), row
+        assert float(accumulator.grad_norm) == pytest.approx(row.grad_norm, rel=1e-6, abs=0), row
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -148,15 +143,7 @@ def test_the_oracle_keeps_the_contract():
         assert "".join(".x"[bool(r)] for r in results) == row.closed, row
         np.testing.assert_allclose(-oracle.parameters[1], np.full((2, 4), row.applied), rtol=1e-6, err_msg=str(row))
         assert (oracle.mini_step, oracle.update_step, oracle.skipped) == row.counters, row
-        assert oracle.grad_norm == pytest.approx(row.grad_norm), row
-
-
-def test_the_weight_of_a_window():
-    accumulator = descend(reduction="mean")
-    accumulator(gradients(1.0), 2.0)
-    assert (float(accumulator.weight_sum), float(accumulator.window_weight)) == (2.0, 0.0)
-    accumulator(gradients(1.0), 0.5)
-    assert (float(accumulator.weight_sum), float(accumulator.window_weight)) == (0.0, 2.5)
+        assert oracle.grad_norm == pytest.approx(row.grad_norm, abs=0), row
 
 
 # --- every combination of options, against the oracle ------------------------------------------------------------------
@@ -318,33 +305,7 @@ def test_finite_gradients_whose_sum_overflows_are_skipped():
     assert (int(accumulator.skipped), int(accumulator.mini_step)) == (1, 0)
 
 
-# --- forms and dtypes --------------------------------------------------------------------------------------------------
-
-
-def test_weights_of_every_form(mode):
-    """Numbers are constants of a graph; a large int must not wrap around."""
-    numbers, large, integers = descend(9), descend(9, reduction="mean"), descend(9, reduction="mean")
-
-    def step(first, second, third, fourth):
-        bad, one, other = gradients_of(NAN), gradients_of(1.0), gradients_of(4.0)
-        numbers.add(one, 2)
-        numbers.add(other, 0.5)
-        numbers.add(bad, 0)
-        large.add(one, 10**12)
-        integers.add(one, first)
-        integers.add(other, second)
-        integers.add(one, third)
-        integers.add(other, fourth)
-        return numbers.mini_step + 0
-
-    def gradients_of(value):
-        return ops.ones((2, 3), ms.float32) * value, ops.ones((2, 4), ms.float32) * value
-
-    forms = Tensor(30, ms.int32), Tensor([10], ms.float16), Tensor(20, ms.int64), Tensor([40], ms.float64)
-    assert int(compiled(step, mode)(*forms)) == 3
-    for accumulator, expected in ((numbers, 4.0), (large, 1.0), (integers, (30 + 4 * 10 + 20 + 4 * 40) / 100)):
-        assert bool(accumulator.flush())
-        assert applied(accumulator) == pytest.approx(expected, rel=1e-6)
+# --- dtypes --------------------------------------------------------------------------------------------------------
 
 
 def mixed(prefix):
@@ -393,9 +354,8 @@ def test_dtypes_of_parameters_and_buffers(mode):
 
 def test_small_gradients_accumulate_without_loss_in_float32_and_stall_in_float16(mode):
     """bfloat16 gradients only: MindSpore's CPU backend has no bfloat16 MatMul or SGD."""
-    kinds = ((ms.float16, None), (ms.bfloat16, None), (ms.float16, ms.float16))
     accumulators = tuple([Accumulator(Counting(ParameterTuple([Parameter(Tensor([0.0]), name=f"stall{i}")])), 999, buffer_dtype=buffer)
-                          for i, (_, buffer) in enumerate(kinds)])
+                          for i, buffer in enumerate((None, None, ms.float16))])
 
     def add(half, brain):
         accumulators[0].add((half,))
@@ -406,43 +366,10 @@ def test_small_gradients_accumulate_without_loss_in_float32_and_stall_in_float16
     add = compiled(add, mode)
     for value in [1.0] + [1e-4] * 200:
         add(Tensor([value], ms.float16), Tensor([value], ms.bfloat16))
-    sums = []
-    for accumulator in accumulators:
+    half, brain = (Tensor(1e-4, dtype).astype(ms.float32).asnumpy().item() for dtype in (ms.float16, ms.bfloat16))
+    for accumulator, expected in zip(accumulators, (1 + 200 * half, 1 + 200 * brain, 1)):
         assert bool(accumulator.flush())
-        sums.append(float(accumulator.optimizer.seen[0].asnumpy().item()))
-    rounded = [float(Tensor([1e-4], dtype).astype(ms.float32).asnumpy().item()) for dtype, _ in kinds[:2]]
-    assert sums == [pytest.approx(1 + 200 * rounded[0], rel=1e-6), pytest.approx(1 + 200 * rounded[1], rel=1e-6), 1.0]
-
-
-# --- optimizers --------------------------------------------------------------------------------------------------------
-
-
-def test_the_optimizer_advances_once_per_update(mode):
-    """Rates, momentum and weight decay; parameter groups with rates of their own; an experimental optimizer."""
-    rates = [0.5, 0.25, 0.125, 0.0625]
-    scheduled, grouped, plain = parameters(), parameters(), parameters()
-    momentum = nn.Momentum(scheduled, learning_rate=rates, momentum=0.5, weight_decay=0.1)
-    groups = nn.SGD([{"params": [grouped[0]], "lr": 1.0}, {"params": [grouped[1]], "lr": 0.5, "weight_decay": 0.1}], 0.1)
-    optimizers = momentum, groups, optim.SGD(plain, lr=1.0, momentum=0.5)
-    accumulators = tuple([Accumulator(optimizer, 3, reduction="mean") for optimizer in optimizers])
-
-    def step(first, second):
-        return tuple([accumulator((first, second)) for accumulator in accumulators])
-
-    step = compiled(step, mode)
-    weight = velocity = decayed = plain_weight = plain_velocity = 0.0
-    for update in range(4):
-        for value in (1.0, 2.0, 6.0):
-            step(*gradients(value))
-        velocity = 0.5 * velocity + 3.0 + 0.1 * weight
-        weight -= rates[update] * velocity
-        decayed -= 0.5 * (3.0 + 0.1 * decayed)
-        plain_velocity = 0.5 * plain_velocity + 3.0
-        plain_weight -= plain_velocity
-        assert int(momentum.global_step.asnumpy().item()) == update + 1
-        all_expected = weight, weight, -3.0 * (update + 1), decayed, plain_weight, plain_weight
-        for parameter, expected in zip((*scheduled, *grouped, *plain), all_expected):
-            np.testing.assert_allclose(parameter.asnumpy(), np.full(parameter.shape, expected), rtol=1e-5)
+        assert accumulator.optimizer.seen[0].asnumpy().item() == pytest.approx(expected, rel=1e-6)
 
 
 # --- drop-in -----------------------------------------------------------------------------------------------------------
@@ -518,22 +445,18 @@ def test_tutorial_script_runs_unchanged_on_the_same_trajectory(mnist_microbatche
 # --- state -------------------------------------------------------------------------------------------------------------
 
 
-def test_one_buffer_for_each_parameter_and_nothing_else_of_its_size():
-    accumulator = descend(2)
-    weights = accumulator.optimizer.parameters
+def test_one_buffer_for_each_parameter_and_nothing_else_of_its_size_and_no_name_twice():
+    accumulators = [descend(2) for _ in range(3)]
+    accumulator, weights = accumulators[0], accumulators[0].optimizer.parameters
     assert [b.shape for b in buffers(accumulator)] == [p.shape for p in weights]
     state = sum(p.asnumpy().nbytes for p in accumulator.parameters)
     assert state - sum(p.asnumpy().nbytes for p in weights) == 9 * 4  # nine scalars
     assert not any(p.requires_grad for p in accumulator.parameters)
     held = [v for v in vars(accumulator).values() if isinstance(v, (Parameter, ParameterTuple))]
     assert {id(p) for v in held for p in (v if isinstance(v, ParameterTuple) else [v])} == {id(p) for p in accumulator.parameters}
-
-
-def test_counters_and_names():
-    accumulators = [descend(2) for _ in range(3)]
-    counters = [getattr(accumulators[0], name) for name in ("mini_step", "update_step", "skipped")]
-    assert [p.dtype for p in (*counters, accumulators[0].grad_norm)] == [ms.int32] * 3 + [ms.float32]
-    assert {id(p) for p in (*counters, accumulators[0].grad_norm)} < {id(p) for p in accumulators[0].parameters}
+    counters = [getattr(accumulator, name) for name in ("mini_step", "update_step", "skipped", "grad_norm")]
+    assert [p.dtype for p in counters] == [ms.int32] * 3 + [ms.float32]
+    assert {id(p) for p in counters} < {id(p) for p in accumulator.parameters}
     names = [p.name for accumulator in accumulators for p in accumulator.parameters]
     assert len(set(names)) == len(names)
 

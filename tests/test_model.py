@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import MLP, batches, difference, tensors, values
-from following import LOSS, follow
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from following import LOSS
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 from mindspore.train import (
     Callback,
@@ -103,17 +101,6 @@ def test_sink_mode_on_cpu_is_none_and_trains_the_same():
     oracle, _ = trained_oracle(network, 2, learning_rate=rate_of)
     train(cell, FlushCallback(), epochs=2, sink=True)
     assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
-
-
-@settings(max_examples=8)
-@given(st.fixed_dictionaries({"sizes": st.lists(st.integers(1, 9), min_size=1, max_size=4), "micro_size": st.integers(1, 9),
-                              "accumulate_step": st.sampled_from([1, 2, {0: 1, 2: 3}])}))
-def test_a_cell_without_a_model_follows_the_oracle(options):
-    assert follow("cell", weight_fn=samples, **options) <= 1e-6
-
-
-def samples(x, y):
-    return (y >= 0).sum()
 
 
 # --- a loss scaler, a hook after each update -----------------------------------------------------------------------------

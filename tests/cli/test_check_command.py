@@ -40,7 +40,8 @@ def test_the_command_answers_by_its_status(check):
     (["check_cases:raising"], "check_cases:raising raised ZeroDivisionError: division by zero"),
     (["check_cases:failing"], "check_cases:failing: as it does"),
     (["broken_module:f"], "argument MODULE:FUNCTION: cannot import broken_module (ZeroDivisionError: division by zero)"),
-    (["no_such_module:f"], "argument MODULE:FUNCTION: cannot import no_such_module (ModuleNotFoundError: "),
+    (["no_such_module:f"], "argument MODULE:FUNCTION: cannot import no_such_module (ModuleNotFoundError: "
+     "No module named 'no_such_module'); run ms-accum in"),
     (["train.py:make_case"], "argument MODULE:FUNCTION: got 'train.py:make_case', expected e.g. train:make_case"),
     (["json"], "argument MODULE:FUNCTION: got 'json'"),
     (["json:loads", "--micro-size", "1"], "argument --micro-size: expected a whole number from 2, got '1'"),

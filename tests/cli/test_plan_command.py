@@ -106,10 +106,6 @@ def test_a_terminal_sees_a_bar(capsys, monkeypatch, modelled):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["train"], "argument MODULE:FUNCTION: got 'train', expected e.g. train:make_step"),
-    (["train.py:make_step"], "argument MODULE:FUNCTION: got 'train.py:make_step', expected e.g. train:make_step"),
-    (["no.such:f"], "argument MODULE:FUNCTION: cannot import no.such (ModuleNotFoundError: No module named 'no'); run ms-accum in"),
-    (["json:nothing"], "argument MODULE:FUNCTION: json has no function nothing, expected e.g. train:make_step"),
-    (["json:__name__"], "argument MODULE:FUNCTION: json:__name__ is of type str, expected a function"),
     (["json:loads", "--memory-limit", "4XB"],
      "argument --memory-limit: expected a size such as 4GiB, 500MB or a number of bytes, got '4XB'"),
     (["json:loads", "--memory-limit", "0"], "argument --memory-limit: expected a size"),
