@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import reference
 import wrong_results
-from conftest import MLP, batches, compiled, difference, in_modes, mean_loss, run_python, tensors, values
+from conftest import MLP, Clip, batches, compiled, difference, in_modes, mean_loss, run_python, tensors, values
 from following import LOSS, forward_of, make_driver, op_by_op, run_as
-from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, amp, nn
 
 from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_train_step, save_checkpoint
 
@@ -40,25 +40,15 @@ def feed(train_step, mode="jit", microbatches=2):
     return result
 
 
-# --- weights and the backward pass -----------------------------------------------------------------------------------------
-
-
-class Clipping(nn.Cell):
-    """Passes on what it gets; its backward pass is not linear: gradients are clipped to ±0.3, which those of a mean over 4 are below."""
-
-    def construct(self, x):
-        return x
-
-    def bprop(self, x, out, dout):
-        return (ops.clip_by_value(dout, Tensor(-0.3, ms.float32), Tensor(0.3, ms.float32)),)
+# --- weights, the backward pass and loss scales ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "driver", "microbatches", "micro_size"), in_modes(
     [("fused", 4, 1), ("split", 4, 1), ("fused", 2, 2), ("fused", 1, 4), ("fused", 1, 1), ("cell", 4, 1), ("cell", 2, 2)],
     [("fused", 2, 2)]))
 def test_a_backward_pass_that_is_not_linear_is_left_alone(mode, driver, microbatches, micro_size):
-    """Control: with a factor of 16 in front of it, as of a sample count, the gradient is another one."""
-    network = nn.SequentialCell(MLP(), Clipping())
+    """Clipped at what those of a mean over 4 are below. Control: a factor of 16, as of a sample count, gives another gradient."""
+    network = nn.SequentialCell(MLP(), Clip(0.3))
     parameters = network.trainable_params()
 
     def multiplied(x, y):
@@ -214,9 +204,6 @@ def before_each_buffer(graph):
                 found[-1].append(nodes[gradient][0])
                 gradient = nodes[gradient][1][0]
     return found
-
-
-# --- loss scales -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "scale"), in_modes([(2.0**16,), (2.0**63,), (2.0**120,)], [(2.0**120,)]))

@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from classifiers import causes, cnn, labels, normal
-from conftest import MLP, Counting, mean_loss, run_python
+from conftest import MLP, Clip, Counting, mean_loss, run_python
 from mindspore import Parameter, Tensor, nn, ops
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
@@ -207,20 +207,6 @@ class Centre(nn.Cell):
         return x - x.mean(0)
 
 
-class Clip(nn.Cell):
-    """The identity, but for a gradient that it clips."""
-
-    def __init__(self, bound):
-        super().__init__()
-        self.bound = bound
-
-    def construct(self, x):
-        return x
-
-    def bprop(self, x, out, dout):
-        return (ops.clamp(dout, -self.bound, self.bound),)
-
-
 def around(*layers):
     return nn.SequentialCell(nn.Dense(6, 16), *layers, nn.Dense(16, 3)).set_train()
 
@@ -370,9 +356,6 @@ def test_the_guides_report_is_a_real_one():
     def without_figures(text):
         return [re.sub(r"\d\.\de-\d\d", "#", line) for line in text.splitlines() if not line.startswith(("largest", "beyond"))]
     assert without_figures(run_python(code)) == without_figures(printed)
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------------
 
 
 def frozen():
