@@ -143,7 +143,7 @@ def test_the_oracle_keeps_the_contract():
         assert "".join(".x"[bool(r)] for r in results) == row.closed, row
         np.testing.assert_allclose(-oracle.parameters[1], np.full((2, 4), row.applied), rtol=1e-6, err_msg=str(row))
         assert (oracle.mini_step, oracle.update_step, oracle.skipped) == row.counters, row
-        assert oracle.grad_norm == pytest.approx(row.grad_norm, abs=0), row
+        assert oracle.grad_norm == pytest.approx(row.grad_norm, rel=1e-6, abs=0), row
 
 
 # --- every combination of options, against the oracle ------------------------------------------------------------------
@@ -325,9 +325,8 @@ def test_dtypes_of_parameters_and_buffers(mode):
 
     def step(half, single, double):
         for accumulator in accumulators:
-            accumulator.add((half, single, double))
-            accumulator.add((half * 0.25, single * 0.25, double * 0.25))
-            accumulator.add((half * 0.25, single * 0.25, double * 0.25))
+            for factor in (1, 0.25, 0.25):
+                accumulator.add((half * factor, single * factor, double * factor))
         return accumulators[0].mini_step + 0
 
     def reset():
@@ -336,20 +335,18 @@ def test_dtypes_of_parameters_and_buffers(mode):
         return accumulators[0].mini_step + 0
 
     step, reset = compiled(step, mode), compiled(reset, mode)
-    for value, bad in zip((0.1, NAN, INF, -INF), (False, True, True, True)):
-        kinds = Tensor([value], ms.float16), Tensor(value, ms.float32), Tensor([value], ms.float64)
-        assert int(step(*kinds)) == 3
-        if bad:
+    for value in (NAN, INF, -INF, 0.1):
+        assert int(step(Tensor([value], ms.float16), Tensor(value, ms.float32), Tensor([value], ms.float64))) == 3
+        if value != 0.1:
             assert int(reset()) == 0
             assert not any(np.any(b.asnumpy()) for accumulator in accumulators for b in buffers(accumulator))
-            continue
-        for accumulator in accumulators:
-            assert bool(accumulator.flush())
-            seen = accumulator.optimizer.seen
-            assert [s.dtype for s in seen] == [ms.float16, ms.float32, ms.float64]
-            assert [float(s.asnumpy().item()) for s in seen] == pytest.approx([0.05] * 3, rel=2e-3)
-        for accumulator in (accumulators[0], accumulators[3]):
-            assert float(accumulator.optimizer.seen[2].asnumpy().item()) == pytest.approx(0.05, rel=1e-7)
+    for accumulator in accumulators:
+        assert bool(accumulator.flush())
+        seen = accumulator.optimizer.seen
+        assert [s.dtype for s in seen] == [ms.float16, ms.float32, ms.float64]
+        assert [s.asnumpy().item() for s in seen] == pytest.approx([0.05] * 3, rel=2e-3)
+    for accumulator in (accumulators[0], accumulators[3]):
+        assert accumulator.optimizer.seen[2].asnumpy().item() == pytest.approx(0.05, rel=1e-7)
 
 
 def test_small_gradients_accumulate_without_loss_in_float32_and_stall_in_float16(mode):
@@ -492,9 +489,6 @@ def test_emptying_the_buffers_holds_no_second_copy_of_them():
     accumulator = Accumulator(nn.SGD([Parameter(Tensor([0.0]), name=f"w{i}") for i in range(2)], 0.1), 2)
     prefix = accumulator.mini_step.name.partition(".")[0]
     assert names.split() == [p.name.replace(prefix, f"accumulator{i}") for i in range(2) for p in accumulator.parameters]
-
-
-# --- refusals ----------------------------------------------------------------------------------------------------------
 
 
 def parameter(value=(0.0, 0.0), dtype=ms.float32, name="odd", requires_grad=True):
