@@ -69,7 +69,7 @@ def none_of(optimizer):
     return []
 
 
-def resumed(name, mode, monkeypatch, whats=(all_of,)):
+def resumed(name, mode, monkeypatch, whats):
     """Whether a run that was saved in mid-window goes on in fresh objects to the same bits, with each notion of an optimizer's state."""
     network, acc, train = build(name, mode)
     start = train(0, 3)
@@ -91,17 +91,13 @@ def test_no_optimizer_is_forgotten():
     assert {*ARGUMENTS, *OUT_OF_REACH, *ONLY_COMPILED, *STATE_IN_LISTS} <= set(OPTIMIZERS)
 
 
-@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - OUT_OF_REACH - ONLY_COMPILED))
-def test_every_optimizer_goes_on_bit_identically(name, monkeypatch):
-    """Control: without the optimizer's state in the file, or without what is in lists, it goes another way."""
-    controls = (none_of, named_alone) if name in STATE_IN_LISTS else (none_of,)
-    assert resumed(name, "pynative", monkeypatch, (all_of, *controls)) == [True, *[False] * len(controls)]
-
-
-@pytest.mark.slow  # 10 to 20 s each
-@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - OUT_OF_REACH))
-def test_every_optimizer_goes_on_bit_identically_in_a_graph(name, monkeypatch):
-    assert resumed(name, "jit", monkeypatch) == [True]
+@pytest.mark.parametrize(("mode", "name"), [
+    *(("pynative", name) for name in sorted(set(OPTIMIZERS) - OUT_OF_REACH - ONLY_COMPILED)),
+    *(pytest.param("jit", name, marks=pytest.mark.slow) for name in sorted(set(OPTIMIZERS) - OUT_OF_REACH))])  # 10 to 20 s each
+def test_every_optimizer_goes_on_bit_identically(mode, name, monkeypatch):
+    """Control, op by op: without the optimizer's state in the file, or without what is in lists, it goes another way."""
+    controls = (none_of, named_alone)[:1 + (name in STATE_IN_LISTS)] if mode == "pynative" else ()
+    assert resumed(name, mode, monkeypatch, (all_of, *controls)) == [True, *[False] * len(controls)]
 
 
 def test_in_place_addition_does_nothing_op_by_op():
