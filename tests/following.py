@@ -32,19 +32,14 @@ def run_as(mode):
 
 def forward_of(network, aux=None):
     """The forward function of a classifier: the loss, and with `aux` ("rows" or "tuple") something besides."""
-    def loss_alone(x, y):
-        return LOSS(network(x), y)
-
-    def with_rows(x, y):
+    def forward_fn(x, y):
         logits = network(x)
-        return LOSS(logits, y), logits
+        loss, right = LOSS(logits, y), logits.argmax(1) == y
+        if aux == "tuple":
+            return loss, (logits, right.astype(ms.float32).mean(), x * 2, y, right)
+        return loss if aux is None else (loss, logits)
 
-    def with_tuple(x, y):
-        logits = network(x)
-        right = logits.argmax(1) == y
-        return LOSS(logits, y), (logits, right.astype(ms.float32).mean(), x * 2, y, right)
-
-    return {None: loss_alone, "rows": with_rows, "tuple": with_tuple}[aux]
+    return forward_fn
 
 
 def make_driver(driver, network, acc, aux=None, **options):

@@ -196,23 +196,20 @@ def test_nan_is_no_random_layer():
     (TypeError, r"encode_fn is of type int, expected a function", {"encode_fn": 3}),
     (TypeError, r"encode_fn is a lambda", {"encode_fn": lambda x: x}),
     (TypeError, r"loss_fn is of type str, expected a function", {"loss_fn": "nce"}),
-    (TypeError, r"optimizer is of type NoneType, expected a MindSpore optimizer", {"accumulator": None}),
+    (TypeError, r"optimizer is of type NoneType, expected a MindSpore optimizer", {"acc": None}),
     (ValueError, r"micro_size is 0, expected an int >= 1", {"micro_size": 0}),
-    (ValueError, r"the accumulator has reduction='sum', expected \"mean\"", {"reduction": "sum"}),
+    (ValueError, r"the accumulator has reduction='sum', expected \"mean\"", {"acc": {"reduction": "sum"}}),
     (ValueError, r"the accumulator has a loss_scaler, which a loss over a whole batch does not allow; leave it out", {"loss_scaler": True}),
     (ValueError, r"the accumulator has a noise_scale, which a loss over a whole batch .*; leave it out: it needs gradients of independent",
-     {"noise_scale": True}),
+     {"acc": {"noise_scale": GradientNoiseScale()}}),
     (ValueError, r'the accumulator has sync="microbatch" or on_nonfinite="skip_microbatch", .*; give sync="window" and "skip_window"',
-     {"on_nonfinite": "skip_microbatch"}),
+     {"acc": {"on_nonfinite": "skip_microbatch"}}),
 ])
 def test_bad_arguments_are_refused(error, message, options):
     towers, encode_fn, loss_fn = two_towers()
-    made = {name: options.pop(name) for name in ("reduction", "on_nonfinite") if name in options}
-    if options.pop("noise_scale", False):
-        made["noise_scale"] = GradientNoiseScale()
-    acc = counting(towers, **made)
+    made = options.pop("acc", {})
+    acc = made if made is None else counting(towers, **made)
     if options.pop("loss_scaler", False):
         make_train_step(loss_fn, acc, loss_scaler=amp.StaticLossScaler(8))
-    arguments = {"encode_fn": encode_fn, "loss_fn": loss_fn, "accumulator": acc, "micro_size": 2, **options}
     with pytest.raises(error, match=message):
-        make_grad_cache_step(**arguments)
+        make_grad_cache_step(**{"encode_fn": encode_fn, "loss_fn": loss_fn, "accumulator": acc, "micro_size": 2, **options})

@@ -314,9 +314,6 @@ def test_a_folder_whose_name_is_no_utf_8(stubbed, capsys):
     assert "data       digits\\udcff: 9 digits" in capsys.readouterr().out
 
 
-# --- a very long run ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
 @pytest.mark.parametrize("microbatches", [4_000, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_a_very_long_run_grows_by_nothing_and_counts_right(microbatches):

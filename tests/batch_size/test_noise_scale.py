@@ -1,4 +1,5 @@
 """GradientNoiseScale against a problem whose answer is known and against NumPy; scale_lr."""
+from functools import partial
 from itertools import count
 from math import inf, isnan
 
@@ -181,20 +182,14 @@ def test_checkpoints_carry_it(tmp_path):
 
 
 def test_without_it_nothing_is_added():
-    weights = [Parameter(Tensor([1.0]), name="w")]
-    off = Accumulator(nn.SGD(weights, 0.1), 2, reduction="mean")
-    on = Accumulator(nn.SGD(weights, 0.1), 2, reduction="mean", noise_scale=GradientNoiseScale())
-    assert len(on.parameters) - len(off.parameters) == 2
+    assert len(on_mean(GradientNoiseScale()).parameters) - len(on_mean(None).parameters) == 2
 
 
 def accumulator_with(noise_scale, **options):
     return Accumulator(nn.SGD([Parameter(Tensor([1.0]), name="w")], 0.1), 2, noise_scale=noise_scale, **options)
 
 
-def on_mean(noise_scale):
-    return accumulator_with(noise_scale, reduction="mean")
-
-
+on_mean = partial(accumulator_with, reduction="mean")
 TAKEN = GradientNoiseScale()
 on_mean(TAKEN)
 REFUSED = [
