@@ -5,7 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "ms_accum" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
+INIT = (HERE / "ms_accum" / "__init__.py").read_text(encoding="utf-8")
+VERSION = re.search(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[1]
 
 setup(
     name="ms_accum",
@@ -24,8 +25,8 @@ setup(
         "docs": ["mkdocs", "mkdocstrings[python]"],
         "ecosystem": ["mindcv", "mindone"],
         "tutorials": ["ipykernel", "matplotlib", "nbclient"],
-        "test": ["mindcv", "mkdocs", "mkdocstrings[python]", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "nbclient", "nbformat",
-                 "ipykernel", "ruff"],
+        "test": ["mindcv", "mkdocs", "mkdocstrings[python]", "pytest", "pytest-xdist", "hypothesis", "matplotlib",
+                 "nbclient", "nbformat", "ipykernel", "ruff"],
         "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],
     },
     entry_points={"console_scripts": ["ms-accum = ms_accum.cli.main:main"]},

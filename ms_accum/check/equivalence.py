@@ -133,7 +133,7 @@ def check_equivalence(
         False [('1', 'BatchNorm1d')]
     """
     _require_valid(forward_fn, network, weight_fn)
-    instance_of("batch", batch, (tuple, list, dict), "a tuple or dict of the arguments of forward_fn, e.g. (data, label)")
+    instance_of("batch", batch, (tuple, list, dict), "a tuple or dict of forward_fn's arguments, e.g. (data, label)")
     arguments, named = as_arguments(batch)
     batch = (*arguments, *named.values())
     if layout(batch)[0] < 2:
