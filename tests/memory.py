@@ -1,4 +1,4 @@
-"""Train a small encoder on contrastive batches and print the peak of memory: `memory.py undivided|cut|cached SAMPLES`."""
+"""Train a small encoder on contrastive batches and print the peak memory: `memory.py undivided|cut|cached SAMPLES`."""
 import re
 import sys
 from pathlib import Path

@@ -19,7 +19,9 @@ def rate_of(updates):
 
 def dataset(sizes=SIZES, broken=None):
     """The microbatches of `conftest.batches`, ragged as they are; the one numbered `broken` is NaN."""
-    rows = [(x.astype(np.float32) * (np.nan if i == broken else 1), y.astype(np.int32)) for i, (x, y) in enumerate(batches(sizes))]
+    rows = [(x.astype(np.float32), y.astype(np.int32)) for x, y in batches(sizes)]
+    if broken is not None:
+        rows[broken][0][:] = np.nan
     return GeneratorDataset(rows, ["x", "y"], shuffle=False)
 
 

@@ -40,14 +40,14 @@ def feed(train_step, mode="jit", microbatches=2):
     return result
 
 
-# --- weights, the backward pass and loss scales ----------------------------------------------------------------------------
+# --- weights, the backward pass and loss scales -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "driver", "microbatches", "micro_size"), in_modes(
     [("fused", 4, 1), ("split", 4, 1), ("fused", 2, 2), ("fused", 1, 4), ("fused", 1, 1), ("cell", 4, 1), ("cell", 2, 2)],
     [("fused", 2, 2)]))
 def test_a_backward_pass_that_is_not_linear_is_left_alone(mode, driver, microbatches, micro_size):
-    """Clipped at what those of a mean over 4 are below. Control: a factor of 16, as of a sample count, gives another gradient."""
+    """Clipped above those of a mean over 4. Control: a factor of 16, as of a sample count, gives another gradient."""
     network = nn.SequentialCell(MLP(), Clip(0.3))
     parameters = network.trainable_params()
 
@@ -98,8 +98,9 @@ FORMS = [
 def test_weights_of_every_form_share_one_unit(mode, ignored):
     """In one graph, an accumulator for each pair of forms: numbers, Tensors, and numbers that may change."""
     ignored = {"number": 0, "tensor": Tensor(0.0)}[ignored]
-    accumulators = [Accumulator(nn.SGD([Parameter(Tensor([0.0, 0.0]), name=f"{name}{i}") for name in "ab"], 1.0), 3,
-                                reduction="sum" if expected == SUM else "mean") for i, (*_, expected) in enumerate(FORMS)]
+    accumulators = [
+        Accumulator(nn.SGD([Parameter(Tensor([0.0, 0.0]), name=f"{name}{i}") for name in "ab"], 1.0), 3,
+                    reduction="sum" if expected == SUM else "mean") for i, (*_, expected) in enumerate(FORMS)]
 
     def step(gradient, *weights):
         for i in range(len(FORMS)):

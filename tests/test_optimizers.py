@@ -93,7 +93,8 @@ def test_no_optimizer_is_forgotten():
 
 @pytest.mark.parametrize(("mode", "name"), [
     *(("pynative", name) for name in sorted(set(OPTIMIZERS) - OUT_OF_REACH - ONLY_COMPILED)),
-    *(pytest.param("jit", name, marks=pytest.mark.slow) for name in sorted(set(OPTIMIZERS) - OUT_OF_REACH))])  # 10 to 20 s each
+    # 10 to 20 s each
+    *(pytest.param("jit", name, marks=pytest.mark.slow) for name in sorted(set(OPTIMIZERS) - OUT_OF_REACH))])
 def test_every_optimizer_goes_on_bit_identically(mode, name, monkeypatch):
     """Control, op by op: without the optimizer's state in the file, or without what is in lists, it goes another way."""
     controls = (none_of, named_alone)[:1 + (name in STATE_IN_LISTS)] if mode == "pynative" else ()

@@ -64,8 +64,8 @@ ROWS = Tensor(np.zeros((4, 6)), ms.float32)
 @pytest.mark.parametrize(("error", "message", "batch", "named"), [
     *[(ValueError, r"expected at least one Tensor with axes and one row", batch, {})
       for batch in ((), (None,), (3, "x"), (Tensor(1.0),), (Tensor(np.zeros((0, 6)), ms.float32),))],
-    *[(TypeError, rf"the batch holds a {type(nested).__name__}, expected Tensors .* as an argument of its own", (*first, nested), {})
-      for nested in ((Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)}) for first in ((), (ROWS,))],
+    *[(TypeError, rf"the batch holds a {type(nested).__name__}, expected Tensors .* as an argument of its own",
+       (*first, nested), {}) for nested in ((Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)}) for first in ((), (ROWS,))],
     (TypeError, r"the batch holds a NumPy array of shape \(4,\), expected Tensors; wrap it", (ROWS, np.zeros(4)), {}),
     (TypeError, r"_fn\(.+\) does not take a batch of data, label: .*; name its parameters after the batch",
      (), {"data": ROWS, "label": ROWS}),
@@ -75,7 +75,8 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_changes_no_bit(error, message
     def encode(x):
         return x
 
-    steps = [partial(make_train_step, LOSS, strategy=strategy, micro_size=size) for strategy in ("fused", "split") for size in (1, 3)]
+    steps = [partial(make_train_step, LOSS, strategy=strategy, micro_size=size)
+             for strategy in ("fused", "split") for size in (1, 3)]
     for make in (*steps, partial(make_grad_cache_step, encode, LOSS, micro_size=2)):
         acc = counting(MLP(), 3)
         acc.add(acc.optimizer.parameters)

@@ -41,8 +41,9 @@ class Case(namedtuple("Case", (
     @property
     def schedule(self):
         """`accumulate_step` as the Accumulator and the reference take it."""
-        return growing if self.accumulate_step == "growing" else dict(self.accumulate_step) if isinstance(
-            self.accumulate_step, tuple) else self.accumulate_step
+        if self.accumulate_step == "growing":
+            return growing
+        return dict(self.accumulate_step) if isinstance(self.accumulate_step, tuple) else self.accumulate_step
 
     def batch(self, position, spoil=True):
         """The microbatch at `position` as NumPy arrays `(x, ids, target, mask)`."""
