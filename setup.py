@@ -7,6 +7,8 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 INIT = (HERE / "ms_accum" / "__init__.py").read_text(encoding="utf-8")
 VERSION = re.search(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[1]
+# With the newest mkdocstrings for Python 3.10 (1.0.6), pymdown-extensions 12 fails.
+DOCS = ["mkdocs", "mkdocstrings[python]", "pymdown-extensions<12; python_version < '3.11'"]
 
 setup(
     name="ms_accum",
@@ -22,11 +24,11 @@ setup(
     install_requires=["mindspore>=2.7", "numpy<2", "download", "tqdm"],
     extras_require={
         "plot": ["matplotlib"],
-        "docs": ["mkdocs", "mkdocstrings[python]"],
+        "docs": DOCS,
         "ecosystem": ["mindcv", "mindone"],
         "tutorials": ["ipykernel", "matplotlib", "nbclient"],
-        "test": ["mindcv", "mkdocs", "mkdocstrings[python]", "pytest", "pytest-xdist", "hypothesis", "matplotlib",
-                 "nbclient", "nbformat", "ipykernel", "ruff"],
+        "test": [*DOCS, "mindcv", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "nbclient", "nbformat",
+                 "ipykernel", "ruff"],
         "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],
     },
     entry_points={"console_scripts": ["ms-accum = ms_accum.cli.main:main"]},

@@ -26,4 +26,4 @@ from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step
 from .window import by_epoch as by_epoch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -77,7 +77,7 @@ class Accumulator:
         skipped: Gradients ignored because they were not finite, each of a microbatch ("skip_microbatch") or of a window
             ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN until it has
-            been measured, and for ever without `clip_norm`.
+            been measured, and always without `clip_norm`.
         weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`.
         window_weight: `weight_sum` of the last window that was closed. On several ranks, `weight_sum` and
             `window_weight` are those of this rank, or of all ranks if gradients are exchanged at each microbatch.

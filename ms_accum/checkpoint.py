@@ -82,7 +82,7 @@ def save_checkpoint(
         TypeError: If `network` is no Cell or `accumulator` no Accumulator; if `extra` cannot be written as JSON, or
             would be read back as something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so
             that its state cannot be found.
-        ValueError: If the suffix is another one, or a parameter of the network is called like an entry of the file.
+        ValueError: If the suffix is another one, or a parameter of the network has the same name as an entry of the file.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
 
     Source: databases write beside the old file, fsync and rename; the format is MindSpore's.
@@ -136,7 +136,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or belongs to another network,
             optimizer, `accumulate_step` (functions are compared at 0, 1, 2, 4, … 2**16 updates), `reduction`,
             `clip_norm`, `on_nonfinite`, decay of a noise scale, reducer or number of ranks; it names the entry. With
-            several ranks, on all of them. Not compared are arguments of the optimizer that are no Parameters, factor
+            several ranks, on all of them. Not compared are arguments of the optimizer that are not Parameters, factor
             and window of a loss scaler, and the train step's.
         TypeError: If `network` is no Cell or `accumulator` no Accumulator.
 

@@ -79,6 +79,7 @@ def make_train_step(
             another expression, which MindSpore cannot compile.
         ValueError: If an argument is out of range, an accumulator comes with `accumulate_step` or other arguments of
             `Accumulator`, it has `reduction="sum"`, or a parameter was frozen since it was built.
+        RuntimeError: When called, if an error left a part of a batch in the open window (see below).
 
     The weight multiplies the gradients, after the backward pass, so layers whose backward pass is not linear work and
     float16 does not overflow. A piece with the same weight as the first one costs no multiplication, another weight

@@ -28,6 +28,7 @@ OUT_OF_REACH = {"nn.Optimizer", "experimental.Optimizer", "nn.OptTFTWrapper", "n
                 "mint.FusedAdamW"}
 # Tensor.add_, with which they update, does nothing there op by op.
 ONLY_COMPILED = {"mint.Adam", "mint.SGD"}
+NEW = {"mint.FusedAdamW"}  # MindSpore 2.7 has none
 STATE_IN_LISTS = {"experimental.NAdam", "experimental.ASGD"}
 OPTIMIZERS = {f"{module}.{name}": made for module, of in MODULES.items() for name, made in vars(of).items()
               if inspect.isclass(made) and issubclass(made, (nn.Optimizer, optim.Optimizer))}
@@ -88,7 +89,7 @@ def resumed(name, mode, monkeypatch, whats):
 
 
 def test_no_optimizer_is_forgotten():
-    assert {*ARGUMENTS, *OUT_OF_REACH, *ONLY_COMPILED, *STATE_IN_LISTS} <= set(OPTIMIZERS)
+    assert {*ARGUMENTS, *OUT_OF_REACH, *ONLY_COMPILED, *STATE_IN_LISTS} - NEW <= set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize(("mode", "name"), [

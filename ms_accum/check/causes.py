@@ -29,7 +29,7 @@ RANDOM = (
     "draw random numbers only in a layer, while its self.training is True, and check again")
 BATCH_STATISTICS = (
     "batch statistics: normalises by mean and variance of the microbatch, not of the batch",
-    "batchnorm_to_groupnorm(network), or freeze the statistics: set_train(False) on the layer")
+    "batchnorm_to_groupnorm(network), or freeze the statistics: use_batch_statistics=False in the layer")
 COUPLING_LAYER = (
     "couples samples: its output for one sample depends on the others in the microbatch",
     "a layer that sees one sample at a time, such as LayerNorm or GroupNorm")
