@@ -14,6 +14,7 @@ import ms_accum
 
 # Per cell, and generous: a hanging cell is to end, a busy machine is not to fail.
 TIMEOUT = 600
+TUTORIALS = Path(__file__).parents[1] / "tutorials"  # where helpers.py is
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
@@ -25,9 +26,10 @@ def executed(notebook):
     """
     notebook = copy.deepcopy(notebook)
     with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(ms_accum.__file__).parents[1], TUTORIALS, os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(ms_accum.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "IPYTHONDIR": folder,  # nobody's startup files, and no history left behind
         }
         client = NotebookClient(notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": folder}})

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from notebooks import cleaned, code_cells, executed, pictures, same_text, text
 
 import ms_accum
@@ -22,10 +22,14 @@ def read(path):
     return nbformat.read(path, as_version=4)
 
 
+def syntax(cell):
+    """The syntax tree of a cell, without lines for IPython."""
+    return ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%")))
+
+
 def nodes(cell, kind):
-    """The syntax nodes of a kind in a cell, without lines for IPython."""
-    lines = [line for line in cell.source.splitlines() if not line.startswith("%")]
-    return [node for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, kind)]
+    """The syntax nodes of a kind in a cell."""
+    return [node for node in ast.walk(syntax(cell)) if isinstance(node, kind)]
 
 
 # One of them in the suite: each graph that a kernel compiles takes seconds.
@@ -55,7 +59,7 @@ def test_stored_outputs_are_whole_and_clean(path):
     nbformat.validate(notebook)
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert all(cell.outputs for cell in cells if nodes(cell, ast.stmt) and not imports_only(cell))
+    assert all(cell.outputs for cell in cells if nodes(cell, ast.stmt) and not only(cell, ast.Import, ast.ImportFrom, ast.Assert))
     assert not [cell.id for cell in cells if any(output.output_type == "error" for output in cell.outputs)]
     outputs = "".join(text(cell) for cell in cells)
     assert not re.search(r"/(tmp|home|root|Users)/|seconds| ms\b|WARNING", outputs)
@@ -63,16 +67,56 @@ def test_stored_outputs_are_whole_and_clean(path):
     assert cleaned(notebook) == notebook
 
 
-def imports_only(cell):
-    return all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes(cell, ast.stmt))
+def only(cell, *kinds):
+    """Whether a cell consists of some kinds of statements."""
+    return all(isinstance(node, kinds) for node in syntax(cell).body)
+
+
+def sections(notebook):
+    """The code cells under each heading of level 2, without cells that write a script: `{heading: cells}`."""
+    found, heading = {}, ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            heading = ([heading, *re.findall("^## (.*)", cell.source, re.MULTILINE)])[-1]
+        elif not cell.source.startswith("%%writefile"):
+            found.setdefault(heading, []).append(cell)
+    return found
 
 
 @each_tutorial
 def test_claims_are_asserted(path):
-    """Of the cells that do more than write a script, most assert something."""
-    cells = [cell for cell in code_cells(read(path)) if not cell.source.startswith("%%writefile")]
-    assert len(cells) >= 6
-    assert sum(bool(nodes(cell, ast.Assert)) for cell in cells) > 0.7 * len(cells)
+    """Each section with code ends with a cell that asserts what it claims; other cells assert nothing."""
+    found = sections(read(path))
+    found.pop("", None)  # what precedes the first section
+    assert len(found) >= 3
+    for heading, cells in found.items():
+        *others, last = cells
+        assert others, heading
+        assert only(last, ast.Assert), f"{heading}: the section does not end with assertions"
+        assert 1 <= len(nodes(last, ast.Assert)) <= 8, heading
+        assert not [cell.id for cell in others if nodes(cell, ast.Assert)], heading
+
+
+def test_a_section_without_assertions_is_noticed():
+    heading, work, claims = new_markdown_cell("## It works"), new_code_cell("one = 1"), new_code_cell("assert one == 1")
+    assert sections(new_notebook(cells=[heading, work, claims])) == {"It works": [work, claims]}
+    assert only(claims, ast.Assert)
+    assert not only(work, ast.Assert)
+    assert not only(new_code_cell("one = 1\nassert one == 1"), ast.Assert)
+
+
+@each_tutorial
+def test_the_next_notebook_is_linked(path):
+    """Each one ends with a link to the next, the first begins with one to that on MindSpore's tutorial."""
+    *_, last = read(path).cells
+    following = TUTORIALS[TUTORIALS.index(path) + 1:]
+    assert last.cell_type == "markdown"
+    assert not following or f"]({following[0].name})" in last.source.split("\nNext: ")[-1]
+
+
+def test_the_first_paragraph_sends_users_of_the_tutorial_to_its_notebook():
+    first_paragraph = read(TUTORIALS[0]).cells[0].source.split("\n\n")[1]
+    assert "(6-mindspore-tutorial.ipynb)" in first_paragraph
 
 
 @each_tutorial
@@ -95,14 +139,14 @@ import ms_accum.window
 def three(self, update_step):
     return 3
 ms_accum.window.Window.length = three
-""", "assert int(accumulator.update_step) == 64"),
+""", "assert updates == 3 * (156 + 1)"),
     "2-": ("""
-import ms_accum.accumulator
+import ms_accum.accumulate
 from ms_accum.arguments import as_weight
 def one(weight):
     return as_weight(1.0)
-ms_accum.accumulator.as_weight = one
-""", 'assert right["ragged batch"] < 1e-5'),
+ms_accum.accumulate.as_weight = one
+""", 'assert exact["ragged batch"] < 1e-5'),
     "3-": ("""
 import mindspore, ms_accum.accumulator
 def float16(wanted, own):
@@ -121,12 +165,13 @@ ms_accum.accumulator.clip_factor = never
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SABOTAGE)
 def test_a_broken_library_fails(number):
-    """With another window, without weights, with float16 buffers, or without clipping, the tutorial on it stops at an assertion."""
+    """With another window, without weights, with float16 buffers, or without clipping, the notebook stops at an assertion."""
     notebook = read(next(path for path in TUTORIALS if path.name.startswith(number)))
     sabotage, noticing = SABOTAGE[number]
     notebook.cells.insert(0, new_code_cell(sabotage))
-    with pytest.raises(CellExecutionError, match=f"(?s){re.escape(noticing)}.*AssertionError"):
+    with pytest.raises(CellExecutionError) as stop:
         executed(notebook)
+    assert re.search(rf"-> *\d+ {re.escape(noticing)}.*AssertionError", re.sub(r"\x1b\[[\d;]*m", "", str(stop.value)), re.DOTALL)
 
 
 def test_the_assertions_that_must_notice_are_there():

@@ -1,0 +1,298 @@
+"""What the notebooks share: digits, a small network, comparisons with the undivided batch, peak memory, and figures.
+
+Importing it keeps MindSpore's log quiet and lets its threads sleep while they wait.
+"""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+os.environ["GLOG_v"] = "4"  # MindSpore looks for the source files of a notebook's cells, and logs an error about each
+
+import matplotlib.pyplot as plt
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.dataset import NumpySlicesDataset
+
+from ms_accum import avoid_busy_waiting
+from ms_accum.mnist.data import load
+
+avoid_busy_waiting()
+_mnist = load("embedded")
+digits, test_digits = _mnist.train, _mnist.test  # 10,000 and 2,000 digits of MNIST
+
+_SENTENCES = """
+One.
+Stop here.
+Not yet.
+Go on.
+Add up what you have, and wait.
+The buffer fills, the weights rest.
+Four small steps, one large one.
+A mean is not a mean of means.
+Gradient accumulation trades time for memory, and it changes nothing else if it is done with care.
+A mean over sentences gives each token of a short sentence more weight than each token of a long one.
+No parameter changes in the middle of a window, and all parameters change when the window is closed.
+The last window of an epoch is a window like any other, and it has to be closed at the end of the epoch.
+""".strip().splitlines()
+
+REFERENCE = {"color": "0.7", "linewidth": 6}
+EXACT = {"color": "C2", "linestyle": "--"}
+MISTAKE = {"color": "C3"}
+
+
+# --- data and network ------------------------------------------------------------------------------------------------
+
+
+def batch(first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Return digits as images, float32 `(n, 1, 28, 28)` from 0 to 1, and labels, int32 `(n,)`."""
+    return batch_of(slice(first, last))
+
+
+def batch_of(indices: slice | np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return any digits, as `batch` does."""
+    return Tensor(digits.images[indices, None].astype(np.float32) / 255), Tensor(digits.labels[indices])
+
+
+def dataset(batch_size: int) -> ms.dataset.Dataset:
+    """Return all 10,000 digits, shuffled, in batches."""
+    ms.dataset.config.set_seed(1)
+    images = digits.images[:, None].astype(np.float32) / 255
+    return NumpySlicesDataset((images, digits.labels), ["image", "label"], shuffle=True).batch(batch_size)
+
+
+def sentences() -> tuple[Tensor, Tensor]:
+    """Return twelve sentences, sorted by length: characters and the next characters, int32 `(12, length)`; -1 is padding."""
+    length = max(map(len, _SENTENCES)) - 1
+    text = np.full((len(_SENTENCES), length + 1), -1)
+    for row, sentence in zip(text, _SENTENCES):
+        row[:len(sentence)] = list(sentence.encode())
+    return Tensor(np.maximum(text[:, :-1], 0), ms.int32), Tensor(text[:, 1:], ms.int32)
+
+
+def mlp() -> nn.Cell:
+    """Return a network of two dense layers, with the same initial parameters each time."""
+    ms.set_seed(1)
+    return nn.SequentialCell(nn.Flatten(), nn.Dense(784, 64), nn.Tanh(), nn.Dense(64, 10))
+
+
+def forward_of(network: nn.Cell) -> Callable:
+    """Return the forward function of a network: `(image, label) -> mean loss`, in float32."""
+    loss_fn = nn.CrossEntropyLoss()
+
+    def forward_fn(image: Tensor, label: Tensor) -> Tensor:
+        return loss_fn(network(image).astype(ms.float32), label)
+
+    return forward_fn
+
+
+def accuracy(network: nn.Cell) -> float:
+    """Return how many of the 2,000 test digits a network recognises, in per cent."""
+    images = Tensor(test_digits.images[:, None].astype(np.float32) / 255)
+    return 100 * float((network(images).asnumpy().argmax(axis=1) == test_digits.labels).mean())
+
+
+# --- comparison with the undivided batch -----------------------------------------------------------------------------
+
+
+def flat(tensors: Iterable[Tensor]) -> np.ndarray:
+    """Return all numbers of some tensors as one long float64 vector."""
+    return np.concatenate([tensor.asnumpy().astype(np.float64).ravel() for tensor in tensors])
+
+
+def values(network: nn.Cell) -> np.ndarray:
+    """Return all parameters of a network as one long vector."""
+    return flat(network.trainable_params())
+
+
+def gradient_of(forward_fn: Callable, network: nn.Cell) -> Callable:
+    """Return `(*batch) -> gradient` of the mean loss as one long vector, in bare MindSpore."""
+    grad_fn = ms.value_and_grad(forward_fn, None, network.trainable_params())
+    return lambda *batch: flat(grad_fn(*batch)[1])
+
+
+def off(got: np.ndarray, wanted: np.ndarray) -> float:
+    """Return the relative error of a vector: the norm of the difference, divided by the norm of `wanted`."""
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+def train_undivided(network: nn.Cell, batches: Iterable[tuple], learning_rate: float) -> list[float]:
+    """Train on undivided batches with SGD, in bare MindSpore. Return the losses."""
+    optimizer = nn.SGD(network.trainable_params(), learning_rate)
+    grad_fn = ms.value_and_grad(forward_of(network), None, optimizer.parameters)
+
+    @ms.jit
+    def train_step(image: Tensor, label: Tensor) -> Tensor:
+        loss, grads = grad_fn(image, label)
+        optimizer(grads)
+        return loss
+
+    return [float(train_step(image, label)) for image, label in batches]
+
+
+def train_clipped(network: nn.Cell, batches: Iterable[tuple], learning_rate: float, clip_norm: float) -> list[float]:
+    """Train on undivided batches with SGD and clipping, in bare MindSpore. Return the norms of the gradients before clipping."""
+    optimizer = nn.SGD(network.trainable_params(), learning_rate)
+    grad_fn = ms.value_and_grad(forward_of(network), None, optimizer.parameters)
+    norms = []
+    for image, label in batches:
+        _, grads = grad_fn(image, label)
+        norms.append(float(np.linalg.norm(flat(grads))))
+        optimizer(tuple(grad * min(1, clip_norm / norms[-1]) for grad in grads))
+    return norms
+
+
+# --- processes and memory --------------------------------------------------------------------------------------------
+
+
+def enter_temporary_folder() -> tempfile.TemporaryDirectory:
+    """Make a temporary folder the working directory, from which modules are imported, too. It lives as long as the result."""
+    folder = tempfile.TemporaryDirectory()
+    os.chdir(folder.name)
+    sys.path.insert(0, folder.name)
+    return folder
+
+
+def run_limited(script: str, *arguments: object, limit: int) -> tuple[int, dict[int, int]]:
+    """Run a script that calls `report_peak`, and kill it when it holds more than `limit` MiB, as Linux does when memory runs out.
+
+    Returns:
+        The exit code, and `{samples: peak memory in MiB}` as the script reported them.
+    """
+    command = [sys.executable, script, *map(str, arguments)]
+    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *filter(None, sys.path)])
+    with open("stderr.txt", "w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": path})
+    while process.poll() is None:
+        if _status(process.pid, "VmRSS") > limit:
+            process.kill()
+        time.sleep(0.005)
+    return process.returncode, {int(samples): int(peak) for samples, peak in map(str.split, process.stdout)}
+
+
+def report_peak(samples: int) -> None:
+    """Print how much memory this process has needed at most so far."""
+    print(samples, _status("self", "VmHWM"), flush=True)
+
+
+def _status(process: int | str, field: str) -> int:
+    """Return a field of /proc/PID/status in MiB; 0 when the process has ended."""
+    with open(f"/proc/{process}/status") as status:
+        return next((int(line.split()[1]) // 1024 for line in status if line.startswith(field)), 0)
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def show_digits() -> None:
+    """Show the first ten digits."""
+    _, axes = plt.subplots(1, 10, figsize=(8, 1))
+    for axis, image, label in zip(axes, digits.images, digits.labels):
+        axis.imshow(image, cmap="gray_r")
+        axis.set_title(label)
+        axis.axis("off")
+
+
+def show_gradients(gradients: dict[str, np.ndarray]) -> None:
+    """Show the gradient of the 784 weights of one neuron of `mlp`, for each vector; red and blue are its signs."""
+    pictures = [gradient[784:2 * 784].reshape(28, 28) for gradient in gradients.values()]
+    largest = max(np.abs(picture).max() for picture in pictures)
+    _, axes = plt.subplots(1, len(pictures), figsize=(9, 2))
+    for axis, picture, title in zip(axes, pictures, gradients):
+        axis.imshow(picture, cmap="RdBu_r", vmin=-largest, vmax=largest)
+        axis.set_title(title, fontsize=9)
+        axis.axis("off")
+
+
+def show_memory(whole: dict[int, int], accumulated: dict[int, int], sizes: Sequence[int], limit: int) -> None:
+    """Show the peak memory with undivided batches and with microbatches; batches that are missing were killed."""
+    where = np.arange(len(sizes))
+    plt.figure(figsize=(7, 3))
+    plt.bar(where[:len(whole)] - 0.2, whole.values(), 0.4, color="C3", label="undivided batch")
+    plt.bar(where[len(whole):] - 0.2, limit, 0.4, color="white", edgecolor="C3", hatch="//", label="undivided batch: killed")
+    plt.bar(where + 0.2, [accumulated[size] for size in sizes], 0.4, color="C2", label="microbatches of 64")
+    plt.axhline(limit, color="0.5", linestyle="--", label="limit")
+    plt.xticks(where, [f"{size:,}" for size in sizes])
+    plt.xlabel("digits in an update")
+    plt.ylabel("peak memory in MiB")
+    plt.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, fontsize="small")
+
+
+def show_parameter(weights: Sequence[float], counts: Sequence[int], boundaries: Sequence[int]) -> None:
+    """Show one parameter and `mini_step` after each microbatch."""
+    microbatches = range(1, len(weights) + 1)
+    _, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(7, 3.5))
+    above.step(microbatches, weights, where="post")
+    above.plot(boundaries, [weights[i - 1] for i in boundaries], "o", label="boundary")
+    above.set_ylabel("one weight")
+    above.legend()
+    below.bar(microbatches, counts)
+    below.set(ylabel="mini_step", xlabel="microbatch", xticks=microbatches)
+
+
+def lines(xlabel: str, ylabel: str, log: bool = False, ticks: dict | None = None, **curves: tuple) -> None:
+    """Draw curves. The keyword of a curve is its style: `reference`, `exact`, `mistake`, or any other word.
+
+    Args:
+        xlabel: Label of the x axis.
+        ylabel: Label of the y axis.
+        log: Whether the y axis is logarithmic.
+        ticks: `{value: text}` for the y axis.
+        **curves: `(label, y)`, with x from 1 on, or `(label, x, y)`.
+    """
+    styles = {"reference": REFERENCE, "exact": EXACT, "mistake": MISTAKE}
+    plt.figure(figsize=(7, 3))
+    for style, (label, *x, y) in curves.items():
+        x = x[0] if x else range(1, len(y) + 1)
+        plt.plot(x, y, label=label, marker="." if len(y) <= 64 else None, **styles.get(style, {}))
+    plt.xlabel(xlabel)
+    plt.ylabel(ylabel)
+    if log:
+        plt.yscale("log")
+    if ticks:
+        plt.yticks(list(ticks), list(ticks.values()))
+    plt.legend()
+
+
+def bars(ylabel: str, names: Iterable[str], mistake: tuple, exact: tuple, log: bool = False) -> None:
+    """Draw two bars for each name: `mistake=(label, values)` in red and `exact=(label, values)` in green."""
+    names = list(names)
+    where = np.arange(len(names))
+    plt.figure(figsize=(7, 3))
+    for shift, colour, (label, heights) in ((-0.2, "C3", mistake), (0.2, "C2", exact)):
+        plt.bar(where + shift, list(heights), 0.4, color=colour, label=label)
+    if log:
+        plt.yscale("log")
+        plt.ylim(1e-9, 30)
+    plt.xticks(where, names, fontsize="small")
+    plt.ylabel(ylabel)
+    plt.legend(ncols=2)
+
+
+def show_windows(ends: dict[str, Sequence[int]], wrong: tuple[str, int]) -> None:
+    """Show windows as bars, by the microbatches that they end with; `wrong` names the window that is drawn in red."""
+    _, axes = plt.subplots(figsize=(7, 1.6))
+    for row, (name, boundaries) in enumerate(ends.items()):
+        for window, (start, end) in enumerate(zip([0, *boundaries], boundaries)):
+            colour = "C3" if (name, window) == wrong else f"C{window % 2 * 9}"
+            axes.barh(row, end - start, left=start, color=colour, edgecolor="white")
+            axes.text((start + end) / 2, row, f"{end - start}", ha="center", va="center", color="white")
+    axes.set(yticks=range(len(ends)), yticklabels=ends, xticks=range(0, 15, 2), xlabel="microbatches")
+
+
+def show_directions(vectors: dict[str, np.ndarray]) -> None:
+    """Show three vectors as arrows in the plane of the first two: a wrong one, a right one, and one for comparison."""
+    wrong, right, _ = vectors.values()
+    along = right / np.linalg.norm(right)
+    across = wrong - (wrong @ along) * along
+    across /= np.linalg.norm(across)
+    plt.figure(figsize=(6, 3))
+    for (name, vector), colour, width in zip(vectors.items(), ("C3", "C2", "0.7"), (0.008, 0.008, 0.004)):
+        plt.quiver(0, 0, vector @ along, vector @ across, color=colour, width=width, angles="xy", scale_units="xy", scale=1, label=name)
+    plt.axis([0, 1.3, -0.1, 0.8])
+    plt.legend()
