@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 os.environ["GLOG_v"] = "4"  # MindSpore looks for the source files of a notebook's cells, and logs an error about each
 
@@ -158,16 +158,28 @@ def enter_temporary_folder() -> tempfile.TemporaryDirectory:
     return folder
 
 
+def start(script: str, *arguments: object) -> subprocess.Popen:
+    """Start a script that can import this file."""
+    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *filter(None, sys.path)])
+    with open("stderr.txt", "w") as errors:
+        return subprocess.Popen([sys.executable, script, *map(str, arguments)], stdout=subprocess.PIPE, stderr=errors, text=True,
+                                env={**os.environ, "PYTHONPATH": path})
+
+
+def printed_losses(process: subprocess.Popen) -> Iterator[tuple[int, float]]:
+    """Yield the number and the loss of each microbatch, as a script prints them."""
+    for line in process.stdout:
+        number, loss = line.split()
+        yield int(number), float(loss)
+
+
 def run_limited(script: str, *arguments: object, limit: int) -> tuple[int, dict[int, int]]:
     """Run a script that calls `report_peak`, and kill it when it holds more than `limit` MiB, as Linux does when memory runs out.
 
     Returns:
         The exit code, and `{samples: peak memory in MiB}` as the script reported them.
     """
-    command = [sys.executable, script, *map(str, arguments)]
-    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *filter(None, sys.path)])
-    with open("stderr.txt", "w") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONPATH": path})
+    process = start(script, *arguments)
     while process.poll() is None:
         if _status(process.pid, "VmRSS") > limit:
             process.kill()
