@@ -5,18 +5,20 @@ Importing it keeps MindSpore's log quiet and lets its threads sleep while they w
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 os.environ["GLOG_v"] = "4"  # MindSpore looks for the source files of a notebook's cells, and logs an error about each
 
 import matplotlib.pyplot as plt
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 
 from ms_accum import avoid_busy_waiting
@@ -160,10 +162,50 @@ def enter_temporary_folder() -> tempfile.TemporaryDirectory:
 
 def start(script: str, *arguments: object) -> subprocess.Popen:
     """Start a script that can import this file."""
-    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *filter(None, sys.path)])
     with open("stderr.txt", "w") as errors:
         return subprocess.Popen([sys.executable, script, *map(str, arguments)], stdout=subprocess.PIPE, stderr=errors, text=True,
-                                env={**os.environ, "PYTHONPATH": path})
+                                env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a script that can import what this process can, and this file."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parent), *filter(None, sys.path)])}
+
+
+def launch(script: str, ranks: int = 2) -> list[dict[str, np.ndarray]]:
+    """Run a script on several ranks with `msrun`. Return what each of them saved, as `{script}{rank}.npz`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    python = Path(sys.executable).parent
+    command = [python / "msrun", f"--worker_num={ranks}", f"--local_worker_num={ranks}", f"--master_port={port}", "--join=True",
+               "--log_dir=logs", script]
+    # Op by op, so that every exchange is counted as it happens. Without MS_JIT=0, train steps are compiled.
+    environment = {**_environment(), "PATH": f"{python}:{os.environ['PATH']}", "MS_JIT": "0"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script} failed: {done.stdout[-3000:]}")
+    return [dict(np.load(f"{Path(script).stem}{rank}.npz")) for rank in range(ranks)]
+
+
+def count_exchanges() -> list[int]:
+    """Return a list to which each later `ops.AllReduce` and `ops.AllGather` of this process appends the bytes that it is given."""
+    sent: list[int] = []
+
+    def counted(collective: Callable) -> Callable:
+        class Counted:
+            def __init__(self) -> None:
+                self.collective = collective()
+
+            def __call__(self, x: Tensor) -> Tensor:
+                sent.append(x.nbytes)
+                return self.collective(x)
+
+        return Counted
+
+    for name in ("AllReduce", "AllGather"):
+        setattr(ops, name, counted(getattr(ops, name)))
+    return sent
 
 
 def printed_losses(process: subprocess.Popen) -> Iterator[tuple[int, float]]:
@@ -307,4 +349,33 @@ def show_directions(vectors: dict[str, np.ndarray]) -> None:
     for (name, vector), colour, width in zip(vectors.items(), ("C3", "C2", "0.7"), (0.008, 0.008, 0.004)):
         plt.quiver(0, 0, vector @ along, vector @ across, color=colour, width=width, angles="xy", scale_units="xy", scale=1, label=name)
     plt.axis([0, 1.3, -0.1, 0.8])
+    plt.legend()
+
+
+def show_parts(sizes: Sequence[Sequence[int]]) -> None:
+    """Show the microbatches of two ranks, with a colour for each window of four."""
+    _, axes = plt.subplots(figsize=(7, 1.8))
+    for rank, of_rank in enumerate(sizes):
+        for i, size in enumerate(of_rank):
+            axes.barh(1 - rank, size / 32 * 0.94, left=i, color=f"C{i // 4}", alpha=0.5)
+            axes.text(i + size / 32, 1 - rank, size, va="center", ha="right" if size == 32 else "left", fontsize=8)
+    axes.set(yticks=[0, 1], yticklabels=["rank 1", "rank 0"], xticks=range(12))
+    axes.set_xlabel("microbatches of an epoch (a colour for each window)")
+
+
+def show_traffic(labels: Sequence[str], panels: dict[str, dict[str, float]]) -> None:
+    """Show horizontal bars, one panel for each quantity."""
+    _, axes = plt.subplots(1, len(panels), figsize=(8, 2), sharey=True, squeeze=False)
+    for axis, (quantity, heights) in zip(axes[0], panels.items()):
+        axis.barh(labels, heights.values(), color=["C3", "C0", "C2"])
+        axis.set_xlabel(quantity)
+
+
+def show_stacked(names: Sequence[str], parts: dict[str, np.ndarray]) -> None:
+    """Show one stacked bar for each name."""
+    plt.figure(figsize=(6, 2.5))
+    bottom = np.zeros(len(names))
+    for label, heights in parts.items():
+        plt.bar(names, heights, bottom=bottom, label=label)
+        bottom += heights
     plt.legend()
