@@ -4,6 +4,7 @@ Importing it keeps MindSpore's log quiet and lets its threads sleep while they w
 """
 from __future__ import annotations
 
+import gzip
 import os
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 
 from ms_accum import avoid_busy_waiting
-from ms_accum.mnist.data import load
+from ms_accum.mnist.data import EMBEDDED, load
 
 avoid_busy_waiting()
 _mnist = load("embedded")
@@ -61,11 +62,26 @@ def batch_of(indices: slice | np.ndarray) -> tuple[Tensor, Tensor]:
     return Tensor(digits.images[indices, None].astype(np.float32) / 255), Tensor(digits.labels[indices])
 
 
-def dataset(batch_size: int) -> ms.dataset.Dataset:
-    """Return all 10,000 digits, shuffled, in batches."""
+def dataset(batch_size: int, samples: int = len(digits)) -> ms.dataset.Dataset:
+    """Return the first digits, shuffled, in batches."""
     ms.dataset.config.set_seed(1)
-    images = digits.images[:, None].astype(np.float32) / 255
-    return NumpySlicesDataset((images, digits.labels), ["image", "label"], shuffle=True).batch(batch_size)
+    images = digits.images[:samples, None].astype(np.float32) / 255
+    return NumpySlicesDataset((images, digits.labels[:samples]), ["image", "label"], shuffle=True).batch(batch_size)
+
+
+def test_dataset(batch_size: int) -> ms.dataset.Dataset:
+    """Return all 2,000 test digits, in batches."""
+    images = test_digits.images[:, None].astype(np.float32) / 255
+    return NumpySlicesDataset((images, test_digits.labels), ["image", "label"], shuffle=False).batch(batch_size)
+
+
+def unpack_digits() -> list[Path]:
+    """Unpack the digits to `MNIST_Data/train` and `MNIST_Data/test`, where `MnistDataset` finds them. Return the files."""
+    for packed in EMBEDDED.glob("*/*.gz"):
+        unpacked = Path("MNIST_Data", packed.parent.name, packed.stem)
+        unpacked.parent.mkdir(parents=True, exist_ok=True)
+        unpacked.write_bytes(gzip.decompress(packed.read_bytes()))
+    return sorted(Path().glob("MNIST_Data/*/*"))
 
 
 def sentences() -> tuple[Tensor, Tensor]:
@@ -379,3 +395,13 @@ def show_stacked(names: Sequence[str], parts: dict[str, np.ndarray]) -> None:
         plt.bar(names, heights, bottom=bottom, label=label)
         bottom += heights
     plt.legend()
+
+
+def show_errors(errors: dict[str, float]) -> None:
+    """Show relative errors as horizontal bars, red above 1 %."""
+    plt.figure(figsize=(6, 2))
+    plt.barh(list(errors), list(errors.values()), color=["C3" if error > 0.01 else "C2" for error in errors.values()])
+    plt.gca().invert_yaxis()
+    plt.xscale("log")
+    plt.xlim(1e-8, 10)
+    plt.xlabel("largest relative difference of a gradient")
