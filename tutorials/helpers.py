@@ -23,6 +23,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset
 
 from ms_accum import avoid_busy_waiting
+from ms_accum.batch_size.planning import Plan
 from ms_accum.mnist.data import EMBEDDED, load
 
 avoid_busy_waiting()
@@ -163,6 +164,46 @@ def train_clipped(network: nn.Cell, batches: Iterable[tuple], learning_rate: flo
         norms.append(float(np.linalg.norm(flat(grads))))
         optimizer(tuple(grad * min(1, clip_norm / norms[-1]) for grad in grads))
     return norms
+
+
+# --- the noise of a linear network's gradient, in NumPy --------------------------------------------------------------
+
+
+def true_noise_scale() -> tuple[float, np.ndarray]:
+    """Return the noise scale of a linear network, from the gradients of all single digits, and its weight `(10, 784)`."""
+    pixels, weight = _pixels(), np.zeros((10, 784))
+    for _ in range(5):  # a little training
+        weight -= 0.5 * _errors(weight).T @ pixels / len(pixels)
+    errors = _errors(weight)
+    signal = _signal(weight)
+    noise = ((errors**2).sum(axis=1) * (pixels**2).sum(axis=1)).mean() - signal  # the variance of a single digit's gradient
+    return noise / signal, weight
+
+
+def measured_signal(weight: np.ndarray, order: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Return batch sizes, and the share of signal in the gradient of a batch for each."""
+    sizes, shares = [2**i for i in range(13)], []
+    pixels, errors = _pixels(), _errors(weight)
+    for size in sizes:
+        batches = [order[first:first + size] for first in range(0, min(8192, 200 * size), size)]
+        gradients = [errors[indices].T @ pixels[indices] / size for indices in batches]
+        shares.append(_signal(weight) / np.mean([(gradient**2).sum() for gradient in gradients]))
+    return sizes, np.array(shares)
+
+
+def _pixels() -> np.ndarray:
+    return digits.images.reshape(-1, 784) / 255.0
+
+
+def _errors(weight: np.ndarray) -> np.ndarray:
+    """Return softmax minus target for each digit: the gradient of its loss with respect to the outputs."""
+    outputs = np.exp(_pixels() @ weight.T)
+    return outputs / outputs.sum(axis=1, keepdims=True) - np.eye(10)[digits.labels]
+
+
+def _signal(weight: np.ndarray) -> float:
+    """Return the squared norm of the gradient of all digits."""
+    return float(((_errors(weight).T @ _pixels() / len(digits))**2).sum())
 
 
 # --- processes and memory --------------------------------------------------------------------------------------------
@@ -405,3 +446,32 @@ def show_errors(errors: dict[str, float]) -> None:
     plt.xscale("log")
     plt.xlim(1e-8, 10)
     plt.xlabel("largest relative difference of a gradient")
+
+
+def show_plan(plan: Plan, batch_size: int) -> float:
+    """Show the trials of a plan. Return the MiB that the undivided batch would take, on the line through the others."""
+    completed = sorted((trial.microbatch, trial.peak / 2**20) for trial in plan.trials if trial.ended == "completed")
+    beyond = [trial.microbatch for trial in plan.trials if not trial.fits]
+    slope, start = np.polyfit(*zip(*completed), 1)
+    limit = plan.memory_limit / 2**20
+    plt.figure(figsize=(6, 2.5))
+    plt.plot([0, batch_size], [start, start + slope * batch_size], "C2:", label="the line through them")
+    plt.plot(*zip(*completed), "C2o", label="fits")
+    plt.plot(beyond, [limit] * len(beyond), "C3^", label="stopped at the limit")
+    plt.axhline(limit, color="C3", linestyle="--", linewidth=1)
+    plt.xlabel("microbatch")
+    plt.ylabel("peak memory in MiB")
+    plt.ylim(0, 1.3 * limit)
+    plt.legend(loc="lower right")
+    return float(start + slope * batch_size)
+
+
+def show_signal(sizes: Sequence[int], shares: np.ndarray, curve: np.ndarray, noise_scale: float) -> None:
+    """Show the share of signal in the gradient of a batch, measured and as the noise scale predicts it."""
+    plt.figure(figsize=(6, 2.5))
+    plt.semilogx(sizes, shares, "ko", label="measured")
+    plt.semilogx(sizes, curve, "C2", label="1 / (1 + noise scale / batch)")
+    plt.axvline(noise_scale, color="C2", linestyle="--", label="noise scale")
+    plt.xlabel("digits in a batch")
+    plt.ylabel("share of signal")
+    plt.legend()
