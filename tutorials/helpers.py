@@ -424,7 +424,7 @@ def show_traffic(labels: Sequence[str], panels: dict[str, dict[str, float]]) -> 
     """Show horizontal bars, one panel for each quantity."""
     _, axes = plt.subplots(1, len(panels), figsize=(8, 2), sharey=True, squeeze=False)
     for axis, (quantity, heights) in zip(axes[0], panels.items()):
-        axis.barh(labels, heights.values(), color=["C3", "C0", "C2"])
+        axis.barh(labels, heights.values(), color=["C3" if label == "by hand" else "C2" for label in labels])
         axis.set_xlabel(quantity)
 
 
