@@ -36,6 +36,8 @@ def nodes(cell, kind):
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=[] if path.name.startswith("2-") else [pytest.mark.slow])
                                   for path in TUTORIALS])
 def test_tutorial_runs_and_gives_what_is_stored(path):
+    if path.name.startswith("7-"):
+        pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[ecosystem]'")
     stored, longer = read(path), read(path)
     longer.cells.append(new_code_cell("import ms_accum\nprint(ms_accum.__file__)"))
     *cells, last = code_cells(cleaned(executed(longer)))
