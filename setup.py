@@ -26,7 +26,7 @@ setup(
         "plot": ["matplotlib"],
         "docs": DOCS,
         "ecosystem": ["mindcv", "mindone"],
-        "tutorials": ["ipykernel", "matplotlib", "nbclient"],
+        "tutorials": ["ipykernel", "matplotlib", "mindcv", "nbclient"],
         "test": [*DOCS, "mindcv", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "nbclient", "nbformat",
                  "ipykernel", "ruff"],
         "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],

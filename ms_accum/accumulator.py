@@ -63,9 +63,10 @@ class Accumulator:
             window when it closes, without an update. See `gradients.all_finite` for what counts as finite.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
         after_update: A function without arguments that is called after each update, never for a microbatch or a window
-            that is skipped; for a moving average of the weights, say. In graph mode it is part of the graph, so it has
-            to work on Parameters. The Parameters of a Cell, or of a Cell whose method it is, are state of the
-            accumulator; those of other functions are not saved in checkpoints.
+            that is skipped; for a moving average of the weights, say. In graph mode it is part of the graph: it has to
+            change Parameters, and what it does in Python alone (appending to a list, say) never runs. The Parameters of
+            a Cell, or of a Cell whose method it is, are state of the accumulator; those of other functions are not
+            saved in checkpoints.
         noise_scale: A `GradientNoiseScale`, which measures up to which batch size more samples help. It costs one norm
             per microbatch. With `reduction="mean"` only.
 
@@ -323,7 +324,11 @@ class Accumulator:
 
     def _due(self) -> Tensor:
         """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
-        return self.mini_step >= self.window.length(self.update_step)
+        due = self.mini_step >= self.window.length(self.update_step)
+        if self._in_pieces:
+            # MindSpore may report an error in a piece after later calls: a window with a part of a batch stays open.
+            due = ops.logical_and(due, self._unfinished == 0)
+        return due
 
     def _close_if_due(self) -> Tensor:
         """Close the window if it holds all its microbatches. Return whether it did: bool Tensor of shape `()`."""

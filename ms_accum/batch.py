@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Optional
 
@@ -12,13 +12,43 @@ from mindspore import Tensor, nn
 
 def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
     """Return what an iterable of batches yields as positional and keyword arguments; NumPy arrays become Tensors."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return (), {name: _as_tensor(value) for name, value in batch.items()}
     return tuple(map(_as_tensor, batch if isinstance(batch, (tuple, list)) else (batch,))), {}
 
 
 def _as_tensor(value: Any) -> Any:
     return Tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def named_values(function: Callable, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the named arguments without those that are None, which graph mode cannot pass by name.
+
+    Raises:
+        TypeError: If leaving a None out would change the call, or an argument is a str.
+    """
+    for name, value in named.items():
+        if value is None and getattr(_parameters(function).get(name), "default", None) is not None:
+            raise TypeError(f"{name} is None, which cannot be passed by name to a compiled step, expected a Tensor; "
+                            f"give the parameter {name} the default None")
+        if isinstance(value, str):
+            raise TypeError(f"{name} is a str, which cannot be passed by name to a compiled step, expected a Tensor; "
+                            "leave it out, or bind it with functools.partial")
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def ordered(function: Callable, names: Iterable[str]) -> tuple[str, ...]:
+    """Return names in the order of the function's parameters, and those for its `**kwargs` behind, as given."""
+    order = list(_parameters(function))
+    return tuple(sorted(names, key=lambda name: order.index(name) if name in order else len(order)))
+
+
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function.construct if isinstance(function, nn.Cell) else function).parameters
+    except (TypeError, ValueError):  # a builtin, or a compiled function
+        return {"batch": inspect.Parameter("batch", inspect.Parameter.VAR_POSITIONAL),
+                "named": inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD)}
 
 
 def positional(
@@ -39,11 +69,13 @@ def positional(
         names: Names of the last of them.
 
     Raises:
-        TypeError: If there are `names`, and `function` does not take such a batch.
+        TypeError: If `count` is given, and `function` does not take such a batch.
     """
-    if function is None or not (names or isinstance(function, partial)):
+    if function is None:
+        return None
+    taken = _taken(name, function, count - len(names), names) if count else ()
+    if not (names or isinstance(function, partial)):
         return function
-    taken = _taken(name, function, count - len(names), names) if names else ()
     arguments, fixed = (), {}
     if isinstance(function, partial):
         function, arguments, fixed = function.func, function.args, function.keywords
@@ -61,7 +93,7 @@ def positional(
 
 def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of `names` that `function` takes. TypeError if the batch does not fit."""
-    signature = inspect.signature(function.construct if isinstance(function, nn.Cell) else function)
+    signature = inspect.Signature(list(_parameters(function).values()))
     parameters = signature.parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     taken = tuple(n for n in names if takes_all or n in parameters)
@@ -70,7 +102,7 @@ def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]
         if name != "weight_fn" and taken != names:
             raise TypeError(f"got an unexpected argument {next(n for n in names if n not in taken)!r}")
     except TypeError as error:
-        given = ", ".join([*["a positional argument"] * positions, *names])
-        raise TypeError(f"{name}{signature} does not take a batch of {given}: {error}; name its parameters after the "
+        given = ", ".join([*([f"{positions} by position"] if positions else []), *names])
+        raise TypeError(f"{name}{signature} does not take the batch ({given}): {error}; give it parameters for the "
                         "batch, or select columns before") from None
     return taken

@@ -82,7 +82,8 @@ def save_checkpoint(
         TypeError: If `network` is no Cell or `accumulator` no Accumulator; if `extra` cannot be written as JSON, or
             would be read back as something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so
             that its state cannot be found.
-        ValueError: If the suffix is another one, or a parameter of the network has the same name as an entry of the file.
+        ValueError: If the suffix is another one, or a parameter of the network has the same name as an entry of the
+            file.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
 
     Source: databases write beside the old file, fsync and rename; the format is MindSpore's.

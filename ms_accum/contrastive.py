@@ -116,7 +116,7 @@ class GradCacheStep(CompiledStep):
 
             return compiled(accumulate_and_update)
 
-        super().__init__(accumulator, micro_size, graph_for)
+        super().__init__(encode_fn, accumulator, micro_size, graph_for)
 
     def __call__(self, *batch: Any, **named: Any) -> Tensor:
         """Train on a batch, and return its loss.

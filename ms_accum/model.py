@@ -11,7 +11,7 @@ from .accumulator import Accumulator
 from .arguments import instance_of
 from .batch import positional
 from .optimizers import require_same_parameters, state_of
-from .split import FLAT, layout_of, with_storage_of_its_own
+from .split import FLAT, layout, layout_of, with_storage_of_its_own
 from .window import AccumulateStep
 
 _NESTED = f"a tuple, list or dict, {FLAT}"
@@ -108,11 +108,15 @@ class TrainOneStepCell(nn.Cell):
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class. RuntimeError if an error left a part of a microbatch in the open window."""
+        if named:
+            raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
+                            "in the order of the network's, or use make_train_step")
+        layout(batch)
         if not self._returned:
             self.accumulator._require_whole()
         self._returned = False
         try:
-            result = super().__call__(*map(with_storage_of_its_own, batch), **named)
+            result = super().__call__(*map(with_storage_of_its_own, batch))
         except Exception:
             # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
             self.compile_cache.clear()
@@ -143,8 +147,7 @@ class TrainOneStepCell(nn.Cell):
 
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
-        if not self._returned:
-            self.accumulator._require_whole()
+        self.accumulator._require_whole()
         return self._flush()
 
 

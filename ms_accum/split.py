@@ -11,7 +11,7 @@ from mindspore.ops import constexpr
 
 from .gradients import Scalar
 
-FLAT = "expected Tensors and plain values; give each Tensor as an argument of its own"
+FLAT = "expected Tensors and plain values; give each Tensor as an argument of its own (a dict as **batch)"
 Aux = Union[Tensor, tuple[Tensor, ...]]
 
 

@@ -10,7 +10,7 @@ from mindspore import Tensor, amp, nn
 from .accumulate import make_accumulate, prepared
 from .accumulator import Accumulator
 from .arguments import boolean, one_of
-from .batch import as_arguments, positional
+from .batch import as_arguments, named_values, ordered, positional
 from .split import layout, with_storage_of_its_own
 from .window import AccumulateStep
 
@@ -50,7 +50,8 @@ def make_train_step(
             `Accumulator`.
         micro_size: Number of pieces that each microbatch is cut into, inside the graph (the name is that of
             `mindspore.parallel.nn.GradAccumulation`). Peak activation memory is that of one piece. The batch size n is
-            the length of axis 0 of the first Tensor that has axes. Tensors whose axis 0 has length n are cut, all other
+            the length of axis 0 of the first Tensor that has axes (of named ones, in the order of `forward_fn`'s
+            parameters). Tensors whose axis 0 has length n are cut, all other
             arguments go to every piece whole. Pieces have ceil(n / micro_size) samples; if that does not divide n, the
             last one is shorter and weighs less.
         weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: what the mean in `forward_fn` divides by,
@@ -85,12 +86,16 @@ def make_train_step(
     float16 does not overflow. A piece with the same weight as the first one costs no multiplication, another weight
     costs one per gradient, as does a weight that is a Tensor. Pieces of weight 0 are ignored, even if their loss is
     0/0. Numbers in a batch are constants of the graph: each new value triggers a recompilation, so give what changes as
-    a Tensor. If an error stops a batch that is cut into pieces, the window may hold some of them. The next call,
-    `flush` and `save_checkpoint` then raise a RuntimeError until `accumulator.reset()` drops the open window. If an
-    error stops the forward pass or the loss of a batch that is not cut, the window stays as it was.
+    a Tensor.
+
+    If an error stops a batch that is cut into pieces, the window may hold some of them. It is never applied then: the
+    next call, `flush` and `save_checkpoint` raise a RuntimeError until `accumulator.reset()` drops the open window.
+    (Unless `avoid_busy_waiting` was called, MindSpore may report an error only after later calls; then `flush` may be
+    the first to raise. `accumulator.flush()` and `accumulator.apply()` do not check.) If an error stops the forward
+    pass or the loss of a batch that is not cut, the window stays as it was.
 
     Source: cutting a batch inside the step is `jax.lax.scan` over microbatches; "split" is RATEX's scheme of two
-        graphs.
+    graphs.
 
     Example:
         >>> import numpy as np
@@ -120,7 +125,7 @@ def make_train_step(
         weigh = positional("weight_fn", weight_fn, count, names)
         return make_accumulate(forward, accumulator, micro_size, weigh, has_aux)
 
-    return TrainStep(accumulate_for, accumulator, micro_size, strategy)
+    return TrainStep(forward_fn, accumulate_for, accumulator, micro_size, strategy)
 
 
 class CompiledStep:
@@ -130,15 +135,17 @@ class CompiledStep:
         accumulator: The accumulator that it feeds.
         micro_size: Number of pieces that a batch is cut into.
         updated: Whether the last call closed a window: bool Tensor of shape `()`. Reading it waits for the device.
+            After an epoch, it tells of the incomplete last window.
     """
 
-    def __init__(self, accumulator: Accumulator, micro_size: int, graph_for: Callable) -> None:
+    def __init__(self, function: Callable, accumulator: Accumulator, micro_size: int, graph_for: Callable) -> None:
         def flush() -> Tensor:
             return accumulator.flush()
 
         self.accumulator = accumulator
         self.micro_size = micro_size
-        self.updated = Tensor(False)
+        self.updated = self._not_updated = Tensor(False)
+        self._function = function
         self._graph_for = graph_for
         self._graphs: dict[tuple, Callable] = {}
         self._orders: dict[frozenset, tuple[str, ...]] = {}
@@ -173,10 +180,13 @@ class CompiledStep:
             ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
             RuntimeError: If an error left a part of a batch in the open window.
         """
-        names = ()
+        self.updated, names = self._not_updated, ()
         if named:
-            # The order of the first call, so that each set of names is compiled once.
-            names = self._orders.setdefault(frozenset(named), tuple(named))
+            # One order for each set of names, so that it is compiled once.
+            named = named_values(self._function, named)
+            if frozenset(named) not in self._orders:
+                self._orders[frozenset(named)] = ordered(self._function, named)
+            names = self._orders[frozenset(named)]
             batch = (*batch, *[named[name] for name in names])
         # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
         key = (*layout(batch), names)
@@ -207,8 +217,7 @@ class CompiledStep:
 
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
-        if not self._returned:
-            self.accumulator._require_whole()
+        self.accumulator._require_whole()
         self.updated = self._flush()
         return self.updated
 
@@ -220,10 +229,18 @@ class TrainStep(CompiledStep):
         accumulator: The accumulator that it feeds.
         micro_size: Number of pieces that a batch is cut into.
         updated: Whether the last call closed a window: bool Tensor of shape `()`. Reading it waits for the device.
+            After an epoch, it tells of the incomplete last window.
         strategy: "fused" or "split".
     """
 
-    def __init__(self, accumulate_for: Callable, accumulator: Accumulator, micro_size: int, strategy: str) -> None:
+    def __init__(
+        self,
+        forward_fn: Callable,
+        accumulate_for: Callable,
+        accumulator: Accumulator,
+        micro_size: int,
+        strategy: str,
+    ) -> None:
         self.strategy = strategy
 
         def graph_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> Callable:
@@ -244,7 +261,7 @@ class TrainStep(CompiledStep):
             accumulator.apply()
             return accumulator.update_step + 0  # a graph has to return something
 
-        super().__init__(accumulator, micro_size, graph_for)
+        super().__init__(forward_fn, accumulator, micro_size, graph_for)
         self._update = compiled(update)
 
     def _recover(self) -> None:

@@ -261,6 +261,37 @@ def test_a_window_with_a_part_of_a_batch_is_refused_until_it_is_reset(mode_named
     assert difference(values(network.trainable_params()), oracle_of(np.concatenate((X, X[::-1])), np.concatenate((Y, Y)))) < 1e-6
 
 
+LATE = """
+import mindspore as ms, numpy as np
+from mindspore import Tensor, nn
+from ms_accum import make_train_step
+network = nn.SequentialCell(nn.Embedding(4, 3), nn.Flatten(), nn.Dense(3, 1))
+def forward_fn(ids):
+    return network(ids).mean()
+train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), accumulate_step=2, micro_size=2)
+good, bad = Tensor([[0], [1], [2], [3]], ms.int32), Tensor([[0], [1], [2], [99999999]], ms.int32)
+float(train_step(good))
+for batch in (bad, Tensor([[0], [1]], ms.int32), Tensor([[0], [1], [2]], ms.int32)):
+    try:
+        float(train_step(batch))
+    except RuntimeError:
+        pass
+print(int(train_step.accumulator.update_step))
+try:
+    print(train_step.flush())
+except RuntimeError as error:
+    print(str(error)[:60])
+train_step.accumulator.reset()
+print(len([train_step(Tensor([[i]], ms.int32)) for i in range(2)]), int(train_step.accumulator.update_step))
+"""
+
+
+def test_a_torn_window_is_never_applied_if_mindspore_reports_the_error_late(monkeypatch):
+    """As it does in its default environment."""
+    monkeypatch.delenv("MS_DEV_HOST_BLOCKING_RUN", raising=False)
+    assert run_python(LATE).splitlines() == ["0", "the open window may hold only some pieces of a batch, becaus", "2 1"]
+
+
 def test_a_step_goes_on_after_an_error_that_added_nothing():
     """MindSpore's own graph would fail in each later call; the next one here compiles it again."""
     network, accumulator, train_step = at_half("fused")

@@ -1,4 +1,5 @@
 """Batches as people have them: one call builds the step, epochs flush, and names are matched, compiled once for each set of names."""
+from collections import UserDict
 from functools import partial
 
 import mindspore as ms
@@ -112,13 +113,19 @@ def test_a_batch_that_a_function_does_not_take_is_refused():
     net = network()
     row = {name: Tensor(value) for name, value in ROWS[0].items()}
     step = make_train_step(masked_mean(net), nn.SGD(net.trainable_params(), 0.1), accumulate_step=2)
-    with pytest.raises(TypeError, match=r"forward_fn\(input_ids, labels, mask=None\) does not take a batch of input_ids, labels, idx: "
-                                        "got an unexpected argument 'idx'; name its parameters after the batch"):
+    with pytest.raises(TypeError, match=r"forward_fn\(input_ids, labels, mask=None\) does not take the batch \(input_ids, labels, idx\): "
+                                        "got an unexpected argument 'idx'; give it parameters for the batch"):
         step(input_ids=row["input_ids"], labels=row["labels"], idx=row["labels"])
-    with pytest.raises(TypeError, match="does not take a batch of input_ids: missing a required argument: 'labels'"):
+    with pytest.raises(TypeError, match=r"does not take the batch \(input_ids\): missing a required argument: 'labels'"):
         step(input_ids=row["input_ids"])
-    with pytest.raises(TypeError, match=r"weight_fn\(m\) does not take a batch of .*missing a required argument: 'm'"):
+    with pytest.raises(TypeError, match=r"weight_fn\(m\) does not take the batch .*missing a required argument: 'm'"):
         make_train_step(masked_mean(net), step.accumulator, weight_fn=lambda_of_m)(**row)
+    with pytest.raises(TypeError, match=r"weight_fn\(m\) does not take the batch \(2 by position\): too many positional"):
+        make_train_step(masked_mean(net), step.accumulator, weight_fn=lambda_of_m)(row["input_ids"], row["labels"])
+    with pytest.raises(TypeError, match=r"labels is None, which cannot be passed by name .* give the parameter labels the default"):
+        step(input_ids=row["input_ids"], labels=None)
+    with pytest.raises(TypeError, match=r"mask is a str, which cannot be passed by name .* bind it with functools.partial"):
+        step(input_ids=row["input_ids"], labels=row["labels"], mask="all")
     assert int(step.accumulator.mini_step) == 0
     step(**row)
     assert int(step.accumulator.mini_step) == 1
@@ -231,6 +238,28 @@ def test_a_contrastive_step_takes_names_and_epochs():
         np.testing.assert_array_equal(one, other)
 
 
+def test_names_come_in_the_order_of_the_parameters_and_none_is_left_out():
+    """A vector for the classes that stands first in a dict is not the batch."""
+    results = []
+    for batch in ({"labels": ROWS[2]["labels"], "input_ids": ROWS[2]["input_ids"], "mask": None, "scale": np.ones(3, np.float32)},
+                  UserDict(scale=np.ones(3, np.float32), input_ids=ROWS[2]["input_ids"], labels=ROWS[2]["labels"])):
+        net = network()
+        step = make_train_step(scaled_mean(net), nn.SGD(net.trainable_params(), 0.5), accumulate_step=2, micro_size=2)
+        losses = [float(loss) for loss in step.epoch([batch, batch])]
+        assert float(step.accumulator.window_weight) == 8
+        assert check_equivalence(scaled_mean(net), net, batch, 2).samples == 4
+        results.append([*values(net.trainable_params()), np.array(losses)])
+    for one, other in zip(*results):
+        np.testing.assert_array_equal(one, other)
+
+
+def scaled_mean(net):
+    def forward_fn(input_ids, labels, scale, mask=None):
+        return ops.cross_entropy(net(input_ids) * scale, labels)
+
+    return forward_fn
+
+
 @pytest.mark.parametrize("wrap", [partial, with_keywords])
 def test_the_check_takes_names(wrap):
     """And gives the answer, the causes and the numbers that it gives for the same batch by position."""
@@ -242,7 +271,7 @@ def test_the_check_takes_names(wrap):
         assert named.ok == position.ok == exact
         assert named.per_parameter == position.per_parameter
         assert [cause.what for cause in named.causes] == [cause.what for cause in position.causes]
-    with pytest.raises(TypeError, match="does not take a batch of x: "):
+    with pytest.raises(TypeError, match=r"does not take the batch \(x\): "):
         check_equivalence(masked_mean(net), net, {"x": batch["input_ids"]}, 2)
 
 

@@ -67,9 +67,9 @@ ROWS = Tensor(np.zeros((4, 6)), ms.float32)
     *[(TypeError, rf"the batch holds a {type(nested).__name__}, expected Tensors .* as an argument of its own",
        (*first, nested), {}) for nested in ((Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)}) for first in ((), (ROWS,))],
     (TypeError, r"the batch holds a NumPy array of shape \(4,\), expected Tensors; wrap it", (ROWS, np.zeros(4)), {}),
-    (TypeError, r"_fn\(.+\) does not take a batch of data, label: .*; name its parameters after the batch",
+    (TypeError, r"_fn\(.+\) does not take the batch \(.*data.*\): .*; give it parameters for the batch",
      (), {"data": ROWS, "label": ROWS}),
-    (TypeError, r"_fn\(.+\) does not take a batch of a positional argument, no_such: ", (ROWS,), {"no_such": ROWS}),
+    (TypeError, r"_fn\(.+\) does not take the batch \(1 by position, no_such\): ", (ROWS,), {"no_such": ROWS}),
 ])
 def test_a_batch_that_cannot_be_cut_is_refused_and_changes_no_bit(error, message, batch, named):
     def encode(x):
@@ -82,13 +82,13 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_changes_no_bit(error, message
         acc.add(acc.optimizer.parameters)
         before = [p.asnumpy().tobytes() for p in (*acc.parameters, *acc.optimizer.get_parameters())]
         with pytest.raises(error, match=message):
-            make(acc=acc)(*batch, **named)
+            make(accumulator=acc)(*batch, **named)
         assert [p.asnumpy().tobytes() for p in (*acc.parameters, *acc.optimizer.get_parameters())] == before
 
 
 def test_a_cell_refuses_containers_and_dynamic_shapes(mode_named):
     network, (x, y) = MLP(), tensors(*batches([4])[0])
-    with pytest.raises(TypeError, match="the batch holds a tuple, list or dict, expected Tensors"):
+    with pytest.raises(TypeError, match="the batch holds a tuple, expected Tensors"):
         TrainOneStepCell(nn.WithLossCell(network, LOSS), counting(network))((x, y))
     mode_named("graph")
     for micro_size in (1, 2):

@@ -1,7 +1,7 @@
 """Check whether accumulation is exact for a network, and report why it is not."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, Optional, Union
@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import nn
 
 from ..arguments import instance_of, whole_number
-from ..batch import as_arguments, positional
+from ..batch import as_arguments, named_values, ordered, positional
 from ..split import layout
 from . import causes
 from .causes import Cause as Cause
@@ -133,16 +133,18 @@ def check_equivalence(
         False [('1', 'BatchNorm1d')]
     """
     _require_valid(forward_fn, network, weight_fn)
-    instance_of("batch", batch, (tuple, list, dict), "a tuple or dict of forward_fn's arguments, e.g. (data, label)")
+    instance_of("batch", batch, (tuple, list, Mapping), "a tuple or dict of forward_fn's arguments, e.g. (data, label)")
     arguments, named = as_arguments(batch)
-    batch = (*arguments, *named.values())
+    named = named_values(forward_fn, named)
+    names = ordered(forward_fn, named)
+    batch = (*arguments, *[named[name] for name in names])
     if layout(batch)[0] < 2:
         raise ValueError("the batch has 1 sample, which cannot be cut; give at least 2")
     micro_size = whole_number("micro_size", micro_size, "give the number of pieces to cut the batch into", minimum=2)
     cells = cells_of(network, forward_fn, weight_fn)
     if named:
-        forward_fn = _by_position("forward_fn", forward_fn, batch, tuple(named))
-        weight_fn = weight_fn and _by_position("weight_fn", weight_fn, batch, tuple(named))
+        forward_fn = _by_position("forward_fn", forward_fn, batch, names)
+        weight_fn = weight_fn and _by_position("weight_fn", weight_fn, batch, names)
     with untouched(cells.values()):
         dropout = causes.switch_off_dropout(cells)
         division = Division(forward_fn, network, batch, micro_size, weight_fn)

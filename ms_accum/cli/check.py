@@ -20,7 +20,7 @@ the largest difference, and names each layer or loss that makes the two differ, 
 
 MODULE:FUNCTION names a function without arguments in a module that can be imported from the current folder. It returns
 (forward_fn, network, batch) or (forward_fn, network, batch, weight_fn), as for ms_accum.make_train_step; batch is a
-tuple of Tensors.
+tuple or a dict of Tensors.
 
 Exit status: 0 if accumulation is exact up to rounding, 1 if it is not, 2 if it could not be checked."""
 
