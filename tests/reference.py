@@ -74,7 +74,7 @@ class Accumulation:
         self.reduction, self.clip_norm, self.on_nonfinite = reduction, clip_norm, on_nonfinite
         self.window = []
         self.update_step = self.skipped = 0
-        self.grad_norm = 0.0
+        self.grad_norm = np.nan
 
     @property
     def mini_step(self):

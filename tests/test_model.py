@@ -63,7 +63,7 @@ def test_a_model_follows_the_oracle_beside_mindspores_callbacks(mode_named, name
     assert [float(loss) for loss in outer.outputs] == pytest.approx(losses, rel=1e-5)
     assert len(losses) == 2 * len(SIZES), "EarlyStopping stopped it"
     assert int(cell.accumulator.update_step) == oracle.update_step == 6
-    assert float(cell.accumulator.grad_norm) == pytest.approx(oracle.grad_norm, rel=1e-5)
+    assert float(cell.accumulator.grad_norm) == pytest.approx(oracle.grad_norm, rel=1e-5, nan_ok=True)
     assert asked == inner.steps == [1, 2, 3, 4, 5, 6]
     assert outer.steps == list(range(1, 11)), "the run's own count is put back"
     assert inner.events == outer.events == ["begin", "epoch begin", "epoch end", "epoch begin", "epoch end", "end"]

@@ -37,7 +37,7 @@ class Plain:
         self.optimizer = build_optimizer(case, self.loss.trainable_params())
         self.update = ms.jit(self.optimizer) if case.optimizer in COMPILED_ONLY else self.optimizer
         self.mini_step = self.update_step = self.skipped = 0
-        self.grad_norm = self.window_weight = 0.0
+        self.grad_norm, self.window_weight = np.nan, 0.0
         self.window = []
         self.scale, self.finite_windows = 1.0, 0
         if case.scaler is not None:
