@@ -54,8 +54,9 @@ def averaging(
     """Return an accumulator with `reduction="mean"`: the given one, or one built for the given optimizer."""
     if not isinstance(accumulator, Accumulator):
         optimizer = () if "optimizer" in options and accumulator is None else (accumulator,)
+        if optimizer:
+            checked_parameters(accumulator, "accumulator")
         if accumulate_step is None:
-            checked_parameters(*optimizer or (options["optimizer"],))
             raise TypeError("accumulate_step is missing, expected it with an optimizer: the number of microbatches in "
                             "a window; give accumulate_step=4, say, or an Accumulator in the place of the optimizer")
         accumulator = Accumulator(*optimizer, accumulate_step=accumulate_step, **{"reduction": "mean", **options})

@@ -18,12 +18,12 @@ _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order of the 
 _named_by: dict[str, ref] = {}
 
 
-def checked_parameters(optimizer: object) -> tuple[Parameter, ...]:
+def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Parameter, ...]:
     """Return the parameters of `optimizer`. TypeError or ValueError if it cannot run on accumulated gradients."""
     parameters = getattr(optimizer, "parameters", None)
     listed = isinstance(parameters, (tuple, list)) and all(isinstance(p, Parameter) for p in parameters)
     if not callable(optimizer) or not listed:
-        raise TypeError(f"optimizer is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
+        raise TypeError(f"{name} is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
                         "give e.g. nn.SGD(network.trainable_params(), learning_rate=0.01)")
     if not parameters:
         raise ValueError("optimizer holds no parameters, expected at least one; give it network.trainable_params()")

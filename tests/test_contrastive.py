@@ -196,7 +196,7 @@ def test_nan_is_no_random_layer():
     (TypeError, r"encode_fn is of type int, expected a function", {"encode_fn": 3}),
     (TypeError, r"encode_fn is a lambda", {"encode_fn": lambda x: x}),
     (TypeError, r"loss_fn is of type str, expected a function", {"loss_fn": "nce"}),
-    (TypeError, r"optimizer is of type NoneType, expected a MindSpore optimizer", {"acc": None}),
+    (TypeError, r"accumulator is of type NoneType, expected a MindSpore optimizer", {"acc": None}),
     (ValueError, r"micro_size is 0, expected an int >= 1", {"micro_size": 0}),
     (ValueError, r"the accumulator has reduction='sum', expected \"mean\"", {"acc": {"reduction": "sum"}}),
     (ValueError, r"the accumulator has a loss_scaler, which a loss over a whole batch does not allow; leave it out", {"loss_scaler": True}),

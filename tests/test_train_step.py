@@ -222,7 +222,7 @@ def test_a_bad_piece_is_skipped_alone(mode):
 @pytest.mark.parametrize(("error", "message", "options"), [
     (TypeError, r"forward_fn is of type int, expected a function", {"forward_fn": 3}),
     (TypeError, r"weight_fn is of type float, expected a function", {"weight_fn": 2.0}),
-    (TypeError, r"optimizer is of type NoneType, expected a MindSpore optimizer", {"accumulator": None}),
+    (TypeError, r"accumulator is of type NoneType, expected a MindSpore optimizer", {"accumulator": None}),
     (ValueError, r"the accumulator has reduction='sum', expected \"mean\": .* N times too large", {"accumulator": {"reduction": "sum"}}),
     (ValueError, r"micro_size is 0, expected an int >= 1", {"micro_size": 0}),
     (TypeError, r"micro_size is True of type bool, expected an int >= 1", {"micro_size": True}),
