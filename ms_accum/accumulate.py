@@ -106,7 +106,7 @@ def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: boo
         result = forward_fn(*piece)
         loss, aux = result, ()
         if has_aux:
-            # In branches of their own: graph mode would look into what is no tuple before it asks.
+            # In branches of their own: graph mode would look into what is not a tuple before it asks.
             if isinstance(result, tuple):
                 require_aux(len(result))
                 loss, aux = result[0], result[1]
@@ -163,7 +163,7 @@ def _cut(add_piece: Callable, accumulator: Accumulator, micro_size: int, has_aux
 
 @constexpr
 def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type], name: str = "forward_fn") -> bool:
-    """Refuse a loss that is no float scalar: value_and_grad would differentiate the sum of its elements, or a cast."""
+    """Refuse a loss that is not a float scalar: value_and_grad would differentiate a sum of its elements, or a cast."""
     if shape is None:
         remedy = "; give has_aux=True if it returns (loss, aux)" if name == "forward_fn" else ""
         raise TypeError(f"{name} returned no Tensor, expected the loss alone{remedy}")
@@ -177,7 +177,7 @@ def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type], name: str = "
 
 @constexpr
 def require_aux(length: Optional[int]) -> bool:
-    """Refuse what is no pair: graph mode would drop a third value without an error."""
+    """Refuse what is not a pair: graph mode would drop a third value without an error."""
     if length != 2:
         got = "no tuple" if length is None else f"{length} values"
         raise TypeError(f"forward_fn returned {got}, expected (loss, aux) because of has_aux=True; aux may be a tuple")

@@ -42,17 +42,18 @@ class Accumulator:
     "mean" and take the undivided loss; prefer them in a new script.
 
     With "mean", mean losses, and the number of samples (or unmasked tokens) as weights, the update equals the
-    full-batch update up to rounding, also for ragged microbatches and an incomplete last window. A buffer then holds
-    the sum of weight / unit * gradient (see `unit.py`): microbatches of equal weight are added without a
-    multiplication, and in a window of one microbatch the optimizer gets a gradient that is bit-identical to the
-    microbatch's.
+    full-batch update up to rounding, also for ragged microbatches and an incomplete last window. Buffers count in units
+    of the first weight: microbatches of equal weight are added without a multiplication, and in a window of one
+    microbatch the optimizer gets a gradient that is bit-identical to the microbatch's.
 
     Args:
         optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without
             elements, and without a `loss_scale` of its own (give a `loss_scaler` to the train step). Gradients come in
             the order of `optimizer.parameters`. State with the same name as that of another accumulator's optimizer
             (`global_step`) is renamed, so that both fit into one graph.
-        accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a callable; see `window.Window`.
+        accumulate_step: Microbatches in a window: an int; `{update_step: n}`, piecewise constant, which holds 0; or a
+            function of the update count (int32 Tensor of shape `()`) that graph mode can compile and that returns an
+            int or an integer Tensor >= 1. A window keeps its length from its first microbatch to its last.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
         reduction: "sum" or "mean".
@@ -60,7 +61,7 @@ class Accumulator:
             buffer overflows if the sum of weight / first weight * gradient exceeds 65504.
         on_nonfinite: What to do with NaN and infinity. "apply": apply them like other values. "skip_microbatch": ignore
             the microbatch; the window stays open for another one (`optax.skip_not_finite`). "skip_window": drop the
-            window when it closes, without an update. See `gradients.all_finite` for what counts as finite.
+            window when it closes, without an update. A gradient is finite if the sum of its elements is.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
         after_update: A function without arguments that is called after each update, never for a microbatch or a window
             that is skipped; for a moving average of the weights, say. In graph mode it is part of the graph: it has to
@@ -219,7 +220,7 @@ class Accumulator:
             Whether a window with microbatches in it was closed: bool Tensor of shape `()`.
 
         Raises:
-            TypeError: If `condition` is no Tensor and no bool.
+            TypeError: If `condition` is neither a Tensor nor a bool.
             ValueError: If it is a Tensor of more than one element.
         """
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
@@ -377,8 +378,8 @@ class Accumulator:
         counted in `skipped`. The scaler's Parameters become state of the accumulator, under its names.
 
         Raises:
-            TypeError: If it is no such loss scaler.
-            ValueError: If its scale is no finite number > 0, there is another one already, it belongs to another
+            TypeError: If it is not such a loss scaler.
+            ValueError: If its scale is not a finite number > 0, there is another one already, it belongs to another
                 accumulator, a window is open, ranks give different ones, or `on_nonfinite` is "skip_microbatch".
         """
         if loss_scaler is self.loss_scaler:
@@ -395,7 +396,7 @@ class Accumulator:
                              "reset()")
         if self.on_nonfinite == "skip_microbatch":
             raise ValueError('got a loss_scaler with on_nonfinite="skip_microbatch": the scale changes only when a '
-                             'window closes, so an overflowing microbatch would be skipped for ever; give "apply" or '
+                             'window closes, so an overflowing microbatch would be skipped every time; give "apply" or '
                              '"skip_window", which both drop the window')
         self.loss_scaler = loss_scaler
         self._loss_scale = LossScale(loss_scaler)

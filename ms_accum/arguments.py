@@ -111,11 +111,12 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
     Args:
         names: Names of the parameters.
         expected: Their shapes.
-        got: Shapes of the gradients, None in the place of an entry that is no Tensor; None for no tuple at all.
+        got: Shapes of the gradients, None in the place of an entry that is not a Tensor; None if there is no tuple at
+            all.
         dtypes: Their dtypes, with None in the same places.
     """
     if got is None:
-        raise TypeError("grads is no tuple of Tensors, expected one gradient for each of the optimizer's "
+        raise TypeError("grads is not a tuple of Tensors, expected one gradient for each of the optimizer's "
                         f"{len(names)} parameters; take them from `value_and_grad(forward_fn, None, "
                         "optimizer.parameters)`")
     if len(got) != len(expected):
@@ -123,7 +124,7 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
                          "optimizer; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
     for name, parameter_shape, shape, dtype in zip(names, expected, got, dtypes):
         if shape is None:
-            raise TypeError(f"the gradient of {name} is no Tensor, expected one of shape {parameter_shape}; "
+            raise TypeError(f"the gradient of {name} is not a Tensor, expected one of shape {parameter_shape}; "
                             "is the parameter part of the loss?")
         if tuple(shape) != tuple(parameter_shape):
             raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
@@ -138,7 +139,7 @@ def as_weight(weight: Scalar) -> Scalar:
     """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`.
 
     Raises:
-        TypeError: If it is no number and no Tensor.
+        TypeError: If it is neither a number nor a Tensor.
         ValueError: If a number is negative, NaN or more than float32 can hold, or a Tensor has more than one element.
     """
     if isinstance(weight, Tensor):
@@ -165,7 +166,7 @@ def require_weight_tensor(shape: tuple, dtype: ms.Type) -> bool:
 
 @constexpr
 def require_weight_number(is_none: bool, weight: object) -> bool:
-    """Refuse a weight that is no finite number >= 0 in float32.
+    """Refuse a weight that is not a finite number >= 0 in float32.
 
     Args:
         is_none: Whether it is None, which is also what a constexpr sees of a number that changes from call to call.
@@ -185,7 +186,7 @@ def require_condition(is_bool: bool, shape: Optional[tuple]) -> bool:
     """Refuse what is neither a bool nor a Tensor of one element, of which MindSpore would take any for true."""
     remedy = "give a bool Tensor of shape (), e.g. loss < 1"
     if not is_bool and shape is None:
-        raise TypeError(f"condition is no Tensor and no bool; {remedy}")
+        raise TypeError(f"condition is neither a Tensor nor a bool; {remedy}")
     if not is_bool and tuple(shape) not in ((), (1,)):
         raise ValueError(f"condition is a Tensor of shape {tuple(shape)}, expected shape (); {remedy}")
     return True

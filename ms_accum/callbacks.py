@@ -95,7 +95,7 @@ class PerUpdate(Callback):
         callback: A `mindspore.train.Callback`.
 
     Raises:
-        TypeError: If `callback` is no Callback.
+        TypeError: If `callback` is not a Callback.
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
 
     Source: optax and MindSpore's dynamic learning rates count updates; MindSpore's callbacks count microbatches.

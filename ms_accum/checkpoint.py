@@ -79,8 +79,8 @@ def save_checkpoint(
         extra: Any JSON value: epoch, position in the data, seed. NaN and infinity are kept.
 
     Raises:
-        TypeError: If `network` is no Cell or `accumulator` no Accumulator; if `extra` cannot be written as JSON, or
-            would be read back as something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so
+        TypeError: If `network` is not a Cell or `accumulator` not an Accumulator; if `extra` cannot be written as JSON,
+            or would be read back as something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so
             that its state cannot be found.
         ValueError: If the suffix is another one, or a parameter of the network has the same name as an entry of the
             file.
@@ -139,7 +139,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             `clip_norm`, `on_nonfinite`, decay of a noise scale, reducer or number of ranks; it names the entry. With
             several ranks, on all of them. Not compared are arguments of the optimizer that are not Parameters, factor
             and window of a loss scaler, and the train step's.
-        TypeError: If `network` is no Cell or `accumulator` no Accumulator.
+        TypeError: If `network` is not a Cell or `accumulator` not an Accumulator.
 
     Source: see `save_checkpoint`.
 

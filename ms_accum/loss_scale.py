@@ -44,7 +44,7 @@ class LossScale:
 
 
 def require_loss_scaler(scaler: object, ranks: int) -> None:
-    """Refuse what is no loss scaler (TypeError), or has no usable scale or differs between ranks (ValueError)."""
+    """Refuse what is not a loss scaler (TypeError), or has no usable scale or differs between ranks (ValueError)."""
     if not isinstance(scaler, amp.LossScaler) or not isinstance(getattr(scaler, "scale_value", None), Tensor):
         raise TypeError(f"loss_scaler is of type {type(scaler).__name__}, expected a mindspore.amp.LossScaler; "
                         "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")

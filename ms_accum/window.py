@@ -35,7 +35,7 @@ class Window:
             lengths below 1. Elsewhere a length below 1 counts as 1.
 
     Raises:
-        TypeError: If `accumulate_step`, or a key or value of it, is no integer (bool and float included), or the
+        TypeError: If `accumulate_step`, or a key or value of it, is not an integer (bool and float included), or the
             callable cannot be compiled or returns no integer.
         ValueError: If a length is below 1, a key is negative, either is above 2**31 - 1, or a dict lacks the key 0.
     """
@@ -83,7 +83,7 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
         `{update_step: n}`.
 
     Raises:
-        TypeError: If `schedule` is no dict of integers, or `microbatches` no integer.
+        TypeError: If `schedule` is not a dict of integers, or `microbatches` not an integer.
         ValueError: If a number is out of range, or `schedule` lacks the key 0.
 
     Source: Lightning's `GradientAccumulationScheduler`, which counts epochs.

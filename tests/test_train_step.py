@@ -164,7 +164,7 @@ def test_bad_loss_scalers_are_refused():
             (opened, fresh, ValueError, r"the open window holds gradients without a loss scale; give the loss_scaler before, or reset"),
             (scaled, None, ValueError, r"the accumulator has a loss_scaler, .* give the same one here"),
             (mean_accumulator(on_nonfinite="skip_microbatch"), fresh, ValueError,
-             r"loss_scaler with on_nonfinite=\"skip_microbatch\": .* skipped for ever")):
+             r"loss_scaler with on_nonfinite=\"skip_microbatch\": .* skipped every time")):
         with pytest.raises(error, match=message):
             make_train_step(LOSS, acc, loss_scaler=given_scaler)
 
