@@ -271,7 +271,8 @@ def forward_fn(ids):
 train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), accumulate_step=2, micro_size=2)
 good, bad = Tensor([[0], [1], [2], [3]], ms.int32), Tensor([[0], [1], [2], [99999999]], ms.int32)
 float(train_step(good))
-for batch in (bad, Tensor([[0], [1]], ms.int32), Tensor([[0], [1], [2]], ms.int32)):
+short = Tensor([[0], [1]], ms.int32)
+for batch in (bad, short):
     try:
         float(train_step(batch))
     except RuntimeError:
@@ -282,7 +283,7 @@ try:
 except RuntimeError as error:
     print(str(error)[:60])
 train_step.accumulator.reset()
-print(len([train_step(Tensor([[i]], ms.int32)) for i in range(2)]), int(train_step.accumulator.update_step))
+print(len([train_step(short) for _ in range(2)]), int(train_step.accumulator.update_step))
 """
 
 
