@@ -47,7 +47,7 @@ def pytest_pyfunc_call(pyfuncitem):
     marker = pyfuncitem.get_closest_marker("fresh_process")
     if marker is None or "FRESH_PROCESS" in os.environ or not set(marker.args) & set(pyfuncitem.callspec.id.split("-")):
         return None
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "", "-p", "no:cacheprovider", pyfuncitem.nodeid]
     environment = {**os.environ, "FRESH_PROCESS": "1"}
     folder = pyfuncitem.config.rootpath
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -72,7 +72,7 @@ NARROW = {
 # Each defect: the draw that has to find it, and how it is put back: (file of ms_accum, text, what it becomes).
 _WEIGHT_IN_LOSS = [
     ("accumulate.py", "return loss_scale.multiply(loss), loss, aux", "return loss_scale.multiply(loss * piece[0].shape[0]), loss, aux"),
-    ("accumulate.py", "acc._add_piece(gradients, weight, weight)", "acc._add_piece(gradients, 1.0, weight)")]
+    ("accumulate.py", "accumulator._add_piece(gradients, weight, weight)", "accumulator._add_piece(gradients, 1.0, weight)")]
 PUT_BACK = {
     "the number of samples multiplies the loss": ("weight in the loss, 16 bits", _WEIGHT_IN_LOSS),
     "the number of samples reaches a bprop": ("weight in the loss, a bprop", _WEIGHT_IN_LOSS),
