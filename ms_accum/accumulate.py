@@ -82,20 +82,34 @@ def make_accumulate(
 
     Functions as from `batch.positional`, the rest as from `prepared`; `samples` and `cut` as from `split.layout`.
     """
+    add_piece = make_add_piece(forward_fn, accumulator, weight_fn, has_aux)
+    return whole(add_piece, accumulator._end_microbatch, has_aux) if micro_size == 1 else _cut(
+        add_piece, accumulator, micro_size, has_aux)
+
+
+def make_add_piece(
+    forward_fn: Callable,
+    accumulator: Accumulator,
+    weight_fn: Optional[Callable],
+    has_aux: bool,
+    add: Optional[Callable] = None,
+) -> Callable:
+    """Return `(samples, *piece) -> (loss, weight, what add returned, aux)`, uncompiled.
+
+    The last three as from `make_accumulate`; `add` is `(gradients, weight)`, `accumulator._add_piece` unless given.
+    """
     differentiated = _differentiated(forward_fn, accumulator, has_aux)
     grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
 
     def add_piece(samples: int, *piece: Any) -> tuple:
-        """Return the loss of a piece, its weight, whether it was taken (int32, 0 or 1), and its aux."""
         weight = as_weight(samples if weight_fn is None else weight_fn(*piece))
         (scaled_loss, loss, aux), gradients = grad_fn(*piece)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         loss = ops.depend(loss, scaled_loss).astype(ms.float32)
-        return loss, weight, accumulator._add_piece(gradients, weight, weight), aux
+        added = accumulator._add_piece(gradients, weight, weight) if add is None else add(gradients, weight)
+        return loss, weight, added, aux
 
-    if micro_size == 1:
-        return _whole(add_piece, accumulator, has_aux)
-    return _cut(add_piece, accumulator, micro_size, has_aux)
+    return add_piece
 
 
 def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: bool) -> Callable:
@@ -121,15 +135,16 @@ def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: boo
     return differentiated
 
 
-def _whole(add_piece: Callable, accumulator: Accumulator, has_aux: bool) -> Callable:
-    def whole(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
+def whole(add_piece: Callable, end: Callable, has_aux: bool) -> Callable:
+    """As `make_accumulate`, for a batch that is not cut; `end` takes what `add_piece` returned from `add`."""
+    def accumulate(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
         loss, weight, taken, aux = add_piece(samples, *batch)
-        accumulator._end_microbatch(taken)
+        end(taken)
         if isinstance(weight, Tensor):
             loss = loss + weight * 0.0  # a weight that is not finite shows in the loss
         return (loss, aux) if has_aux else loss
 
-    return whole
+    return accumulate
 
 
 def _cut(add_piece: Callable, accumulator: Accumulator, micro_size: int, has_aux: bool) -> Callable:
@@ -144,7 +159,7 @@ def _cut(add_piece: Callable, accumulator: Accumulator, micro_size: int, has_aux
         totals = (zero, zero, Tensor(0, ms.int32))
         first = 0
         aux = ()
-        accumulator._begin_pieces()
+        accumulator._note_piece()
         if has_aux:
             # The first piece shows what is to be joined. Without aux, it is a turn of the loop like any other.
             indices = ops.arange(-(-samples // micro_size))
@@ -153,7 +168,7 @@ def _cut(add_piece: Callable, accumulator: Accumulator, micro_size: int, has_aux
             totals = (counted(ops.depend(loss, aux), weight), zero + weight, taken, *joined)
             first = 1
         totals = over_pieces(turn, totals, first, samples, micro_size, cut, batch)
-        accumulator._end_microbatch(totals[2], in_pieces=True)
+        accumulator._end_microbatch(totals[2], notes=1)
         divisor = ops.where(totals[1] == 0, Tensor(1.0, ms.float32), totals[1])
         loss = totals[0] / divisor
         return (loss, whole_aux(totals[3:], aux, divisor)) if has_aux else loss

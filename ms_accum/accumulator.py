@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from math import nan
-from typing import Optional
+from typing import Optional, Union
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
@@ -13,7 +13,8 @@ from .arguments import as_weight, instance_of, number, one_of, require_condition
 from .batch_size.noise_scale import GradientNoiseScale, meters_of
 from .distributed.buckets import Layout
 from .distributed.reducers import DataParallel, OneDevice
-from .gradients import FLOATS, Gradients, Scalar, clip_factor, global_norm, multiply_no_nan, scaled
+from .gradients import FLOATS, Gradients, Header, Scalar, clip_factor, global_norm, multiply_no_nan, scaled, weighted
+from .host_count import HostCount, recount
 from .loss_scale import LossScale, NoLossScale, owner_of, require_loss_scaler, take_ownership
 from .nonfinite import AnyMicrobatch, AnyWindow, FiniteMicrobatch, FiniteWindow
 from .optimizers import checked_parameters, describe, name_state, state_of
@@ -166,6 +167,7 @@ class Accumulator:
         self._meters = meters_of(noise_scale, prefix)
         self._hooks = () if after_update is None else (after_update,)
         self._scalers = ()
+        self._count = HostCount(prefix, self.window, self.mini_step, self.update_step)
         self._in_pieces = False  # whether a driver adds microbatches in pieces, which it notes in `_unfinished`
         self.parameters = ParameterTuple(
             [*self.buffers, *self._counters, *_state_of(after_update, optimizer, parameters),
@@ -206,6 +208,7 @@ class Accumulator:
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
+        recount(self._prefix)
         self._require(grads)
         weight = as_weight(weight)
         self._end_microbatch(self._add_piece(grads, weight, weight))
@@ -238,40 +241,60 @@ class Accumulator:
 
     def _apply(self, asked: float) -> Scalar:
         """Close the window of all ranks if one of them asks for it (1.0) or has microbatches. Return how many ask."""
-        # reduce
-        header = (self.weight_sum, self.mini_step, asked)
-        for meter in self._meters:
-            header = (*header, *meter.open_window())
-        gradients, unit, header = self.reducer.window(self.buffers, self._unit.current(), header)
-        weight, microbatches, asking = header[:3]
-        if asking > 0 or microbatches > 0:
-            # loss scale, first of all: norms and sums of scaled gradients would overflow where the gradients themselves
-            # do not.
-            gradients = self._loss_scale.divide(gradients)
+        gradients, unit, header = self._reduced(asked)
+        microbatches, asking = header[1:3]
+        if asked > 0 or asking > 0 or microbatches > 0:
             finite = self._window_guard.accepts(gradients)
             if finite:
-                # normalise
-                factor = self._normaliser(unit, weight)
-                norm = self._norm(gradients, factor)
-                for meter in self._meters:
-                    meter.conclude(header[3:], weight, norm)
-                # clip
-                factor = self._clipped(factor, norm)
-                # optimizer
-                self.optimizer(tuple([scaled(g, factor, dtype) for g, dtype in zip(gradients, self._dtypes)]))
-                ops.assign_add(self.update_step, 1)
-                for hook in self._hooks:
-                    hook()
-            for scaler in self._scalers:
-                scaler.adjust(finite)
-            ops.assign(self.window_weight, self.weight_sum)
-            ops.assign_add(self.closed_windows, 1)
+                self._update(gradients, unit, header)
+            self._conclude(finite)
         self.reset()
         return asking
 
-    def _normaliser(self, unit: Scalar, weight: Tensor) -> Scalar:
+    # The steps of `_apply`. `train_step` also calls them one by one, from graphs without branches.
+
+    def _reduced(self, asked: float) -> tuple[Gradients, Scalar, Header]:
+        """Return the window's gradients of all ranks, the unit of weights that they count in, and sums over all ranks:
+        weights, microbatches, `asked`, and what the meters measured.
+        """
+        header = (self.weight_sum, self.mini_step, asked)
+        for meter in self._meters:
+            header = (*header, *meter.open_window())
+        return self._summed(self.buffers, self._unit.current(), header)
+
+    def _summed(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
+        gradients, unit, header = self.reducer.window(buffers, unit, header)
+        # Before anything is measured: norms and sums of scaled gradients would overflow where the gradients do not.
+        return self._loss_scale.divide(gradients), unit, header
+
+    def _update(self, gradients: Gradients, unit: Scalar, header: Header) -> None:
+        # normalise
+        weight = header[0]
+        factor = self._normaliser(unit, weight)
+        norm = self._norm(gradients, factor)
+        for meter in self._meters:
+            meter.conclude(header[3:], weight, norm)
+        # clip
+        factor = self._clipped(factor, norm)
+        # optimizer
+        self.optimizer(tuple([scaled(g, factor, dtype) for g, dtype in zip(gradients, self._dtypes)]))
+        ops.assign_add(self.update_step, 1)
+        for hook in self._hooks:
+            hook()
+
+    def _conclude(self, finite: Union[bool, Tensor]) -> None:
+        """Count a window that was applied, or, if it is not finite, dropped."""
+        self._window_guard.count(finite)
+        for scaler in self._scalers:
+            scaler.adjust(finite if isinstance(finite, Tensor) else Tensor(finite))
+        ops.assign(self.window_weight, self.weight_sum)
+        ops.assign_add(self.closed_windows, 1)
+
+    def _normaliser(self, unit: Scalar, weight: Scalar) -> Scalar:
         if self.reduction == "sum":
             return 1.0 / self.reducer.ranks
+        if not isinstance(weight, Tensor):
+            return unit / weight
         # A window without weight (every token masked) has the gradient 0, not 0/0.
         return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
 
@@ -310,6 +333,7 @@ class Accumulator:
 
     def reset(self) -> None:
         """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
+        recount(self._prefix)
         ops.assign(self.mini_step, 0)
         if self._in_pieces:
             ops.assign(self._unfinished, 0)
@@ -335,7 +359,7 @@ class Accumulator:
         """Close the window if it holds all its microbatches. Return whether it did: bool Tensor of shape `()`."""
         return self.close_if(self._due())
 
-    def _begin_pieces(self) -> None:
+    def _note_piece(self) -> None:
         """Note that a microbatch is added in pieces: until `_end_microbatch`, an error in a piece leaves a trace."""
         ops.assign_add(self._unfinished, 1)
 
@@ -357,11 +381,28 @@ class Accumulator:
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         return ops.depend(taken, present)
 
-    def _end_microbatch(self, taken: Tensor, in_pieces: bool = False) -> None:
-        """Count a microbatch of which `taken` pieces (int32 Tensor of shape `()`) were added."""
-        ops.assign_add(self.mini_step, ops.minimum(taken, 1) if in_pieces else taken)
-        if in_pieces:
-            ops.assign_add(self._unfinished, -1)
+    def _apply_alone(self, grads: Gradients, weight: Scalar) -> None:
+        """Do what `_add_piece` and `apply` do for a window of this microbatch alone, without writing to the buffers.
+
+        Only for an empty window, without meters, and if neither microbatches nor windows can be skipped.
+        """
+        if not isinstance(weight, Tensor) and weight == 0:
+            self._add_piece(grads, weight, weight)
+            self.apply()
+        else:
+            gradients, unit, header = self._weighed(grads, weight, weight, 1.0)
+            weight = header[0]
+            gradients, unit, header = self._summed(gradients, unit, (weight, 1.0, 1.0))
+            self._update(gradients, unit, header)
+            ops.assign(self.weight_sum, weight)
+            self._conclude(True)
+            ops.assign(self.weight_sum, 0.0)
+
+    def _end_microbatch(self, taken: Tensor, notes: int = 0) -> None:
+        """Count a microbatch of which `taken` pieces (int32 Tensor of shape `()`) were added, and undo its `notes`."""
+        ops.assign_add(self.mini_step, ops.minimum(taken, 1) if notes else taken)
+        if notes:
+            ops.assign_add(self._unfinished, -notes)
 
     def _require_whole(self) -> None:
         """Raise RuntimeError if an error left a part of a microbatch in the open window. For the host."""
@@ -419,29 +460,43 @@ class Accumulator:
         self, grads: Gradients, factor: Scalar, weight: Scalar, present: float,
     ) -> tuple[Tensor, Scalar]:
         """Add a microbatch of each rank. Return whether it was added (int32, 0 or 1), and the sum of `present`."""
+        gradients, unit, header = self._weighed(grads, factor, weight, present)
+        weight, bad, present = header[:3]
+        taken = self._microbatch_guard.take(bad)
+        if isinstance(weight, Tensor) or weight != 0:
+            self._store(taken, gradients, unit, (weight, *header[3:]))
+        return taken, present
+
+    def _weighed(
+        self, grads: Gradients, factor: Scalar, weight: Scalar, present: float,
+    ) -> tuple[Gradients, Scalar, Header]:
+        """Return what a microbatch of each rank adds to the buffers, its unit of weights, and sums over the ranks that
+        exchange microbatches: weight, whether to skip it, `present`, and what the meters measured.
+        """
         # Before the exchange: afterwards, these are gradients of all ranks together.
         spread = ()
         for meter in self._meters:
             spread = (*spread, *meter.measure(grads, self._loss_scale, weight))
         unit = self._unit.of(factor)
-        gradients = tuple([scaled(g, factor / unit, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
+        factor = factor / unit
+        if isinstance(weight, Tensor):
+            factor = ops.where(weight == 0, Tensor(0.0, ms.float32), factor)
+        gradients = tuple([weighted(g, factor, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
         bad = self._microbatch_guard.bad(gradients, weight)
         gradients, header = self.reducer.microbatch(gradients, (weight, bad, present, *spread))
-        weight, bad, present = header[:3]
-        taken = self._microbatch_guard.take(bad)
-        if self._microbatch_guard.stores(taken, weight):
-            self._store(gradients, unit, weight, header[3:])
-        return taken, present
+        return gradients, unit, header
 
-    def _store(self, gradients: Gradients, unit: Scalar, weight: Scalar, spread: tuple) -> None:
+    def _store(self, taken: Tensor, gradients: Gradients, unit: Scalar, header: Header) -> None:
+        gradients = self._microbatch_guard.kept(taken, gradients)
+        header = self._microbatch_guard.kept(taken, header)
         for buffer, gradient in zip(self.buffers, gradients):
             _add_to(buffer, gradient.astype(buffer.dtype))
         if self.reduction == "mean":
-            ops.assign_add(self.weight_sum, weight)
+            ops.assign_add(self.weight_sum, header[0])
         if self._unit.is_state:
             self._unit.keep(unit)
         for meter in self._meters:
-            meter.include(spread)
+            meter.include(header[1:])
 
     def _settings(self) -> dict[str, str]:
         """Return what has to be the same on every rank, and in a run that resumes."""

@@ -17,9 +17,9 @@ from .accumulate import averaging, checked_micro_size, require_loss
 from .accumulator import Accumulator
 from .arguments import require_callable
 from .batch import positional
+from .compiled import CompiledStep, compiled
 from .gradients import FLOATS
 from .split import over_pieces, select_rows
-from .train_step import CompiledStep, compiled
 
 
 def make_grad_cache_step(
@@ -159,7 +159,7 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, accumulator: Accumula
         cached = _with_rows(ops.zeros((samples, once.shape[1]), ms.float32), rows, once)
         cached = over_pieces(cache_piece, cached, 1, samples, micro_size, cut, batch)
 
-        accumulator._begin_pieces()
+        accumulator._note_piece()
         (loss, again), (cotangents, gradients) = first_grad_fn(cached, *first_piece)
         same = _same(once, again, representations[0].dtype)
         # If the two passes differ, the batch is ignored.
@@ -174,7 +174,7 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, accumulator: Accumula
 
         taken = accumulator._add_piece(gradients, float(samples), weight)
         taken = over_pieces(add_piece, taken, 1, samples, micro_size, cut, batch)
-        accumulator._end_microbatch(taken * same.astype(ms.int32), in_pieces=True)
+        accumulator._end_microbatch(taken * same.astype(ms.int32), notes=1)
         return loss.astype(ms.float32), same
 
     return accumulate

@@ -65,6 +65,14 @@ def scaled(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
     return gradient.astype(dtype)
 
 
+def weighted(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
+    """As `scaled`, but 0 for a Tensor of 0 as factor, also where the gradient is NaN (a mean over no token)."""
+    if isinstance(factor, Tensor):
+        gradient = gradient.astype(wider(gradient.dtype, dtype))
+        return multiply_no_nan(gradient, factor.astype(gradient.dtype)).astype(dtype)
+    return scaled(gradient, factor, dtype)
+
+
 def wider(one: ms.Type, other: ms.Type) -> ms.Type:
     """Return the wider of two float dtypes; `other` if both have 16 bits."""
     return other if one in (ms.float16, ms.bfloat16) or other == ms.float64 else one

@@ -112,6 +112,7 @@ class TrainOneStepCell(nn.Cell):
             raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
                             "in the order of the network's, or use make_train_step")
         layout(batch)
+        self.accumulator._count.forget()
         if not self._returned:
             self.accumulator._require_whole()
         self._returned = False

@@ -6,7 +6,7 @@ from typing import Union
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
-from .gradients import Gradients, Scalar, all_finite
+from .gradients import Gradients, Scalar, all_finite, multiply_no_nan
 
 
 @ms.jit_class
@@ -21,9 +21,9 @@ class AnyMicrobatch:
         """Return whether to add it, given the sum of `bad` over all ranks: int32 Tensor of shape `()`."""
         return Tensor(1, ms.int32)
 
-    def stores(self, taken: Tensor, weight: Scalar) -> Union[bool, Tensor]:
-        """Return whether its gradient is added to the buffers."""
-        return weight != 0
+    def kept(self, taken: Tensor, values: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
+        """Return what to add of a microbatch: its values, or zeros if it is not taken."""
+        return values
 
 
 @ms.jit_class
@@ -43,29 +43,42 @@ class FiniteMicrobatch:
         ops.assign_add(self.skipped, 1 - taken)
         return taken
 
-    def stores(self, taken: Tensor, weight: Scalar) -> Tensor:
-        """See `AnyMicrobatch`."""
-        return ops.logical_and(taken > 0, weight != 0)
+    def kept(self, taken: Tensor, values: tuple[Scalar, ...]) -> tuple[Tensor, ...]:
+        """See `AnyMicrobatch`. Multiplied, for a branch would make every graph wait here on an accelerator."""
+        return tuple([multiply_no_nan(_as_tensor(v), taken.astype(_as_tensor(v).dtype)) for v in values])
 
 
 @ms.jit_class
 class AnyWindow:
     """Update with every window, without looking at it."""
 
+    judges = False
+
     def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:
-        """Return whether a window's gradient makes an update: True, or a bool Tensor of shape `()`."""
+        """Return whether a window's gradient makes an update: True, or, if it `judges`, a bool Tensor of shape `()`."""
         return True
+
+    def count(self, finite: Union[bool, Tensor]) -> None:
+        """Count the window if it is dropped."""
 
 
 @ms.jit_class
 class FiniteWindow:
-    """Drop a window whose gradient is not finite; see `AnyWindow` for the method."""
+    """Drop a window whose gradient is not finite; see `AnyWindow` for the methods."""
+
+    judges = True
 
     def __init__(self, skipped: Parameter) -> None:
         self.skipped = skipped
 
     def accepts(self, gradients: Gradients) -> Tensor:
         """See `AnyWindow`."""
-        finite = all_finite(gradients)
-        ops.assign_add(self.skipped, ops.logical_not(finite).astype(ms.int32))
-        return finite
+        return all_finite(gradients)
+
+    def count(self, finite: Union[bool, Tensor]) -> None:
+        """See `AnyWindow`."""
+        ops.assign_add(self.skipped, 1 - finite.astype(ms.int32) if isinstance(finite, Tensor) else 1 - int(finite))
+
+
+def _as_tensor(value: Scalar) -> Tensor:
+    return value if isinstance(value, Tensor) else Tensor(value, ms.float32)

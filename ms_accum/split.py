@@ -113,8 +113,8 @@ def over_pieces(
 def empty_aux(aux: Aux, samples: int, rows: int) -> tuple[Tensor, ...]:
     """Return what `join_aux` starts from: zeros for a batch of `samples`, like the aux of a piece of `rows`."""
     totals = ()
-    require_aux_values(len(_values(aux)))
-    for value in _values(aux):
+    require_aux_values(len(aux_values(aux)))
+    for value in aux_values(aux):
         require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows)
         shape, dtype = ((samples, *value.shape[1:]), _carried(value.dtype)) if value.ndim else ((), ms.float32)
         totals = (*totals, ops.zeros(shape, dtype))
@@ -125,7 +125,7 @@ def join_aux(totals: tuple[Tensor, ...], aux: Aux, rows: Tensor, weight: Scalar)
     """Return the totals with the aux of one piece: its rows in their place, its scalars added, each times `weight`."""
     joined = ()
     # By index: for zip in graph mode, a tuple that went through a loop has an unknown length.
-    for i, value in enumerate(_values(aux)):
+    for i, value in enumerate(aux_values(aux)):
         total = totals[i]
         require_aux_shape(value.shape, rows.shape[0])
         if value.ndim:
@@ -139,9 +139,49 @@ def join_aux(totals: tuple[Tensor, ...], aux: Aux, rows: Tensor, weight: Scalar)
 def whole_aux(totals: tuple[Tensor, ...], aux: Aux, divisor: Tensor) -> Aux:
     """Return the batch's aux in the form of a piece's: all rows, and the scalars' weighted means."""
     whole = ()
-    for i, value in enumerate(_values(aux)):
+    for i, value in enumerate(aux_values(aux)):
         whole = (*whole, totals[i].astype(value.dtype) if value.ndim else totals[i] / divisor)
     return whole if isinstance(aux, tuple) else whole[0]
+
+
+def require_aux_of(aux: Aux, rows: int) -> None:
+    """Refuse what cannot be joined to the aux of other pieces, inside the graph of a piece of `rows`."""
+    require_aux_values(len(aux_values(aux)))
+    for value in aux_values(aux):
+        require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows)
+
+
+def join_pieces(results: tuple[Tensor, ...], pieces: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return how many pieces were taken (int32, `()`), and the batch's loss and aux.
+
+    Args:
+        results: For each piece its loss, its weight (float32, `(1,)`), whether it was taken (int32, 0 or 1), and the
+            Tensors of its aux, one after the other.
+        pieces: How many there are.
+    """
+    values = len(results) // pieces
+    weights = tuple([weight.reshape(()) for weight in results[1::values]])
+    total = _sum_of(weights)
+    divisor = ops.where(total == 0, Tensor(1.0, ms.float32), total)
+    joined = (_mean(results[0::values], weights, divisor),)
+    for place in range(3, values):
+        parts = results[place::values]
+        dtype = parts[0].dtype
+        whole = ops.concat(tuple([part.astype(_carried(dtype)) for part in parts])) if parts[0].ndim else None
+        joined = (*joined, whole.astype(dtype) if parts[0].ndim else _mean(parts, weights, divisor))
+    return _sum_of(results[2::values]), joined
+
+
+def _mean(values: tuple[Tensor, ...], weights: tuple[Tensor, ...], divisor: Tensor) -> Tensor:
+    return _sum_of(tuple([counted(value, weight) for value, weight in zip(values, weights)])) / divisor
+
+
+def _sum_of(values: tuple[Tensor, ...]) -> Tensor:
+    """Return the sum of Tensors of one shape, from left to right."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
 
 
 def counted(value: Tensor, weight: Scalar) -> Tensor:
@@ -150,7 +190,8 @@ def counted(value: Tensor, weight: Scalar) -> Tensor:
     return ops.where(weight == 0, Tensor(0.0, ms.float32), product) if isinstance(weight, Tensor) else product
 
 
-def _values(aux: Aux) -> tuple[Tensor, ...]:
+def aux_values(aux: Aux) -> tuple[Tensor, ...]:
+    """Return the Tensors of an aux."""
     return aux if isinstance(aux, tuple) else (aux,)
 
 

@@ -65,6 +65,12 @@ class Window:
             length = ops.where(update_step >= start, stage_length, length)
         return length
 
+    def host_length(self, update_step: int) -> int:
+        """Return what `length` returns, as an int; a schedule is run op by op."""
+        if self.schedule is not None:
+            return int(self.length(Tensor(update_step, ms.int32)))
+        return next(length for start, length in reversed(self.stages) if start <= update_step)
+
 
 def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
     """Convert a schedule of epochs to one of updates, for `Accumulator(accumulate_step=...)`.

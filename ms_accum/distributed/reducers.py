@@ -120,10 +120,12 @@ class OneDevice:
         each_microbatch: Whether ranks exchange something at each microbatch.
         sums_microbatches: Whether that is the gradients. Buffers then count in the user's unit, the only one that ranks
             share.
+        exchanges_windows: Whether ranks exchange something when a window closes.
         sharded: Whether a rank keeps a part of the buffers.
     """
 
     sums_microbatches = False
+    exchanges_windows = False
     sharded = False
 
     def __init__(self, layout: Layout) -> None:
@@ -155,6 +157,8 @@ class OneDevice:
 @ms.jit_class
 class WindowSync(OneDevice):
     """One exchange for each window, and one of flags for each microbatch if ranks have to agree about it."""
+
+    exchanges_windows = True
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
         self.rank, self.ranks = buckets.rank, ranks
@@ -196,6 +200,7 @@ class MicrobatchSync(OneDevice):
 class ShardedSync(MicrobatchSync):
     """One exchange per microbatch, of which a rank keeps its part, and one gathering of the parts per window."""
 
+    exchanges_windows = True
     sharded = True
 
     def new_buffers(self, prefix: str) -> list[Parameter]:

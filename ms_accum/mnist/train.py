@@ -20,17 +20,18 @@ from ms_accum.batch_size.noise_scale import GradientNoiseScale
 from ms_accum.callbacks import FlushCallback
 from ms_accum.check.isolation import in_mode
 from ms_accum.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from ms_accum.compiled import CompiledStep
 from ms_accum.distributed.ranks import gather
 from ms_accum.distributed.reducers import DataParallel
 from ms_accum.model import TrainOneStepCell
-from ms_accum.train_step import TrainStep, make_train_step
+from ms_accum.train_step import make_train_step
 
 from .data import Digits, Mnist
 from .network import CountCorrect, Float64Optimizer, Network, make_forward
 from .settings import Settings
 
 TEST_BATCH = 1000
-AnyStep = Union[TrainStep, TrainOneStepCell]
+AnyStep = Union[CompiledStep, TrainOneStepCell]
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def train_epoch(train_step: AnyStep, digits: Digits, microbatches: Sequence[np.n
     read()
 
 
-def _in_a_loop(train_step: TrainStep, batches: Iterable[tuple], took: Callable[[Tensor], None]) -> None:
+def _in_a_loop(train_step: CompiledStep, batches: Iterable[tuple], took: Callable[[Tensor], None]) -> None:
     for images, labels in batches:
         took(train_step(Tensor(images), Tensor(labels)))
     train_step.flush()
