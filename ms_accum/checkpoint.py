@@ -167,6 +167,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name])
     accumulator._unit.settle(accumulator.buffers)
+    accumulator._count.forget()
     return about["extra"]
 
 

@@ -24,11 +24,13 @@ class HostCount:
     Attributes:
         microbatches: Microbatches in the open window.
         length: How many it holds when it is full.
+        closing: Whether a train step is about to fill the window and to close it.
     """
 
     def __init__(self, name: str, window: Window, mini_step: Parameter, update_step: Parameter) -> None:
         self.microbatches = self.length = self._updates = 0
         self._window, self._mini_step, self._update_step = window, mini_step, update_step
+        self.closing = False
         self._known = False
         self._refused: Optional[int] = None  # what the device's counter was when it was refused
         _counts[name] = self
@@ -52,6 +54,7 @@ class HostCount:
         self._refused = None
         self.length = self._window.host_length(self._updates)
         self._known = True
+        self.closing = self.closing and self.full
 
     def compare(self, fewer_allowed: bool) -> None:
         """Take over the device's count if it may be lower (of skipped microbatches). RuntimeError if it differs."""
@@ -61,9 +64,11 @@ class HostCount:
             self._refused = counted
             self._refuse(self.microbatches)
         self.microbatches = counted
+        self.closing = self.closing and self.full
 
     def close(self, updated: bool) -> None:
         """Note that the window was closed, with an update or without one."""
+        self.closing = False
         self.microbatches = 0
         self._updates += updated
         self.length = self._window.host_length(self._updates)

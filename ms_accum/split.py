@@ -144,44 +144,36 @@ def whole_aux(totals: tuple[Tensor, ...], aux: Aux, divisor: Tensor) -> Aux:
     return whole if isinstance(aux, tuple) else whole[0]
 
 
-def require_aux_of(aux: Aux, rows: int) -> None:
-    """Refuse what cannot be joined to the aux of other pieces, inside the graph of a piece of `rows`."""
+def checked_aux(aux: Aux, rows: int) -> Aux:
+    """Return the aux of a piece of `rows`. TypeError or ValueError if it cannot be joined to that of other pieces."""
     require_aux_values(len(aux_values(aux)))
     for value in aux_values(aux):
         require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows)
+    return aux
 
 
-def join_pieces(results: tuple[Tensor, ...], pieces: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return how many pieces were taken (int32, `()`), and the batch's loss and aux.
+def join_aux_of_all(results: tuple[Tensor, ...], pieces: int, divisor: Tensor) -> tuple[Tensor, ...]:
+    """Return the Tensors of a batch's aux: all rows, and the scalars' weighted means.
 
     Args:
-        results: For each piece its loss, its weight (float32, `(1,)`), whether it was taken (int32, 0 or 1), and the
-            Tensors of its aux, one after the other.
+        results: For each piece its weight (float32, `(1,)`) and the Tensors of its aux, one after the other.
         pieces: How many there are.
+        divisor: The sum of the weights.
     """
     values = len(results) // pieces
-    weights = tuple([weight.reshape(()) for weight in results[1::values]])
-    total = _sum_of(weights)
-    divisor = ops.where(total == 0, Tensor(1.0, ms.float32), total)
-    joined = (_mean(results[0::values], weights, divisor),)
-    for place in range(3, values):
+    joined = ()
+    for place in range(1, values):
         parts = results[place::values]
         dtype = parts[0].dtype
-        whole = ops.concat(tuple([part.astype(_carried(dtype)) for part in parts])) if parts[0].ndim else None
-        joined = (*joined, whole.astype(dtype) if parts[0].ndim else _mean(parts, weights, divisor))
-    return _sum_of(results[2::values]), joined
-
-
-def _mean(values: tuple[Tensor, ...], weights: tuple[Tensor, ...], divisor: Tensor) -> Tensor:
-    return _sum_of(tuple([counted(value, weight) for value, weight in zip(values, weights)])) / divisor
-
-
-def _sum_of(values: tuple[Tensor, ...]) -> Tensor:
-    """Return the sum of Tensors of one shape, from left to right."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
+        if parts[0].ndim:
+            whole = ops.concat(tuple([part.astype(_carried(dtype)) for part in parts])).astype(dtype)
+        else:
+            whole = 0.0
+            for i, part in enumerate(parts):
+                whole = whole + counted(part, results[i * values].reshape(()))
+            whole = whole / divisor
+        joined = (*joined, whole)
+    return joined
 
 
 def counted(value: Tensor, weight: Scalar) -> Tensor:

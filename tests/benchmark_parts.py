@@ -14,6 +14,7 @@ import launch
 import numpy as np
 import oracle
 import pytest
+import records
 import report
 import rounds
 import run
@@ -211,7 +212,22 @@ def refusals():
         assert re.fullmatch(message, said.getvalue()), said.getvalue()
 
 
-OTHERS = (refusals, costs, seeds, growth, late_ranks, limits, states, reference)
+def figure():
+    """Points are time against the tutorial's and memory against the undivided batch's; without these there is no figure."""
+    seconds = {"tutorial": [2.0, 4.0], "undivided": [1.0, 2.0], "split": [1.5, 3.0], "boost": []}
+    growth = {"tutorial": [50, 50], "undivided": [100, 100], "split": [20, 30], "boost": []}
+    figures = {name: {"samples": seconds[name], "growth": growth[name]} for name in seconds}
+    group = records.summarised({"name": "MLP", "base": ["tutorial"], "contestants": figures})
+    found = {name: [spread["median"] for spread in spreads] for name, spreads in report.points(group).items()}
+    assert found == {"tutorial": [1, 0.5], "undivided": [0.5, 1], "split": [0.75, 0.25]}, found
+    assert report.draw([{"suite": "strategies", "groups": [group] * 3}], Path("figure.png"))
+    assert Path("figure.png").read_bytes().startswith(b"\x89PNG")
+    del figures["undivided"]
+    assert not report.draw([{"suite": "strategies", "groups": [group]}, {"suite": "mlp"}], Path("none.png"))
+    assert not Path("none.png").exists()
+
+
+OTHERS = (refusals, costs, seeds, growth, late_ranks, limits, states, reference, figure)
 
 if __name__ == "__main__":
     for check in (floors,) if sys.argv[1] == "floors" else OTHERS:

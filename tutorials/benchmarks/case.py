@@ -9,6 +9,7 @@ import numpy as np
 
 CLASSES = 10
 TOKENS = 32
+IMAGE = (3, 32, 32)
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,13 @@ class Case:
 
     Attributes:
         network: "mlp-784-512-512-10": layer sizes. "cnn-64x2": channels and blocks of a first stage.
-            "transformer-384x6": width and blocks.
+            "transformer-384x6", "vit-192x6": width and blocks.
         batch: Samples in a microbatch.
         accumulate_step: Microbatches in a window.
         lr: Learning rate of plain SGD.
         seed: Of the data and the initial weights.
         ranks: Processes that share a window, each with `accumulate_step` microbatches of its own.
+        micro_size: Pieces that a microbatch is cut into, by who can; 1: who cuts gets a window as one batch.
     """
 
     network: str
@@ -31,10 +33,11 @@ class Case:
     lr: float = 1e-2
     seed: int = 0
     ranks: int = 1
+    micro_size: int = 1
 
     @property
     def kind(self) -> str:
-        """"mlp", "cnn" or "transformer"."""
+        """"mlp", "cnn", "transformer" or "vit"."""
         return self.network.split("-")[0]
 
     @property
@@ -50,7 +53,7 @@ class Case:
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one sample."""
-        return {"mlp": (self.sizes[0],), "cnn": (3, 32, 32), "transformer": (TOKENS, self.sizes[0])}[self.kind]
+        return {"mlp": (self.sizes[0],), "transformer": (TOKENS, self.sizes[0])}.get(self.kind, IMAGE)
 
 
 def samples(case: Case, count: int) -> tuple[np.ndarray, np.ndarray]:

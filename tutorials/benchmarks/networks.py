@@ -1,20 +1,21 @@
-"""The networks in MindSpore: an MLP, a CNN in ResNet-18's shape, a stack of transformer blocks."""
+"""The networks in MindSpore: an MLP, a CNN in ResNet-18's shape, a stack of transformer blocks, MindCV's ViT."""
 from __future__ import annotations
 
 from itertools import pairwise
 from math import sqrt
 
 import numpy as np
-from case import CLASSES, Case, initial_weights
+from case import CLASSES, IMAGE, Case, initial_weights
 from mindspore import ParameterTuple, Tensor, nn, ops
 
 GROUPS = 8
 HEAD = 64
+PATCH = 8
 
 
 def build(case: Case) -> nn.Cell:
     """The case's network with its initial weights."""
-    network = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}[case.kind](*case.sizes)
+    network = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer, "vit": _vit}[case.kind](*case.sizes)
     parameters = network.trainable_params()
     for parameter, value in zip(parameters, initial_weights([p.shape for p in parameters], case.seed)):
         # A norm's scale starts at one; every other vector at zero.
@@ -38,6 +39,16 @@ def _cnn(width: int, blocks: int) -> nn.Cell:
 
 def _transformer(width: int, blocks: int) -> nn.Cell:
     return nn.SequentialCell([*(Block(width) for _ in range(blocks)), MeanOver((1,)), nn.Dense(width, CLASSES)])
+
+
+def _vit(width: int, blocks: int) -> nn.Cell:
+    # The ones that MindCV has a name for start at 86 M parameters and 224 x 224 pixels.
+    from mindcv.models.vit import VisionTransformer
+
+    # Without biases in query, key and value: see Block.
+    return VisionTransformer(
+        image_size=IMAGE[1], patch_size=PATCH, embed_dim=width, depth=blocks, num_heads=max(width // HEAD, 1),
+        qkv_bias=False, num_classes=CLASSES)
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Conv2d:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
 
-PACKAGES = ("ms_accum", "mindspore", "numpy", "torch", "jax", "jaxlib", "optax")
+PACKAGES = ("ms_accum", "mindspore", "numpy", "mindcv", "torch", "jax", "jaxlib", "optax")
 HERE = Path(__file__).parent
 
 
@@ -33,7 +33,10 @@ def circumstances() -> dict:
 
 
 def summarised(group: dict) -> dict:
-    """The group with `median`, quartiles and the ratio to the base, paired round by round, of whoever has samples."""
+    """The group with `median`, quartiles and the ratio to the base, paired round by round, of whoever has samples.
+
+    Where memory was taken beside time, also with `growth_spread`.
+    """
     base = fastest(group)
     group = {**group, "base": base}
     for figures in group["contestants"].values():
@@ -42,6 +45,8 @@ def summarised(group: dict) -> dict:
             if base:
                 pairs = zip(figures["samples"], group["contestants"][base]["samples"])
                 figures["ratio"] = spread([sample / floor for sample, floor in pairs])
+        if figures.get("growth"):
+            figures["growth_spread"] = spread(figures["growth"])
     return group
 
 

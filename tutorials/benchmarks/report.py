@@ -1,4 +1,4 @@
-"""Make a Markdown table and a plot from records of run.py, and from nothing else."""
+"""Make Markdown tables and a figure from records of run.py, and from nothing else."""
 from __future__ import annotations
 
 import argparse
@@ -14,13 +14,13 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 RECORDS = Path(__file__).with_name("records")
-OURS = ("fused", "split", "in-step", "bare", "reference")
+OURS = ("fused", "split", "in-step", "split-in-step", "bare", "reference")
 HIGHLIGHT, PLAIN = "tab:orange", "tab:blue"
 MEBIBYTE = 2**20
 
 
 def main(arguments: list[str]) -> None:
-    """Print the tables, write them and the plot."""
+    """Print the tables, write them and the figure."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     files = options.records or sorted(RECORDS.glob("*.json"))
@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> None:
     print(text)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "report.md").write_text(text, encoding="utf-8")
-    draw(found, options.output / "report.png")
+    if not draw(found, options.output / "report.png"):
+        print("report.py: no record of suite strategies with time and memory: no report.png", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -71,14 +72,14 @@ def table(suite: str, group: dict) -> str:
     titles = {"memory": ("growth of peak RSS, MiB", "of which the batch, MiB"), "mnist": ("s per epoch", "quartiles")}.get(
         suite, ("ms per microbatch", "quartiles"))
     base = f"x {group['base']}" if group["base"] else "ratio"
-    traffic = ("collectives a window", "KiB a window") if suite == "distributed" else ()
-    rows = [("contestant", *titles, base, "quartiles", "state / parameters", "difference", *traffic)]
+    more, more_cells = MORE.get(suite, ((), lambda figures: ()))
+    rows = [("contestant", *titles, base, "quartiles", "state / parameters", "difference", *more)]
     rows.append(("-",) * len(rows[0]))
     measured = {name: figures for name, figures in group["contestants"].items() if "spread" in figures}
     for name in sorted(measured, key=lambda name: measured[name]["spread"]["median"]):
         figures = measured[name]
         rows.append((f"**{name}**" if name in OURS else name, *cells(suite, group, figures), *ratio_cells(figures), state_cell(figures),
-                     f"{figures['difference']:.0e}" if "difference" in figures else "", *(traffic and traffic_cells(figures))))
+                     f"{figures['difference']:.0e}" if "difference" in figures else "", *more_cells(figures)))
     lines = ["|" + "|".join(row) + "|" for row in rows]
     absent = [f"- {name}: {figures['status']}: {figures['message']}"
               for name, figures in group["contestants"].items() if "message" in figures]
@@ -116,6 +117,22 @@ def state_cell(figures: dict) -> str:
 def traffic_cells(figures: dict) -> tuple[str, str]:
     """Calls of collectives, and what a rank hands to them."""
     return str(figures["collectives"]), f"{figures['collective_bytes'] / 1024:.1f}"
+
+
+def strategy_cells(figures: dict) -> tuple[str, str, str]:
+    """Seconds of the first window; growth of memory and its quartiles, where it was taken."""
+    first = f"{figures['first_window']:.1f}" if "first_window" in figures else ""
+    if "growth_spread" not in figures:
+        return first, "", ""
+    growth = {key: value / MEBIBYTE for key, value in figures["growth_spread"].items()}
+    return first, f"{growth['median']:.0f}", f"{growth['q1']:.0f} to {growth['q3']:.0f}"
+
+
+# Further columns of a suite: their titles, and `(figures of a contestant) -> cells`.
+MORE = {
+    "distributed": (("collectives a window", "KiB a window"), traffic_cells),
+    "strategies": (("first window, s", "growth of peak RSS, MiB", "quartiles"), strategy_cells),
+}
 
 
 def exchanges_table(record: dict) -> str:
@@ -168,89 +185,53 @@ def _mlps(record: dict) -> Iterator[tuple[int, str, dict]]:
             yield group["case"]["accumulate_step"], group["base"], measured
 
 
-# --- plot ------------------------------------------------------------------------------------------------------------------
+# --- figure ----------------------------------------------------------------------------------------------------------
 
 
-def draw(found: list[dict], file: Path) -> None:
-    """A panel for each group; the window's lengths share one."""
-    panels = [panel for record in found for panel in panels_of(record)]
-    height = 1.5 + 0.28 * max(bars for bars, _ in panels)
-    columns = min(len(panels), 3)
-    rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, height * rows), squeeze=False, layout="constrained")
-    for axis, (_, panel) in zip(axes.flat, panels):
-        panel(axis)
-    for axis in axes.flat[len(panels):]:
-        axis.remove()
+def draw(found: list[dict], file: Path) -> bool:
+    """Draw a panel for each network, a point for each contestant. Return whether there is anything to draw."""
+    strategies = [record for record in found if record["suite"] == "strategies"]
+    groups = [group for record in strategies for group in record["groups"] if points(group)]
+    if not groups:
+        return False
+    figure, axes = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4.6), squeeze=False, layout="constrained")
+    for axis, group in zip(axes.flat, groups):
+        draw_points(axis, group)
+    figure.supxlabel("time per microbatch / the tutorial's class (left is faster)")
+    figure.supylabel("growth of peak memory / undivided batch's")
     figure.savefig(file, dpi=120)
     plt.close(figure)
+    return True
 
 
-def panels_of(record: dict) -> list[tuple[int, object]]:
-    """`(bars, draw on axes)` of each panel."""
-    groups = record["groups"]
-    panels = []
-    if record["suite"] == "scaling":
-        panels.append((8, lambda axis: draw_lengths(axis, record)))
-        groups = [group for group in groups if not group["case"]["network"].startswith("mlp")]
-    if record["suite"] == "distributed":
-        panels.append((8, lambda axis: draw_ranks(axis, record)))
-        groups = []
-    for group in groups:
-        panels.append((len(group["contestants"]), lambda axis, group=group: draw_bars(axis, record, group)))
-    return panels
+def points(group: dict) -> dict[str, tuple[dict, dict]]:
+    """Spreads of time and memory by name, of who has both; empty if the tutorial or the undivided batch failed."""
+    contestants = group["contestants"]
+    whole = contestants.get("undivided", {}).get("growth_spread")
+    if group["base"] != "tutorial" or whole is None:
+        return {}
+    return {name: (figures["ratio"], {key: value / whole["median"] for key, value in figures["growth_spread"].items()})
+            for name, figures in contestants.items() if "ratio" in figures and "growth_spread" in figures}
 
 
-def draw_bars(axis: Axes, record: dict, group: dict) -> None:
-    """A bar for each contestant: the median; a whisker for the quartiles, the paired ratio as its label."""
-    factor, unit = {"memory": (1 / MEBIBYTE, "growth of peak RSS, MiB"), "mnist": (group.get("microbatches", 1), "s per epoch")}.get(
-        record["suite"], (1e3, "ms per microbatch"))
-    measured = [(name, figures) for name, figures in group["contestants"].items() if "spread" in figures]
-    measured.sort(key=lambda entry: -entry[1]["spread"]["median"])
-    if measured:
-        names = [name for name, _ in measured]
-        spreads = [figures["spread"] for _, figures in measured]
-        medians = [spread["median"] * factor for spread in spreads]
-        whiskers = [[(spread["median"] - spread["q1"]) * factor for spread in spreads],
-                    [(spread["q3"] - spread["median"]) * factor for spread in spreads]]
-        bars = axis.barh(names, medians, xerr=whiskers, color=[HIGHLIGHT if name in OURS else PLAIN for name in names], ecolor="0.3")
-        labels = [f"x {figures['ratio']['median']:.2f}" if "ratio" in figures else "" for _, figures in measured]
-        axis.bar_label(bars, labels, padding=4, fontsize=8)
-    axis.margins(x=0.15)
-    axis.set(title=f"{record['suite']}: {group['name']}", xlabel=unit + (f"; x {group['base']}" if group["base"] else ""))
-
-
-def draw_ranks(axis: Axes, record: dict) -> None:
-    """Time of a microbatch against the ranks: a colour for each way to exchange, a line style for each length of the window."""
-    lines: dict[tuple[str, int], list[tuple[int, dict]]] = {}
-    for group in record["groups"]:
-        for name, figures in group["contestants"].items():
-            if "spread" in figures:
-                lines.setdefault((name, group["case"]["accumulate_step"]), []).append((group["case"]["ranks"], figures["spread"]))
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in lines))}
-    shortest = min(n for _, n in lines)
-    for (name, n), points in lines.items():
-        ranks, spreads = zip(*points)
-        axis.plot(ranks, [spread["median"] * 1e3 for spread in spreads], marker="o", color=colours[name],
-                  linestyle="--" if n == shortest else "-", label=f"{name}, N = {n}")
-        axis.fill_between(ranks, [spread["q1"] * 1e3 for spread in spreads], [spread["q3"] * 1e3 for spread in spreads],
-                          color=colours[name], alpha=0.15)
-    axis.set_xticks(sorted({group["case"]["ranks"] for group in record["groups"]}))
-    axis.set_yscale("log")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.legend(fontsize=8)
-    axis.set(title=f"distributed: MLP, {record['cores']} cores for all ranks", xlabel="ranks", ylabel="ms per microbatch")
-
-
-def draw_lengths(axis: Axes, record: dict) -> None:
-    """Ratio to the floor against the length of the window."""
-    for name, points in lengths(record).items():
-        counts = sorted(points)
-        axis.plot(counts, [points[n]["median"] for n in counts], marker="o", label=name)
-        axis.fill_between(counts, [points[n]["q1"] for n in counts], [points[n]["q3"] for n in counts], alpha=0.15)
-    axis.set_xscale("log", base=2)
-    axis.legend(fontsize=8)
-    axis.set(title="scaling: MLP", xlabel="microbatches in a window", ylabel="x floor")
+def draw_points(axis: Axes, group: dict) -> None:
+    """A point with whiskers for the quartiles, its name beside it, names apart from each other."""
+    found = sorted(points(group).items(), key=lambda point: point[1][1]["median"])
+    axis.margins(x=0.35, y=0.12)
+    for name, (time, memory) in found:
+        x_whisker, y_whisker = ([[s["median"] - s["q1"]], [s["q3"] - s["median"]]] for s in (time, memory))
+        axis.errorbar(time["median"], memory["median"], xerr=x_whisker, yerr=y_whisker, marker="o",
+                      color=HIGHLIGHT if name in OURS else PLAIN, ecolor="0.7")
+    axis.axvline(1, color="0.85", zorder=0)
+    axis.set_title(group["name"])
+    (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
+    level = low
+    for name, (time, memory) in found:
+        level = max(level + (high - low) / 18, memory["median"])
+        place = time["median"] + 0.03 * (right - left), level
+        axis.annotate(name, (time["median"], memory["median"]), place,
+                      fontsize=8, va="center", fontweight="bold" if name in OURS else None,
+                      arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.6})
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from suites import REFEREE, WINDOWS, Group
 
 TOLERANCE = 1e-5
 PEAK_WINDOWS = 2
+# Rounds of memory beside a measurement of time.
+WEIGHINGS = 3
 
 
 class Results(dict):
@@ -29,7 +31,10 @@ class Results(dict):
 
 
 def time_group(group: Group, rounds: int, scratch: Path) -> dict:
-    """The group's record: seconds for a microbatch of each contestant, round by round."""
+    """The group's record: seconds for a microbatch of each contestant, round by round.
+
+    With `group.piece`, also how much peak RSS grows, as in `weigh_group`.
+    """
     results = Results()
     say(f"{group.name}: building {len(group.contestants)} contestants")
     with fleet(group.contestants, group.case, scratch, results.unavailable) as workers:
@@ -39,7 +44,11 @@ def time_group(group: Group, rounds: int, scratch: Path) -> dict:
                 _ask(results, name, lambda name=name, worker=worker: results.of(name).update(worker.ask("state")))
         microbatches = group.microbatches or _microbatches(group, agreed, results)
         _alternate(agreed, results, rounds, microbatches, group.name)
-    return record_of(group, results, microbatches=microbatches, base=list(group.base))
+    what = {"microbatches": microbatches, "base": list(group.base)}
+    if group.piece:
+        what.update(small=group.small, piece=group.piece)
+        _weigh(group, list(agreed), results, min(rounds, WEIGHINGS), scratch / "memory", "growth")
+    return record_of(group, results, **what)
 
 
 def weigh_group(group: Group, rounds: int, scratch: Path) -> dict:
@@ -52,19 +61,24 @@ def weigh_group(group: Group, rounds: int, scratch: Path) -> dict:
         agreed = agree(group, workers, results, scratch)
         for name, worker in agreed.items():
             _ask(results, name, lambda name=name, worker=worker: results.of(name).update(worker.ask("state")))
-    sizes = (group.case["batch"], group.piece)
+    _weigh(group, list(agreed), results, rounds, scratch, "samples")
+    return record_of(group, results, piece=group.piece, base=list(group.base))
+
+
+def _weigh(group: Group, names: list[str], results: Results, rounds: int, scratch: Path, key: str) -> None:
+    """Leave the growth of each in its figures."""
+    sizes = (group.small or group.case["batch"], group.piece)
     for i in range(rounds):
-        say(f"{group.name}: round {i + 1} of {rounds}")
-        jobs = [(name, size) for name in agreed for size in sizes if "message" not in results.of(name)]
+        say(f"{group.name}: memory: round {i + 1} of {rounds}")
+        jobs = [(name, size) for name in names for size in sizes if "message" not in results.of(name)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             answers = pool.map(lambda job, i=i: _peak(group, *job, scratch / f"{i}-{job[0]}-{job[1]}", results), jobs)
             peaks = {job: answer for job, answer in zip(jobs, answers) if answer}
-        for name in agreed:
+        for name in names:
             if all((name, size) in peaks for size in sizes):
                 small, large = (peaks[name, size] for size in sizes)
                 results.of(name)["data_bytes"] = large["data"]
-                results.of(name).setdefault("samples", []).append(large["peak"] - small["peak"])
-    return record_of(group, results, piece=group.piece, base=list(group.base))
+                results.of(name).setdefault(key, []).append(large["peak"] - small["peak"])
 
 
 def agree(group: Group, workers: dict[str, Worker], results: Results, scratch: Path) -> dict[str, Worker]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,16 @@ from case import Case, EpochCase, samples
 FLOOR = ("floor", "floor-branch")
 LIMITS = ("write-only", "add-only", "update-only", "loop-add-only", "one-buffer", "one-buffer-mean")
 OURS = ("fused", "split", "in-step")
+WAYS = ("undivided", "fused", "split", "tutorial", "boost", "parallel-nn")
+CUTTERS = ("in-step", "split-in-step")
 MEMORY = ("undivided", "in-step", "unrolled", "parallel-nn", "fused", "tutorial")
 MINDSPORE = (*FLOOR, "forward", *LIMITS, *OURS, "bare", "undivided", "unrolled", "tutorial", "boost", "parallel-nn",
              "mindcv-style", "mindone-style")
 PEERS = ("pytorch-eager", "pytorch-compiled", "jax-multisteps", "jax-scan")
 # The ranks of this one exchange nothing, and are judged by their own samples.
 ALONE = "alone"
+# Of the suite strategies: length of the window and pieces of a microbatch where memory is taken.
+WEIGHED = (4, 8)
 EXCHANGES = ("window", "microbatch", "shard")
 # A network that NumPy's oracle does not know is judged by its undivided batch.
 REFEREE = "undivided"
@@ -40,7 +44,8 @@ class Group:
         base: What the others are held against; of several, the one with the lowest median.
         seconds: How long the base shall take for a round's microbatches.
         microbatches: In a round; 0: as many as take `seconds`.
-        piece: For memory: samples in a large microbatch; a small one has the case's.
+        piece: For memory: samples in a large microbatch; 0: memory is not taken.
+        small: For memory: samples in a small microbatch; 0: the case's.
         referee: `(windows) -> parameters`; None: the contestant `REFEREE` is.
     """
 
@@ -51,6 +56,7 @@ class Group:
     seconds: float = 0.25
     microbatches: int = 0
     piece: int = 0
+    small: int = 0
     referee: Referee | None = None
 
 
@@ -79,6 +85,32 @@ def scaling(quick: bool, digits: Path) -> list[Group]:
         ("CNN", "cnn-16x2", 2), ("transformer", "transformer-384x6", 4)]
     names = (REFEREE, "floor", "fused") if quick else (REFEREE, *FLOOR, *names)
     return groups + [_timed(f"{label}, N = 4", Case(other, batch), names, quick) for label, other, batch in others]
+
+
+def strategies(quick: bool, digits: Path) -> list[Group]:
+    """Graphs scheduled by the host, one graph for all, and the ways in use; microbatches whole and cut in 8.
+
+    A microbatch that can be cut is 8 times as large; who cannot cut takes it whole. Of N = 4 memory is taken, too.
+    """
+    every = [(n, cut) for cut in (1, 8) for n in (1, 4, 16)]
+    # 128 pieces of a larger network take seconds.
+    most = [(n, cut) for n, cut in every if n * cut <= 32]
+    networks = [("MLP", "mlp-784-32-32-10", 4, 512, [(4, 1), WEIGHED]), ("CNN", "cnn-8x1", 1, 0, [(2, 8)]),
+                ("transformer", "transformer-32x1", 1, 0, [(2, 8)]), ("ViT", "vit-32x1", 1, 0, [(2, 8)])] if quick else [
+        # A CNN of 16 channels and 2 blocks takes 5.8 s for 32 pieces (see scaling).
+        ("MLP", "mlp-784-512-512-10", 32, 2048, every), ("CNN", "cnn-8x1", 2, 64, most),
+        ("transformer", "transformer-384x6", 4, 32, most), ("ViT", "vit-192x6", 2, 0, [(4, 1), WEIGHED])]
+    groups = []
+    for label, network, batch, piece, windows in networks:
+        names = (*WAYS, "pytorch-eager") if label == "MLP" else WAYS
+        for n, cut in windows:
+            case = Case(network, cut * batch, n, micro_size=cut)
+            if label == "MLP":
+                case = oracle.clearest(case, SEEDS, WINDOWS)
+            group = _timed(f"{label}, N = {n}, {f'cut in {cut}' if cut > 1 else 'whole'}", case,
+                           (*names, *CUTTERS) if cut > 1 else names, quick, ("tutorial",))
+            groups.append(replace(group, small=cut, piece=piece) if (n, cut) == WEIGHED and piece else group)
+    return groups
 
 
 def skipping(quick: bool, digits: Path) -> list[Group]:
@@ -117,9 +149,10 @@ def distributed(quick: bool, digits: Path) -> list[Group]:
     return groups
 
 
-SUITES = {"mlp": mlp, "memory": memory, "scaling": scaling, "skipping": skipping, "distributed": distributed, "mnist": mnist}
-ROUNDS = {"mlp": 30, "memory": 3, "scaling": 12, "skipping": 30, "distributed": 12, "mnist": 7}
-QUICK_ROUNDS = {"mlp": 3, "memory": 1, "scaling": 2, "skipping": 2, "distributed": 1, "mnist": 1}
+SUITES = {"mlp": mlp, "memory": memory, "scaling": scaling, "strategies": strategies,
+          "skipping": skipping, "distributed": distributed, "mnist": mnist}
+ROUNDS = {"mlp": 30, "memory": 3, "scaling": 12, "strategies": 5, "skipping": 30, "distributed": 12, "mnist": 7}
+QUICK_ROUNDS = {"mlp": 3, "memory": 1, "scaling": 2, "strategies": 2, "skipping": 2, "distributed": 1, "mnist": 1}
 
 
 def _timed(name: str, case: Case, contestants: tuple[str, ...], quick: bool, base: tuple[str, ...] = FLOOR) -> Group:

@@ -7,7 +7,8 @@ It builds the contestant and says {"ready": true}; from then on it sleeps until 
     {"do": "agree", "windows": 3, "file": F}     parameters after 3 windows, in F (.npz)   -> {"digest": ...}
     {"do": "time", "microbatches": 64}           train on that many, wait for the end      -> {"seconds": ...}
     {"do": "peak", "batch": 2048, "windows": 2}  train on microbatches of that size        -> {"peak": ..., "data": ...}
-    {"do": "state"}                                                                        -> {"state_bytes": ..., "parameter_bytes": ...}
+    {"do": "state"}                                                                        -> {"state_bytes": ..., "parameter_bytes": ...,
+                                                                                            "first_window": seconds}
 
 What goes wrong is answered as {"missing": package} or {"error": line}.
 """
@@ -66,8 +67,9 @@ def peak(contestant: Any, batch: int, windows: int) -> dict:
 
 
 def state(contestant: Any) -> dict:
-    """Bytes that accumulation keeps from call to call, and bytes of the parameters."""
-    return {"state_bytes": contestant.state_bytes(), "parameter_bytes": sum(p.nbytes for p in contestant.parameters())}
+    """Bytes that accumulation keeps from call to call, bytes of the parameters, seconds of the first window."""
+    return {"state_bytes": contestant.state_bytes(), "parameter_bytes": sum(p.nbytes for p in contestant.parameters()),
+            "first_window": contestant.first_window}
 
 
 COMMANDS: dict[str, Callable[..., dict]] = {"agree": agree, "time": time, "peak": peak, "state": state}

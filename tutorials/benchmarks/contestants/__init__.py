@@ -6,7 +6,8 @@ from importlib import import_module
 
 _MODULES = {
     "mindspore_": ("floor", "floor-branch", "forward", "write-only", "add-only", "update-only", "loop-add-only", "one-buffer",
-                   "one-buffer-mean", "fused", "fused-again", "skip-window", "skip-microbatch", "split", "in-step", "bare", "undivided",
+                   "one-buffer-mean", "fused", "fused-again", "skip-window", "skip-microbatch", "split", "in-step",
+                   "split-in-step", "bare", "undivided",
                    "unrolled", "tutorial", "boost", "parallel-nn", "mindcv-style", "mindone-style", "wrong-denominator"),
     "mindspore_ranks": ("alone", "window", "microbatch", "shard"),
     "pytorch_": ("pytorch-eager", "pytorch-compiled"),
@@ -15,7 +16,7 @@ _MODULES = {
     "mnist_pytorch": ("pytorch-dataset", "pytorch-tensors"),
 }
 MODULES = {name: module for module, names in _MODULES.items() for name in names}
-PACKAGES = ("mindspore", "ms_accum", "torch", "jax", "optax")
+PACKAGES = ("mindspore", "ms_accum", "mindcv", "torch", "jax", "optax")
 
 
 def builder(name: str) -> Callable:

@@ -24,6 +24,7 @@ class Start(NamedTuple):
     forward_fn: Callable
     optimizer: nn.Optimizer
     pieces: int
+    micro_size: int
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -61,7 +62,7 @@ class MindSpore(Contestant):
             return loss_fn(network(x), y)
 
         optimizer = nn.SGD(network.trainable_params(), case.lr)
-        self.way = way(Start(network, forward_fn, optimizer, case.accumulate_step))
+        self.way = way(Start(network, forward_fn, optimizer, case.accumulate_step, case.micro_size))
         self.trained = network.trainable_params()
         self.whole_window = self.way.whole_window
         self.smallest = min(self.trained, key=lambda p: p.size)
@@ -272,7 +273,7 @@ def one_buffer_mean(start: Start) -> Way:
 
 def fused(start: Start, on_nonfinite: str = "apply") -> Way:
     acc = Accumulator(start.optimizer, start.pieces, reduction="mean", on_nonfinite=on_nonfinite)
-    return Way(make_train_step(start.forward_fn, acc), tuple(acc.parameters))
+    return Way(make_train_step(start.forward_fn, acc, strategy="fused"), tuple(acc.parameters))
 
 
 def split(start: Start) -> Way:
@@ -280,9 +281,13 @@ def split(start: Start) -> Way:
     return Way(make_train_step(start.forward_fn, acc, strategy="split"), tuple(acc.parameters))
 
 
-def in_step(start: Start) -> Way:
-    acc = Accumulator(start.optimizer, 1, reduction="mean")
-    return Way(make_train_step(start.forward_fn, acc, micro_size=start.pieces), tuple(acc.parameters), whole_window=True)
+def in_step(start: Start, strategy: str = "fused") -> Way:
+    """Cut inside the step: each microbatch if the case says into how many pieces, or else the window as one batch."""
+    whole_window = start.micro_size == 1
+    pieces, micro_size = (1, start.pieces) if whole_window else (start.pieces, start.micro_size)
+    acc = Accumulator(start.optimizer, pieces, reduction="mean")
+    train_step = make_train_step(start.forward_fn, acc, micro_size=micro_size, strategy=strategy)
+    return Way(train_step, tuple(acc.parameters), whole_window)
 
 
 def bare(start: Start) -> Way:
@@ -506,6 +511,7 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "skip-microbatch": partial(fused, on_nonfinite="skip_microbatch"),
     "split": split,
     "in-step": in_step,
+    "split-in-step": partial(in_step, strategy="split"),
     "bare": bare,
     "undivided": undivided,
     "unrolled": unrolled,

@@ -25,7 +25,7 @@ class Rank(MindSpore):
 
 def _fused(reducer: DataParallel | None, start: Start) -> Way:
     acc = Accumulator(start.optimizer, start.pieces, reduction="mean", reducer=reducer)
-    return Way(make_train_step(start.forward_fn, acc), tuple(acc.parameters))
+    return Way(make_train_step(start.forward_fn, acc, strategy="fused"), tuple(acc.parameters))
 
 
 CONTESTANTS = {name: partial(Rank, reducer) for name, reducer in {
