@@ -46,12 +46,11 @@ def make_train_step(
             An optimizer may also be given as `optimizer=`.
         accumulate_step: Microbatches in a window, with an optimizer: an int, `{update_step: n}` or a callable; see
             `Accumulator`.
-        micro_size: Number of pieces that each microbatch is cut into, inside the graph (the name is that of
+        micro_size: Number of pieces that each microbatch is cut into (the name is that of
             `mindspore.parallel.nn.GradAccumulation`). Peak activation memory is that of one piece. The batch size n is
             the length of axis 0 of the first Tensor that has axes (of named ones, in the order of `forward_fn`'s
-            parameters). Tensors whose axis 0 has length n are cut, all other
-            arguments go to every piece whole. Pieces have ceil(n / micro_size) samples; if that does not divide n, the
-            last one is shorter and weighs less.
+            parameters). Tensors whose axis 0 has length n are cut, all other arguments go to every piece whole. Pieces
+            have ceil(n / micro_size) samples; if that does not divide n, the last one is shorter and weighs less.
         weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: what the mean in `forward_fn` divides by,
             e.g. the number of unmasked tokens. None: the number of samples. Of a batch with names, it gets those that
             it has parameters for.
@@ -60,9 +59,10 @@ def make_train_step(
             gradient is divided by the scale before it is measured, averaged or clipped, and the scaler is adjusted
             once. A window with NaN or infinity in its gradient is dropped. Return the loss in float32: a float16 loss
             overflows from a scale of 2**16 on.
-        strategy: "fused": one graph holds forward, backward, add and the update. "split": one graph for forward,
-            backward and add, and one for the update, which the host runs once per window (RATEX's scheme); the host
-            reads one flag after each call.
+        strategy: "split": the host decides, and the graphs hold no control flow (RATEX's scheme): one adds a microbatch
+            or a piece of it, one updates. The host reads the device's counter of microbatches when a window closes, and
+            whether the window is finite if it may be dropped. "fused": one graph holds everything, a loop over the
+            pieces included, and the device decides.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `micro_size > 1`, aux is a Tensor or a tuple of
             Tensors: those of shape `()` are returned as their weighted mean (float32), those with one row per sample as
             the rows of the whole batch.
@@ -78,7 +78,9 @@ def make_train_step(
             another expression, which MindSpore cannot compile.
         ValueError: If an argument is out of range, an accumulator comes with `accumulate_step` or other arguments of
             `Accumulator`, it has `reduction="sum"`, or a parameter was frozen since it was built.
-        RuntimeError: When called, if an error left a part of a batch in the open window (see below).
+        RuntimeError: When called, if an error left a part of a batch in the open window (see below). With "split", also
+            if the window does not hold the microbatches that the host counted, because a function that you compiled
+            calls the accumulator, say. It is not applied then.
 
     The weight multiplies the gradients, after the backward pass, so layers whose backward pass is not linear work and
     float16 does not overflow. A piece with the same weight as the first one costs no multiplication, another weight
