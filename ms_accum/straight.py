@@ -210,7 +210,7 @@ class _Pieces:
 
     def __call__(self, *batch: Any) -> Any:
         # The sums go from piece to piece. Keeping what each returned would cut MindSpore's pool of memory into pieces,
-        # and the peak would grow with their number (286 MB instead of 109 measured).
+        # and the peak would grow with their number (48 pieces: 286 MB instead of 84).
         totals, results = Tensor(np.zeros(3), ms.float32), []
         for graph, start in self._calls:
             totals = graph(start, totals, *batch)

@@ -46,18 +46,19 @@ MATRIX = [f"trained:{sync}:{sizes}:{optimizer}"
           for sync in SYNCS for sizes in ("equal", "unequal", "uneven") for optimizer in OPTIMIZERS]
 BAD = [f"trained:{sync}:{sizes}:SGD:{what}" for sync, sizes, what in (
     ("window", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_microbatch"),
-    ("microbatch", "uneven", "nan:skip_window"), ("window", "equal", "overflow"), ("window", "uneven", "nan"))]
+    ("microbatch", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_window"), ("window", "equal", "overflow"), ("window", "uneven", "nan"))]
 NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
          for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
 RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors"]
 LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
-    "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, *NOISE, *RESUME,
+    "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused",
+                 *(f"trained:{sync}:uneven:SGD:fused" for sync in SYNCS), *NOISE, *RESUME,
                  "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit",
                  "mnist", "killed"]),
-    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:4], *NOISE, *RESUME, "mnist"]),
-                     "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:split:jit",
-                     "trained:shard:uneven:Adam:split:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
+    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *NOISE, *RESUME, "mnist"]),
+                     "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
+                     "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
     "four": (4, [*MATRIX[2::3], NOISE[0], RESUME[0], "trained:window:uneven:Adam",
                  "trained:window:uneven:SGD:nan:skip_microbatch", *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
 }
@@ -112,7 +113,7 @@ def trained(rank, sync, sizes, optimizer, *features):
     noise_scale = GradientNoiseScale(decay=0.9) if "noise" in features else None
     on_nonfinite = next((feature for feature in features if feature.startswith("skip")), "apply")
     acc = accumulator(network, optimizer, sync, on_nonfinite=on_nonfinite, noise_scale=noise_scale)
-    strategy = "split" if "split" in features else "fused"
+    strategy = "fused" if "fused" in features else "split"
     train(make_train_step(mean_loss(network), acc, strategy=strategy, loss_scaler=scaler), batches)
     return {**state(acc), "scale": scaler and float(scaler.scale_value),
             "noise": noise_scale and [noise_scale.noise, noise_scale.gradient_squared]}
