@@ -110,6 +110,7 @@ class CompiledStep:
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
         self.accumulator._require_whole()
+        self.accumulator._count.forget()
         self.updated = self._flush()
         return self.updated
 

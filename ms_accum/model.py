@@ -149,6 +149,7 @@ class TrainOneStepCell(nn.Cell):
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
         self.accumulator._require_whole()
+        self.accumulator._count.forget()
         return self._flush()
 
 

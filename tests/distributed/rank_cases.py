@@ -46,7 +46,8 @@ MATRIX = [f"trained:{sync}:{sizes}:{optimizer}"
           for sync in SYNCS for sizes in ("equal", "unequal", "uneven") for optimizer in OPTIMIZERS]
 BAD = [f"trained:{sync}:{sizes}:SGD:{what}" for sync, sizes, what in (
     ("window", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_microbatch"),
-    ("microbatch", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_window"), ("window", "equal", "overflow"), ("window", "uneven", "nan"))]
+    ("microbatch", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_window"), ("window", "equal", "overflow"),
+    ("window", "uneven", "nan"))]
 NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
          for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
 RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors"]
