@@ -32,7 +32,7 @@ class HostCount:
         self._window, self._mini_step, self._update_step = window, mini_step, update_step
         self.closing = False
         self._known = False
-        self._refused: Optional[int] = None  # what the device's counter was when it was refused
+        self._refusal: Optional[tuple[tuple[int, int], str]] = None  # the device's counters, and what was said
         _counts[name] = self
 
     @property
@@ -48,22 +48,29 @@ class HostCount:
         """Read the device's counters if they may have changed. RuntimeError if they were refused before."""
         if self._known:
             return
-        self.microbatches, self._updates = int(self._mini_step), int(self._update_step)
-        if refuse and self.microbatches == self._refused:
-            self._refuse(self.microbatches)
-        self._refused = None
+        counters = self._on_device()
+        if refuse and self._refusal is not None and counters == self._refusal[0]:
+            raise RuntimeError(self._refusal[1])
+        self.microbatches, self._updates = counters
+        self._refusal = None
         self.length = self._window.host_length(self._updates)
         self._known = True
         self.closing = self.closing and self.full
 
     def compare(self, fewer_allowed: bool) -> None:
         """Take over the device's count if it may be lower (of skipped microbatches). RuntimeError if it differs."""
-        counted = int(self._mini_step)
-        if counted != self.microbatches and not (fewer_allowed and counted < self.microbatches):
+        microbatches, updates = self._on_device()
+        fewer = fewer_allowed and microbatches < self.microbatches
+        if updates != self._updates or (microbatches != self.microbatches and not fewer):
             self.forget()
-            self._refused = counted
-            self._refuse(self.microbatches)
-        self.microbatches = counted
+            self._refusal = (microbatches, updates), (
+                f"the open window holds {microbatches} microbatches after {updates} updates, expected "
+                f"{self.microbatches} after {self._updates}; it was not applied. Either a function that you compiled "
+                "calls the accumulator, or a counter was assigned, or MindSpore reported the error of an earlier call "
+                "late. Call accumulator.reset(), which drops the window, or flush(), which applies it. If your "
+                'compiled function has to call the accumulator, build the train step with strategy="fused"')
+            raise RuntimeError(self._refusal[1])
+        self.microbatches = microbatches
         self.closing = self.closing and self.full
 
     def close(self, updated: bool) -> None:
@@ -73,12 +80,8 @@ class HostCount:
         self._updates += updated
         self.length = self._window.host_length(self._updates)
 
-    def _refuse(self, expected: int) -> None:
-        raise RuntimeError(
-            f"the open window holds {self._refused} microbatches on the device, but the train step counted {expected}: "
-            "a function that you compiled calls the accumulator, a counter was assigned, or a call failed after it "
-            'returned; expected strategy="split" to be told of each microbatch; call accumulator.reset(), which drops '
-            'the open window, or accumulator.flush(), which applies it, and give strategy="fused" if this is meant')
+    def _on_device(self) -> tuple[int, int]:
+        return int(self._mini_step), int(self._update_step)
 
 
 # By name, because a `constexpr` is given values only.

@@ -17,7 +17,6 @@ from .window import AccumulateStep
 _STRATEGIES = ("fused", "split")
 
 
-
 def make_train_step(
     forward_fn: Callable,
     accumulator: Union[nn.Optimizer, Accumulator, None] = None,
@@ -59,10 +58,9 @@ def make_train_step(
             gradient is divided by the scale before it is measured, averaged or clipped, and the scaler is adjusted
             once. A window with NaN or infinity in its gradient is dropped. Return the loss in float32: a float16 loss
             overflows from a scale of 2**16 on.
-        strategy: "split": the host decides, and the graphs hold no control flow (RATEX's scheme): one adds a microbatch
-            or a piece of it, one updates. The host reads the device's counter of microbatches when a window closes, and
-            whether the window is finite if it may be dropped. "fused": one graph holds everything, a loop over the
-            pieces included, and the device decides.
+        strategy: "split": the host decides when a window closes. One graph adds a microbatch or a piece of it, another
+            one updates, and neither holds control flow. The host reads the device's counters when a window closes.
+            "fused": one graph does everything, loops over the pieces, and the device decides.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `micro_size > 1`, aux is a Tensor or a tuple of
             Tensors: those of shape `()` are returned as their weighted mean (float32), those with one row per sample as
             the rows of the whole batch.
@@ -79,8 +77,8 @@ def make_train_step(
         ValueError: If an argument is out of range, an accumulator comes with `accumulate_step` or other arguments of
             `Accumulator`, it has `reduction="sum"`, or a parameter was frozen since it was built.
         RuntimeError: When called, if an error left a part of a batch in the open window (see below). With "split", also
-            if the window does not hold the microbatches that the host counted, because a function that you compiled
-            calls the accumulator, say. It is not applied then.
+            if the device's counters differ from the host's, for example because a function that you compiled calls the
+            accumulator. The window is not applied then.
 
     The weight multiplies the gradients, after the backward pass, so layers whose backward pass is not linear work and
     float16 does not overflow. A piece with the same weight as the first one costs no multiplication, another weight
@@ -94,8 +92,8 @@ def make_train_step(
     the first to raise. `accumulator.flush()` and `accumulator.apply()` do not check.) If an error stops the forward
     pass or the loss of a batch that is not cut, the window stays as it was.
 
-    Source: cutting a batch inside the step is `jax.lax.scan` over microbatches; "split" is RATEX's scheme of two
-    graphs.
+    Source: cutting a batch inside the step is `jax.lax.scan` over microbatches; two graphs scheduled by the
+    host are the scheme of RATEX.
 
     Example:
         >>> import numpy as np

@@ -26,7 +26,7 @@ class Settings:
     mode: str = _option("graph", "graph: jitted functions; pynative: op by op", "graph", "pynative")
     api: str = _option("functional", "functional: a loop over make_train_step; model: mindspore.train.Model with "
                        "callbacks. Both train the same parameters", "functional", "model")
-    strategy: str = _option("fused", "fused: one graph; split: a second graph for the update, invoked once per window",
+    strategy: str = _option("fused", "split: graphs without branches, scheduled by the host; fused: one graph",
                             "fused", "split")
     micro_size: int = _option(1, "number of pieces that each microbatch is cut into inside the compiled function; peak "
                               "activation memory is that of one piece")
