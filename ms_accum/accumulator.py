@@ -411,6 +411,14 @@ class Accumulator:
                                "others; expected whole batches: call accumulator.reset(), which drops the open window, "
                                "and go on with the next batch")
 
+    def _finish_interrupted(self) -> None:
+        """Close the window if a train step was interrupted after it had filled it. For the host."""
+        if self._count.closing:
+            self._count.forget()
+            self._count.settle()
+        if self._count.closing:
+            self.apply()
+
     def _attach_loss_scaler(self, loss_scaler: amp.LossScaler) -> None:
         """Expect gradients of losses that are multiplied by the scale of `loss_scaler`, a `mindspore.amp.LossScaler`.
 

@@ -167,7 +167,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name])
     accumulator._unit.settle(accumulator.buffers)
-    accumulator._count.forget()
+    accumulator._count.start_over()
     return about["extra"]
 
 
@@ -211,6 +211,7 @@ def _contents(
 ) -> tuple[dict[str, Parameter], dict]:
     """Return the entries of a rank's file, and what it says about them."""
     accumulator._require_whole()
+    accumulator._finish_interrupted()
     entries = _entries(network, accumulator)
     return entries, {
         "version": _VERSION,

@@ -38,8 +38,6 @@ class CompiledStep:
         self._graphs: dict[tuple, Callable] = {}
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self._flush = compiled(flush)
-        # Whether the last call came to its end. Before the first call, a loaded checkpoint may hold a torn window.
-        self._returned = False
 
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """Train on each of `batches`, yield what each call returns, and apply the incomplete last window at the end.
@@ -78,29 +76,30 @@ class CompiledStep:
             batch = (*batch, *[named[name] for name in names])
         # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
         key = (*layout(batch), names)
-        if not self._returned:
-            self._recover()
-        self._returned = False
+        count = self.accumulator._count
+        if not count.returned:
+            self.accumulator._require_whole()
+            self.accumulator._finish_interrupted()
+        count.returned = False
         if key not in self._graphs:
             self._graphs[key] = self._graph_for(*key)
         if self.micro_size > 1:
             batch = tuple(map(with_storage_of_its_own, batch))
         try:
             result = self._run(self._graphs[key], batch)
-        except Exception as error:
+        except BaseException as error:
+            count.forget()
             # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10).
-            self._discard(key)
+            if isinstance(error, Exception):
+                self._discard(key)
             if "already exists. Please set a unique name" in str(error):
                 raise ValueError(_REBUILT) from error
             raise
-        self._returned = True
+        count.returned = True
         return result
 
     def _discard(self, key: tuple) -> None:
         del self._graphs[key]
-
-    def _recover(self) -> None:
-        self.accumulator._require_whole()
 
     def _run(self, graph: Callable, batch: tuple) -> Any:
         self.accumulator._count.forget()
@@ -110,6 +109,7 @@ class CompiledStep:
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
         self.accumulator._require_whole()
+        self.accumulator._finish_interrupted()
         self.accumulator._count.forget()
         self.updated = self._flush()
         return self.updated

@@ -25,13 +25,13 @@ class HostCount:
         microbatches: Microbatches in the open window.
         length: How many it holds when it is full.
         closing: Whether a train step is about to fill the window and to close it.
+        returned: Whether the last call of a train step came to its end. False at first: a checkpoint may hold anything.
     """
 
     def __init__(self, name: str, window: Window, mini_step: Parameter, update_step: Parameter) -> None:
         self.microbatches = self.length = self._updates = 0
         self._window, self._mini_step, self._update_step = window, mini_step, update_step
-        self.closing = False
-        self._known = False
+        self.closing = self.returned = self._known = False
         self._refusal: Optional[tuple[tuple[int, int], str]] = None  # the device's counters, and what was said
         _counts[name] = self
 
@@ -43,6 +43,11 @@ class HostCount:
     def forget(self) -> None:
         """Read the device's counters before the next use."""
         self._known = False
+
+    def start_over(self) -> None:
+        """Forget, after a call by hand or a checkpoint, also what was refused and what was interrupted."""
+        self._known = self.closing = False
+        self._refusal = None
 
     def settle(self, refuse: bool = True) -> None:
         """Read the device's counters if they may have changed. RuntimeError if they were refused before."""
@@ -91,5 +96,5 @@ _counts: WeakValueDictionary[str, HostCount] = WeakValueDictionary()
 @constexpr
 def recount(name: str) -> bool:
     """Tell the host that the accumulator of that name is called by hand. Op by op; a compiled function runs it once."""
-    _counts[name].forget()
+    _counts[name].start_over()
     return True

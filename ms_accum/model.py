@@ -104,7 +104,6 @@ class TrainOneStepCell(nn.Cell):
         self.loss_scaler = loss_scaler
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self._flush = _Flush(accumulator)
-        self._returned = False  # whether the last call came to its end
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class. RuntimeError if an error left a part of a microbatch in the open window."""
@@ -112,17 +111,19 @@ class TrainOneStepCell(nn.Cell):
             raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
                             "in the order of the network's, or use make_train_step")
         layout(batch)
-        self.accumulator._count.forget()
-        if not self._returned:
+        count = self.accumulator._count
+        if not count.returned:
             self.accumulator._require_whole()
-        self._returned = False
+            self.accumulator._finish_interrupted()
+        count.forget()
+        count.returned = False
         try:
             result = super().__call__(*map(with_storage_of_its_own, batch))
         except Exception:
             # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
             self.compile_cache.clear()
             raise
-        self._returned = True
+        count.returned = True
         return result
 
     def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -149,6 +150,7 @@ class TrainOneStepCell(nn.Cell):
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
         self.accumulator._require_whole()
+        self.accumulator._finish_interrupted()
         self.accumulator._count.forget()
         return self._flush()
 

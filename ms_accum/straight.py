@@ -66,15 +66,9 @@ class SplitStep(CompiledStep):
         super()._discard(key)
         self._make_closing_graphs()
 
-    def _recover(self) -> None:
-        super()._recover()
-        self._count.forget()
-
     def _run(self, graph: Callable, batch: tuple) -> Any:
         count = self._count
         count.settle()
-        if count.closing:
-            self._close()  # an earlier call was interrupted between its graphs
         if count.length == 1 and count.microbatches == 0 and graph.alone is not None:
             count.compare(fewer_allowed=False)
             result = graph.alone(*batch)

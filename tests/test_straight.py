@@ -163,9 +163,10 @@ def test_compiled_train_steps_follow_the_oracle_between_calls_by_hand(on_nonfini
     assert pair.oracle.update_step > 20
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("on_nonfinite", ["apply", "skip_window"])
-def test_an_interrupt_between_two_graphs_changes_no_window(late, on_nonfinite, monkeypatch):
+@pytest.mark.parametrize(("late", "on_nonfinite", "goes_on"), [
+    (False, "apply", "split"), (True, "apply", "split"), (False, "skip_window", "split"), (True, "skip_window", "fused"),
+    (False, "apply", "fused"), (False, "apply", "saved")])
+def test_an_interrupt_between_two_graphs_changes_no_window(late, on_nonfinite, goes_on, monkeypatch, tmp_path):
     pair = Scheduled(2, "mean", None, on_nonfinite, "momentum")
     step = pair.steps["split"]
     pair.train("split", 1, 1.0)
@@ -181,8 +182,13 @@ def test_an_interrupt_between_two_graphs_changes_no_window(late, on_nonfinite, m
         with pytest.raises(KeyboardInterrupt):
             step(Tensor([1.0]), *tensors_of(gradients_of(2)))
     assert int(pair.ours.mini_step) == (0 if late else 2)
-    assert pair.oracle(gradients_of(2), 1.0)  # what the next call makes up for, before it adds
-    pair.train("split", 3, 1.0)
+    assert pair.oracle(gradients_of(2), 1.0)  # what is made up for before anything is added or saved
+    if goes_on == "saved":
+        network = nn.Cell()
+        network.weights = pair.weights
+        save_checkpoint(tmp_path / "closed.ckpt", network, pair.ours)
+        assert int(pair.ours.mini_step) == 0
+    pair.train("fused" if goes_on == "fused" else "split", 3, 1.0)
     pair.train("split", 4, 1.0)
     assert int(pair.ours.update_step) == 2
 
@@ -213,9 +219,9 @@ def test_a_compiled_call_of_the_accumulator_is_an_error_at_the_boundary(by_hand)
             step(*batch)
     assert difference(values(pair.weights), before) == 0
     pair.ours.reset()
-    pair.train("split", 2, 1.0)
-    pair.train("split", 3, 1.0)
-    pair.train("split", 4, 1.0)
+    for _ in range(2):  # the same count as one of the refused, but by hand
+        pair.microbatch("add", gradients_of(5), 1.0, 1.0)
+    pair.train("split", 6, 1.0)
     assert int(pair.ours.update_step) == 1
 
 
