@@ -28,6 +28,8 @@ class SplitStep(CompiledStep):
     and the host reads that before it calls the update.
     """
 
+    strategy = "split"
+
     def __init__(
         self,
         forward_fn: Callable,

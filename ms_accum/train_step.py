@@ -129,6 +129,8 @@ def make_train_step(
 class FusedStep(CompiledStep):
     """One graph for forward, backward, add and the update: the device decides when a window closes."""
 
+    strategy = "fused"
+
     def __init__(
         self,
         forward_fn: Callable,
