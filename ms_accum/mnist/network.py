@@ -67,6 +67,7 @@ class MeanCrossEntropy(nn.Cell):
         self.nll = nn.NLLLoss()
 
     def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See the class."""
         return self.nll(self.log_softmax(logits), labels)
 
 
@@ -83,6 +84,7 @@ class CountCorrect(nn.Cell):
         self.network = network
 
     def construct(self, images: Tensor, labels: Tensor) -> Tensor:
+        """See the class."""
         return (self.network(images).argmax(axis=1) == labels).astype(ms.int32).sum()
 
 
