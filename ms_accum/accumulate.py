@@ -83,8 +83,9 @@ def make_accumulate(
     Functions as from `batch.positional`, the rest as from `prepared`; `samples` and `cut` as from `split.layout`.
     """
     add_piece = make_add_piece(forward_fn, accumulator, weight_fn, has_aux)
-    return whole(add_piece, accumulator._end_microbatch, has_aux) if micro_size == 1 else _cut(
-        add_piece, accumulator, micro_size, has_aux)
+    if micro_size == 1:
+        return whole(add_piece, accumulator._end_microbatch, has_aux)
+    return _cut(add_piece, accumulator, micro_size, has_aux)
 
 
 def make_add_piece(
@@ -96,7 +97,8 @@ def make_add_piece(
 ) -> Callable:
     """Return `(samples, *piece) -> (loss, weight, what add returned, aux)`, uncompiled.
 
-    The last three as from `make_accumulate`; `add` is `(gradients, weight)`, `accumulator._add_piece` unless given.
+    Arguments as in `make_accumulate`. `add` is called with the gradients and the weight; without it,
+    `accumulator._add_piece` is, which returns whether the piece was taken (int32, 0 or 1).
     """
     differentiated = _differentiated(forward_fn, accumulator, has_aux)
     grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)

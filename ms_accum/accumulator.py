@@ -251,7 +251,7 @@ class Accumulator:
         self.reset()
         return asking
 
-    # The steps of `_apply`. `train_step` also calls them one by one, from graphs without branches.
+    # The steps of `_apply`, which `straight` calls one by one, from graphs without branches.
 
     def _reduced(self, asked: float) -> tuple[Gradients, Scalar, Header]:
         """Return the window's gradients of all ranks, the unit of weights that they count in, and sums over all ranks:

@@ -13,8 +13,8 @@ from .window import Window
 class HostCount:
     """Count the microbatches of an accumulator's open window on the host, without waiting for the device.
 
-    The device counts, too. Its counter is read before the first call, after everything that may have changed the window
-    behind the host's back, and at each boundary, where the two counts are compared.
+    The device counts, too. Its counters are read before the first call, after everything that may have changed the
+    window without the host, and at each boundary, where both sides are compared.
 
     Args:
         name: A name that no other accumulator of the process has.

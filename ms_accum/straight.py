@@ -1,6 +1,6 @@
 """Graphs without control flow, scheduled by the host: `strategy="split"` of a train step.
 
-    host:    count pieces and microbatches            window full?  compare with the device's counter
+    host:    count pieces and microbatches            window full?  compare with the device's counters
                 |                                          |
     device:  add one piece, straight: gather rows,     update, straight: reduce, normalise, clip, optimizer, reset
              value_and_grad, add
@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import mindspore as ms
 import numpy as np
@@ -44,7 +44,7 @@ class SplitStep(CompiledStep):
                 add_piece = make_add_piece(forward, accumulator, weigh, has_aux)
                 return _Pieces(add_piece, accumulator, samples, micro_size, cut, has_aux)
 
-            def graph(add: Callable, end: Callable) -> Callable:
+            def graph(add: Optional[Callable], end: Callable) -> Callable:
                 accumulate = whole(make_add_piece(forward, accumulator, weigh, has_aux, add), end, has_aux)
 
                 def accumulate_whole(*batch: Any) -> Any:
@@ -149,9 +149,6 @@ class _Whole:
     """
 
     def __init__(self, graph: Callable, accumulator: Accumulator) -> None:
-        def add(gradients: tuple[Tensor, ...], weight: Scalar) -> Tensor:
-            return accumulator._add_piece(gradients, weight, weight)
-
         def apply_alone(gradients: tuple[Tensor, ...], weight: Scalar) -> Tensor:
             accumulator._apply_alone(gradients, weight)
             return accumulator.update_step + 0
@@ -159,7 +156,7 @@ class _Whole:
         def nothing(updates: Tensor) -> None:
             pass
 
-        self._add = graph(add, accumulator._end_microbatch)
+        self._add = graph(None, accumulator._end_microbatch)
         skips = accumulator.on_nonfinite != "apply" or accumulator._window_guard.judges
         self.alone = None if skips or accumulator._meters else graph(apply_alone, nothing)
 
