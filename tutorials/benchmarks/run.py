@@ -11,6 +11,7 @@ import json
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -44,11 +45,13 @@ def main(arguments: list[str]) -> None:
         except (ValueError, OSError) as error:
             parser.error(str(error))
         rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)[options.suite]
-        measured = measure(options.suite, groups, rounds, Path(scratch))
-    record = records.make(options.suite, options.quick, command_line(arguments), measured)
-    file = record_file(options)
-    if file:
-        records.write(record, file)
+        file, measured = record_file(options), []
+        # Written after each group: a run that is interrupted keeps what it has.
+        for group in measure(options.suite, groups, rounds, Path(scratch)):
+            measured.append(group)
+            record = records.make(options.suite, options.quick, command_line(arguments), measured)
+            if file:
+                records.write(record, file)
     print(json.dumps(records.summary(record, file and file.name)))
 
 
@@ -97,13 +100,16 @@ def restricted(group: Group, names: tuple[str, ...] | None) -> Group:
     return replace(group, contestants=kept + controls)
 
 
-def measure(suite: str, groups: list[Group], rounds: int, scratch: Path) -> list[dict]:
-    """The groups' records; groups of as many ranks are measured together."""
+def measure(suite: str, groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]:
+    """The groups' records, one by one; groups of as many ranks are measured together."""
     if suite == "distributed":
         launches = groupby(groups, key=lambda group: group.case["ranks"])
-        return [record for ranks, together in launches for record in time_launch(list(together), rounds, scratch / f"{ranks}-ranks")]
+        for ranks, together in launches:
+            yield from time_launch(list(together), rounds, scratch / f"{ranks}-ranks")
+        return
     one = weigh_group if suite == "memory" else time_group
-    return [one(group, rounds, scratch / str(i)) for i, group in enumerate(groups)]
+    for i, group in enumerate(groups):
+        yield one(group, rounds, scratch / str(i))
 
 
 def record_file(options: argparse.Namespace) -> Path | None:
