@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
@@ -19,8 +20,9 @@ def make(suite: str, quick: bool, command: str, groups: list[dict]) -> dict:
     return {"suite": suite, "quick": quick, "command": command, **circumstances(), "groups": [summarised(group) for group in groups]}
 
 
+@cache
 def circumstances() -> dict:
-    """Date, commit, machine in numbers, versions: no names of machines, users or folders."""
+    """Date, commit, machine in numbers, versions, as they are at the first call: no names of machines, users or folders."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
