@@ -25,5 +25,6 @@ from .model import TrainOneStepCell as TrainOneStepCell
 from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step
 from .window import by_epoch as by_epoch
+from .window import until_weight as until_weight
 
 __version__ = "0.2.0.dev0"

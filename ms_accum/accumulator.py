@@ -54,7 +54,8 @@ class Accumulator:
             (`global_step`) is renamed, so that both fit into one graph.
         accumulate_step: Microbatches in a window: an int; `{update_step: n}`, piecewise constant, which holds 0; or a
             function of the update count (int32 Tensor of shape `()`) that graph mode can compile and that returns an
-            int or an integer Tensor >= 1. A window keeps its length from its first microbatch to its last.
+            int or an integer Tensor >= 1. A window keeps its length from its first microbatch to its last. Or
+            `until_weight(budget)`: a window closes with the microbatch that brings its weight to the budget.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
         reduction: "sum" or "mean".
@@ -158,6 +159,7 @@ class Accumulator:
         self.buffers = ParameterTuple(self.reducer.new_buffers(prefix))
         self._make_counters(prefix)
 
+        self._budget = self._weight_that_closes()
         counts_in_first = reduction == "mean" and not self.reducer.sums_microbatches
         self._unit = FirstWeight(prefix, self._weight_unit) if counts_in_first else One()
         skips_microbatch, skips_window = on_nonfinite == "skip_microbatch", on_nonfinite == "skip_window"
@@ -167,11 +169,24 @@ class Accumulator:
         self._meters = meters_of(noise_scale, prefix)
         self._hooks = () if after_update is None else (after_update,)
         self._scalers = ()
-        self._count = HostCount(prefix, self.window, self.mini_step, self.update_step)
+        self._count = HostCount(prefix, self.window, self._budget, self.mini_step, self.update_step, self.weight_sum)
         self._in_pieces = False  # whether a driver adds microbatches in pieces, which it notes in `_unfinished`
         self.parameters = ParameterTuple(
             [*self.buffers, *self._counters, *_state_of(after_update, optimizer, parameters),
              *(parameter for meter in self._meters for parameter in meter.parameters)])
+
+    def _weight_that_closes(self) -> Optional[float]:
+        """Return the `weight_sum` that closes a window, or None. ValueError if weights cannot decide that here."""
+        if self.window.budget is None:
+            return None
+        if self.reduction != "mean":
+            raise ValueError(f'got until_weight with reduction={self.reduction!r}, which does not add up weights; give '
+                             'reduction="mean"')
+        if self.reducer.each_microbatch and not self.reducer.sums_microbatches:
+            raise ValueError('got until_weight on several ranks with sync="window" and on_nonfinite="skip_microbatch", '
+                             'where all ranks close their windows after the same number of microbatches; give '
+                             '"skip_window", or DataParallel(sync="microbatch")')
+        return self.window.budget * (self.reducer.ranks if self.reducer.sums_microbatches else 1)
 
     def _make_counters(self, prefix: str) -> None:
         def counter(name: str, dtype: ms.Type, value: float = 0) -> Parameter:
@@ -350,6 +365,8 @@ class Accumulator:
     def _due(self) -> Tensor:
         """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
         due = self.mini_step >= self.window.length(self.update_step)
+        if self._budget is not None:
+            due = ops.logical_or(due, self.weight_sum >= self._budget)
         if self._in_pieces:
             # MindSpore may report an error in a piece after later calls: a window with a part of a batch stays open.
             due = ops.logical_and(due, self._unfinished == 0)

@@ -19,7 +19,8 @@ class HostCount:
     Args:
         name: A name that no other accumulator of the process has.
         window: When a window closes.
-        mini_step, update_step: The counters on the device.
+        budget: The weight that closes it before; None: no weight does. It is read on the device whenever it is needed.
+        mini_step, update_step, weight_sum: The counters on the device.
 
     Attributes:
         microbatches: Microbatches in the open window.
@@ -28,17 +29,33 @@ class HostCount:
         returned: Whether the last call of a train step came to its end. False at first: a checkpoint may hold anything.
     """
 
-    def __init__(self, name: str, window: Window, mini_step: Parameter, update_step: Parameter) -> None:
+    def __init__(
+        self,
+        name: str,
+        window: Window,
+        budget: Optional[float],
+        mini_step: Parameter,
+        update_step: Parameter,
+        weight_sum: Parameter,
+    ) -> None:
         self.microbatches = self.length = self._updates = 0
-        self._window, self._mini_step, self._update_step = window, mini_step, update_step
+        self._window, self._budget = window, budget
+        self._mini_step, self._update_step, self._weight_sum = mini_step, update_step, weight_sum
         self.closing = self.returned = self._known = False
         self._refusal: Optional[tuple[tuple[int, int], str]] = None  # the device's counters, and what was said
         _counts[name] = self
 
     @property
     def full(self) -> bool:
-        """Whether the open window holds all its microbatches."""
+        """Whether the open window holds all its microbatches, or the weight that closes it."""
+        if self.microbatches < self.length and self._budget is not None:
+            return float(self._weight_sum) >= self._budget
         return self.microbatches >= self.length
+
+    @property
+    def may_close(self) -> bool:
+        """Whether the next microbatch can be the window's last one."""
+        return self.microbatches + 1 >= self.length or self._budget is not None
 
     def forget(self) -> None:
         """Read the device's counters before the next use."""

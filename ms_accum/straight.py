@@ -77,7 +77,7 @@ class SplitStep(CompiledStep):
             count.close(updated=True)
             self.updated = self._updated
             return result
-        count.closing = count.microbatches + 1 >= count.length
+        count.closing = count.may_close
         result = graph(*batch)
         count.microbatches += 1
         if count.full and self._close():

@@ -1,28 +1,41 @@
-"""When a window closes: an int, a schedule `{update_step: n}`, or a callable of the update count."""
+"""When a window closes: after a number of microbatches, by a schedule of updates, or by the weight that it holds."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
 from typing import Union
 
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from .arguments import LARGEST_INT32, instance_of, whole_number
+from .arguments import LARGEST_INT32, instance_of, number, whole_number
 
-AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]]]
+
+@dataclass(frozen=True)
+class UntilWeight:
+    """What `until_weight` returns."""
+
+    budget: float
+    at_most: int
+
+
+AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight]
 
 _COMPARED = (0, *(2**i for i in range(17)))
 _CHECKED = sorted({*range(1001), *(2**i for i in range(31))})
-_REMEDY = "give an int >= 1, a dict {update_step: n} that holds 0, or a function of the update count"
+_REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, or "
+           "until_weight(65_536)")
 
 
 @ms.jit_class
 class Window:
-    """The length of the window that leads to the next update.
+    """The length of the window that leads to the next update, and the weight that closes it before.
 
         length(update_step) = accumulate_step                                    # int
                             = n of the largest start <= update_step              # {start: n}, piecewise constant
                             = max(accumulate_step(update_step), 1)               # callable
+                            = at_most                                            # until_weight(budget, at_most)
 
     `update_step` only changes when a window closes, so a window keeps its length from its first
     microbatch to its last. The dict form is Lightning's `GradientAccumulationScheduler`, counted in updates
@@ -34,6 +47,9 @@ class Window:
             refuse what graph mode cannot run, and called with 0 to 1000 and the powers of two up to 2**30, to refuse
             lengths below 1. Elsewhere a length below 1 counts as 1.
 
+    Attributes:
+        budget: The weight on each rank that closes the window before it has its length; None: no weight does.
+
     Raises:
         TypeError: If `accumulate_step`, or a key or value of it, is not an integer (bool and float included), or the
             callable cannot be compiled or returns no integer.
@@ -42,8 +58,10 @@ class Window:
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
         self.schedule, self.samples = None, ()
-        self.stages = ((0, 1),)
-        if isinstance(accumulate_step, Mapping):
+        self.stages, self.budget = ((0, 1),), None
+        if isinstance(accumulate_step, UntilWeight):
+            self.stages, self.budget = ((0, accumulate_step.at_most),), accumulate_step.budget
+        elif isinstance(accumulate_step, Mapping):
             self.stages = _stages("accumulate_step", accumulate_step, _REMEDY)
         elif callable(accumulate_step):
             self.schedule, self.samples = accumulate_step, _sampled(accumulate_step)
@@ -54,6 +72,8 @@ class Window:
         """Return the same text for the same lengths; functions are compared at 0, 1, 2, 4, 8, … 2**16 updates."""
         if self.schedule is not None:
             return f"a function with lengths {self.samples}"
+        if self.budget is not None:
+            return f"until_weight({self.budget:.9g}, at_most={self.stages[0][1]})"
         return str(dict(self.stages) if len(self.stages) > 1 else self.stages[0][1])
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
@@ -70,6 +90,55 @@ class Window:
         if self.schedule is not None:
             return int(self.length(Tensor(update_step, ms.int32)))
         return next(length for start, length in reversed(self.stages) if start <= update_step)
+
+
+def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
+    """Close each window with the microbatch that brings its weight to `budget`: `accumulate_step=until_weight(65_536)`.
+
+    For microbatches of uneven weight (tokens, say): updates then stand for about the same number of tokens each, not of
+    microbatches. The weights are those of `weight_fn`, or the numbers of samples; with several losses, those of the
+    first one. A window holds at least one microbatch, and it is not cut: it may exceed the budget by less than its last
+    microbatch. Learning rates count updates, as always.
+
+    With several ranks, the budget is that of one rank. With `sync="window"`, each rank closes a window when its own
+    share is full, and the exchange makes one update of all; ranks may differ in their numbers of microbatches. With
+    `sync="microbatch"`, it closes when the weights of all ranks reach `budget` times their number.
+
+    With `strategy="split"`, the host reads the window's weight after each microbatch, which waits for the device.
+
+    Args:
+        budget: Weight > 0.
+        at_most: Microbatches in a window, at most; it bounds windows of little weight.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument is out of range. When the Accumulator is made, with `reduction="sum"`, which does not
+            add up weights, or on several ranks with `sync="window"` and `on_nonfinite="skip_microbatch"`, where ranks
+            have to close their windows after the same number of microbatches.
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> from mindspore import nn
+        >>> from ms_accum import make_train_step, until_weight
+        >>> network = nn.Dense(2, 1)
+        >>> def forward_fn(x):
+        ...     return network(x).mean()
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=until_weight(10))
+        >>> for samples in (4, 4, 4, 12, 3):
+        ...     loss = train_step(ms.Tensor(np.ones((samples, 2), np.float32)))
+        ...     print(samples, bool(train_step.updated))
+        4 False
+        4 False
+        4 True
+        12 True
+        3 False
+
+    Source: budgets of tokens in place of numbers of rows are common in training language models; fairseq's
+    `--max-tokens` bounds a batch so.
+    """
+    budget = number("budget", budget, lambda weight: 0 < weight < inf, "a finite number > 0", "give a weight")
+    return UntilWeight(budget, _length("at_most", at_most, "give the most microbatches that a window may hold"))
 
 
 def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:

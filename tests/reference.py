@@ -82,7 +82,14 @@ class Accumulation:
 
     def __call__(self, gradients, weight=1.0):
         self.add(gradients, weight)
-        return self.close_if(len(self.window) >= window_length(self.accumulate_step, self.update_step))
+        return self.close_if(self.full)
+
+    @property
+    def full(self):
+        if hasattr(self.accumulate_step, "budget"):
+            budget, at_most = self.accumulate_step.budget, self.accumulate_step.at_most
+            return len(self.window) >= at_most or sum(weight for weight, _ in self.window) >= budget
+        return len(self.window) >= window_length(self.accumulate_step, self.update_step)
 
     def add(self, gradients, weight=1.0):
         finite = weight == 0 or all(np.isfinite(g).all() for g in gradients)

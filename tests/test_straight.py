@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from mindspore import Tensor, amp, nn
 from pair import Pair, gradients_of, tensors_of
 
-from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_train_step, save_checkpoint, straight
+from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_train_step, save_checkpoint, straight, until_weight
 
 # --- no control flow ---------------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class Scheduled(Pair):
 class AnySchedule(RuleBasedStateMachine):
     """Calls of a train step that the host schedules, and whatever may change the window behind its back."""
 
-    @initialize(accumulate_step=st.sampled_from([1, 2, 3, {0: 2, 1: 1, 2: 4}]), clip_norm=st.sampled_from([None, 2.0]),
+    @initialize(accumulate_step=st.sampled_from([1, 2, 3, {0: 2, 1: 1, 2: 4}, until_weight(3.5, at_most=4)]), clip_norm=st.sampled_from([None, 2.0]),
                 on_nonfinite=st.sampled_from(["apply", "skip_microbatch", "skip_window"]))
     def build(self, **options):
         self.pair = Scheduled(reduction="mean", optimizer="momentum", **options)
@@ -142,9 +142,10 @@ def test_whatever_is_called_between_them_train_steps_follow_the_oracle(count):
             max_examples=count, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]))
 
 
-@pytest.mark.parametrize("on_nonfinite", ["apply", "skip_microbatch", "skip_window"])
-def test_compiled_train_steps_follow_the_oracle_between_calls_by_hand(on_nonfinite):
-    pair = Scheduled({0: 2, 3: 1, 6: 3}, "mean", 2.0, on_nonfinite, "momentum")
+@pytest.mark.parametrize(("accumulate_step", "on_nonfinite"), [
+    ({0: 2, 3: 1, 6: 3}, "apply"), (until_weight(3.5, at_most=4), "skip_microbatch"), ({0: 2, 3: 1, 6: 3}, "skip_window")])
+def test_compiled_train_steps_follow_the_oracle_between_calls_by_hand(accumulate_step, on_nonfinite):
+    pair = Scheduled(accumulate_step, "mean", 2.0, on_nonfinite, "momentum")
     rng, met = np.random.default_rng(5), set()
     for i in range(200):
         what = rng.choice(["split", "fused", "__call__", "add", "apply", "flush", "reset", "step.flush"],
@@ -164,10 +165,10 @@ def test_compiled_train_steps_follow_the_oracle_between_calls_by_hand(on_nonfini
 
 
 @pytest.mark.parametrize(("late", "on_nonfinite", "goes_on"), [
-    (False, "apply", "split"), (True, "apply", "split"), (False, "skip_window", "split"), (True, "skip_window", "fused"),
+    (False, "apply", "split"), (True, "apply", "split"), (False, "apply", "budget"), (False, "skip_window", "split"), (True, "skip_window", "fused"),
     (False, "apply", "fused"), (False, "apply", "saved")])
 def test_an_interrupt_between_two_graphs_changes_no_window(late, on_nonfinite, goes_on, monkeypatch, tmp_path):
-    pair = Scheduled(2, "mean", None, on_nonfinite, "momentum")
+    pair = Scheduled(until_weight(2) if goes_on == "budget" else 2, "mean", None, on_nonfinite, "momentum")
     step = pair.steps["split"]
     pair.train("split", 1, 1.0)
     apply = step._apply

@@ -5,12 +5,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import compiled
+from conftest import MLP, batches, compiled, mean_loss, tensors
 from hypothesis import given
 from hypothesis import strategies as st
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
-from ms_accum import by_epoch
+from ms_accum import Accumulator, TrainOneStepCell, by_epoch, make_train_step, until_weight
 from ms_accum.window import Window
 
 
@@ -145,3 +145,55 @@ def test_functions_are_told_apart_by_their_lengths(windows):
     assert Window(functools.partial(ops.add, 3)).describe() not in described
     assert Window(later).describe() == f"a function with lengths {(1,) * 11 + (4,) * 7}"
     assert described[3] == "{0: 2, 1: 7, 3: 1}"
+
+
+# --- budgets ------------------------------------------------------------------------------------------------------------
+
+
+def unmasked(x, y):
+    return (y > 0).sum()
+
+
+@pytest.mark.parametrize("weight_fn", [None, unmasked])
+@pytest.mark.parametrize("driver", ["split", "fused", "cell"])
+def test_a_budget_closes_windows(driver, weight_fn, mode):
+    """Where the weight reaches it, and after `at_most` microbatches; the control is the length alone, which closes elsewhere."""
+    network, budget, at_most = MLP(), 11, 3
+    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), until_weight(budget, at_most), reduction="mean")
+    if driver == "cell":
+        step = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), accumulator, weight_fn=weight_fn)
+    else:
+        step = make_train_step(mean_loss(network), accumulator, weight_fn=weight_fn, strategy=driver, micro_size=2)
+    ends, expected, weights, held = [], [], [], 0
+    for i, (x, y) in enumerate(batches([5, 9, 5, 5, 5, 9, 5, 5, 9, 5], seed=3)):
+        updates = int(accumulator.update_step)
+        step(*tensors(x, y))
+        weights.append(len(x) if weight_fn is None else int((y > 0).sum()))
+        held += 1
+        if sum(weights[-held:]) >= budget or held == at_most:
+            expected.append((i, sum(weights[-held:])))
+            held = 0
+        if int(accumulator.update_step) > updates:
+            ends.append((i, float(accumulator.window_weight)))
+    assert ends == expected
+    assert {one - other for (one, _), (other, _) in zip(ends[1:], ends)} == {2, 3} or weight_fn is None
+    assert ends != [(i, sum(weights[i - 2:i + 1])) for i in (2, 5, 8)]
+    assert accumulator.window.describe() == "until_weight(11, at_most=3)"
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), [
+    (ValueError, "budget is 0, expected a finite number > 0; give a weight", (0,)),
+    (ValueError, "budget is inf, expected a finite number > 0", (float("inf"),)),
+    (TypeError, "budget is '4096' of type str", ("4096",)),
+    (ValueError, "at_most is 0, expected an int >= 1", (4096, 0)),
+    (TypeError, "at_most is None of type NoneType", (4096, None)),
+])
+def test_bad_budgets_are_refused(error, message, arguments):
+    with pytest.raises(error, match=message):
+        until_weight(*arguments)
+
+
+def test_a_budget_without_weights_is_refused():
+    optimizer = nn.SGD(MLP().trainable_params(), 0.1)
+    with pytest.raises(ValueError, match="got until_weight with reduction='sum', which does not add up weights"):
+        Accumulator(optimizer, until_weight(10))

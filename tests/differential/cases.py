@@ -3,6 +3,8 @@ from collections import namedtuple
 
 import numpy as np
 
+from ms_accum import until_weight
+
 from .networks import FEATURES, FLOAT32_LEVELS, FRONTS, LEVELS, LOSSES, NORMS, WORDS, outputs
 from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 
@@ -39,10 +41,18 @@ class Case(namedtuple("Case", (
         return self.level in FLOAT32_LEVELS
 
     @property
+    def budget(self):
+        """The weight that closes a window, if one does."""
+        step = self.accumulate_step
+        return step[1] if isinstance(step, tuple) and step[0] == "until" else None
+
+    @property
     def schedule(self):
-        """`accumulate_step` as the Accumulator and the reference take it."""
+        """`accumulate_step` as the Accumulator takes it."""
         if self.accumulate_step == "growing":
             return growing
+        if self.budget is not None:
+            return until_weight(self.budget, at_most=self.accumulate_step[2])
         return dict(self.accumulate_step) if isinstance(self.accumulate_step, tuple) else self.accumulate_step
 
     def batch(self, position, spoil=True):
@@ -94,7 +104,7 @@ def compose(choose, **fixed):
     pick("groups", (False, False, True) if optimizer != "nn.FTRL" else (False,))
     pick("rates", ("number", "number", "list", "cell") if optimizer in NN and optimizer != "nn.FTRL" else ("number",))
     reduction = pick("reduction", ("mean", "mean", "sum") if by_hand and loss in ("mean", "mse") else ("mean",))
-    pick("accumulate_step", (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing") if reduction == "mean" else (2, 3))
+    pick("accumulate_step", (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing", ("until", 14.0, 4)) if reduction == "mean" else (2, 3))
     unit = factor * (40.0 if loss == "mse" else 1.0)
     small = 1.0 if factor < 1 else unit * (0.5 if level == "half" else 0.1)  # 1e-6 in the clip formula is not small beside a tiny norm
     pick("clip_norm", (None, small, 100.0 * unit if factor >= 1 else 1e-6, float("inf")))

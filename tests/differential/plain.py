@@ -73,7 +73,12 @@ class Plain:
             loss = self.value(batch)
         else:
             loss = sum(w * value for w, value in losses) / sum(w for w, _ in losses) if losses else 0.0
-        return loss, self.mini_step >= reference.window_length(case.schedule, self.update_step)
+        return loss, self._full()
+
+    def _full(self):
+        if self.case.budget is None:
+            return self.mini_step >= reference.window_length(self.case.schedule, self.update_step)
+        return self.mini_step >= self.case.accumulate_step[2] or self.weight_sum >= self.case.budget
 
     def weight(self, piece):
         if self.case.loss == "masked":
