@@ -10,7 +10,7 @@ from mindspore import Tensor, amp, ops
 from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
-from .arguments import as_weight, require_callable, whole_number
+from .arguments import as_weights, require_callable, whole_number
 from .gradients import FLOATS
 from .optimizers import checked_parameters, require_trainable
 from .split import counted, empty_aux, join_aux, over_pieces, select_rows, whole_aux
@@ -95,39 +95,68 @@ def make_add_piece(
     has_aux: bool,
     add: Optional[Callable] = None,
 ) -> Callable:
-    """Return `(samples, *piece) -> (loss, weight, what add returned, aux)`, uncompiled.
+    """Return `(samples, *piece) -> (losses, weights, what add returned, aux)`, uncompiled.
 
-    Arguments as in `make_accumulate`. `add` is called with the gradients and the weight; without it,
-    `accumulator._add_piece` is, which returns whether the piece was taken (int32, 0 or 1).
+    Arguments as in `make_accumulate`. `add` is called with the gradients, the factors on them and the weights, each a
+    tuple with an entry for each loss; without it, `accumulator._add_piece` is, which returns whether the piece was
+    taken (int32, 0 or 1).
     """
-    differentiated = _differentiated(forward_fn, accumulator, has_aux)
-    grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
+    gradients_of = _gradients_of(forward_fn, accumulator, has_aux)
+    add = accumulator._add_piece if add is None else add
+    count = accumulator.losses
 
     def add_piece(samples: int, *piece: Any) -> tuple:
-        weight = as_weight(samples if weight_fn is None else weight_fn(*piece))
-        (scaled_loss, loss, aux), gradients = grad_fn(*piece)
-        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-        loss = ops.depend(loss, scaled_loss).astype(ms.float32)
-        added = accumulator._add_piece(gradients, weight, weight) if add is None else add(gradients, weight)
-        return loss, weight, added, aux
+        weights = (float(samples),) * count if weight_fn is None else as_weights(weight_fn(*piece), count)
+        losses, aux, gradients = gradients_of(*piece)
+        return losses, weights, add(gradients, weights, weights), aux
 
     return add_piece
 
 
-def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: bool) -> Callable:
-    """Return `(*piece) -> (loss to differentiate, loss, aux)`."""
-    loss_scale = accumulator._loss_scale
+def _gradients_of(forward_fn: Callable, accumulator: Accumulator, has_aux: bool) -> Callable:
+    """Return `(*piece) -> (losses, aux, gradients of each loss)`.
+
+    Each loss is differentiated by itself: with a cotangent of 0, a mean over nothing (0/0) would still make the
+    gradients of the others NaN. The forward pass is written down for each, and MindSpore merges what is the same.
+    """
+    grad_fns = tuple([
+        ms.value_and_grad(_differentiated(forward_fn, accumulator, has_aux, t), None, accumulator.optimizer.parameters,
+                          has_aux=True) for t in range(accumulator.losses)])
+
+    def gradients_of(*piece: Any) -> tuple:
+        losses, aux, gradients = (), (), ()
+        for t, grad_fn in enumerate(grad_fns):
+            (scaled_loss, loss, extra), of_loss = grad_fn(*piece)
+            # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+            losses = (*losses, ops.depend(loss, scaled_loss).astype(ms.float32))
+            aux = extra if t == 0 else aux
+            gradients = (*gradients, of_loss)
+        return losses, aux, gradients
+
+    return gradients_of
+
+
+def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: bool, t: int) -> Callable:
+    """Return `(*piece) -> (loss to differentiate, loss, aux)` for the loss numbered `t`."""
+    loss_scale, count = accumulator._loss_scale, accumulator.losses
 
     def differentiated(*piece: Any) -> tuple:
         result = forward_fn(*piece)
-        loss, aux = result, ()
+        returned, aux = result, ()
         if has_aux:
             # In branches of their own: graph mode would look into what is not a tuple before it asks.
             if isinstance(result, tuple):
                 require_aux(len(result))
-                loss, aux = result[0], result[1]
+                returned, aux = result[0], result[1]
             else:
                 require_aux(None)
+        loss = returned
+        if count > 1:
+            if isinstance(returned, tuple):
+                require_losses(len(returned), count)
+                loss = returned[t]
+            else:
+                require_losses(None, count)
         if isinstance(loss, Tensor):
             require_loss(loss.shape, loss.dtype)
         else:
@@ -140,49 +169,88 @@ def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: boo
 def whole(add_piece: Callable, end: Callable, has_aux: bool) -> Callable:
     """As `make_accumulate`, for a batch that is not cut; `end` takes what `add_piece` returned from `add`."""
     def accumulate(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
-        loss, weight, taken, aux = add_piece(samples, *batch)
+        losses, weights, taken, aux = add_piece(samples, *batch)
         end(taken)
-        if isinstance(weight, Tensor):
-            loss = loss + weight * 0.0  # a weight that is not finite shows in the loss
-        return (loss, aux) if has_aux else loss
+        means = ()
+        for loss, weight in zip(losses, weights):
+            # A weight that is not finite shows in the loss.
+            means = (*means, loss + weight * 0.0 if isinstance(weight, Tensor) else loss)
+        return (alone_or_all(means), aux) if has_aux else alone_or_all(means)
 
     return accumulate
 
 
+def alone_or_all(losses: tuple[Tensor, ...]) -> Any:
+    """Return what a step returns: the loss, or a tuple of several."""
+    return losses[0] if len(losses) == 1 else losses
+
+
 def _cut(add_piece: Callable, accumulator: Accumulator, micro_size: int, has_aux: bool) -> Callable:
+    count = accumulator.losses
+
+    # Totals: of each loss times its weight, of each weight, of the pieces that were taken, and the aux.
     def turn(totals: tuple, indices: Tensor, piece: tuple) -> tuple:
-        loss, weight, taken, aux = add_piece(indices.shape[0], *piece)
-        joined = join_aux(totals[3:], aux, indices, weight)
-        return totals[0] + counted(ops.depend(loss, aux), weight), totals[1] + weight, totals[2] + taken, *joined
+        losses, weights, taken, aux = add_piece(indices.shape[0], *piece)
+        joined = join_aux(totals[2 * count + 1:], aux, indices, weights[0])
+        sums = ()
+        for t in range(count):
+            sums = (*sums, totals[t] + counted(ops.depend(losses[t], aux), weights[t]))
+        for t in range(count):
+            sums = (*sums, totals[count + t] + weights[t])
+        return *sums, totals[2 * count] + taken, *joined
 
     def pieces(samples: int, cut: tuple[bool, ...], *batch: Any) -> Any:
         # Not the constant 0.0: MindSpore would try to fold 0 / 0 while it compiles, and warn.
-        zero = accumulator.weight_sum * 0.0
-        totals = (zero, zero, Tensor(0, ms.int32))
+        zero = accumulator.mini_step.astype(ms.float32) * 0.0
+        totals = (*(zero,) * (2 * count), Tensor(0, ms.int32))
         first = 0
         aux = ()
         accumulator._note_piece()
         if has_aux:
             # The first piece shows what is to be joined. Without aux, it is a turn of the loop like any other.
             indices = ops.arange(-(-samples // micro_size))
-            loss, weight, taken, aux = add_piece(indices.shape[0], *select_rows(indices, cut, batch))
-            joined = join_aux(empty_aux(aux, samples, indices.shape[0]), aux, indices, weight)
-            totals = (counted(ops.depend(loss, aux), weight), zero + weight, taken, *joined)
+            losses, weights, taken, aux = add_piece(indices.shape[0], *select_rows(indices, cut, batch))
+            joined = join_aux(empty_aux(aux, samples, indices.shape[0]), aux, indices, weights[0])
+            sums = tuple([counted(ops.depend(loss, aux), weight) for loss, weight in zip(losses, weights)])
+            totals = (*sums, *[zero + weight for weight in weights], taken, *joined)
             first = 1
         totals = over_pieces(turn, totals, first, samples, micro_size, cut, batch)
-        accumulator._end_microbatch(totals[2], notes=1)
-        divisor = ops.where(totals[1] == 0, Tensor(1.0, ms.float32), totals[1])
-        loss = totals[0] / divisor
-        return (loss, whole_aux(totals[3:], aux, divisor)) if has_aux else loss
+        accumulator._end_microbatch(totals[2 * count], notes=1)
+        means, divisors = means_of(totals[:2 * count], count)
+        if has_aux:
+            return alone_or_all(means), whole_aux(totals[2 * count + 1:], aux, divisors[0])
+        return alone_or_all(means)
 
     return pieces
+
+
+def means_of(totals: tuple[Tensor, ...], count: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Return the mean of each of `count` losses and what it was divided by, from their sums and those of the weights.
+    """
+    means, divisors = (), ()
+    for t in range(count):
+        weight = totals[count + t]
+        divisor = ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+        means, divisors = (*means, totals[t] / divisor), (*divisors, divisor)
+    return means, divisors
+
+
+@constexpr
+def require_losses(length: Optional[int], count: int) -> bool:
+    """Refuse what is not a tuple of as many losses as the accumulator has."""
+    if length != count:
+        got = "no tuple" if length is None else f"{length} losses"
+        raise TypeError(f"forward_fn returned {got}, expected a tuple of {count} because of losses={count}; with "
+                        "has_aux=True, ((loss, loss), aux)")
+    return True
 
 
 @constexpr
 def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type], name: str = "forward_fn") -> bool:
     """Refuse a loss that is not a float scalar: value_and_grad would differentiate a sum of its elements, or a cast."""
     if shape is None:
-        remedy = "; give has_aux=True if it returns (loss, aux)" if name == "forward_fn" else ""
+        remedy = ("; give has_aux=True if it returns (loss, aux), losses=2 if it returns two losses"
+                  if name == "forward_fn" else "")
         raise TypeError(f"{name} returned no Tensor, expected the loss alone{remedy}")
     if tuple(shape) != ():
         raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); return the mean over the "

@@ -9,11 +9,33 @@ from typing import Optional, Union
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
-from .arguments import as_weight, instance_of, number, one_of, require_condition, require_gradients
+from .arguments import (
+    as_weight,
+    as_weights,
+    instance_of,
+    number,
+    one_of,
+    require_condition,
+    require_entries,
+    require_gradients,
+    whole_number,
+)
 from .batch_size.noise_scale import GradientNoiseScale, meters_of
 from .distributed.buckets import Layout
 from .distributed.reducers import DataParallel, OneDevice
-from .gradients import FLOATS, Gradients, Header, Scalar, clip_factor, global_norm, multiply_no_nan, scaled, weighted
+from .gradients import (
+    FLOATS,
+    Gradients,
+    Header,
+    Scalar,
+    as_vector,
+    clip_factor,
+    combined,
+    global_norm,
+    multiply_no_nan,
+    scaled,
+    weighted,
+)
 from .host_count import HostCount, recount
 from .loss_scale import LossScale, NoLossScale, owner_of, require_loss_scaler, take_ownership
 from .nonfinite import AnyMicrobatch, AnyWindow, FiniteMicrobatch, FiniteWindow
@@ -34,6 +56,7 @@ class Accumulator:
         buffer += weight * gradient                              # every microbatch
         gradient = buffer                                        # reduction="sum", at the boundary
                  = buffer / sum of the weights                   # reduction="mean", at the boundary
+                 = sum of buffer[t] / sum of the weights[t]      # with several losses t, each by its own weights
         gradient *= min(1, clip_norm / (norm(gradient) + 1e-6))  # if clip_norm is given
         optimizer(gradient); buffer = 0
 
@@ -70,8 +93,11 @@ class Accumulator:
             change Parameters, and what it does in Python alone (appending to a list, say) never runs. The Parameters of
             a Cell, or of a Cell whose method it is, are state of the accumulator; those of other functions are not
             saved in checkpoints.
+        losses: How many losses there are, each a mean over a count of its own: tokens for one, images or routed tokens
+            for another. The accumulated gradient is that of the sum of their means over the window, on all ranks. Each
+            has buffers of its own, and `grads` and `weight` are tuples with an entry for each. With `reduction="mean"`.
         noise_scale: A `GradientNoiseScale`, which measures up to which batch size more samples help. It costs one norm
-            per microbatch. With `reduction="mean"` only.
+            per microbatch. With `reduction="mean"` and one loss only.
 
     Attributes:
         mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
@@ -82,7 +108,8 @@ class Accumulator:
             ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN until it has
             been measured, and always without `clip_norm`.
-        weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`.
+        weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`, or
+            `(losses,)` if there are several.
         window_weight: `weight_sum` of the last window that was closed. On several ranks, `weight_sum` and
             `window_weight` are those of this rank, or of all ranks if gradients are exchanged at each microbatch.
         parameters: ParameterTuple of all state, for checkpoints. Names are unique in the process and the same in the
@@ -129,6 +156,7 @@ class Accumulator:
         reducer: Optional[DataParallel] = None,
         after_update: Optional[Callable] = None,
         noise_scale: Optional[GradientNoiseScale] = None,
+        losses: int = 1,
     ) -> None:
         parameters = checked_parameters(optimizer)
         self.optimizer = optimizer
@@ -141,7 +169,8 @@ class Accumulator:
         if after_update is not None:
             self.after_update = instance_of("after_update", after_update, Callable,
                                             "a function without arguments, a Cell, or None")
-        self.noise_scale = _checked_noise_scale(noise_scale, reduction)
+        self.losses = _checked_losses(losses, reduction)
+        self.noise_scale = _checked_noise_scale(noise_scale, reduction, self.losses)
         self.loss_scaler = None
         self._names = tuple(p.name for p in parameters)
         self._shapes = tuple(tuple(p.shape) for p in parameters)
@@ -149,19 +178,24 @@ class Accumulator:
         self.buffer_dtypes = tuple(_buffer_dtype(buffer_dtype, p.dtype) for p in parameters)
 
         alike = {**self._settings(), "the optimizer, its learning rate or state": describe(optimizer)}
-        layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", alike)
+        layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", alike, self.losses)
         self.reducer = OneDevice(layout)
         if reducer is not None:
             instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
             self.reducer = reducer.bind(layout)
         self._prefix = prefix = f"accumulator{next(_instances)}"
         name_state(optimizer, prefix)
-        self.buffers = ParameterTuple(self.reducer.new_buffers(prefix))
+        if self.losses > 1 and self.reducer.sums_microbatches:
+            raise ValueError(f'got losses={losses} with DataParallel(sync="microbatch"), which would exchange the '
+                             'gradients of each loss at each microbatch; give sync="window"')
+        # Those of the first loss, of the second one, and so on.
+        prefixes = [f"{prefix}.loss{t + 1}" if t else prefix for t in range(self.losses)]
+        self.buffers = ParameterTuple([buffer for name in prefixes for buffer in self.reducer.new_buffers(name)])
         self._make_counters(prefix)
 
         self._budget = self._weight_that_closes()
         counts_in_first = reduction == "mean" and not self.reducer.sums_microbatches
-        self._unit = FirstWeight(prefix, self._weight_unit) if counts_in_first else One()
+        self._units = tuple([FirstWeight(p.name, p) if counts_in_first else One() for p in self._weight_units])
         skips_microbatch, skips_window = on_nonfinite == "skip_microbatch", on_nonfinite == "skip_window"
         self._microbatch_guard = FiniteMicrobatch(self.skipped) if skips_microbatch else AnyMicrobatch()
         self._window_guard = FiniteWindow(self.skipped) if skips_window else AnyWindow()
@@ -189,27 +223,30 @@ class Accumulator:
         return self.window.budget * (self.reducer.ranks if self.reducer.sums_microbatches else 1)
 
     def _make_counters(self, prefix: str) -> None:
-        def counter(name: str, dtype: ms.Type, value: float = 0) -> Parameter:
-            return empty_parameter(f"{prefix}.{name}", (), dtype, value)
+        def counter(name: str, dtype: ms.Type, value: float = 0, shape: tuple[int, ...] = ()) -> Parameter:
+            return empty_parameter(f"{prefix}.{name}", shape, dtype, value)
+
+        one_each = () if self.losses == 1 else (self.losses,)
 
         self.mini_step = counter("mini_step", ms.int32)
         self._unfinished = counter("unfinished", ms.int32)
         self.update_step = counter("update_step", ms.int32)
         self.closed_windows = counter("closed_windows", ms.int32)
         self.skipped = counter("skipped", ms.int32)
-        self.weight_sum = counter("weight_sum", ms.float32)
-        self._weight_unit = counter("weight_unit", ms.float32)
+        self.weight_sum = counter("weight_sum", ms.float32, shape=one_each)
+        self._weight_units = [counter(f"weight_unit{t + 1 if t else ''}", ms.float32) for t in range(self.losses)]
         self.grad_norm = counter("grad_norm", ms.float32, nan)
-        self.window_weight = counter("window_weight", ms.float32)
+        self.window_weight = counter("window_weight", ms.float32, shape=one_each)
         self._counters = [self.mini_step, self._unfinished, self.update_step, self.closed_windows, self.skipped,
-                          self.weight_sum, self._weight_unit, self.grad_norm, self.window_weight]
+                          self.weight_sum, *self._weight_units, self.grad_norm, self.window_weight]
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
         """Add one microbatch and, if it closes the window, update.
 
         Args:
-            grads: A gradient for each of `optimizer.parameters`, in their order and shapes.
-            weight: Weight of the microbatch: a number >= 0 or a Tensor of shape `()`.
+            grads: A gradient for each of `optimizer.parameters`, in their order and shapes. With several losses, a
+                tuple of such tuples.
+            weight: Weight of the microbatch: a number >= 0 or a Tensor of shape `()`; with several losses, a tuple.
 
         Returns:
             Whether this microbatch closed the window: bool Tensor of shape `()`.
@@ -224,9 +261,10 @@ class Accumulator:
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
         recount(self._prefix)
-        self._require(grads)
-        weight = as_weight(weight)
-        self._end_microbatch(self._add_piece(grads, weight, weight))
+        grads, weights = self._per_loss(grads, weight)
+        for gradients in grads:
+            self._require(gradients)
+        self._end_microbatch(self._add_piece(grads, weights, weights))
 
     def close_if(self, condition: Tensor) -> Tensor:
         """Close the window by your own rule: update if `condition`, a bool Tensor of shape `()`, is true.
@@ -257,7 +295,7 @@ class Accumulator:
     def _apply(self, asked: float) -> Scalar:
         """Close the window of all ranks if one of them asks for it (1.0) or has microbatches. Return how many ask."""
         gradients, unit, header = self._reduced(asked)
-        microbatches, asking = header[1:3]
+        microbatches, asking = header[self.losses:self.losses + 2]
         if asked > 0 or asking > 0 or microbatches > 0:
             finite = self._window_guard.accepts(gradients)
             if finite:
@@ -272,13 +310,21 @@ class Accumulator:
         """Return the window's gradients of all ranks, the unit of weights that they count in, and sums over all ranks:
         weights, microbatches, `asked`, and what the meters measured.
         """
-        header = (self.weight_sum, self.mini_step, asked)
+        header = (*self._each(self.weight_sum), self.mini_step, asked)
         for meter in self._meters:
             header = (*header, *meter.open_window())
-        return self._summed(self.buffers, self._unit.current(), header)
+        return self._summed(self.buffers, tuple([unit.current() for unit in self._units]), header)
 
-    def _summed(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
-        gradients, unit, header = self.reducer.window(buffers, unit, header)
+    def _summed(
+        self, buffers: Gradients, units: tuple[Scalar, ...], header: Header,
+    ) -> tuple[Gradients, Scalar, Header]:
+        if self.losses > 1:
+            # Each loss is divided by what all ranks have of it, so that only the sum has to be exchanged.
+            header = self.reducer.header(header)
+            factors = tuple([_share(unit, weight) for unit, weight in zip(units, header)])
+            gradients, unit, _ = self.reducer.window(combined(buffers, factors, self.buffer_dtypes), 1.0, header)
+        else:
+            gradients, unit, header = self.reducer.window(buffers, units[0], header)
         # Before anything is measured: norms and sums of scaled gradients would overflow where the gradients do not.
         return self._loss_scale.divide(gradients), unit, header
 
@@ -308,10 +354,7 @@ class Accumulator:
     def _normaliser(self, unit: Scalar, weight: Scalar) -> Scalar:
         if self.reduction == "sum":
             return 1.0 / self.reducer.ranks
-        if not isinstance(weight, Tensor):
-            return unit / weight
-        # A window without weight (every token masked) has the gradient 0, not 0/0.
-        return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+        return _share(unit, weight) if self.losses == 1 else 1.0
 
     def _norm(self, gradients: Gradients, factor: Scalar) -> Scalar:
         if self.clip_norm is None and self.noise_scale is None:
@@ -338,7 +381,9 @@ class Accumulator:
         if self.reducer.each_microbatch:
             while others > 0:
                 # With weight 0, any tensors of the right shapes are ignored.
-                taken, others = self._add_on_all_ranks(self.optimizer.parameters, 0.0, 0.0, 0.0)
+                nothing = (0.0,) * self.losses
+                taken, others = self._add_on_all_ranks(
+                    (self.optimizer.parameters,) * self.losses, nothing, nothing, 0.0)
                 ops.assign_add(self.mini_step, taken * (others > 0))
                 self.close_if(ops.logical_or(self._due(), ops.logical_and(others == 0, self.mini_step > 0)))
         else:
@@ -352,11 +397,12 @@ class Accumulator:
         ops.assign(self.mini_step, 0)
         if self._in_pieces:
             ops.assign(self._unfinished, 0)
-        ops.assign(self.weight_sum, 0.0)
+        self._set_weight_sum((0.0,) * self.losses)
+        zero = self._each(self.weight_sum)[0]
         for buffer in self.buffers:
             # buffer * 0, where NaN * 0 is 0. For zeros_like(buffer), a constant, graph mode keeps a second copy of all
             # buffers (258 MB measured), and so it does for a broadcast 0, which is also 3 x slower.
-            ops.assign(buffer, multiply_no_nan(buffer, self.weight_sum.astype(buffer.dtype)))
+            ops.assign(buffer, multiply_no_nan(buffer, zero.astype(buffer.dtype)))
         for meter in self._meters:
             meter.forget_window()
 
@@ -366,7 +412,7 @@ class Accumulator:
         """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
         due = self.mini_step >= self.window.length(self.update_step)
         if self._budget is not None:
-            due = ops.logical_or(due, self.weight_sum >= self._budget)
+            due = ops.logical_or(due, self._each(self.weight_sum)[0] >= self._budget)
         if self._in_pieces:
             # MindSpore may report an error in a piece after later calls: a window with a part of a batch stays open.
             due = ops.logical_and(due, self._unfinished == 0)
@@ -380,46 +426,61 @@ class Accumulator:
         """Note that a microbatch is added in pieces: until `_end_microbatch`, an error in a piece leaves a trace."""
         ops.assign_add(self._unfinished, 1)
 
-    def _add_piece(self, grads: Gradients, factor: Scalar, weight: Scalar) -> Tensor:
-        """Add `factor * grads` to the buffers and `weight` to `weight_sum`.
+    def _per_loss(self, grads: Gradients, weight: Scalar) -> tuple[tuple[Gradients, ...], tuple[Scalar, ...]]:
+        """Return what `add` was given as a tuple with an entry for each loss. Raise if there are not as many."""
+        if self.losses == 1:
+            return (grads,), (as_weight(weight),)
+        require_entries("grads", self.losses, len(grads) if isinstance(grads, (tuple, list)) else None)
+        return grads, as_weights(weight, self.losses)
+
+    def _add_piece(
+        self, grads: tuple[Gradients, ...], factors: tuple[Scalar, ...], weights: tuple[Scalar, ...],
+    ) -> Tensor:
+        """Add `factor * gradients` to the buffers and `weight` to `weight_sum`, of each loss.
 
         A piece of weight 0 is ignored, even if its gradient is NaN, as for a mean over no unmasked token.
 
         Args:
-            grads: As in `add`, unchecked.
-            factor: What the gradients are multiplied by, as from `arguments.as_weight`; for a mean loss, `weight`.
-            weight: As from `arguments.as_weight`.
+            grads: As in `add`, unchecked, a tuple for each loss.
+            factors: What the gradients are multiplied by, as from `arguments.as_weight`; for mean losses, `weights`.
+            weights: As from `arguments.as_weight`.
 
         Returns:
             Whether they were added: int32 Tensor of shape `()`, 0 if `on_nonfinite="skip_microbatch"` skipped them,
                 else 1.
         """
-        taken, present = self._add_on_all_ranks(grads, factor, weight, 1.0)
+        taken, present = self._add_on_all_ranks(grads, factors, weights, 1.0)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         return ops.depend(taken, present)
 
-    def _apply_alone(self, grads: Gradients, weight: Scalar) -> None:
+    def _apply_alone(self, grads: tuple[Gradients, ...], weights: tuple[Scalar, ...]) -> None:
         """Do what `_add_piece` and `apply` do for a window of this microbatch alone, without writing to the buffers.
 
         Only for an empty window, without meters, and if neither microbatches nor windows can be skipped.
         """
-        if not isinstance(weight, Tensor) and weight == 0:
-            self._add_piece(grads, weight, weight)
+        if self.losses == 1 and not isinstance(weights[0], Tensor) and weights[0] == 0:
+            self._add_piece(grads, weights, weights)
             self.apply()
         else:
-            gradients, unit, header = self._weighed(grads, weight, weight, 1.0)
-            weight = header[0]
-            gradients, unit, header = self._summed(gradients, unit, (weight, 1.0, 1.0))
+            gradients, units, header = self._weighed(grads, weights, weights, 1.0)
+            weights = header[:self.losses]
+            gradients, unit, header = self._summed(gradients, units, (*weights, 1.0, 1.0))
             self._update(gradients, unit, header)
-            ops.assign(self.weight_sum, weight)
+            self._set_weight_sum(weights)
             self._conclude(True)
-            ops.assign(self.weight_sum, 0.0)
+            self._set_weight_sum((0.0,) * self.losses)
 
     def _end_microbatch(self, taken: Tensor, notes: int = 0) -> None:
         """Count a microbatch of which `taken` pieces (int32 Tensor of shape `()`) were added, and undo its `notes`."""
         ops.assign_add(self.mini_step, ops.minimum(taken, 1) if notes else taken)
         if notes:
             ops.assign_add(self._unfinished, -notes)
+
+    def _settle_units(self) -> None:
+        """Rescale loaded buffers to the units that compiled graphs hold. For the host."""
+        size = len(self.buffers) // self.losses
+        for t, unit in enumerate(self._units):
+            unit.settle(self.buffers[t * size:(t + 1) * size])
 
     def _require_whole(self) -> None:
         """Raise RuntimeError if an error left a part of a microbatch in the open window. For the host."""
@@ -482,52 +543,77 @@ class Accumulator:
             require_gradients(self._names, self._shapes, None, ())
 
     def _add_on_all_ranks(
-        self, grads: Gradients, factor: Scalar, weight: Scalar, present: float,
+        self, grads: tuple[Gradients, ...], factors: tuple[Scalar, ...], weights: tuple[Scalar, ...], present: float,
     ) -> tuple[Tensor, Scalar]:
         """Add a microbatch of each rank. Return whether it was added (int32, 0 or 1), and the sum of `present`."""
-        gradients, unit, header = self._weighed(grads, factor, weight, present)
-        weight, bad, present = header[:3]
+        gradients, units, header = self._weighed(grads, factors, weights, present)
+        weights, others = header[:self.losses], header[self.losses + 2:]
+        bad, present = header[self.losses:self.losses + 2]
         taken = self._microbatch_guard.take(bad)
-        if isinstance(weight, Tensor) or weight != 0:
-            self._store(taken, gradients, unit, (weight, *header[3:]))
+        if self.losses > 1 or isinstance(weights[0], Tensor) or weights[0] != 0:
+            self._store(taken, gradients, units, (*weights, *others))
         return taken, present
 
     def _weighed(
-        self, grads: Gradients, factor: Scalar, weight: Scalar, present: float,
-    ) -> tuple[Gradients, Scalar, Header]:
-        """Return what a microbatch of each rank adds to the buffers, its unit of weights, and sums over the ranks that
-        exchange microbatches: weight, whether to skip it, `present`, and what the meters measured.
+        self, grads: tuple[Gradients, ...], factors: tuple[Scalar, ...], weights: tuple[Scalar, ...], present: float,
+    ) -> tuple[Gradients, tuple[Scalar, ...], Header]:
+        """Return what a microbatch of each rank adds to the buffers, their units of weights, and sums over the ranks
+        that exchange microbatches: weights, whether to skip it, `present`, and what the meters measured.
         """
         # Before the exchange: afterwards, these are gradients of all ranks together.
         spread = ()
         for meter in self._meters:
-            spread = (*spread, *meter.measure(grads, self._loss_scale, weight))
-        unit = self._unit.of(factor)
-        factor = factor / unit
-        if isinstance(weight, Tensor):
-            factor = ops.where(weight == 0, Tensor(0.0, ms.float32), factor)
-        gradients = tuple([weighted(g, factor, dtype) for g, dtype in zip(grads, self.buffer_dtypes)])
-        bad = self._microbatch_guard.bad(gradients, weight)
-        gradients, header = self.reducer.microbatch(gradients, (weight, bad, present, *spread))
-        return gradients, unit, header
+            spread = (*spread, *meter.measure(grads[0], self._loss_scale, weights[0]))
+        gradients, units = (), ()
+        for of_loss, factor, weight, counted_in in zip(grads, factors, weights, self._units):
+            if not isinstance(factor, Tensor) and factor == 0:
+                unit = counted_in.current()
+            else:
+                unit = counted_in.of(factor)
+                factor = factor / unit
+            if isinstance(weight, Tensor):
+                factor = ops.where(weight == 0, Tensor(0.0, ms.float32), factor)
+            units = (*units, unit)
+            gradients = (*gradients, *[weighted(g, factor, dtype) for g, dtype in zip(of_loss, self.buffer_dtypes)])
+        # Of several losses, what has no weight is 0 by now.
+        bad = self._microbatch_guard.bad(gradients, weights[0] if self.losses == 1 else 1.0)
+        gradients, header = self.reducer.microbatch(gradients, (*weights, bad, present, *spread))
+        return gradients, units, header
 
-    def _store(self, taken: Tensor, gradients: Gradients, unit: Scalar, header: Header) -> None:
+    def _store(self, taken: Tensor, gradients: Gradients, units: tuple[Scalar, ...], header: Header) -> None:
         gradients = self._microbatch_guard.kept(taken, gradients)
         header = self._microbatch_guard.kept(taken, header)
         for buffer, gradient in zip(self.buffers, gradients):
             _add_to(buffer, gradient.astype(buffer.dtype))
-        if self.reduction == "mean":
+        if self.losses > 1:
+            ops.assign_add(self.weight_sum, as_vector(header[:self.losses]))
+        elif self.reduction == "mean":
             ops.assign_add(self.weight_sum, header[0])
-        if self._unit.is_state:
-            self._unit.keep(unit)
+        for counted_in, unit in zip(self._units, units):
+            if counted_in.is_state:
+                counted_in.keep(unit)
         for meter in self._meters:
             meter.include(header[1:])
+
+    def _each(self, weights: Tensor) -> tuple[Tensor, ...]:
+        """Return `weight_sum`, or another such Tensor, as a scalar for each loss."""
+        return (weights,) if self.losses == 1 else tuple([weights[t] for t in range(self.losses)])
+
+    def _set_weight_sum(self, weights: tuple[Scalar, ...]) -> None:
+        ops.assign(self.weight_sum, weights[0] if self.losses == 1 else as_vector(weights))
 
     def _settings(self) -> dict[str, str]:
         """Return what has to be the same on every rank, and in a run that resumes."""
         return {"accumulate_step": self.window.describe(), "clip_norm": repr(self.clip_norm),
                 "reduction": self.reduction, "on_nonfinite": self.on_nonfinite,
                 "noise_scale": repr(self.noise_scale and self.noise_scale.decay)}
+
+
+def _share(unit: Scalar, weight: Scalar) -> Scalar:
+    """Return what makes a sum in this unit a mean. A window without weight (every token masked) is not 0/0, but 0."""
+    if not isinstance(weight, Tensor):
+        return unit / weight
+    return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
 
 
 def _add_to(buffer: Parameter, gradient: Tensor) -> None:
@@ -554,9 +640,20 @@ def _checked_clip_norm(clip_norm: object) -> Optional[float]:
                   'give a norm > 0, float("inf") to measure without clipping, or None')
 
 
-def _checked_noise_scale(noise_scale: object, reduction: str) -> Optional[GradientNoiseScale]:
+def _checked_losses(losses: object, reduction: str) -> int:
+    losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
+    if losses > 1 and reduction != "mean":
+        raise ValueError(f'got losses={losses} with reduction={reduction!r}, which divides none of them; give '
+                         'reduction="mean"')
+    return losses
+
+
+def _checked_noise_scale(noise_scale: object, reduction: str, losses: int) -> Optional[GradientNoiseScale]:
     if noise_scale is None:
         return None
+    if losses > 1:
+        raise ValueError(f"got noise_scale with losses={losses}: a microbatch has a weight for each; give one "
+                         "loss")
     if reduction != "mean":
         raise ValueError(f'got noise_scale with reduction={reduction!r}, which does not tell how many samples a '
                          'gradient stands for; give reduction="mean" and the number of samples as weight')

@@ -150,6 +150,25 @@ def as_weight(weight: Scalar) -> Scalar:
     return float(weight)
 
 
+def as_weights(weights: Any, losses: int) -> tuple[Scalar, ...]:
+    """Return a weight for each loss, each as from `as_weight`. TypeError or ValueError if there are not as many."""
+    if losses == 1:
+        require_entries("weight_fn", 1, len(weights) if isinstance(weights, (tuple, list)) else 1)
+        return (as_weight(weights),)
+    require_entries("weight", losses, len(weights) if isinstance(weights, (tuple, list)) else None)
+    return tuple([as_weight(weight) for weight in weights])
+
+
+@constexpr
+def require_entries(name: str, losses: int, entries: Optional[int]) -> bool:
+    """Refuse what is no tuple with an entry for each loss."""
+    if entries != losses:
+        got = "no tuple" if entries is None else f"a tuple of {entries}"
+        raise ValueError(f"{name} is {got}, expected an entry for each of the {losses} losses of the accumulator; give "
+                         "Accumulator(losses=...) the number that forward_fn returns")
+    return True
+
+
 _LARGEST_WEIGHT = 3.4028234e38  # of float32
 _WEIGHT_REMEDY = "give the number of samples or unmasked tokens in the microbatch"
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any, Union
 
+import numpy as np
+from mindspore import Tensor
 from mindspore.train import Callback, RunContext
 
 from .accumulator import Accumulator
@@ -166,7 +168,8 @@ class WindowLog(Callback):
 
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
     mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (NaN without
-    `clip_norm`); `skipped`, so far; and with a loss scaler `loss_scale`. On several ranks, losses and weights are those
+    `clip_norm`); `skipped`, so far; and with a loss scaler `loss_scale`. With several losses, `loss_1`, `loss_2` and so
+    on, each with a weight of its own, `weight_1` and so on. On several ranks, losses and weights are those
     of this rank, but with `sync="microbatch"` weights are sums over all ranks. For a window that was open when the
     training began, the loss is the mean over the microbatches that the callback has seen. It reads a few numbers before
     and after each microbatch, which waits for the device. Put it after `FlushCallback`.
@@ -204,15 +207,16 @@ class WindowLog(Callback):
         super().__init__()
         instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
         self._to, self._file = to, None
-        self._losses: list[tuple[float, float]] = []
-        self._weight = 0.0
+        self._losses: list[tuple[np.ndarray, np.ndarray]] = []  # of each microbatch: losses and their weights
+        self._weight = np.zeros(1)
         self._closed = 0
         self._place = (0, 0)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and open the file."""
         accumulator = _only_cell(run_context, self).accumulator
-        self._losses, self._weight, self._closed = [], float(accumulator.weight_sum), int(accumulator.closed_windows)
+        self._losses, self._weight = [], _numbers(accumulator.weight_sum)
+        self._closed = int(accumulator.closed_windows)
         if not callable(self._to):
             self._file = open(self._to, "w", newline="", encoding="utf-8")
             csv.writer(self._file).writerow(_columns(accumulator))
@@ -221,18 +225,19 @@ class WindowLog(Callback):
         """Log the window if something else closed it since, and forget it if something else reset it."""
         accumulator = _only_cell(run_context, self).accumulator
         self._log_closed(accumulator)
-        if float(accumulator.weight_sum) != self._weight:
-            self._losses, self._weight = [], float(accumulator.weight_sum)
+        if (_numbers(accumulator.weight_sum) != self._weight).any():
+            self._losses, self._weight = [], _numbers(accumulator.weight_sum)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Take the microbatch's loss, and log the window if it was closed."""
         accumulator = _only_cell(run_context, self).accumulator
         context = run_context.original_args()
-        outputs = context.net_outputs
+        losses = context.net_outputs if accumulator.loss_scaler is None else context.net_outputs[0]
+        losses = losses if isinstance(losses, tuple) else (losses,)
         self._place = context.cur_epoch_num, context.cur_step_num
         closed = int(accumulator.closed_windows) > self._closed
-        weight = float(accumulator.window_weight if closed else accumulator.weight_sum)
-        self._losses.append((float(outputs[0] if isinstance(outputs, tuple) else outputs), weight - self._weight))
+        weight = _numbers(accumulator.window_weight if closed else accumulator.weight_sum)
+        self._losses.append((np.array([float(loss) for loss in losses]), weight - self._weight))
         self._weight = weight
         self._log_closed(accumulator)
 
@@ -249,18 +254,21 @@ class WindowLog(Callback):
     def _log_closed(self, accumulator: Accumulator) -> None:
         if int(accumulator.closed_windows) <= self._closed:
             return
-        weight = sum(weight for _, weight in self._losses)
-        # A microbatch of weight 0 is ignored, even if its loss is NaN.
-        total = sum(loss * weight for loss, weight in self._losses if weight != 0)
-        row = (*self._place, int(accumulator.update_step), total / weight if weight else 0.0,
-               float(accumulator.window_weight), float(accumulator.grad_norm), int(accumulator.skipped))
+        totals = weights = np.zeros(accumulator.losses)
+        for losses, weight in self._losses:
+            # A microbatch of weight 0 is ignored, even if its loss is NaN.
+            totals, weights = totals + np.where(weight == 0, 0.0, losses) * weight, weights + weight
+        means = totals / np.where(weights == 0, 1.0, weights)
+        row = (*self._place, int(accumulator.update_step), *means.tolist(),
+               *_numbers(accumulator.window_weight).tolist(), float(accumulator.grad_norm), int(accumulator.skipped))
         scale = () if accumulator.loss_scaler is None else (float(accumulator.loss_scaler.scale_value),)
         if self._file:
             csv.writer(self._file).writerow((*row, *scale))
             self._file.flush()  # so that the file can be followed during a long run
         else:
             self._to(dict(zip(_columns(accumulator), (*row, *scale))))
-        self._losses, self._weight, self._closed = [], 0.0, int(accumulator.closed_windows)
+        self._losses, self._weight = [], np.zeros(accumulator.losses)
+        self._closed = int(accumulator.closed_windows)
 
 
 def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
@@ -283,6 +291,13 @@ def _only_cell(run_context: RunContext, callback: Callback) -> TrainOneStepCell:
     return cells[0]
 
 
+def _numbers(weights: Tensor) -> np.ndarray:
+    """Return `weight_sum`, or another such Tensor, as float64 `(losses,)`."""
+    return weights.asnumpy().astype(np.float64).reshape(-1)
+
+
 def _columns(accumulator: Accumulator) -> tuple[str, ...]:
-    columns = ("epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped")
+    numbers = [""] if accumulator.losses == 1 else [f"_{t + 1}" for t in range(accumulator.losses)]
+    columns = ("epoch", "microbatch", "update_step", *[f"loss{number}" for number in numbers],
+               *[f"weight{number}" for number in numbers], "grad_norm", "skipped")
     return columns if accumulator.loss_scaler is None else (*columns, "loss_scale")

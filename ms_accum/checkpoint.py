@@ -166,7 +166,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     for name, parameter in _entries(network, accumulator).items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name])
-    accumulator._unit.settle(accumulator.buffers)
+    accumulator._settle_units()
     accumulator._count.start_over()
     return about["extra"]
 

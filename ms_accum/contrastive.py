@@ -18,7 +18,7 @@ from .accumulator import Accumulator
 from .arguments import require_callable
 from .batch import positional
 from .compiled import CompiledStep, compiled
-from .gradients import FLOATS
+from .gradients import FLOATS, Gradients
 from .split import over_pieces, select_rows
 
 
@@ -88,6 +88,7 @@ def make_grad_cache_step(
     for given, what, remedy in (
             (accumulator.loss_scaler, "a loss_scaler", "leave it out: representations in float32 need none"),
             (accumulator.noise_scale, "a noise_scale", "leave it out: it needs gradients of independent microbatches"),
+            (True if accumulator.losses > 1 else None, "several losses", "give losses=1: loss_fn returns one"),
             (skips or None, 'sync="microbatch" or on_nonfinite="skip_microbatch"',
              'give sync="window" and "skip_window"')):
         if given is not None:
@@ -165,14 +166,17 @@ def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, accumulator: Accumula
         # If the two passes differ, the batch is ignored.
         weight = ops.where(same, Tensor(rows.shape[0], ms.float32), Tensor(0.0, ms.float32))
 
+        def add(gradients: Gradients, weight: Tensor) -> Tensor:
+            # The gradients of the pieces add up to that of the batch, so each is multiplied by the weight of the batch.
+            return accumulator._add_piece((gradients,), (float(samples),), (weight,))
+
         def add_piece(taken: Tensor, indices: Tensor, piece: tuple) -> Tensor:
             partial, gradients = other_grad_fn(ops.gather(cotangents, indices, 0), *piece)
-            # The gradients of the pieces add up to that of the batch, so each is multiplied by the weight of the batch.
             weight_of_piece = weight * (indices.shape[0] / rows.shape[0])
             # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-            return taken + ops.depend(accumulator._add_piece(gradients, float(samples), weight_of_piece), partial)
+            return taken + ops.depend(add(gradients, weight_of_piece), partial)
 
-        taken = accumulator._add_piece(gradients, float(samples), weight)
+        taken = add(gradients, weight)
         taken = over_pieces(add_piece, taken, 1, samples, micro_size, cut, batch)
         accumulator._end_microbatch(taken * same.astype(ms.int32), notes=1)
         return loss.astype(ms.float32), same

@@ -66,11 +66,23 @@ def scaled(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
 
 
 def weighted(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
-    """As `scaled`, but 0 for a Tensor of 0 as factor, also where the gradient is NaN (a mean over no token)."""
-    if isinstance(factor, Tensor):
-        gradient = gradient.astype(wider(gradient.dtype, dtype))
-        return multiply_no_nan(gradient, factor.astype(gradient.dtype)).astype(dtype)
-    return scaled(gradient, factor, dtype)
+    """As `scaled`, but 0 for the factor 0, also where the gradient is NaN (a mean over no token)."""
+    if not isinstance(factor, Tensor) and factor != 0:
+        return scaled(gradient, factor, dtype)
+    gradient = gradient.astype(wider(gradient.dtype, dtype))
+    factor = factor if isinstance(factor, Tensor) else Tensor(0.0, ms.float32)
+    return multiply_no_nan(gradient, factor.astype(gradient.dtype)).astype(dtype)
+
+
+def combined(sets: Gradients, factors: tuple[Scalar, ...], dtypes: tuple[ms.Type, ...]) -> Gradients:
+    """Return the sum of several sets of gradients (one after the other in `sets`), each times its factor."""
+    total = ()
+    for i, dtype in enumerate(dtypes):
+        summed = 0.0
+        for t, factor in enumerate(factors):
+            summed = summed + scaled(sets[t * len(dtypes) + i], factor, wider(dtype, ms.float32))
+        total = (*total, summed.astype(dtype))
+    return total
 
 
 def wider(one: ms.Type, other: ms.Type) -> ms.Type:

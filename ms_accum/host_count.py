@@ -49,7 +49,7 @@ class HostCount:
     def full(self) -> bool:
         """Whether the open window holds all its microbatches, or the weight that closes it."""
         if self.microbatches < self.length and self._budget is not None:
-            return float(self._weight_sum) >= self._budget
+            return self._weight_sum.asnumpy().reshape(-1)[0] >= self._budget
         return self.microbatches >= self.length
 
     @property

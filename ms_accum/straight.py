@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from .accumulate import make_add_piece, whole
+from .accumulate import alone_or_all, make_add_piece, means_of, whole
 from .accumulator import Accumulator
 from .compiled import CompiledStep, compiled
 from .gradients import Scalar, as_vector
@@ -149,8 +149,8 @@ class _Whole:
     """
 
     def __init__(self, graph: Callable, accumulator: Accumulator) -> None:
-        def apply_alone(gradients: tuple[Tensor, ...], weight: Scalar) -> Tensor:
-            accumulator._apply_alone(gradients, weight)
+        def apply_alone(gradients: tuple, factors: tuple[Scalar, ...], weights: tuple[Scalar, ...]) -> Tensor:
+            accumulator._apply_alone(gradients, weights)
             return accumulator.update_step + 0
 
         def nothing(updates: Tensor) -> None:
@@ -182,18 +182,20 @@ class _Pieces:
             def piece(start: Tensor, totals: Tensor, *batch: Any) -> Any:
                 accumulator._note_piece()
                 # The rows are gathered here, from the whole batch: a graph's argument is not copied.
-                loss, weight, taken, aux = add_piece(rows, *select_rows(start + ops.arange(rows), cut, batch))
+                losses, weights, taken, aux = add_piece(rows, *select_rows(start + ops.arange(rows), cut, batch))
                 accumulator._note_piece()
-                totals = totals + as_vector((counted(loss, weight), weight, taken))
-                return (totals, as_vector((weight,)), checked_aux(aux, rows)) if has_aux else totals
+                sums = tuple([counted(loss, weight) for loss, weight in zip(losses, weights)])
+                totals = totals + as_vector((*sums, *weights, taken))
+                return (totals, as_vector(weights[:1]), checked_aux(aux, rows)) if has_aux else totals
 
             return straight(piece, accumulator)
 
         def join(totals: Tensor, *aux: Tensor) -> tuple[Tensor, ...]:
-            accumulator._end_microbatch(totals[2].astype(ms.int32), notes=2 * len(starts))
-            divisor = ops.where(totals[1] == 0, Tensor(1.0, ms.float32), totals[1])
-            return (totals[0] / divisor, *join_aux_of_all(aux, len(starts), divisor))
+            accumulator._end_microbatch(totals[2 * count].astype(ms.int32), notes=2 * len(starts))
+            means, divisors = means_of(tuple([totals[i] for i in range(2 * count)]), count)
+            return (*means, *join_aux_of_all(aux, len(starts), divisors[0]))
 
+        count = self._count = accumulator.losses
         rows = -(-samples // micro_size)
         starts = range(0, samples, rows)
         graphs = {length: graph_of(length) for length in {min(rows, samples - start) for start in starts}}
@@ -204,16 +206,17 @@ class _Pieces:
     def __call__(self, *batch: Any) -> Any:
         # The sums go from piece to piece. Keeping what each returned would cut MindSpore's pool of memory into pieces,
         # and the peak would grow with their number (48 pieces: 286 MB instead of 84).
-        totals, results = Tensor(np.zeros(3), ms.float32), []
+        totals, results = Tensor(np.zeros(2 * self._count + 1), ms.float32), []
         for graph, start in self._calls:
             totals = graph(start, totals, *batch)
             if self._has_aux:
                 totals, weight, aux = totals
                 results += [weight, *aux_values(aux)]
-        loss, *joined = self._join(totals, *results)
+        joined = self._join(totals, *results)
+        losses, joined = alone_or_all(joined[:self._count]), joined[self._count:]
         if not self._has_aux:
-            return loss
-        return loss, (tuple(joined) if isinstance(aux, tuple) else joined[0])
+            return losses
+        return losses, (joined if isinstance(aux, tuple) else joined[0])
 
 
 def _judge(accumulator: Accumulator) -> Callable:

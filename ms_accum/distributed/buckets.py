@@ -20,6 +20,7 @@ class Layout:
     dtypes: tuple[ms.Type, ...]  # of the buffers
     flags: bool  # whether ranks have to agree about each microbatch (`on_nonfinite="skip_microbatch"`)
     settings: dict[str, str]  # what has to be the same on every rank, by name
+    losses: int = 1
 
 
 @ms.jit_class

@@ -142,14 +142,18 @@ class OneDevice:
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return what to add to the buffers.
 
-        Header: weight, whether this is to be skipped (0 or more), how many ranks have data, others.
+        Header: the weight of each loss, whether this is to be skipped (0 or more), how many ranks have data, others.
         """
         return gradients, header
+
+    def header(self, header: Header) -> Header:
+        """Return the sums over all ranks of a window's header alone, before its gradients."""
+        return header
 
     def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
         """Return the whole gradients of a window, and the unit of weights that they count in.
 
-        Header: weight, microbatches, whether any rank asks for an update (0 or more), others.
+        Header: the weight of each loss, microbatches, whether any rank asks for an update (0 or more), others.
         """
         return buffers, unit, header
 
@@ -169,9 +173,14 @@ class WindowSync(OneDevice):
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return the gradients of this rank."""
         if self.each_microbatch:
-            flags = self.buckets.sum_header(header)
-            header = (header[0], flags[1], flags[2], *header[3:])
+            losses = self.layout.losses
+            flags = self.buckets.sum_header(header[losses:losses + 2])
+            header = (*header[:losses], *flags, *header[losses + 2:])
         return gradients, header
+
+    def header(self, header: Header) -> Header:
+        """See `OneDevice`."""
+        return self.buckets.sum_header(header)
 
     def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
         """Return the sums over all ranks, in the user's unit."""
