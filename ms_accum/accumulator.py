@@ -566,7 +566,7 @@ class Accumulator:
             spread = (*spread, *meter.measure(grads[0], self._loss_scale, weights[0]))
         gradients, units = (), ()
         for of_loss, factor, weight, counted_in in zip(grads, factors, weights, self._units):
-            if not isinstance(factor, Tensor) and factor == 0:
+            if self.losses > 1 and not isinstance(factor, Tensor) and factor == 0:
                 unit = counted_in.current()
             else:
                 unit = counted_in.of(factor)

