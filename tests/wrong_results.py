@@ -35,7 +35,8 @@ CASES = [
     ({"forward_fn": scalar, "has_aux": True}, f"TypeError forward_fn returned no tuple, {AUX}"),
     ({"forward_fn": three_values, "has_aux": True}, f"TypeError forward_fn returned 3 values, {AUX}"),
     ({"forward_fn": three_values},
-     "TypeError forward_fn returned no Tensor, expected the loss alone; give has_aux=True if it returns (loss, aux)"),
+     "TypeError forward_fn returned no Tensor, expected the loss alone; give has_aux=True if it returns (loss, aux), "
+     "losses=2 if it returns two losses"),
     ({"forward_fn": rows}, f"ValueError forward_fn returned a loss of shape (4, 3), {MEAN}"),
     ({"forward_fn": count},
      "TypeError forward_fn returned a loss of Int64, expected a float dtype; do not cast the network's loss"),

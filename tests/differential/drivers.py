@@ -2,6 +2,7 @@
 import os
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, amp, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
@@ -32,10 +33,14 @@ def mask_of(*piece):
     return piece[3].sum()
 
 
+def masks_of(*piece):
+    return piece[3].sum(), (piece[1][:, 0] == 0).sum()
+
+
 def weight_fns_of(case):
     """What counts a piece, in turn."""
-    if case.loss == "masked":
-        return (mask_of,)
+    if case.loss in ("masked", "pair"):
+        return (mask_of,) if case.loss == "masked" else (masks_of,)
     return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,), "mixed": (None, tensor_samples_of)}[case.weight]
 
 
@@ -52,7 +57,8 @@ class Accumulating:
             self.scaler = amp.StaticLossScaler(2.0**exponent) if kind == "static" else amp.DynamicLossScaler(2.0**exponent, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
         self.accumulator = Accumulator(self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction,
-                                       on_nonfinite=case.on_nonfinite, noise_scale=self.noise_scale)
+                                       on_nonfinite=case.on_nonfinite, noise_scale=self.noise_scale,
+                                       losses=2 if case.loss == "pair" else 1)
         self.calls = 0
         self.build_step()
 
@@ -79,6 +85,8 @@ class Accumulating:
 
     def _by_hand(self, weight_fn):
         acc, case = self.accumulator, self.case
+        if case.loss == "pair":
+            return self._pair_by_hand(weight_fn)
         grad_fn = ms.value_and_grad(self._forward(), None, acc.optimizer.parameters)
         divisor = float(case.accumulate_step) if case.reduction == "sum" else 1.0
 
@@ -91,6 +99,24 @@ class Accumulating:
             return ops.depend(loss, acc(grads, weight_fn(x, ids, target, mask)))
 
         return ms.jit(train_step) if case.compiled else train_step
+
+    def _pair_by_hand(self, weight_fn):
+        acc, loss = self.accumulator, self.loss
+
+        def one(*batch):
+            return loss(*batch)[0]
+
+        def other(*batch):
+            return loss(*batch)[1]
+
+        grad_fns = [ms.value_and_grad(fn, None, acc.optimizer.parameters) for fn in (one, other)]
+
+        def train_step(*batch):
+            (first, grads), (second, other_grads) = grad_fns[0](*batch), grad_fns[1](*batch)
+            closed = acc((grads, other_grads), weight_fn(*batch))
+            return ops.depend(first, closed), second
+
+        return ms.jit(train_step) if self.case.compiled else train_step
 
     def __enter__(self):
         case = self.case
@@ -107,12 +133,20 @@ class Accumulating:
         """Train on microbatches; `after(loss)` is called after each one. `last`: whether they are the last ones of an epoch."""
         if self.case.driver.startswith("model"):
             dataset = GeneratorDataset(batches, ["x", "ids", "target", "mask"], shuffle=False)
-            callbacks = [_After(after), *([FlushCallback()] if last else [])]
+            callbacks = [_After(self._value, after), *([FlushCallback()] if last else [])]
             Model(self.steps[0]).train(1, dataset, callbacks=callbacks, dataset_sink_mode=False)
             return
         for batch in batches:
             self.calls += 1
-            after(_value(self.steps[self.calls % len(self.steps)](*map(Tensor, batch))))
+            after(self._value(self.steps[self.calls % len(self.steps)](*map(Tensor, batch))))
+
+    def _value(self, result):
+        """The loss, or both of a pair."""
+        if self.case.loss == "pair" and not isinstance(result[0], Tensor):
+            result = result[0]
+        elif self.case.loss != "pair" and isinstance(result, (tuple, list)):
+            result = result[0]
+        return np.array([float(loss.asnumpy()) for loss in result]) if self.case.loss == "pair" else float(result.asnumpy())
 
     def flush(self):
         if not self.case.by_hand:
@@ -130,14 +164,9 @@ class Accumulating:
 
 
 class _After(Callback):
-    def __init__(self, after):
+    def __init__(self, value, after):
         super().__init__()
-        self.after = after
+        self.value, self.after = value, after
 
     def on_train_step_end(self, run_context):
-        self.after(_value(run_context.original_args().net_outputs))
-
-
-def _value(result):
-    loss = result[0] if isinstance(result, (tuple, list)) else result
-    return float(loss.asnumpy())
+        self.after(self.value(run_context.original_args().net_outputs))

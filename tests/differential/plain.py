@@ -37,7 +37,7 @@ class Plain:
         self.optimizer = build_optimizer(case, self.loss.trainable_params())
         self.update = ms.jit(self.optimizer) if case.optimizer in COMPILED_ONLY else self.optimizer
         self.mini_step = self.update_step = self.skipped = 0
-        self.grad_norm, self.window_weight = np.nan, 0.0
+        self.grad_norm, self.window_weight = np.nan, self._nothing
         self.window = []
         self.scale, self.finite_windows = 1.0, 0
         if case.scaler is not None:
@@ -48,8 +48,12 @@ class Plain:
         self.rounding = 0.0
 
     @property
+    def _nothing(self):
+        return np.zeros(2) if self.case.loss == "pair" else 0.0
+
+    @property
     def weight_sum(self):
-        return sum(weight for _, weight in self.window) if self.case.reduction == "mean" else 0.0
+        return sum([weight for _, weight in self.window], self._nothing) if self.case.reduction == "mean" else 0.0
 
     def microbatch(self, batch):
         """Take a microbatch: its loss, and whether the window is full."""
@@ -61,9 +65,8 @@ class Plain:
         for piece in pieces:
             weight = self.weight(piece)
             loss = self.value(piece)
-            if weight != 0:
-                losses.append((weight, loss))
-            if weight != 0 and case.on_nonfinite == "skip_microbatch" and not np.isfinite(piece[0]).all():
+            losses.append((weight, np.where(np.equal(weight, 0), 0.0, loss)))
+            if np.any(weight) and case.on_nonfinite == "skip_microbatch" and not np.isfinite(piece[0]).all():
                 self.skipped += 1
                 continue
             taken = 1
@@ -72,29 +75,37 @@ class Plain:
         if case.micro_size == 1:
             loss = self.value(batch)
         else:
-            loss = sum(w * value for w, value in losses) / sum(w for w, _ in losses) if losses else 0.0
+            total = sum(w for w, _ in losses)
+            loss = sum(w * value for w, value in losses) / np.where(total == 0, 1.0, total)
         return loss, self._full()
 
     def _full(self):
         if self.case.budget is None:
             return self.mini_step >= reference.window_length(self.case.schedule, self.update_step)
-        return self.mini_step >= self.case.accumulate_step[2] or self.weight_sum >= self.case.budget
+        return self.mini_step >= self.case.accumulate_step[2] or np.ravel(self.weight_sum)[0] >= self.case.budget
 
     def weight(self, piece):
         if self.case.loss == "masked":
             return float(piece[3].sum())
+        if self.case.loss == "pair":
+            return np.array([piece[3].sum(), (piece[1][:, 0] == 0).sum()], float)
         if self.case.reduction == "sum":
             return 1.0
         return len(piece[0]) * (2.5 if self.case.weight == "number" else 1.0)
 
     def value(self, batch):
         with op_by_op():
-            return float(self.loss(*map(Tensor, batch)).asnumpy())
+            loss = self.loss(*map(Tensor, batch))
+            return np.array([float(one) for one in loss]) if isinstance(loss, tuple) else float(loss.asnumpy())
 
     def gradients(self, batch, scale=1.0):
-        """Of the mean loss of a batch, as it comes out of MindSpore for a loss times `scale`."""
+        """Of the mean loss of a batch (of a pair, of the sum of those that are means over something), as it comes out of MindSpore
+        for a loss times `scale`."""
+        counted = np.flatnonzero(self.weight(batch)).tolist()
+
         def scaled_loss(*batch):
-            return self.loss(*batch) * scale
+            loss = self.loss(*batch)
+            return (loss if self.case.loss != "pair" else sum(loss[i] for i in counted)) * scale
 
         with op_by_op():
             grad_fn = ms.value_and_grad(scaled_loss, None, self.optimizer.parameters)
@@ -103,8 +114,8 @@ class Plain:
 
     def close(self, dropped):
         """Update with the window. `dropped`: whether the other side dropped it, which counts where it may do either."""
-        present = [piece for piece, weight in self.window if weight != 0]
-        weight = sum(weight for _, weight in self.window)
+        present = [piece for piece, weight in self.window if np.any(weight)]
+        weight = np.max(sum([weight for _, weight in self.window], self._nothing))
         gradients = [np.zeros(p.shape) for p in self.optimizer.parameters]
         if present:
             gradients = self.gradients(tuple(map(np.concatenate, zip(*present))), self.scale)
