@@ -34,6 +34,7 @@ class Report:
             `ok`.
         samples: Samples in the batch.
         pieces: Pieces that the batch was cut into.
+        losses: With several losses, the report of each; the figures above are then the largest of them.
     """
 
     ok: bool
@@ -43,6 +44,7 @@ class Report:
     causes: tuple[Cause, ...]
     samples: int
     pieces: int
+    losses: tuple[Report, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -51,6 +53,8 @@ class Report:
                 f"({self.samples} samples in {self.pieces} pieces).")
 
     def __str__(self) -> str:
+        if self.losses:
+            return "\n".join([self.verdict, *(f"loss {i}: {report}" for i, report in enumerate(self.losses, 1))])
         figures = self.per_parameter
         # With a sum loss, all differences are almost equal, and rounding would choose another one each time: the first
         # counts.
@@ -81,6 +85,7 @@ def check_equivalence(
     micro_size: int,
     *,
     weight_fn: Optional[Callable] = None,
+    losses: int = 1,
 ) -> Report:
     """Compare the gradient of a batch with the one accumulated over its pieces, and name the causes of a difference.
 
@@ -104,6 +109,9 @@ def check_equivalence(
         micro_size: Number of pieces that the batch is cut into, as in `make_train_step`; at least 2. If it exceeds the
             number of samples, each piece is one sample.
         weight_fn: `(*piece) -> weight`, as for `make_train_step`. None: the number of samples.
+        losses: Number of losses that `forward_fn` returns, as for `Accumulator`; each is checked by itself, with its
+            own weights, and a cause that lies in one names it ("forward_fn, loss 2"). One that does not add up is a
+            router's loss, for example: a product of two means over a batch is no mean over its pieces.
 
     Returns:
         The report. `report.ok` is False if, in any parameter, the two gradients differ by more than rounding explains
@@ -145,6 +153,16 @@ def check_equivalence(
     if named:
         forward_fn = _by_position("forward_fn", forward_fn, batch, names)
         weight_fn = weight_fn and _by_position("weight_fn", weight_fn, batch, names)
+    losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
+    if losses == 1:
+        return _checked(forward_fn, network, batch, micro_size, weight_fn, cells)
+    return _together([
+        _checked(_entry("forward_fn", forward_fn, t, losses), network, batch, micro_size,
+                 weight_fn and _entry("weight_fn", weight_fn, t, losses), cells) for t in range(losses)])
+
+
+def _checked(forward_fn: Callable, network: nn.Cell, batch: tuple, micro_size: int, weight_fn: Optional[Callable],
+             cells: dict[str, nn.Cell]) -> Report:
     with untouched(cells.values()):
         dropout = causes.switch_off_dropout(cells)
         division = Division(forward_fn, network, batch, micro_size, weight_fn)
@@ -200,6 +218,34 @@ def _report(ok: bool, division: Division, comparison: Comparison, found: list[Ca
         tolerances = np.nan_to_num(comparison.explained / comparison.undivided, posinf=np.inf).tolist()
     return Report(ok, max(relative), dict(zip(names, relative)), dict(zip(names, tolerances)), tuple(found),
                   division.samples, len(division.pieces))
+
+
+def _together(reports: list[Report]) -> Report:
+    """Return the report on several losses: the figures of the one that is furthest beyond its tolerance."""
+    def beyond(name: str) -> Callable[[Report], float]:
+        return lambda report: report.per_parameter[name] / (report.tolerances[name] or 1.0)
+
+    names = reports[0].per_parameter
+    worst = {name: max(reports, key=beyond(name)) for name in names}
+    return Report(all(report.ok for report in reports), max(report.max_relative_difference for report in reports),
+                  {name: worst[name].per_parameter[name] for name in names},
+                  {name: worst[name].tolerances[name] for name in names},
+                  tuple([cause for report in reports for cause in report.causes]),
+                  reports[0].samples, reports[0].pieces, tuple(reports))
+
+
+def _entry(name: str, function: Callable, t: int, losses: int) -> Callable:
+    """Return the function that returns one entry of what `function` returns, under a name that says which."""
+    def entry(*batch: Any) -> Any:
+        entries = function(*batch)
+        if not isinstance(entries, tuple) or len(entries) != losses:
+            got = f"{len(entries)} values" if isinstance(entries, tuple) else f"a {type(entries).__name__}"
+            raise TypeError(f"{name} returned {got}, expected a tuple of {losses} because of losses={losses}")
+        return entries[t]
+
+    called = update_wrapper(entry, function)
+    called.__name__ = f"{getattr(function, '__name__', type(function).__name__)}, loss {t + 1}"
+    return called
 
 
 def _by_position(name: str, function: Callable, batch: tuple, names: tuple[str, ...]) -> Callable:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..check.equivalence import Report, check_equivalence
 from .files import require_outputs, write_json
-from .options import add_command, imported, number
+from .options import add_command, count, imported, number
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 DESCRIPTION = """\
@@ -36,6 +36,8 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
     parser.add_argument("case", metavar="MODULE:FUNCTION", help="a function that returns forward_fn, network and batch")
     parser.add_argument("--micro-size", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4,
                         metavar="K", help="number of pieces that the batch is cut into (default: %(default)s)")
+    parser.add_argument("--losses", type=count, default=1, metavar="N",
+                        help="number of losses that forward_fn returns, each with a weight of its own (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
 
 
@@ -68,7 +70,8 @@ def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, functi
         parser.error(f"{options.case} returned {got}, expected (forward_fn, network, batch) or "
                      "(forward_fn, network, batch, weight_fn)")
     try:
-        return check_equivalence(*case[:3], options.micro_size, weight_fn=case[3] if len(case) == 4 else None)
+        return check_equivalence(*case[:3], options.micro_size, weight_fn=case[3] if len(case) == 4 else None,
+                                 losses=options.losses)
     except BrokenPipeError:
         raise
     except Exception as error:
