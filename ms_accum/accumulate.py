@@ -11,7 +11,7 @@ from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
 from .arguments import as_weights, require_callable, whole_number
-from .gradients import FLOATS
+from .gradients import FLOATS, Scalar
 from .optimizers import checked_parameters, require_trainable
 from .split import counted, empty_aux, join_aux, over_pieces, select_rows, whole_aux
 
@@ -103,10 +103,9 @@ def make_add_piece(
     """
     gradients_of = _gradients_of(forward_fn, accumulator, has_aux)
     add = accumulator._add_piece if add is None else add
-    count = accumulator.losses
 
     def add_piece(samples: int, *piece: Any) -> tuple:
-        weights = (float(samples),) * count if weight_fn is None else as_weights(weight_fn(*piece), count)
+        weights = weights_of(weight_fn, accumulator.losses, samples, piece)
         losses, aux, gradients = gradients_of(*piece)
         return losses, weights, add(gradients, weights, weights), aux
 
@@ -138,9 +137,18 @@ def _gradients_of(forward_fn: Callable, accumulator: Accumulator, has_aux: bool)
 
 def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: bool, t: int) -> Callable:
     """Return `(*piece) -> (loss to differentiate, loss, aux)` for the loss numbered `t`."""
-    loss_scale, count = accumulator._loss_scale, accumulator.losses
+    loss_scale, losses_of = accumulator._loss_scale, _losses_of(forward_fn, accumulator.losses, has_aux, t)
 
     def differentiated(*piece: Any) -> tuple:
+        losses, aux = losses_of(*piece)
+        return loss_scale.multiply(losses[0]), losses[0], aux
+
+    return differentiated
+
+
+def _losses_of(forward_fn: Callable, count: int, has_aux: bool, t: Optional[int] = None) -> Callable:
+    """Return `(*piece) -> (tuple of losses, aux)`, which checks what `forward_fn` returns; of the loss `t` alone."""
+    def losses_of(*piece: Any) -> tuple:
         result = forward_fn(*piece)
         returned, aux = result, ()
         if has_aux:
@@ -150,20 +158,72 @@ def _differentiated(forward_fn: Callable, accumulator: Accumulator, has_aux: boo
                 returned, aux = result[0], result[1]
             else:
                 require_aux(None)
-        loss = returned
+        losses = (returned,)
         if count > 1:
             if isinstance(returned, tuple):
                 require_losses(len(returned), count)
-                loss = returned[t]
+                losses = returned if t is None else (returned[t],)
             else:
                 require_losses(None, count)
-        if isinstance(loss, Tensor):
-            require_loss(loss.shape, loss.dtype)
-        else:
-            require_loss(None, None)
-        return loss_scale.multiply(loss), loss, aux
+        for loss in losses:
+            if isinstance(loss, Tensor):
+                require_loss(loss.shape, loss.dtype)
+            else:
+                require_loss(None, None)
+        return losses, aux
 
-    return differentiated
+    return losses_of
+
+
+def make_add_known(
+    forward_fn: Callable,
+    accumulator: Accumulator,
+    weight_fn: Optional[Callable],
+    has_aux: bool,
+    counts: tuple[bool, ...],
+) -> Callable:
+    """As `make_add_piece`, for `(samples, window, *piece)`, if the weights of the whole window are known.
+
+    One backward pass gives the gradient of all losses together, each times its share of the window, relative to the
+    largest share: what is differentiated is not made smaller than it is in a window of one microbatch.
+
+    Args:
+        counts: Which losses have a weight in the piece. A mean over nothing would make all gradients NaN.
+
+    `window` is the sum of each loss's weights in the window: float32 `(losses,)`.
+    """
+    loss_scale, losses_of = accumulator._loss_scale, _losses_of(forward_fn, accumulator.losses, has_aux)
+    counted_losses = tuple([t for t, counted_here in enumerate(counts) if counted_here])
+
+    def differentiated(shares: tuple[Tensor, ...], *piece: Any) -> tuple:
+        losses, aux = losses_of(*piece)
+        total = 0.0
+        for t in counted_losses:
+            total = total + loss_scale.multiply(losses[t]).astype(ms.float32) * shares[t]
+        return total, losses, aux
+
+    grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
+
+    def add_known(samples: int, window: Tensor, *piece: Any) -> tuple:
+        weights = weights_of(weight_fn, accumulator.losses, samples, piece)
+        taken = Tensor(1, ms.int32)
+        if counted_losses:
+            shares = tuple([weight / window[t] for t, weight in enumerate(weights)])
+            largest = shares[counted_losses[0]]
+            for t in counted_losses:
+                largest = ops.maximum(largest, shares[t])
+            (total, losses, aux), gradients = grad_fn(tuple([share / largest for share in shares]), *piece)
+            taken = ops.depend(accumulator._add_known(gradients, largest, weights), total)
+        else:
+            losses, aux = losses_of(*piece)
+        return tuple([loss.astype(ms.float32) for loss in losses]), weights, taken, aux
+
+    return add_known
+
+
+def weights_of(weight_fn: Optional[Callable], count: int, samples: int, piece: tuple) -> tuple[Scalar, ...]:
+    """Return what a piece weighs for each of `count` losses: as from `weight_fn`, or its samples."""
+    return (float(samples),) * count if weight_fn is None else as_weights(weight_fn(*piece), count)
 
 
 def whole(add_piece: Callable, end: Callable, has_aux: bool) -> Callable:

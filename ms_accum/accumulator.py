@@ -36,7 +36,7 @@ from .gradients import (
     scaled,
     weighted,
 )
-from .host_count import HostCount, recount
+from .host_count import HostCount, keep_apart, recount
 from .loss_scale import LossScale, NoLossScale, owner_of, require_loss_scaler, take_ownership
 from .nonfinite import AnyMicrobatch, AnyWindow, FiniteMicrobatch, FiniteWindow
 from .optimizers import checked_parameters, describe, name_state, state_of
@@ -205,9 +205,10 @@ class Accumulator:
         self._scalers = ()
         self._count = HostCount(prefix, self.window, self._budget, self.mini_step, self.update_step, self.weight_sum)
         self._in_pieces = False  # whether a driver adds microbatches in pieces, which it notes in `_unfinished`
-        self.parameters = ParameterTuple(
-            [*self.buffers, *self._counters, *_state_of(after_update, optimizer, parameters),
-             *(parameter for meter in self._meters for parameter in meter.parameters)])
+        self._known = False  # whether windows are weighed before they are trained: the losses share one set of buffers
+        self._state = [*self._counters, *_state_of(after_update, optimizer, parameters),
+                       *(parameter for meter in self._meters for parameter in meter.parameters)]
+        self.parameters = ParameterTuple([*self.buffers, *self._state])
 
     def _weight_that_closes(self) -> Optional[float]:
         """Return the `weight_sum` that closes a window, or None. ValueError if weights cannot decide that here."""
@@ -318,13 +319,13 @@ class Accumulator:
     def _summed(
         self, buffers: Gradients, units: tuple[Scalar, ...], header: Header,
     ) -> tuple[Gradients, Scalar, Header]:
-        if self.losses > 1:
+        if self.losses > 1 and not self._known:
             # Each loss is divided by what all ranks have of it, so that only the sum has to be exchanged.
             header = self.reducer.header(header)
             factors = tuple([_share(unit, weight) for unit, weight in zip(units, header)])
             gradients, unit, _ = self.reducer.window(combined(buffers, factors, self.buffer_dtypes), 1.0, header)
         else:
-            gradients, unit, header = self.reducer.window(buffers, units[0], header)
+            gradients, unit, header = self.reducer.window(buffers, 1.0 if self._known else units[0], header)
         # Before anything is measured: norms and sums of scaled gradients would overflow where the gradients do not.
         return self._loss_scale.divide(gradients), unit, header
 
@@ -388,7 +389,9 @@ class Accumulator:
                 self.close_if(ops.logical_or(self._due(), ops.logical_and(others == 0, self.mini_step > 0)))
         else:
             while others > 0:
-                others = self._apply(0.0)
+                # Ranks that weigh a window before they train on it do so together.
+                asked = self.reducer.header((0.0,) * self.losses)[0] * 0.0 if self._known else 0.0
+                others = self._apply(asked)
         return self.closed_windows > windows  # from the state after the branches, which keeps them
 
     def reset(self) -> None:
@@ -470,6 +473,36 @@ class Accumulator:
             self._conclude(True)
             self._set_weight_sum((0.0,) * self.losses)
 
+    def _add_known(self, grads: Gradients, factor: Tensor, weights: tuple[Scalar, ...]) -> Tensor:
+        """Add `factor * grads` to the only set of buffers, and the weights of all losses to `weight_sum`. Return 1.
+
+        For windows whose weights are known before: the gradients are of each loss times its share of the window.
+        """
+        for buffer, gradient, dtype in zip(self.buffers, grads, self.buffer_dtypes):
+            _add_to(buffer, weighted(gradient, factor, dtype))
+        ops.assign_add(self.weight_sum, as_vector(weights))
+        return Tensor(1, ms.int32)
+
+    def _know_totals(self) -> None:
+        """Keep one set of buffers for all losses from now on. RuntimeError if they were kept apart. For the host."""
+        if self._known:
+            return
+        reason = self._why_apart()
+        if reason:
+            raise RuntimeError(f"windows cannot be weighed before they are trained: {reason}")
+        self._count.apart, self._known, self._in_pieces = False, True, True
+        self.buffers = ParameterTuple(self.buffers[:len(self._names)])
+        self.parameters = ParameterTuple([*self.buffers, *self._state])
+
+    def _why_apart(self) -> str:
+        """Return why the losses have to be kept apart; "" if they need not be. For the host."""
+        if self.on_nonfinite == "skip_microbatch":
+            return 'with on_nonfinite="skip_microbatch", what is skipped is not known before; give "skip_window"'
+        if self._count.apart:
+            return ("the accumulator keeps the losses apart, because it was used without lookahead; build another "
+                    "accumulator for lookahead=True")
+        return ""
+
     def _end_microbatch(self, taken: Tensor, notes: int = 0) -> None:
         """Count a microbatch of which `taken` pieces (int32 Tensor of shape `()`) were added, and undo its `notes`."""
         ops.assign_add(self.mini_step, ops.minimum(taken, 1) if notes else taken)
@@ -484,6 +517,10 @@ class Accumulator:
 
     def _require_whole(self) -> None:
         """Raise RuntimeError if an error left a part of a microbatch in the open window. For the host."""
+        if self._count.ahead:
+            raise RuntimeError("the open window was weighed as a whole by epoch(lookahead=True), and not all of it was "
+                               "trained, because the loop was left; expected whole windows: call accumulator.reset(), "
+                               "which drops the open window, and go on with the next batch")
         if int(self._unfinished) != 0:
             raise RuntimeError("the open window may hold only some pieces of a batch, because an error stopped the "
                                "others; expected whole batches: call accumulator.reset(), which drops the open window, "
@@ -530,7 +567,8 @@ class Accumulator:
         if type(loss_scaler).adjust is not amp.StaticLossScaler.adjust:  # it does nothing, which makes MindSpore warn
             self._scalers = (loss_scaler,)
         self._window_guard = FiniteWindow(self.skipped)
-        self.parameters = ParameterTuple([*self.parameters, *take_ownership(loss_scaler, self, self._prefix)])
+        self._state += take_ownership(loss_scaler, self, self._prefix)
+        self.parameters = ParameterTuple([*self.buffers, *self._state])
 
     # --- one microbatch -----------------------------------------------------------------------------------------------
 
@@ -560,6 +598,8 @@ class Accumulator:
         """Return what a microbatch of each rank adds to the buffers, their units of weights, and sums over the ranks
         that exchange microbatches: weights, whether to skip it, `present`, and what the meters measured.
         """
+        if self.losses > 1:
+            keep_apart(self._prefix)
         # Before the exchange: afterwards, these are gradients of all ranks together.
         spread = ()
         for meter in self._meters:

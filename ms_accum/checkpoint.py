@@ -165,7 +165,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         loaded, about = _together(lambda: _read_checked(mine, network, accumulator))
     for name, parameter in _entries(network, accumulator).items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
-        ops.assign(parameter, loaded[name])
+        ops.assign(parameter, loaded[name] if name in loaded else ops.zeros_like(parameter))
     accumulator._settle_units()
     accumulator._count.start_over()
     return about["extra"]
@@ -190,8 +190,7 @@ def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]
         if id(parameter) in known:
             continue
         known.add(id(parameter))
-        # An accumulator's number counts those that were built before it, which may be others in the next process.
-        name = f"{kind}:{_INSTANCE.sub('', name)}"
+        name = _entry_of(kind, name)
         if name in entries:
             raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
         entries[name] = parameter
@@ -199,6 +198,16 @@ def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]
         raise ValueError(f"a parameter of the network is called {_ABOUT}, which the checkpoint needs for itself; "
                          "rename it")
     return entries
+
+
+def _of_further_losses(accumulator: Accumulator) -> list[str]:
+    """Return the names of the buffers of all losses but the first."""
+    return [_entry_of("accumulator", buffer.name) for buffer in accumulator.buffers[len(accumulator.buffer_dtypes):]]
+
+
+def _entry_of(kind: str, name: str) -> str:
+    # An accumulator's number counts those that were built before it, which may be others in the next process.
+    return f"{kind}:{_INSTANCE.sub('', name)}"
 
 
 def _optimizer_state(optimizer: Any) -> list[tuple[str, Parameter]]:
@@ -213,6 +222,9 @@ def _contents(
     accumulator._require_whole()
     accumulator._finish_interrupted()
     entries = _entries(network, accumulator)
+    if int(accumulator.mini_step) == 0:
+        # They are empty, and a run that looks ahead has none.
+        entries = {name: p for name, p in entries.items() if name not in _of_further_losses(accumulator)}
     return entries, {
         "version": _VERSION,
         "mindspore": ms.__version__,
@@ -372,8 +384,10 @@ def _read_checked(path: Path, network: nn.Cell, accumulator: Accumulator) -> tup
             raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; build "
                                   "it alike")
     entries = _entries(network, accumulator)
+    window_is_open = int(loaded.get("accumulator:mini_step", 1)) > 0
+    left_out = [] if window_is_open else _of_further_losses(accumulator)
     for name in entries:
-        if name not in loaded:
+        if name not in loaded and name not in left_out:
             raise CheckpointError(f"{path} has no entry {name}, which this run needs; {_ALIKE}")
     for name, value in loaded.items():
         if name not in entries:

@@ -39,7 +39,7 @@ class CompiledStep:
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self._flush = compiled(flush)
 
-    def epoch(self, batches: Iterable) -> Iterator[Any]:
+    def epoch(self, batches: Iterable, lookahead: bool = False) -> Iterator[Any]:
         """Train on each of `batches`, yield what each call returns, and apply the incomplete last window at the end.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
@@ -49,10 +49,21 @@ class CompiledStep:
         Args:
             batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
                 `dataset.create_dict_iterator()`). NumPy arrays become Tensors.
+            lookahead: With several losses: take the batches of a window together and count their weights before any of
+                them is trained. The losses then share one set of buffers and one backward pass. It holds the batches of
+                a window in memory, and needs `strategy="split"`; an accumulator stays with it. After `break`, the open
+                window can only be dropped. With one loss, it changes nothing.
 
         Yields:
             The loss, or `(loss, aux)`, of each microbatch.
+
+        Raises:
+            ValueError: If `lookahead` is given with another strategy.
+            RuntimeError: If `lookahead` comes after losses were kept apart, after a loop that left a window open, or
+                with `on_nonfinite="skip_microbatch"`.
         """
+        if lookahead and self.accumulator.losses > 1:
+            raise ValueError('lookahead=True needs the host to schedule windows; give strategy="split"')
         for batch in batches:
             arguments, named = as_arguments(batch)
             yield self(*arguments, **named)
@@ -66,7 +77,12 @@ class CompiledStep:
             ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
             RuntimeError: If an error left a part of a batch in the open window.
         """
-        self.updated, names = self._not_updated, ()
+        self.updated = self._not_updated
+        return self._call(*self._prepared(batch, named))
+
+    def _prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
+        """Return the key of the graph that a batch needs, which exists then, and its arguments by position."""
+        names = ()
         if named:
             # One order for each set of names, so that it is compiled once.
             named = named_values(self._function, named)
@@ -76,15 +92,19 @@ class CompiledStep:
             batch = (*batch, *[named[name] for name in names])
         # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
         key = (*layout(batch), names)
+        if key not in self._graphs:
+            self._graphs[key] = self._graph_for(*key)
+        return key, tuple(map(with_storage_of_its_own, batch)) if self.micro_size > 1 else batch
+
+    def _call(self, key: tuple, batch: tuple) -> Any:
+        self.updated = self._not_updated
         count = self.accumulator._count
         if not count.returned:
             self.accumulator._require_whole()
             self.accumulator._finish_interrupted()
         count.returned = False
-        if key not in self._graphs:
+        if key not in self._graphs:  # discarded since, after an error
             self._graphs[key] = self._graph_for(*key)
-        if self.micro_size > 1:
-            batch = tuple(map(with_storage_of_its_own, batch))
         try:
             result = self._run(self._graphs[key], batch)
         except BaseException as error:

@@ -27,6 +27,8 @@ class HostCount:
         length: How many it holds when it is full.
         closing: Whether a train step is about to fill the window and to close it.
         returned: Whether the last call of a train step came to its end. False at first: a checkpoint may hold anything.
+        ahead: Whether the open window was weighed as a whole, and not all of it was trained yet.
+        apart: Whether gradients of several losses are kept apart; None before the first one was added.
     """
 
     def __init__(
@@ -41,7 +43,8 @@ class HostCount:
         self.microbatches = self.length = self._updates = 0
         self._window, self._budget = window, budget
         self._mini_step, self._update_step, self._weight_sum = mini_step, update_step, weight_sum
-        self.closing = self.returned = self._known = False
+        self.closing = self.returned = self.ahead = self._known = False
+        self.apart: Optional[bool] = None
         self._refusal: Optional[tuple[tuple[int, int], str]] = None  # the device's counters, and what was said
         _counts[name] = self
 
@@ -63,7 +66,7 @@ class HostCount:
 
     def start_over(self) -> None:
         """Forget, after a call by hand or a checkpoint, also what was refused and what was interrupted."""
-        self._known = self.closing = False
+        self._known = self.closing = self.ahead = False
         self._refusal = None
 
     def settle(self, refuse: bool = True) -> None:
@@ -97,7 +100,7 @@ class HostCount:
 
     def close(self, updated: bool) -> None:
         """Note that the window was closed, with an update or without one."""
-        self.closing = False
+        self.closing = self.ahead = False
         self.microbatches = 0
         self._updates += updated
         self.length = self._window.host_length(self._updates)
@@ -114,4 +117,15 @@ _counts: WeakValueDictionary[str, HostCount] = WeakValueDictionary()
 def recount(name: str) -> bool:
     """Tell the host that the accumulator of that name is called by hand. Op by op; a compiled function runs it once."""
     _counts[name].start_over()
+    return True
+
+
+@constexpr
+def keep_apart(name: str) -> bool:
+    """Note that the accumulator of that name keeps several losses apart. RuntimeError if it keeps their sum."""
+    if _counts[name].apart is False:
+        raise RuntimeError("the accumulator keeps one set of buffers for all losses, because a train step weighs whole "
+                           "windows before it trains on them (lookahead=True, or accumulate_step=1); expected no other "
+                           "train step and no calls by hand: build another accumulator for those")
+    _counts[name].apart = True
     return True

@@ -7,15 +7,17 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Optional
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from .accumulate import alone_or_all, make_add_piece, means_of, whole
+from .accumulate import alone_or_all, make_add_known, make_add_piece, means_of, weights_of, whole
 from .accumulator import Accumulator
+from .arguments import boolean
+from .batch import as_arguments
 from .compiled import CompiledStep, compiled
 from .gradients import Scalar, as_vector
 from .split import aux_values, checked_aux, counted, join_aux_of_all, select_rows
@@ -40,9 +42,14 @@ class SplitStep(CompiledStep):
     ) -> None:
         def graph_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> Callable:
             forward, weigh = functions_for(len(cut), names)
+            if accumulator._known:
+                def add_known(counts: tuple[bool, ...]) -> Callable:
+                    return make_add_known(forward, accumulator, weigh, has_aux, counts)
+
+                return _Known(add_known, weigh, accumulator, samples, micro_size, cut, has_aux)
             if micro_size > 1:
                 add_piece = make_add_piece(forward, accumulator, weigh, has_aux)
-                return _Pieces(add_piece, accumulator, samples, micro_size, cut, has_aux)
+                return _Pieces(lambda counts: add_piece, accumulator, samples, micro_size, cut, has_aux)
 
             def graph(add: Optional[Callable], end: Callable) -> Callable:
                 accumulate = whole(make_add_piece(forward, accumulator, weigh, has_aux, add), end, has_aux)
@@ -57,20 +64,84 @@ class SplitStep(CompiledStep):
         super().__init__(forward_fn, accumulator, micro_size, graph_for)
         self._updated = Tensor(True)
         self._count = accumulator._count
+        self._ahead: Optional[_Ahead] = None
         self._make_closing_graphs()
+        if accumulator.losses > 1 and accumulator.window.is_one and not accumulator._why_apart():
+            # Each batch is a window, which is weighed before its pieces are trained.
+            accumulator._know_totals()
 
     def _make_closing_graphs(self) -> None:
         accumulator = self.accumulator
         self._judge = straight(_judge(accumulator), accumulator)
         self._apply, self._drop = (straight(_closing(accumulator, finite), accumulator) for finite in (True, False))
+        self._announce = compiled(_announcing(accumulator))
 
     def _discard(self, key: tuple) -> None:
         super()._discard(key)
         self._make_closing_graphs()
 
+    def epoch(self, batches: Iterable, lookahead: bool = False) -> Iterator[Any]:
+        """See `CompiledStep.epoch`."""
+        boolean("lookahead", lookahead, "say whether windows are weighed before they are trained")
+        if not lookahead or self.accumulator.losses == 1 or self.accumulator.window.is_one:
+            yield from super().epoch(batches)
+            return
+        self.accumulator._require_whole()
+        self.accumulator._know_totals()
+        window, weights = [], []
+        for batch in batches:
+            graph, arguments = self._prepared(*as_arguments(batch))
+            window.append((graph, arguments))
+            weights.append(self._graphs[graph].weigh(*arguments))
+            if self._is_full(weights):
+                yield from self._train_ahead(window, weights)
+                window, weights = [], []
+        if window:
+            yield from self._train_ahead(window, weights)
+        self.flush()
+
+    def _is_full(self, weights: list[np.ndarray]) -> bool:
+        """Return whether these microbatches fill a window; `weights` as from `_Known.weigh`."""
+        self._count.settle()
+        budget = self.accumulator._budget
+        return len(weights) >= self._count.length or (
+            budget is not None and sum(w[:, 0].sum() for w in weights) >= budget)
+
+    def _train_ahead(self, window: list[tuple], weights: list[np.ndarray]) -> Iterator[Any]:
+        total = self._announce(Tensor(sum(w.sum(0) for w in weights), ms.float32))
+        for i, ((key, batch), of_pieces) in enumerate(zip(window, weights)):
+            self._ahead = _Ahead(total, of_pieces, last=i + 1 == len(window))
+            try:
+                result = self._call(key, batch)
+            finally:
+                self._ahead = None
+            yield result
+
+    def _run_known(self, graph: _Known, batch: tuple) -> Any:
+        """Train on a microbatch of a window whose weights are known: of this batch alone, or of `_train_ahead`."""
+        count, ahead = self._count, self._ahead
+        if ahead is None:
+            if not self.accumulator.window.is_one:
+                raise RuntimeError("the train step weighs windows before it trains on them, expected no single calls: "
+                                   "go on with epoch(batches, lookahead=True), or build another accumulator")
+            weights = graph.weigh(*batch)
+            ahead = _Ahead(self._announce(Tensor(weights.sum(0), ms.float32)), weights, last=True)
+        count.closing, count.ahead = ahead.last, self._ahead is not None
+        result = graph(*batch, known=ahead)
+        count.microbatches += 1
+        if ahead.last:
+            count.ahead = False
+            count.compare(fewer_allowed=False)
+            self.accumulator._require_whole()
+            self._conclude()
+            self.updated = self._updated
+        return result
+
     def _run(self, graph: Callable, batch: tuple) -> Any:
         count = self._count
         count.settle()
+        if self.accumulator._known:
+            return self._run_known(graph, batch)
         if count.length == 1 and count.microbatches == 0 and graph.alone is not None:
             count.compare(fewer_allowed=False)
             result = graph.alone(*batch)
@@ -165,58 +236,144 @@ class _Whole:
 
 
 class _Pieces:
-    """A batch of one layout in pieces: a graph for each length of a piece, which the host calls for each in turn."""
+    """A batch of one layout in pieces: a graph for each length of a piece, which the host calls for each in turn.
+
+    Args:
+        make_add: `(counts) -> ` a function as from `accumulate.make_add_piece`, or, where windows are weighed before,
+            as from `make_add_known` for these counts.
+    """
 
     alone = None
 
     def __init__(
         self,
-        add_piece: Callable,
+        make_add: Callable,
         accumulator: Accumulator,
         samples: int,
         micro_size: int,
         cut: tuple[bool, ...],
         has_aux: bool,
     ) -> None:
-        def graph_of(rows: int) -> Callable:
-            def piece(start: Tensor, totals: Tensor, *batch: Any) -> Any:
-                accumulator._note_piece()
-                # The rows are gathered here, from the whole batch: a graph's argument is not copied.
-                losses, weights, taken, aux = add_piece(rows, *select_rows(start + ops.arange(rows), cut, batch))
-                accumulator._note_piece()
-                sums = tuple([counted(loss, weight) for loss, weight in zip(losses, weights)])
-                totals = totals + as_vector((*sums, *weights, taken))
-                return (totals, as_vector(weights[:1]), checked_aux(aux, rows)) if has_aux else totals
-
-            return straight(piece, accumulator)
-
         def join(totals: Tensor, *aux: Tensor) -> tuple[Tensor, ...]:
-            accumulator._end_microbatch(totals[2 * count].astype(ms.int32), notes=2 * len(starts))
-            means, divisors = means_of(tuple([totals[i] for i in range(2 * count)]), count)
+            accumulator._end_microbatch(totals[2 * losses].astype(ms.int32), notes=2 * len(starts))
+            means, divisors = means_of(tuple([totals[i] for i in range(2 * losses)]), losses)
             return (*means, *join_aux_of_all(aux, len(starts), divisors[0]))
 
-        count = self._count = accumulator.losses
+        losses = self._losses = accumulator.losses
         rows = -(-samples // micro_size)
         starts = range(0, samples, rows)
-        graphs = {length: graph_of(length) for length in {min(rows, samples - start) for start in starts}}
-        self._calls = [(graphs[min(rows, samples - start)], Tensor(start, ms.int32)) for start in starts]
+        self._starts = [(Tensor(start, ms.int32), min(rows, samples - start)) for start in starts]
+        self._make_add, self._accumulator, self._cut, self._has_aux = make_add, accumulator, cut, has_aux
+        self._graphs: dict[tuple, Callable] = {}
         self._join = compiled(join)
-        self._has_aux = has_aux
 
-    def __call__(self, *batch: Any) -> Any:
+    def _graph(self, rows: int, counts: Optional[tuple[bool, ...]]) -> Callable:
+        if (rows, counts) not in self._graphs:
+            self._graphs[rows, counts] = self._new_graph(rows, self._make_add(counts))
+        return self._graphs[rows, counts]
+
+    def _new_graph(self, rows: int, add_piece: Callable) -> Callable:
+        accumulator, cut, has_aux = self._accumulator, self._cut, self._has_aux
+
+        def piece(start: Tensor, totals: Tensor, *arguments: Any) -> Any:
+            known = arguments[:len(arguments) - len(cut)]
+            batch = arguments[len(arguments) - len(cut):]
+            accumulator._note_piece()
+            # The rows are gathered here, from the whole batch: a graph's argument is not copied.
+            inputs = select_rows(start + ops.arange(rows), cut, batch)
+            losses, weights, taken, aux = add_piece(rows, *known, *inputs)
+            accumulator._note_piece()
+            sums = tuple([counted(loss, weight) for loss, weight in zip(losses, weights)])
+            totals = totals + as_vector((*sums, *weights, taken))
+            return (totals, as_vector(weights[:1]), checked_aux(aux, rows)) if has_aux else totals
+
+        return straight(piece, accumulator)
+
+    def __call__(self, *batch: Any, known: Optional[_Ahead] = None) -> Any:
         # The sums go from piece to piece. Keeping what each returned would cut MindSpore's pool of memory into pieces,
         # and the peak would grow with their number (48 pieces: 286 MB instead of 84).
-        totals, results = Tensor(np.zeros(2 * self._count + 1), ms.float32), []
-        for graph, start in self._calls:
-            totals = graph(start, totals, *batch)
+        totals, results = Tensor(np.zeros(2 * self._losses + 1), ms.float32), []
+        for i, (start, rows) in enumerate(self._starts):
+            if known is None:
+                totals = self._graph(rows, None)(start, totals, *batch)
+            else:
+                totals = self._graph(rows, known.counts(i))(start, totals, known.total, *batch)
             if self._has_aux:
                 totals, weight, aux = totals
                 results += [weight, *aux_values(aux)]
         joined = self._join(totals, *results)
-        losses, joined = alone_or_all(joined[:self._count]), joined[self._count:]
+        losses, joined = alone_or_all(joined[:self._losses]), joined[self._losses:]
         if not self._has_aux:
             return losses
         return losses, (joined if isinstance(aux, tuple) else joined[0])
+
+
+class _Ahead(NamedTuple):
+    """What is known of a microbatch before it is trained.
+
+    Attributes:
+        total: The weights of its whole window, of all ranks: float32 Tensor `(losses,)`.
+        weights: Of its pieces: float64 `(pieces, losses)`.
+        last: Whether it is the last one of its window.
+    """
+
+    total: Tensor
+    weights: np.ndarray
+    last: bool
+
+    def counts(self, piece: int) -> tuple[bool, ...]:
+        """Return which losses have a weight in a piece."""
+        return tuple((self.weights[piece] != 0).tolist())
+
+
+class _Known(_Pieces):
+    """A batch of one layout, whole or in pieces, for windows that are weighed before they are trained.
+
+    Args:
+        weight_fn: As in `accumulate.make_add_piece`.
+    """
+
+    def __init__(self, make_add: Callable, weight_fn: Optional[Callable], accumulator: Accumulator, samples: int,
+                 micro_size: int, cut: tuple[bool, ...], has_aux: bool) -> None:
+        def weights(*batch: Any) -> Tensor:
+            rows = ()
+            for start in range(0, samples, length):
+                size = min(length, samples - start)
+                inputs = select_rows(ops.arange(start, start + size), cut, batch)
+                rows = (*rows, as_vector(weights_of(weight_fn, accumulator.losses, size, inputs)))
+            return ops.stack(rows)
+
+        super().__init__(make_add, accumulator, samples, micro_size, cut, has_aux)
+        length = -(-samples // micro_size)
+        self._samples, self._weights = samples, compiled(weights)
+
+    def _new_graph(self, rows: int, add_piece: Callable) -> Callable:
+        if len(self._starts) > 1:
+            return super()._new_graph(rows, add_piece)
+        accumulate = whole(add_piece, self._accumulator._end_microbatch, self._has_aux)
+        samples, cut = self._samples, self._cut
+
+        def accumulate_whole(total: Tensor, *batch: Any) -> Any:
+            return accumulate(samples, cut, total, *batch)
+
+        return straight(accumulate_whole, self._accumulator)
+
+    def __call__(self, *batch: Any, known: Optional[_Ahead] = None) -> Any:
+        if len(self._starts) > 1:
+            return super().__call__(*batch, known=known)
+        return self._graph(self._samples, known.counts(0))(known.total, *batch)
+
+    def weigh(self, *batch: Any) -> np.ndarray:
+        """Return the weights of the pieces, without training on them: float64 `(pieces, losses)`. It waits for them."""
+        return self._weights(*batch).asnumpy().astype(np.float64)
+
+
+def _announcing(accumulator: Accumulator) -> Callable:
+    """Return `(weights of this rank) -> (weights of all ranks)`, float32 `(losses,)`, of a window to be trained."""
+    def announce(weights: Tensor) -> Tensor:
+        return as_vector(accumulator.reducer.header(accumulator._each(weights)))
+
+    return announce
 
 
 def _judge(accumulator: Accumulator) -> Callable:

@@ -76,6 +76,11 @@ class Window:
             return f"until_weight({self.budget:.9g}, at_most={self.stages[0][1]})"
         return str(dict(self.stages) if len(self.stages) > 1 else self.stages[0][1])
 
+    @property
+    def is_one(self) -> bool:
+        """Whether each window holds one microbatch."""
+        return self.schedule is None and self.stages == ((0, 1),)
+
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
         if self.schedule is not None:

@@ -44,11 +44,11 @@ def drawn(number, **fixed):
 
 def stratified():
     """Cases in which each compiled driver occurs once, each other one three times, and each amp level at least twice."""
-    one_graph = {"event": "none", "weight": "number", "front": "dense", "norm": "none", "shapes": (6, 6)}
+    one_graph = {"event": "none", "front": "dense", "norm": "none", "shapes": (6, 6)}
     for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
-        cut = driver in ("fused", "fused-pynative", "cell-pynative")
-        yield drawn(i, driver=driver, level=LEVELS[3 * i % len(LEVELS)], large=False, count=5, micro_size=1 + cut,
-                    **(one_graph if driver in COMPILED else {}))
+        cut = driver in ("fused", "fused-pynative", "ahead", "cell-pynative")
+        yield drawn(i, driver=driver, level="none" if "ahead" in driver else LEVELS[3 * i % len(LEVELS)], large=False, count=5, micro_size=1 + cut,
+                    **(one_graph if driver in COMPILED else {}), **({"weight": "number"} if driver in COMPILED and driver != "ahead" else {}))
 
 
 @pytest.mark.parametrize("case", stratified(), ids=lambda case: f"{case.driver}-{case.level}")

@@ -8,8 +8,8 @@ from ms_accum import until_weight
 from .networks import FEATURES, FLOAT32_LEVELS, FRONTS, LEVELS, LOSSES, NORMS, WORDS, outputs
 from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 
-COMPILED = ("hand-jit", "fused", "split", "cell-graph", "model-graph")
-OP_BY_OP = ("hand-pynative", "fused-pynative", "split-pynative", "cell-pynative", "model-pynative")
+COMPILED = ("hand-jit", "fused", "split", "ahead", "cell-graph", "model-graph")
+OP_BY_OP = ("hand-pynative", "fused-pynative", "split-pynative", "ahead-pynative", "cell-pynative", "model-pynative")
 DRIVERS = (*COMPILED, *OP_BY_OP)
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
 BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float", "half"))}
@@ -35,6 +35,11 @@ class Case(namedtuple("Case", (
     @property
     def by_hand(self):
         return self.driver.startswith("hand")
+
+    @property
+    def ahead(self):
+        """Whether windows are weighed before they are trained."""
+        return self.driver.startswith("ahead")
 
     @property
     def exact(self):
@@ -90,14 +95,16 @@ def compose(choose, **fixed):
         return values[name]
 
     driver = pick("driver", DRIVERS)
-    level = pick("level", LEVELS)
+    ahead = driver.startswith("ahead")
+    level = pick("level", LEVELS if not ahead else FLOAT32_LEVELS)
     compiled, by_hand = driver in COMPILED, driver.startswith("hand")
     exact = level in FLOAT32_LEVELS
     optimizer = pick("optimizer", _optimizers(level, compiled))
     scale_free = optimizer in SCALE_FREE
     front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (scale_free and f == "mha")])
     # Rounding to 16 bits is bounded for one loss only.
-    loss = pick("loss", [kind for kind in LOSSES if not (front == "tied" and kind == "mse") and (exact or kind != "pair")])
+    losses = [kind for kind in LOSSES if not (front == "tied" and kind == "mse") and (exact or kind != "pair")]
+    loss = pick("loss", ("pair",) if ahead else losses)
     pick("norm", NORMS)
     backward_clip = pick("backward_clip", (False, False, True) if loss in ("mean", "smoothed") else (False,))
     extreme = exact and optimizer in LINEAR and loss != "mse"
@@ -112,13 +119,13 @@ def compose(choose, **fixed):
     micro_size = pick("micro_size", (1,) if by_hand else (1, 2, 3))
     mixed = () if driver.startswith("model") else ("mixed",)  # numbers and Tensors in turn: the accumulator sees both kinds
     pick("weight", ("tensor",) if loss in ("masked", "pair") else ("samples", "number", "tensor", *mixed))
-    on_nonfinite = pick("on_nonfinite", ("apply", "skip_microbatch", "skip_window"))
+    on_nonfinite = pick("on_nonfinite", ("apply", "skip_window") if ahead else ("apply", "skip_microbatch", "skip_window"))
     pick("scaler", _scalers(exact, backward_clip or by_hand or on_nonfinite == "skip_microbatch" or factor > 1))
     narrow = front == "dense" and loss == "mse" and not backward_clip
     least = 4 * micro_size if backward_clip else 2
     large = pick("large", (False, True) if narrow else (False,))
     # Each graph takes seconds to compile: anew for each shape, after a load and after an error.
-    event = pick("event", ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both"))
+    event = pick("event", ("none", "shapes") if ahead else ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both"))
     nonfinite_at = pick("nonfinite_at", (None, None, None, None, 1, 2, 3))
     pick("noise_scale", (False, True) if reduction == "mean" and exact and nonfinite_at is None and not large and loss != "pair" else (False,))
     # Not both in one batch: a piece that is skipped before the error is counted in `skipped`, and the reference has no pieces.

@@ -71,9 +71,9 @@ class Accumulating:
         driver = case.driver.split("-")[0]
         if driver == "hand":
             return self._by_hand(weight_fn)
-        if driver in ("fused", "split"):
+        if driver in ("fused", "split", "ahead"):
             return make_train_step(self._forward(), acc, micro_size=case.micro_size, weight_fn=weight_fn, loss_scaler=self.scaler,
-                                   strategy=driver)
+                                   strategy="fused" if driver == "fused" else "split")
         return TrainOneStepCell(self.loss, acc, loss_scaler=self.scaler, micro_size=case.micro_size, weight_fn=weight_fn)
 
     def _forward(self):
@@ -121,7 +121,7 @@ class Accumulating:
     def __enter__(self):
         case = self.case
         ms.set_context(mode=ms.GRAPH_MODE if case.driver.endswith("graph") else ms.PYNATIVE_MODE)
-        if case.driver in ("fused-pynative", "split-pynative"):
+        if case.driver in ("fused-pynative", "split-pynative", "ahead-pynative"):
             os.environ["MS_JIT"] = "0"
         return self
 
@@ -135,6 +135,10 @@ class Accumulating:
             dataset = GeneratorDataset(batches, ["x", "ids", "target", "mask"], shuffle=False)
             callbacks = [_After(self._value, after), *([FlushCallback()] if last else [])]
             Model(self.steps[0]).train(1, dataset, callbacks=callbacks, dataset_sink_mode=False)
+            return
+        if self.case.ahead:
+            for losses in self.steps[0].epoch(batches, lookahead=True):
+                after(self._value(losses))
             return
         for batch in batches:
             self.calls += 1
