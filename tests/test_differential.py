@@ -47,8 +47,9 @@ def stratified():
     one_graph = {"event": "none", "front": "dense", "norm": "none", "shapes": (6, 6)}
     for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
         cut = driver in ("fused", "fused-pynative", "ahead", "cell-pynative")
-        yield drawn(i, driver=driver, level="none" if "ahead" in driver else LEVELS[3 * i % len(LEVELS)], large=False, count=5, micro_size=1 + cut,
-                    **(one_graph if driver in COMPILED else {}), **({"weight": "number"} if driver in COMPILED and driver != "ahead" else {}))
+        level = "none" if driver.startswith("ahead") else LEVELS[3 * i % len(LEVELS)]
+        fixed = {**one_graph, **({} if driver == "ahead" else {"weight": "number"})} if driver in COMPILED else {}
+        yield drawn(i, driver=driver, level=level, large=False, count=5, micro_size=1 + cut, **fixed)
 
 
 @pytest.mark.parametrize("case", stratified(), ids=lambda case: f"{case.driver}-{case.level}")

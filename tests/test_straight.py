@@ -104,7 +104,8 @@ class Scheduled(Pair):
 class AnySchedule(RuleBasedStateMachine):
     """Calls of a train step that the host schedules, and whatever may change the window behind its back."""
 
-    @initialize(accumulate_step=st.sampled_from([1, 2, 3, {0: 2, 1: 1, 2: 4}, until_weight(3.5, at_most=4)]), clip_norm=st.sampled_from([None, 2.0]),
+    @initialize(accumulate_step=st.sampled_from([1, 2, 3, {0: 2, 1: 1, 2: 4}, until_weight(3.5, at_most=4)]),
+                clip_norm=st.sampled_from([None, 2.0]),
                 on_nonfinite=st.sampled_from(["apply", "skip_microbatch", "skip_window"]))
     def build(self, **options):
         self.pair = Scheduled(reduction="mean", optimizer="momentum", **options)
@@ -165,7 +166,8 @@ def test_compiled_train_steps_follow_the_oracle_between_calls_by_hand(accumulate
 
 
 @pytest.mark.parametrize(("late", "on_nonfinite", "goes_on"), [
-    (False, "apply", "split"), (True, "apply", "split"), (False, "apply", "budget"), (False, "skip_window", "split"), (True, "skip_window", "fused"),
+    (False, "apply", "split"), (True, "apply", "split"), (False, "apply", "budget"), (False, "skip_window", "split"),
+    (True, "skip_window", "fused"),
     (False, "apply", "fused"), (False, "apply", "saved")])
 def test_an_interrupt_between_two_graphs_changes_no_window(late, on_nonfinite, goes_on, monkeypatch, tmp_path):
     pair = Scheduled(until_weight(2) if goes_on == "budget" else 2, "mean", None, on_nonfinite, "momentum")

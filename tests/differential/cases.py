@@ -125,11 +125,14 @@ def compose(choose, **fixed):
     least = 4 * micro_size if backward_clip else 2
     large = pick("large", (False, True) if narrow else (False,))
     # Each graph takes seconds to compile: anew for each shape, after a load and after an error.
-    event = pick("event", ("none", "shapes") if ahead else ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both"))
+    events = ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both")
+    event = pick("event", ("none", "shapes") if ahead else events)
     nonfinite_at = pick("nonfinite_at", (None, None, None, None, 1, 2, 3))
-    pick("noise_scale", (False, True) if reduction == "mean" and exact and nonfinite_at is None and not large and loss != "pair" else (False,))
+    measurable = reduction == "mean" and exact and nonfinite_at is None and not large and loss != "pair"
+    pick("noise_scale", (False, True) if measurable else (False,))
     # Not both in one batch: a piece that is skipped before the error is counted in `skipped`, and the reference has no pieces.
-    pick("error_at", tuple(i for i in (2, 3) if i != nonfinite_at) if event in ("error", "both") and loss != "mse" else (None,))
+    errors = tuple(i for i in (2, 3) if i != nonfinite_at)
+    pick("error_at", errors if event in ("error", "both") and loss != "mse" else (None,))
     pick("save_at", (1, 3, 4, 5) if event in ("save", "both") else (None,))
     pick("load_into", ("fresh", "used"))
     others = (least + 1, 4 * least) if event == "shapes" or not compiled else ()

@@ -19,11 +19,21 @@ from conftest import MLP, mean_loss, tensors, values
 from mindspore import Tensor, amp, nn, ops
 from mindspore.communication import get_rank, init
 
-from ms_accum import Accumulator, DataParallel, GradientNoiseScale, avoid_busy_waiting, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import (
+    Accumulator,
+    DataParallel,
+    GradientNoiseScale,
+    avoid_busy_waiting,
+    load_checkpoint,
+    make_train_step,
+    save_checkpoint,
+    until_weight,
+)
 from ms_accum.cli import main as cli
 from ms_accum.distributed.ranks import wait_for_all
 
 N = 2
+BUDGET_OF_A_RANK = 7
 SYNCS = {
     "window": DataParallel(bucket_mib=1e-4),  # 100 bytes: three buckets for four parameters
     "microbatch": DataParallel(sync="microbatch"),
@@ -48,19 +58,21 @@ BAD = [f"trained:{sync}:{sizes}:SGD:{what}" for sync, sizes, what in (
     ("window", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_microbatch"),
     ("microbatch", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_window"), ("window", "equal", "overflow"),
     ("window", "uneven", "nan"))]
+BUDGET = [f"trained:{sync}:{sizes}:SGD:budget" for sync in SYNCS for sizes in ("unequal", "uneven")]
+PAIR = [f"pair:{sizes}:{driver}" for sizes, driver in (("uneven", "split"), ("uneven", "ahead"), ("equal", "fused"))]
 NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
          for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
 RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors"]
 LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
-    "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused",
+    "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused", *BUDGET, *PAIR,
                  *(f"trained:{sync}:uneven:SGD:fused" for sync in SYNCS), *NOISE, *RESUME,
                  "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit",
                  "mnist", "killed"]),
-    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *NOISE, *RESUME, "mnist"]),
+    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NOISE, *RESUME, "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
                      "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
-    "four": (4, [*MATRIX[2::3], NOISE[0], RESUME[0], "trained:window:uneven:Adam",
+    "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], "trained:window:uneven:Adam",
                  "trained:window:uneven:SGD:nan:skip_microbatch", *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
 }
 
@@ -86,9 +98,9 @@ def weight_of(rank, i):
     return 1 + (rank + i) % 3
 
 
-def accumulator(network, optimizer="SGD", sync="window", clip_norm=0.5, **settings):
+def accumulator(network, optimizer="SGD", sync="window", clip_norm=0.5, accumulate_step=N, **settings):
     optimizer = {**OPTIMIZERS, **STILL}[optimizer](network.trainable_params())
-    return Accumulator(optimizer, N, clip_norm, reduction="mean", reducer=SYNCS.get(sync), **settings)
+    return Accumulator(optimizer, accumulate_step, clip_norm, reduction="mean", reducer=SYNCS.get(sync), **settings)
 
 
 def train(step, batches):
@@ -113,11 +125,37 @@ def trained(rank, sync, sizes, optimizer, *features):
     scaler = amp.DynamicLossScaler(1024, 2, 1000) if "overflow" in features else None
     noise_scale = GradientNoiseScale(decay=0.9) if "noise" in features else None
     on_nonfinite = next((feature for feature in features if feature.startswith("skip")), "apply")
-    acc = accumulator(network, optimizer, sync, on_nonfinite=on_nonfinite, noise_scale=noise_scale)
+    step = until_weight(BUDGET_OF_A_RANK) if "budget" in features else N
+    acc = accumulator(network, optimizer, sync, on_nonfinite=on_nonfinite, noise_scale=noise_scale, accumulate_step=step)
     strategy = "fused" if "fused" in features else "split"
     train(make_train_step(mean_loss(network), acc, strategy=strategy, loss_scaler=scaler), batches)
     return {**state(acc), "scale": scaler and float(scaler.scale_value),
             "noise": noise_scale and [noise_scale.noise, noise_scale.gradient_squared]}
+
+
+def losses_of(network):
+    """Means over all rows, and over those of class 0: on some ranks none."""
+    loss_fn = mean_loss(network)
+
+    def forward_fn(x, y):
+        chosen = (y == 0).astype(ms.float32)
+        return loss_fn(x, y), (ops.square(network(x)).sum(-1) * chosen).sum() / chosen.sum()
+
+    return forward_fn
+
+
+def rows_of_both(x, y):
+    return x.shape[0], (y == 0).sum()
+
+
+def pair(rank, sizes, driver):
+    """Train with two losses, each divided by what all ranks have of it."""
+    network = MLP(seed=0)
+    acc = accumulator(network, losses=2)
+    step = make_train_step(losses_of(network), acc, weight_fn=rows_of_both, strategy="fused" if driver == "fused" else "split")
+    for _ in step.epoch((tensors(x, y) for x, y in microbatches(sizes, rank)), lookahead=driver == "ahead"):
+        pass
+    return {**state(acc), "sets": len(acc.buffers) // 4}
 
 
 def together(rank, settings=TOGETHER):

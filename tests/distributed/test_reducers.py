@@ -3,9 +3,23 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, difference, values
-from mindspore import nn
-from rank_cases import EVERY_LAUNCH, LAUNCHES, SYNCS, TOGETHER, N, article_rows, cases_of, microbatches, together, train_article, weight_of
+from conftest import MLP, difference, tensors, values
+from mindspore import Tensor, nn
+from rank_cases import (
+    BUDGET_OF_A_RANK,
+    EVERY_LAUNCH,
+    LAUNCHES,
+    SYNCS,
+    TOGETHER,
+    N,
+    article_rows,
+    cases_of,
+    losses_of,
+    microbatches,
+    together,
+    train_article,
+    weight_of,
+)
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import reducers
@@ -30,6 +44,26 @@ def windows_of(sizes, count, skipped=(), weight=once):
     groups = [kept[i:i + N] for i in range(0, len(kept), N)]
     windows = [[batch[i] for rank, batch in enumerate(batches) for i in group if i < len(batch)
                 for _ in range(weight(rank, i))] for group in groups]
+    return [tuple(map(np.concatenate, zip(*window))) for window in windows]
+
+
+def windows_of_budget(sync, sizes, count):
+    """With "window", the k-th update has the k-th window of each rank, which each closed itself; else all count together."""
+    batches = [microbatches(sizes, rank) for rank in range(count)]
+    indices = range(max(map(len, batches)))
+    parts = [[batch] for batch in batches] if sync == "window" else [batches]  # who closes windows together
+    windows = []
+    for part in parts:
+        held, k = 0, 0
+        for i in indices:
+            present = [batch[i] for batch in part if i < len(batch)]
+            if present:
+                if len(windows) <= k:
+                    windows.append([])
+                windows[k] += present
+                held += sum(len(x) for x, _ in present)
+            if held >= BUDGET_OF_A_RANK * len(part):
+                held, k = 0, k + 1
     return [tuple(map(np.concatenate, zip(*window))) for window in windows]
 
 
@@ -64,16 +98,48 @@ def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
     """
     count = LAUNCHES[launch][0]
     for case in cases_of(launch, "trained"):
-        _, sizes, optimizer, *features = case.split(":")[1:]
+        sync, sizes, optimizer, *features = case.split(":")[1:]
         results, bad, skips = left_by(case, launch), {"nan", "overflow"} & set(features), "skip_microbatch" in features
         if bad == {"nan"} and not skips and "skip_window" not in features:  # control: there is something to skip
             assert all(np.isnan(p).any() for left in results for p in arrays_of(left)), case
             continue
         windows = windows_of(sizes, count, (1,) if bad and skips else ())
+        if "budget" in features:
+            windows = windows_of_budget(sync, sizes, count)
         oracle = undivided(windows[1:] if bad and not skips else windows, optimizer)
-        assert oracle.update_step == (2 if bad else 3)
+        assert oracle.update_step == (2 if bad else 3) or "budget" in features
         require_equal(results, oracle, case, len(bad))
         assert [left["scale"] for left in results] == [512 if "overflow" in bad else None] * count, case
+
+
+@EVERY_LAUNCH
+def test_two_losses_are_divided_by_what_all_ranks_have(left_by, launch):
+    """Control: the sum of each rank's means is another gradient."""
+    count = LAUNCHES[launch][0]
+    for case in cases_of(launch, "pair"):
+        _, sizes, driver = case.split(":")[:3]
+        results, network = left_by(case, launch), MLP(seed=0)
+        oracle = undivided([], "SGD")
+        for x, y in windows_of(sizes, count):
+            for parameter, value in zip(network.trainable_params(), oracle.parameters):
+                parameter.set_data(Tensor(value, ms.float32))
+            oracle(pair_gradients(network, x, y))
+        require_equal(results, oracle, case)
+        assert [left["sets"] for left in results] == [1 if driver == "ahead" else 2] * count
+    x, y = windows_of("unequal", 2)[0]
+    halves = [pair_gradients(network, x[part], y[part]) for part in (slice(0, 6), slice(6, None))]
+    assert difference([sum(g) / 2 for g in zip(*halves)], pair_gradients(network, x, y)) > 1e-3
+
+
+def pair_gradients(network, x, y):
+    """Of the sum of both losses of one batch, by plain MindSpore."""
+    losses = losses_of(network)
+
+    def total(x, y):
+        one, other = losses(x, y)
+        return one + other
+
+    return values(ms.grad(total, None, ms.ParameterTuple(network.trainable_params()))(*tensors(x, y)))
 
 
 def test_ranks_train_as_one_process_in_one_graph(left_by):
