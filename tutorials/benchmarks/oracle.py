@@ -61,6 +61,18 @@ def difference(got: list[np.ndarray], expected: list[np.ndarray]) -> float:
     return max(float(np.abs(g - e).max() / np.abs(e).max()) for g, e in zip(got, expected))
 
 
+def drift(got: list[np.ndarray], expected: list[np.ndarray], start: list[np.ndarray]) -> float:
+    """Norm of the difference of all parameters together, relative to how far training has moved them from `start`.
+
+    A sample at ReLU's kink can change single weights by 1e-2, but hardly the whole: in a window of millions of
+    activations there are always some, and rounding decides about them. A wrong denominator gives some 0.1 or more.
+    """
+    def norm(some: list[np.ndarray], others: list[np.ndarray]) -> float:
+        return float(np.sqrt(sum(((a.astype(np.float64) - b) ** 2).sum() for a, b in zip(some, others))))
+
+    return norm(got, expected) / norm(expected, start)
+
+
 def _layers(parameters: list[np.ndarray], inputs: np.ndarray) -> list[np.ndarray]:
     """What each layer gives, before its ReLU; at last the logits."""
     layers = []

@@ -45,11 +45,13 @@ def main(arguments: list[str]) -> None:
         except (ValueError, OSError) as error:
             parser.error(str(error))
         rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)[options.suite]
-        file, measured = record_file(options), []
+        file = record_file(options)
+        kept = records.read(file)["groups"] if options.groups and file and file.exists() else []
+        done = {group["name"]: group for group in kept}
         # Written after each group: a run that is interrupted keeps what it has.
         for group in measure(options.suite, groups, rounds, Path(scratch)):
-            measured.append(group)
-            record = records.make(options.suite, options.quick, command_line(arguments), measured)
+            done[group["name"]] = group
+            record = records.make(options.suite, options.quick, command_line(arguments), list(done.values()))
             if file:
                 records.write(record, file)
     print(json.dumps(records.summary(record, file and file.name)))
@@ -68,6 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help=f"rounds to take medians over (default: {', '.join(f'{n} for {suite}' for suite, n in ROUNDS.items())})")
     parser.add_argument("--contestants", type=_names, metavar="A,B,...",
                         help="only these (default: all of the suite's); what ratios are held against always runs")
+    parser.add_argument("--groups", metavar="A;B;...",
+                        help="only the groups of these names; the record keeps what it has of the others")
     parser.add_argument("--data", default="embedded", metavar="DIR",
                         help="mnist: a folder with MNIST, as `ms-accum mnist` takes it, or 'embedded' (default)")
     parser.add_argument("--output", type=Path, metavar="DIR",
@@ -80,6 +84,12 @@ def chosen_groups(options: argparse.Namespace, digits: Path) -> list[Group]:
     if options.suite == "mnist":
         unpack(options.data, digits, QUICK_DIGITS if options.quick else None)
     groups = SUITES[options.suite](options.quick, digits)
+    names = [group.name for group in groups]
+    wanted = names if options.groups is None else [name.strip() for name in options.groups.split(";")]
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f"argument --groups: {name!r} is not in suite {options.suite}; choose from {'; '.join(names)}")
+    groups = [group for group in groups if group.name in wanted]
     chosen = [restricted(group, options.contestants) for group in groups]
     there = {name for group in chosen for name in group.contestants}
     for name in options.contestants or ():

@@ -70,7 +70,8 @@ class Contestant(ABC):
         """Parameters after the first `windows` windows; empty if this contestant never updates."""
         self.load(self.case.batch, distinct=True)
         seconds = [self._timed(self.case.accumulate_step) for _ in range(windows)]
-        self.first_window, self.last_window = seconds[0], seconds[-1]
+        if seconds:
+            self.first_window, self.last_window = seconds[0], seconds[-1]
         return self.parameters()
 
     def time(self, microbatches: int) -> float:
