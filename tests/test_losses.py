@@ -4,7 +4,8 @@ import csv
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, compiled, difference, recover, tensors, values
+from conftest import MLP, compiled, difference, in_modes, recover, tensors, values
+from following import op_by_op, run_as
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
@@ -25,6 +26,12 @@ from ms_accum import (
 
 COUNTS = (20, 2, 0, 8, 1, 12, 3)  # of the second loss in each microbatch of 20: they vary by more than 10 times
 N = 3
+
+
+@pytest.fixture
+def uncompiled():
+    with op_by_op():
+        yield
 
 
 def microbatches():
@@ -79,11 +86,12 @@ def trained(lookahead=False, weight_fn=counts, skip_empty=False, **options):
     return step, network, list(step.epoch([tuple(map(Tensor, batch)) for batch in batches], lookahead=lookahead))
 
 
-@pytest.mark.parametrize("micro_size", [1, 4])
-@pytest.mark.parametrize("lookahead", [False, True])
-def test_two_losses_are_those_of_the_undivided_batch(lookahead, micro_size):
+@pytest.mark.parametrize(("mode", "lookahead", "micro_size"), in_modes(
+    [(False, 1), (False, 4), (True, 1), (True, 4)], compiled=[(False, 4), (True, 1)]))
+def test_two_losses_are_those_of_the_undivided_batch(mode, lookahead, micro_size):
     """Also where the second one is a mean over nothing (0/0). Windows weighed before need one set of buffers only."""
-    step, network, returned = trained(lookahead, micro_size=micro_size)
+    with run_as(mode):
+        step, network, returned = trained(lookahead, micro_size=micro_size)
     assert difference(values(network.trainable_params()), undivided()) <= 1e-6
     assert len(step.accumulator.buffers) == 4 * (1 if lookahead else 2)
     assert int(step.accumulator.update_step) == 3
@@ -92,6 +100,7 @@ def test_two_losses_are_those_of_the_undivided_batch(lookahead, micro_size):
     assert [float(loss) for loss in returned[0]] == pytest.approx([float(one), float(other)], rel=1e-5)
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_the_naive_denominator_is_wrong():
     """Control: the second loss counted by rows, as a mean of means does. Microbatches without any are left out, or it would be NaN."""
     _, exact, _ = trained(skip_empty=True)
@@ -147,6 +156,7 @@ def test_a_log_of_windows_has_both(tmp_path):
     assert difference(values(network.trainable_params()), undivided()) <= 1e-6
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(("saved", "loaded"), [(4, False), (6, True), (6, False)])
 def test_resumed_bit_identically(saved, loaded, tmp_path):
     """In the middle of a window, and, where it is closed, also by a run that looks ahead; `loaded` says whether the second one does."""
@@ -173,6 +183,7 @@ def test_resumed_bit_identically(saved, loaded, tmp_path):
     assert len(second.accumulator.buffers) == (4 if loaded else 8)
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_windows_by_the_weight_of_the_first_loss():
     network, closed = MLP(), []
     step = make_train_step(pair_of(network), sgd(network), until_weight(50), weight_fn=counts, losses=2)
@@ -182,6 +193,7 @@ def test_windows_by_the_weight_of_the_first_loss():
     assert difference(values(network.trainable_params()), undivided()) <= 1e-6
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_a_loop_that_is_left_ahead_needs_a_reset(tmp_path):
     """The weights of its window are those of microbatches that were never trained."""
     network = MLP()
@@ -201,6 +213,7 @@ def test_a_loop_that_is_left_ahead_needs_a_reset(tmp_path):
     assert difference(values(network.trainable_params()), undivided()) <= 1e-6
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_an_accumulator_that_looks_ahead_takes_nothing_else():
     step, _, _ = trained(lookahead=True)
     parameters = step.accumulator.optimizer.parameters
