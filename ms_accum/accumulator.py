@@ -32,6 +32,7 @@ from .gradients import (
     clip_factor,
     combined,
     global_norm,
+    mapped,
     multiply_no_nan,
     scaled,
     weighted,
@@ -339,7 +340,7 @@ class Accumulator:
         # clip
         factor = self._clipped(factor, norm)
         # optimizer
-        self.optimizer(tuple([scaled(g, factor, dtype) for g, dtype in zip(gradients, self._dtypes)]))
+        self.optimizer(mapped(scaled, factor, gradients, self._dtypes))
         ops.assign_add(self.update_step, 1)
         for hook in self._hooks:
             hook()
@@ -478,8 +479,7 @@ class Accumulator:
 
         For windows whose weights are known before: the gradients are of each loss times its share of the window.
         """
-        for buffer, gradient, dtype in zip(self.buffers, grads, self.buffer_dtypes):
-            _add_to(buffer, weighted(gradient, factor, dtype))
+        mapped(_add_to, None, self.buffers, mapped(weighted, factor, grads, self.buffer_dtypes))
         ops.assign_add(self.weight_sum, as_vector(weights))
         return Tensor(1, ms.int32)
 
@@ -614,7 +614,7 @@ class Accumulator:
             if isinstance(weight, Tensor):
                 factor = ops.where(weight == 0, Tensor(0.0, ms.float32), factor)
             units = (*units, unit)
-            gradients = (*gradients, *[weighted(g, factor, dtype) for g, dtype in zip(of_loss, self.buffer_dtypes)])
+            gradients = (*gradients, *mapped(weighted, factor, of_loss, self.buffer_dtypes))
         # Of several losses, what has no weight is 0 by now.
         bad = self._microbatch_guard.bad(gradients, weights[0] if self.losses == 1 else 1.0)
         gradients, header = self.reducer.microbatch(gradients, (*weights, bad, present, *spread))
@@ -623,8 +623,7 @@ class Accumulator:
     def _store(self, taken: Tensor, gradients: Gradients, units: tuple[Scalar, ...], header: Header) -> None:
         gradients = self._microbatch_guard.kept(taken, gradients)
         header = self._microbatch_guard.kept(taken, header)
-        for buffer, gradient in zip(self.buffers, gradients):
-            _add_to(buffer, gradient.astype(buffer.dtype))
+        mapped(_add_to, None, self.buffers, gradients)
         if self.losses > 1:
             ops.assign_add(self.weight_sum, as_vector(header[:self.losses]))
         elif self.reduction == "mean":
@@ -656,7 +655,8 @@ def _share(unit: Scalar, weight: Scalar) -> Scalar:
     return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
 
 
-def _add_to(buffer: Parameter, gradient: Tensor) -> None:
+def _add_to(_: None, buffer: Parameter, gradient: Tensor) -> None:
+    gradient = gradient.astype(buffer.dtype)
     if buffer.dtype in (ms.float16, ms.bfloat16):
         # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
         ops.assign(buffer, buffer + gradient)

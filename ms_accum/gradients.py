@@ -1,8 +1,9 @@
 """Pure functions on tuples of tensors: what happens to gradients on their way in and out of the buffers."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
-from typing import Union
+from typing import Any, Union
 
 import mindspore as ms
 from mindspore import Tensor, ops
@@ -13,6 +14,16 @@ Header = tuple[Scalar, ...]  # numbers that travel with gradients
 FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
 _ENLARGED = 2.0**40
 multiply_no_nan = ops.MulNoNan()  # NaN * 0 is 0
+_map, _partial = ops.HyperMap(), ops.Partial()
+
+
+def mapped(function: Callable, shared: Any, *tuples: tuple) -> tuple:
+    """Return `function(shared, *entries)` for the entries of some tuples, one after the other.
+
+    MindSpore compiles this 5 times as fast as a list comprehension (98 gradients: 1.1 s instead of 5.5), but refuses
+    functions with free variables, which is why there is `shared`.
+    """
+    return _map(_partial(function, shared), *tuples)
 
 
 def global_norm(gradients: Gradients) -> Tensor:
@@ -20,8 +31,12 @@ def global_norm(gradients: Gradients) -> Tensor:
     norm = _norm(gradients)
     # Squares below 1e-38 leave float32. No `if`: MindSpore 2.10 does not compile one here for an optimizer of a single
     # parameter.
-    enlarged = _norm(tuple([g.astype(ms.float32) * _ENLARGED for g in gradients]))
+    enlarged = _norm(mapped(_times, _ENLARGED, gradients))
     return ops.where(norm > 1e-12, norm, enlarged / _ENLARGED)
+
+
+def _times(factor: float, gradient: Tensor) -> Tensor:
+    return gradient.astype(ms.float32) * factor
 
 
 def _norm(gradients: Gradients) -> Tensor:
@@ -58,17 +73,17 @@ def _sum(values: Tensor) -> Tensor:
     return values.reshape(values.shape[0], -1).sum(-1).sum()
 
 
-def scaled(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
-    """Return `gradient * factor` in `dtype`, multiplied in the wider dtype; the constant 1 costs no kernel."""
+def scaled(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
+    """Return `factor * gradient` in `dtype`, multiplied in the wider dtype; the constant 1 costs no kernel."""
     if isinstance(factor, Tensor) or factor != 1:
         gradient = ops.mul(gradient.astype(wider(gradient.dtype, dtype)), factor)
     return gradient.astype(dtype)
 
 
-def weighted(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
+def weighted(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
     """As `scaled`, but 0 for the factor 0, also where the gradient is NaN (a mean over no token)."""
     if not isinstance(factor, Tensor) and factor != 0:
-        return scaled(gradient, factor, dtype)
+        return scaled(factor, gradient, dtype)
     gradient = gradient.astype(wider(gradient.dtype, dtype))
     factor = factor if isinstance(factor, Tensor) else Tensor(0.0, ms.float32)
     return multiply_no_nan(gradient, factor.astype(gradient.dtype)).astype(dtype)
@@ -76,13 +91,20 @@ def weighted(gradient: Tensor, factor: Scalar, dtype: ms.Type) -> Tensor:
 
 def combined(sets: Gradients, factors: tuple[Scalar, ...], dtypes: tuple[ms.Type, ...]) -> Gradients:
     """Return the sum of several sets of gradients (one after the other in `sets`), each times its factor."""
+    size = len(dtypes)
     total = ()
-    for i, dtype in enumerate(dtypes):
-        summed = 0.0
-        for t, factor in enumerate(factors):
-            summed = summed + scaled(sets[t * len(dtypes) + i], factor, wider(dtype, ms.float32))
-        total = (*total, summed.astype(dtype))
-    return total
+    for t, factor in enumerate(factors):
+        one = mapped(_widened, factor, sets[t * size:(t + 1) * size], dtypes)
+        total = one if t == 0 else mapped(_sum_of_two, None, total, one)
+    return mapped(scaled, 1.0, total, dtypes)
+
+
+def _widened(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
+    return scaled(factor, gradient, wider(dtype, ms.float32))
+
+
+def _sum_of_two(_: None, one: Tensor, other: Tensor) -> Tensor:
+    return one + other
 
 
 def wider(one: ms.Type, other: ms.Type) -> ms.Type:

@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, amp
 
 from .distributed.ranks import require_alike
-from .gradients import Gradients, wider
+from .gradients import Gradients, mapped, wider
 
 _owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 
@@ -40,7 +40,11 @@ class LossScale:
 
     def divide(self, gradients: Gradients) -> Gradients:
         """See `NoLossScale`: in float32 at least. Divided, because 1 / scale may be too small for float32."""
-        return tuple([g.astype(wider(g.dtype, ms.float32)) / self.scaler.scale_value for g in gradients])
+        return mapped(_divided, self.scaler.scale_value + 0.0, gradients)
+
+
+def _divided(scale: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.astype(wider(gradient.dtype, ms.float32)) / scale
 
 
 def require_loss_scaler(scaler: object, ranks: int) -> None:

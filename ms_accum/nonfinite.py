@@ -6,7 +6,7 @@ from typing import Union
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
-from .gradients import Gradients, Scalar, all_finite, multiply_no_nan
+from .gradients import Gradients, Scalar, all_finite, mapped, multiply_no_nan
 
 
 @ms.jit_class
@@ -45,7 +45,7 @@ class FiniteMicrobatch:
 
     def kept(self, taken: Tensor, values: tuple[Scalar, ...]) -> tuple[Tensor, ...]:
         """See `AnyMicrobatch`. Multiplied, for a branch would make every graph wait here on an accelerator."""
-        return tuple([multiply_no_nan(_as_tensor(v), taken.astype(_as_tensor(v).dtype)) for v in values])
+        return mapped(_if_taken, taken, values)
 
 
 @ms.jit_class
@@ -80,5 +80,6 @@ class FiniteWindow:
         ops.assign_add(self.skipped, 1 - finite.astype(ms.int32) if isinstance(finite, Tensor) else 1 - int(finite))
 
 
-def _as_tensor(value: Scalar) -> Tensor:
-    return value if isinstance(value, Tensor) else Tensor(value, ms.float32)
+def _if_taken(taken: Tensor, value: Scalar) -> Tensor:
+    value = value if isinstance(value, Tensor) else Tensor(value, ms.float32)
+    return multiply_no_nan(value, taken.astype(value.dtype))

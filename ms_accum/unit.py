@@ -73,7 +73,7 @@ class FirstWeight:
         unit, loaded = self.constant.number, float(self.parameter)
         if unit and loaded and unit != loaded:
             for buffer in buffers:
-                ops.assign(buffer, scaled(buffer, loaded / unit, buffer.dtype))
+                ops.assign(buffer, scaled(loaded / unit, buffer, buffer.dtype))
             ops.assign(self.parameter, unit)
 
 

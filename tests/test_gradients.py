@@ -27,7 +27,7 @@ def everything(*inputs):
     for i in range(len(FACTORS)):
         factors = (*factors, gradients.clip_factor(numbers[i], FACTORS[i][1]) * Tensor(1.0, ms.float32))
     for given, factor, asked, _ in SCALED:
-        scaled = (*scaled, gradients.scaled(Tensor([3.0], given), factor, asked))
+        scaled = (*scaled, gradients.scaled(factor, Tensor([3.0], given), asked))
     return norms, factors, scaled, gradients.all_finite((ones, single)), gradients.all_finite((ones, single.astype(ms.float16)))
 
 

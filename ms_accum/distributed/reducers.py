@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
 from ..arguments import boolean, number, one_of
-from ..gradients import Gradients, Header, Scalar, multiply_no_nan, scaled
+from ..gradients import Gradients, Header, Scalar, mapped, scaled
 from ..state import empty_parameter
 from .buckets import Buckets, Layout
 from .ranks import broadcast_parameters, require_alike, world_size
@@ -184,7 +184,7 @@ class WindowSync(OneDevice):
 
     def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
         """Return the sums over all ranks, in the user's unit."""
-        gradients, header = self.buckets.all_reduce(tuple([scaled(b, unit, b.dtype) for b in buffers]), header)
+        gradients, header = self.buckets.all_reduce(mapped(scaled, unit, buffers, self.layout.dtypes), header)
         return gradients, 1.0, header
 
 
@@ -229,5 +229,9 @@ class ShardedSync(MicrobatchSync):
 def _counted(gradients: Gradients, weight: Scalar) -> Gradients:
     """Return the gradients, and zeros for a weight of 0, also where they are NaN (a mean over no unmasked token)."""
     if not isinstance(weight, Tensor):
-        return gradients if weight != 0 else tuple([multiply_no_nan(g, 0) for g in gradients])
-    return tuple([ops.where(weight != 0, g, ops.zeros((), g.dtype)) for g in gradients])
+        return gradients if weight != 0 else mapped(_if_weighed, Tensor(0.0, ms.float32), gradients)
+    return mapped(_if_weighed, weight, gradients)
+
+
+def _if_weighed(weight: Tensor, gradient: Tensor) -> Tensor:
+    return ops.where(weight != 0, gradient, ops.zeros((), gradient.dtype))
