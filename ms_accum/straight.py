@@ -379,8 +379,9 @@ def _announcing(accumulator: Accumulator) -> Callable:
 def _judge(accumulator: Accumulator) -> Callable:
     """Return `() -> (whether the window is finite, and, if ranks exchange it, its header and gradients)`."""
     def judge() -> tuple:
-        gradients, _, header = accumulator._reduced(1.0)
-        finite = accumulator._window_guard.accepts(gradients)
+        gradients, unit, header = accumulator._reduced(1.0)
+        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+        finite = ops.depend(accumulator._window_guard.accepts(gradients), unit)
         return (finite, as_vector(header), *gradients) if accumulator.reducer.exchanges_windows else (finite,)
 
     return judge

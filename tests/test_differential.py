@@ -49,7 +49,7 @@ def stratified():
         cut = driver in ("fused", "fused-pynative", "ahead", "cell-pynative")
         level = "none" if driver.startswith("ahead") else LEVELS[3 * i % len(LEVELS)]
         fixed = {**one_graph, **({} if driver == "ahead" else {"weight": "number"})} if driver in COMPILED else {}
-        yield drawn(i, driver=driver, level=level, large=False, count=5, micro_size=1 + cut, **fixed)
+        yield drawn(i, driver=driver, level=level, large=False, count=6, micro_size=1 + cut, **fixed)
 
 
 @pytest.mark.parametrize("case", stratified(), ids=lambda case: f"{case.driver}-{case.level}")

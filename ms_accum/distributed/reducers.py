@@ -167,15 +167,15 @@ class WindowSync(OneDevice):
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
         self.rank, self.ranks = buckets.rank, ranks
         self.each_microbatch = layout.flags
+        self.losses = layout.losses
         self.layout = layout
         self.buckets = buckets
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return the gradients of this rank."""
         if self.each_microbatch:
-            losses = self.layout.losses
-            flags = self.buckets.sum_header(header[losses:losses + 2])
-            header = (*header[:losses], *flags, *header[losses + 2:])
+            flags = self.buckets.sum_header(header[self.losses:self.losses + 2])
+            header = (*header[:self.losses], *flags, *header[self.losses + 2:])
         return gradients, header
 
     def header(self, header: Header) -> Header:
@@ -184,7 +184,7 @@ class WindowSync(OneDevice):
 
     def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
         """Return the sums over all ranks, in the user's unit."""
-        gradients, header = self.buckets.all_reduce(mapped(scaled, unit, buffers, self.layout.dtypes), header)
+        gradients, header = self.buckets.all_reduce(mapped(scaled, unit, buffers, self.buckets.dtypes), header)
         return gradients, 1.0, header
 
 
