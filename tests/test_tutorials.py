@@ -14,7 +14,7 @@ from notebooks import cleaned, code_cells, executed, pictures, same_text, text
 import ms_accum
 
 TUTORIALS = sorted((Path(__file__).parents[1] / "tutorials").glob("*.ipynb"))
-assert [path.name[0] for path in TUTORIALS] == list("1234567")
+assert [path.name[0] for path in TUTORIALS] == list("12345678")
 each_tutorial = pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 
 
