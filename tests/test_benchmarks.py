@@ -42,6 +42,16 @@ def test_floors_compute_their_gradients():
     assert run(Path(__file__).with_name("benchmark_parts.py"), "floors", **saving) == "floors\n"
 
 
+@pytest.mark.slow
+def test_texts_of_uneven_length():
+    """All ways give the same gradient, or the script would exit."""
+    record = json.loads(run("buckets.py", "--rows", 16, "--rounds", 1).splitlines()[-1])
+    assert list(record["ways"]) == ["8 rows", "2 shapes", "4 shapes", "4 half shapes"]
+    for figures in record["ways"].values():
+        assert figures["difference"] < 1e-5
+        assert min(figures["tokens_per_second"]["median"], *figures["growth_mib"]) > 0
+
+
 def test_a_suite_and_its_report(tmp_path):
     """One contestant agrees, one disagrees, one has no package, and one brings its process down; the report needs the record alone."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')", encoding="utf-8")
