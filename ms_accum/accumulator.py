@@ -97,6 +97,9 @@ class Accumulator:
         losses: How many losses there are, each a mean over a count of its own: tokens for one, images or routed tokens
             for another. The accumulated gradient is that of the sum of their means over the window, on all ranks. Each
             has buffers of its own, and `grads` and `weight` are tuples with an entry for each. With `reduction="mean"`.
+            A train step differentiates each by itself, so layers that change as they run (the moving statistics of
+            BatchNorm, say) do so once for each loss, and op by op each draws a Dropout mask of its own; not so with
+            `lookahead=True` or `accumulate_step=1`.
         noise_scale: A `GradientNoiseScale`, which measures up to which batch size more samples help. It costs one norm
             per microbatch. With `reduction="mean"` and one loss only.
 
@@ -498,6 +501,9 @@ class Accumulator:
         """Return why the losses have to be kept apart; "" if they need not be. For the host."""
         if self.on_nonfinite == "skip_microbatch":
             return 'with on_nonfinite="skip_microbatch", what is skipped is not known before; give "skip_window"'
+        if int(self.mini_step) > 0:
+            return ("the open window holds microbatches already, of a checkpoint, say; call flush() or reset() first, "
+                    "or train on without lookahead until it is closed")
         if self._count.apart:
             return ("the accumulator keeps the losses apart, because it was used without lookahead; build another "
                     "accumulator for lookahead=True")
@@ -518,9 +524,9 @@ class Accumulator:
     def _require_whole(self) -> None:
         """Raise RuntimeError if an error left a part of a microbatch in the open window. For the host."""
         if self._count.ahead:
-            raise RuntimeError("the open window was weighed as a whole by epoch(lookahead=True), and not all of it was "
-                               "trained, because the loop was left; expected whole windows: call accumulator.reset(), "
-                               "which drops the open window, and go on with the next batch")
+            raise RuntimeError("the open window was weighed as a whole by epoch(lookahead=True), and not all of it is "
+                               "trained yet; expected whole windows: save when train_step.updated is true; or, if the "
+                               "loop was left, call accumulator.reset(), which drops the open window")
         if int(self._unfinished) != 0:
             raise RuntimeError("the open window may hold only some pieces of a batch, because an error stopped the "
                                "others; expected whole batches: call accumulator.reset(), which drops the open window, "

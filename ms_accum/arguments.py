@@ -153,9 +153,9 @@ def as_weight(weight: Scalar) -> Scalar:
 def as_weights(weights: Any, losses: int) -> tuple[Scalar, ...]:
     """Return a weight for each loss, each as from `as_weight`. TypeError or ValueError if there are not as many."""
     if losses == 1:
-        require_entries("weight_fn", 1, len(weights) if isinstance(weights, (tuple, list)) else 1)
+        require_entries("the weight", 1, len(weights) if isinstance(weights, (tuple, list)) else 1)
         return (as_weight(weights),)
-    require_entries("weight", losses, len(weights) if isinstance(weights, (tuple, list)) else None)
+    require_entries("the weight", losses, len(weights) if isinstance(weights, (tuple, list)) else None)
     return tuple([as_weight(weight) for weight in weights])
 
 
@@ -164,8 +164,9 @@ def require_entries(name: str, losses: int, entries: Optional[int]) -> bool:
     """Refuse what is no tuple with an entry for each loss."""
     if entries != losses:
         got = "no tuple" if entries is None else f"a tuple of {entries}"
-        raise ValueError(f"{name} is {got}, expected an entry for each of the {losses} losses of the accumulator; give "
-                         "Accumulator(losses=...) the number that forward_fn returns")
+        expected = "one number or Tensor" if losses == 1 else f"a tuple of {losses}"
+        raise ValueError(f"{name} is {got}, expected {expected} because of losses={losses}, an entry for each; let "
+                         "weight_fn return as many weights, or give losses= the number of losses")
     return True
 
 

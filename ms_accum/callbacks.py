@@ -232,8 +232,8 @@ class WindowLog(Callback):
         """Take the microbatch's loss, and log the window if it was closed."""
         accumulator = _only_cell(run_context, self).accumulator
         context = run_context.original_args()
-        losses = context.net_outputs if accumulator.loss_scaler is None else context.net_outputs[0]
-        losses = losses if isinstance(losses, tuple) else (losses,)
+        outputs = context.net_outputs
+        losses = (outputs if isinstance(outputs, tuple) else (outputs,))[:accumulator.losses]
         self._place = context.cur_epoch_num, context.cur_step_num
         closed = int(accumulator.closed_windows) > self._closed
         weight = _numbers(accumulator.window_weight if closed else accumulator.weight_sum)

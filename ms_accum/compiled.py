@@ -27,9 +27,6 @@ class CompiledStep:
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, micro_size: int, graph_for: Callable) -> None:
-        def flush() -> Tensor:
-            return accumulator.flush()
-
         self.accumulator = accumulator
         self.micro_size = micro_size
         self.updated = self._not_updated = Tensor(False)
@@ -37,6 +34,14 @@ class CompiledStep:
         self._graph_for = graph_for
         self._graphs: dict[tuple, Callable] = {}
         self._orders: dict[frozenset, tuple[str, ...]] = {}
+        self._make_flush()
+
+    def _make_flush(self) -> None:
+        accumulator = self.accumulator
+
+        def flush() -> Tensor:
+            return accumulator.flush()
+
         self._flush = compiled(flush)
 
     def epoch(self, batches: Iterable, lookahead: bool = False) -> Iterator[Any]:
@@ -51,8 +56,9 @@ class CompiledStep:
                 `dataset.create_dict_iterator()`). NumPy arrays become Tensors.
             lookahead: With several losses: take the batches of a window together and count their weights before any of
                 them is trained. The losses then share one set of buffers and one backward pass. It holds the batches of
-                a window in memory, and needs `strategy="split"`; an accumulator stays with it. After `break`, the open
-                window can only be dropped. With one loss, it changes nothing.
+                a window in memory, and needs `strategy="split"`; an accumulator stays with it. Save checkpoints only
+                when `updated` is true. After `break`, the open window can only be dropped. With one loss, it changes
+                nothing.
 
         Yields:
             The loss, or `(loss, aux)`, of each microbatch.
@@ -60,7 +66,7 @@ class CompiledStep:
         Raises:
             ValueError: If `lookahead` is given with another strategy.
             RuntimeError: If `lookahead` comes after losses were kept apart, after a loop that left a window open, or
-                with `on_nonfinite="skip_microbatch"`.
+                with `on_nonfinite="skip_microbatch"`; or if the window is closed or dropped inside the loop.
         """
         if lookahead and self.accumulator.losses > 1:
             raise ValueError('lookahead=True needs the host to schedule windows; give strategy="split"')

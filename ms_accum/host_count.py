@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Optional
 from weakref import WeakValueDictionary
 
+import numpy as np
 from mindspore import Parameter
 from mindspore.ops import constexpr
 
@@ -52,7 +53,7 @@ class HostCount:
     def full(self) -> bool:
         """Whether the open window holds all its microbatches, or the weight that closes it."""
         if self.microbatches < self.length and self._budget is not None:
-            return self._weight_sum.asnumpy().reshape(-1)[0] >= self._budget
+            return self._weight_sum.asnumpy().reshape(-1)[0] >= np.float32(self._budget)  # as the device compares
         return self.microbatches >= self.length
 
     @property

@@ -34,7 +34,7 @@ class TrainOneStepCell(nn.Cell):
 
     Args:
         network: Returns the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`; e.g. an
-            `nn.WithLossCell`.
+            `nn.WithLossCell`. With `losses=2`, a tuple of two; see `make_train_step`.
         accumulator: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
             An optimizer may also be given as `optimizer=`.
         accumulate_step: Microbatches in a window, with an optimizer; see `Accumulator`.
@@ -47,7 +47,8 @@ class TrainOneStepCell(nn.Cell):
         The microbatch: Tensors, as for `make_train_step`.
 
     Outputs:
-        The undivided loss: float32 Tensor of shape `()`. With a loss scaler, `(loss, overflow, scale)` as from
+        The undivided loss: float32 Tensor of shape `()`; with several losses, a tuple of them. With a loss scaler,
+        `(loss, overflow, scale)`, or `(loss, loss, ..., overflow, scale)`, as from
         `mindspore.nn.TrainOneStepWithLossScaleCell`: whether a window was closed and dropped here (bool, `()`), and the
         scale that the loss was multiplied by (float32, `()`).
 
@@ -138,7 +139,8 @@ class TrainOneStepCell(nn.Cell):
         skipped = accumulator.skipped + 0
         loss = ops.depend(self.accumulate(samples, cut, *batch), (scale, skipped))
         loss = ops.depend(loss, accumulator._close_if_due())
-        return loss, accumulator.skipped > skipped, scale
+        losses = loss if accumulator.losses > 1 else (loss,)
+        return *losses, accumulator.skipped > skipped, scale
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
         """Refuse to be differentiated: a `Model` with an `optimizer=` would update once more at each microbatch."""

@@ -80,6 +80,12 @@ class SplitStep(CompiledStep):
         super()._discard(key)
         self._make_closing_graphs()
 
+    def _compile_again(self) -> None:
+        """Forget all graphs, of which some were compiled for losses that are kept apart."""
+        self._graphs.clear()
+        self._make_closing_graphs()
+        self._make_flush()
+
     def epoch(self, batches: Iterable, lookahead: bool = False) -> Iterator[Any]:
         """See `CompiledStep.epoch`."""
         boolean("lookahead", lookahead, "say whether windows are weighed before they are trained")
@@ -87,7 +93,9 @@ class SplitStep(CompiledStep):
             yield from super().epoch(batches)
             return
         self.accumulator._require_whole()
-        self.accumulator._know_totals()
+        if not self.accumulator._known:
+            self.accumulator._know_totals()
+            self._compile_again()
         window, weights = [], []
         for batch in batches:
             graph, arguments = self._prepared(*as_arguments(batch))
@@ -99,17 +107,25 @@ class SplitStep(CompiledStep):
         if window:
             yield from self._train_ahead(window, weights)
         self.flush()
+        if window:
+            self.updated = self._updated
 
     def _is_full(self, weights: list[np.ndarray]) -> bool:
         """Return whether these microbatches fill a window; `weights` as from `_Known.weigh`."""
         self._count.settle()
         budget = self.accumulator._budget
-        return len(weights) >= self._count.length or (
-            budget is not None and sum(w[:, 0].sum() for w in weights) >= budget)
+        if len(weights) >= self._count.length or budget is None:
+            return len(weights) >= self._count.length
+        # As the device adds and compares.
+        return np.add.accumulate(np.concatenate(weights)[:, 0].astype(np.float32))[-1] >= np.float32(budget)
 
     def _train_ahead(self, window: list[tuple], weights: list[np.ndarray]) -> Iterator[Any]:
         total = self._announce(Tensor(sum(w.sum(0) for w in weights), ms.float32))
         for i, ((key, batch), of_pieces) in enumerate(zip(window, weights)):
+            if i > 0 and not self._count.ahead:
+                raise RuntimeError("the open window was closed or dropped in the middle of epoch(lookahead=True), "
+                                   "which weighed it as a whole; expected no flush(), apply() or reset() inside the "
+                                   "loop: leave the loop first")
             self._ahead = _Ahead(total, of_pieces, last=i + 1 == len(window))
             try:
                 result = self._call(key, batch)

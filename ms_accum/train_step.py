@@ -39,20 +39,21 @@ def make_train_step(
 
     Args:
         forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
-            `()`. With `has_aux`, `(*batch) -> (loss, aux)`. A function, a Cell or a `functools.partial`. A batch with
-            names (a dict, or keyword arguments) is matched to its parameters by name.
+            `()`. With `has_aux`, `(*batch) -> (loss, aux)`. With `losses=2` (see `options`), a tuple of two such losses
+            in the place of one, each a mean over what its own weight counts. A function, a Cell or a
+            `functools.partial`. A batch with names (a dict, or keyword arguments) is matched to its parameters by name.
         accumulator: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
             An optimizer may also be given as `optimizer=`.
-        accumulate_step: Microbatches in a window, with an optimizer: an int, `{update_step: n}` or a callable; see
-            `Accumulator`.
+        accumulate_step: Microbatches in a window, with an optimizer: an int, `{update_step: n}`, a callable or
+            `until_weight(budget)`; see `Accumulator`.
         micro_size: Number of pieces that each microbatch is cut into (the name is that of
             `mindspore.parallel.nn.GradAccumulation`). Peak activation memory is that of one piece. The batch size n is
             the length of axis 0 of the first Tensor that has axes (of named ones, in the order of `forward_fn`'s
             parameters). Tensors whose axis 0 has length n are cut, all other arguments go to every piece whole. Pieces
             have ceil(n / micro_size) samples; if that does not divide n, the last one is shorter and weighs less.
         weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: what the mean in `forward_fn` divides by,
-            e.g. the number of unmasked tokens. None: the number of samples. Of a batch with names, it gets those that
-            it has parameters for.
+            e.g. the number of unmasked tokens. With several losses, a tuple of weights. None: the number of samples. Of
+            a batch with names, it gets those that it has parameters for.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
             The loss is multiplied by its scale before the backward pass. When the window closes, the accumulated
             gradient is divided by the scale before it is measured, averaged or clipped, and the scaler is adjusted
@@ -62,14 +63,14 @@ def make_train_step(
             one updates, and neither holds control flow. The host reads the device's counters when a window closes.
             "fused": one graph does everything, loops over the pieces, and the device decides.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `micro_size > 1`, aux is a Tensor or a tuple of
-            Tensors: those of shape `()` are returned as their weighted mean (float32), those with one row per sample as
-            the rows of the whole batch.
+            Tensors: those of shape `()` are returned as their mean (float32) by the weights of the first loss, those
+            with one row per sample as the rows of the whole batch.
         **options: With an optimizer, further arguments of `Accumulator`: `clip_norm`, `on_nonfinite`, `reducer`,
-            `buffer_dtype`, `after_update`, `noise_scale`.
+            `buffer_dtype`, `after_update`, `noise_scale`, `losses`.
 
     Returns:
         A `CompiledStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is the weighted mean over the pieces
-        and is never divided by `accumulate_step`: a float32 Tensor of shape `()`.
+        and is never divided by `accumulate_step`: a float32 Tensor of shape `()`, or a tuple of them.
 
     Raises:
         TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside

@@ -59,6 +59,9 @@ class Window:
     def __init__(self, accumulate_step: AccumulateStep) -> None:
         self.schedule, self.samples = None, ()
         self.stages, self.budget = ((0, 1),), None
+        if accumulate_step is until_weight:
+            raise TypeError("accumulate_step is the function until_weight, expected what it returns; give "
+                            "until_weight(65_536), say")
         if isinstance(accumulate_step, UntilWeight):
             self.stages, self.budget = ((0, accumulate_step.at_most),), accumulate_step.budget
         elif isinstance(accumulate_step, Mapping):

@@ -192,6 +192,7 @@ def test_windows_by_the_weight_of_the_first_loss():
     for _ in step.epoch([tuple(map(Tensor, batch)) for batch in microbatches()], lookahead=True):
         closed.append(bool(step.updated))
     assert closed == [False, False, True, False, False, True, True]  # the end of the data is known, too
+    assert step.updated
     assert difference(values(network.trainable_params()), undivided()) <= 1e-6
 
 
@@ -213,6 +214,45 @@ def test_a_loop_that_is_left_ahead_needs_a_reset(tmp_path):
     for _ in step.epoch(batches, lookahead=True):
         pass
     assert difference(values(network.trainable_params()), undivided()) <= 1e-6
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_window_that_was_opened_before_is_not_taken_for_a_whole(tmp_path):
+    """Loaded in the middle of a window; after a flush, and after one that was compiled before, the windows are whole ones."""
+    def start():
+        network = MLP()
+        return network, make_train_step(pair_of(network), sgd(network), N, weight_fn=counts, losses=2)
+
+    batches = [tuple(map(Tensor, batch)) for batch in microbatches()]
+    network, step = start()
+    for batch in batches[:4]:
+        step(*batch)
+    save_checkpoint(tmp_path / "open.ckpt", network, step.accumulator)
+    assert step.flush()
+    expected = values(network.trainable_params())
+    other, ahead = start()
+    assert not ahead.flush()
+    load_checkpoint(tmp_path / "open.ckpt", other, ahead.accumulator)
+    with pytest.raises(RuntimeError, match="the open window holds microbatches already"):
+        next(ahead.epoch(batches, lookahead=True))
+    assert ahead.flush()
+    assert difference(values(other.trainable_params()), expected) == 0
+    for one, lookahead in ((step, False), (ahead, True)):
+        for _ in one.epoch(batches[4:], lookahead=lookahead):
+            pass
+    assert difference(values(other.trainable_params()), values(network.trainable_params())) <= 1e-6
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("method", ["reset", "flush", "apply"])
+def test_a_window_that_is_closed_inside_the_loop_ends_it(method):
+    step = make_train_step(pair_of(network := MLP()), sgd(network), N, weight_fn=counts, losses=2)
+    epoch = step.epoch([tuple(map(Tensor, batch)) for batch in microbatches()], lookahead=True)
+    for _ in range(4):
+        next(epoch)
+    getattr(step.accumulator, method)()
+    with pytest.raises(RuntimeError, match=r"closed or dropped in the middle of epoch\(lookahead=True\)"):
+        next(epoch)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -270,7 +310,7 @@ def one_weight(x, y):
     (TypeError, "forward_fn returned no tuple, expected a tuple of 2 because of losses=2", one_loss, {"losses": 2}),
     (TypeError, "forward_fn returned 3 losses, expected a tuple of 2 because of losses=2", three_losses, {"losses": 2}),
     (TypeError, "expected the loss alone; give has_aux=True .*, losses=2 if it returns two losses", two_losses, {}),
-    (ValueError, "weight is no tuple, expected an entry for each of the 2 losses", two_losses, {"losses": 2, "weight_fn": one_weight}),
+    (ValueError, "the weight is no tuple, expected a tuple of 2 because of losses=2", two_losses, {"losses": 2, "weight_fn": one_weight}),
     (ValueError, r'lookahead=True needs the host .*; give strategy="split"', two_losses, {"losses": 2, "strategy": "fused"}),
     (RuntimeError, 'on_nonfinite="skip_microbatch", what is skipped is not known', two_losses,
      {"losses": 2, "on_nonfinite": "skip_microbatch"}),

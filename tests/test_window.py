@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import MLP, batches, compiled, mean_loss, tensors
+from following import op_by_op
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Tensor, nn, ops
@@ -190,6 +191,37 @@ def test_a_budget_closes_windows(driver, weight_fn, mode):
 def test_bad_budgets_are_refused(error, message, arguments):
     with pytest.raises(error, match=message):
         until_weight(*arguments)
+
+
+@pytest.mark.parametrize("driver", ["split", "fused", "ahead"])
+@pytest.mark.parametrize("budget", [0.7, 1.4, 2.1])
+def test_budgets_are_compared_as_the_device_does(budget, driver):
+    """In float32: 0.7 reaches a budget of 0.7, as three times 0.7, added up, do or do not reach 2.1."""
+    network, closed = MLP(), []
+
+    def forward_fn(x, y):
+        return network(x).mean(), network(x).mean()
+
+    def weigh(x, y):
+        return y.sum() * 0.0 + 0.7, y.sum() * 0.0 + 1.0
+
+    step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), until_weight(budget), weight_fn=weigh, losses=2,
+                           strategy="fused" if driver == "fused" else "split")
+    with op_by_op():
+        for _ in step.epoch([tensors(x, y) for x, y in batches([2] * 7)], lookahead=driver == "ahead"):
+            closed.append(bool(step.updated))
+    expected, held = [], np.float32(0)
+    for _ in range(7):
+        held += np.float32(0.7)
+        expected.append(bool(held >= np.float32(budget)))
+        held = np.float32(0) if expected[-1] else held
+    assert closed[:6] == expected[:6]
+    assert sum(expected) == {0.7: 7, 1.4: 3, 2.1: 2}[budget]
+
+
+def test_a_function_in_the_place_of_a_budget_is_refused():
+    with pytest.raises(TypeError, match=r"is the function until_weight, expected what it returns; give until_weight\(65_536\)"):
+        Window(until_weight)
 
 
 def test_a_budget_without_weights_is_refused():

@@ -146,11 +146,8 @@ class Accumulating:
 
     def _value(self, result):
         """The loss, or both of a pair."""
-        if self.case.loss == "pair" and not isinstance(result[0], Tensor):
-            result = result[0]
-        elif self.case.loss != "pair" and isinstance(result, (tuple, list)):
-            result = result[0]
-        return np.array([float(loss.asnumpy()) for loss in result]) if self.case.loss == "pair" else float(result.asnumpy())
+        losses = result if isinstance(result, (tuple, list)) else (result,)
+        return np.array([float(loss.asnumpy()) for loss in losses[:2]]) if self.case.loss == "pair" else float(losses[0].asnumpy())
 
     def flush(self):
         if not self.case.by_hand:
