@@ -8,7 +8,6 @@ from ..mnist import data
 from ..mnist.settings import Settings
 from ..mnist.train import Task
 from . import reference
-from .files import printable
 from .options import add_command
 from .reference import refuse
 

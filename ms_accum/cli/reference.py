@@ -103,7 +103,8 @@ def settings_named(kind: type[Settings], options: argparse.Namespace, **others: 
         f"resume: {resume} does not end in {' or '.join(SUFFIXES)}; give a file that --save wrote":
             resume and resume.suffix not in SUFFIXES,
     })
-    return kind(**{field.name: getattr(options, field.name) for field in fields(kind) if field.name in options}, **others)
+    named = {field.name: getattr(options, field.name) for field in fields(kind) if field.name in options}
+    return kind(**named, **others)
 
 
 def started(settings: Settings, options: argparse.Namespace) -> Settings:

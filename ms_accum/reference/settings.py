@@ -4,8 +4,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-NOISE_SCALE = ("measure the gradient noise scale, which approximates the critical batch size: how many {} an update can "
-               "use before more of them stop helping")
+NOISE_SCALE = ("measure the gradient noise scale, which approximates the critical batch size: how many {} an update "
+               "can use before more of them stop helping")
 
 
 def option(default: Any, text: str, *choices: str) -> Any:

@@ -14,10 +14,9 @@ import pytest
 from mnist_files import NAMES, embedded_set, random_set, write
 
 import ms_accum
-from ms_accum.cli import files
+from ms_accum.cli import files, reference
 from ms_accum.cli import main as cli
 from ms_accum.cli import mnist as command
-from ms_accum.cli import reference
 from ms_accum.mnist import data, fetch
 from ms_accum.mnist.network import CountCorrect, Network
 from ms_accum.mnist.settings import Settings
