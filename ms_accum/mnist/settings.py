@@ -21,6 +21,8 @@ class Settings(AnySettings):
     lr: float = option(1e-2, "learning rate")
     momentum: Optional[float] = option(None, "0 <= M < 1 (default: 0 with sgd, 0.9 with momentum; adam takes none)")
     optimizer: str = option("sgd", "nn.SGD, nn.Momentum or nn.Adam", "sgd", "momentum", "adam")
+    clip_norm: Optional[float] = option(
+        None, "clip the accumulated gradient to this global norm, once per update (default: no clipping)")
     api: str = option("functional", "functional: a loop over make_train_step; model: mindspore.train.Model with "
                       "callbacks. Both train the same parameters", "functional", "model")
     strategy: str = option("fused", "split: graphs without branches, scheduled by the host; fused: one graph",
