@@ -25,12 +25,13 @@ from ..reference.train import Checkpoints, Epoch, Task
 from .files import printable, require_outputs, say_written, write_json, write_png
 from .options import count, number
 
-# The type and the placeholder of each number that is not a count.
+# The type and the placeholder of each number that is not a count, or not written N.
 _NUMBERS = {
     "seed": (partial(number, int, lambda n: n >= 0, "a whole number from 0"), "N"),
     "lr": (partial(number, float, lambda x: isfinite(x) and x > 0, "a finite number > 0"), "RATE"),
     "momentum": (partial(number, float, lambda x: 0 <= x < 1, "a number from 0 to below 1"), "M"),
     "clip_norm": (partial(number, float, lambda x: x > 0, "a number > 0"), "NORM"),
+    "budget": (count, "TOKENS"),
 }
 
 

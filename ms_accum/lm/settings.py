@@ -17,8 +17,8 @@ class Settings(AnySettings):
     batch_size: int = option(16, "rows in a microbatch: documents, or parts of 64 bytes of longer ones")
     accumulate_step: int = option(2, "microbatches in a window; one update follows the last of them")
     budget: Optional[int] = option(
-        None, f"close a window once its microbatches hold this many bytes, {AT_MOST} microbatches at the latest; "
-        "--accumulate-step is not used then")
+        None, "close a window once its microbatches hold this many tokens, which are bytes here, or after "
+        f"{AT_MOST} microbatches; --accumulate-step is not used then")
     epochs: int = option(3, "passes over the training documents")
     lr: float = option(1e-3, "learning rate of Adam")
     optimizer: str = "adam"

@@ -21,18 +21,18 @@ class Settings:
     accumulate_step: int
     epochs: int
     lr: float
-    clip_norm: Optional[float]
     optimizer: str
-    strategy: str
-    noise_scale: bool
+    clip_norm: Optional[float]
     seed: int = option(42, "seed of the initial weights and the order of the data")
     mode: str = option("graph", "graph: jitted functions; pynative: op by op", "graph", "pynative")
+    api: str = "functional"  # a loop over make_train_step, or "model": mindspore.train.Model
+    strategy: str
     micro_size: int = option(1, "number of pieces that each microbatch is cut into inside the compiled function; peak "
-                              "activation memory is that of one piece")
+                             "activation memory is that of one piece")
     sync: str = option("window", "with several ranks (see the examples), exchange gradients once per window or at "
                        "each microbatch", "window", "microbatch")
     shard: bool = option(False, "with several ranks and --sync microbatch, each keeps a part of the gradients")
-    api: str = "functional"  # a loop over make_train_step, or "model": mindspore.train.Model
+    noise_scale: bool
     gradients: str = "float32"  # or "float64"
     ranks: int = 1  # processes that train together, each on its own microbatches
     rank: int = 0  # which of them this is
