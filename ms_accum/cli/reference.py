@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from ..mnist.fetch import FetchError
 from ..reference import figures, train
 from ..reference.network import largest_difference
 from ..reference.settings import Settings
-from ..reference.train import Checkpoints, Epoch, Task
+from ..reference.train import Checkpoints, Epoch, Task, nothing_logged
 from .files import printable, require_outputs, say_written, write_json, write_png
 from .options import count, number
 
@@ -138,17 +137,13 @@ def use_device(target: str) -> None:
     """Make `target` MindSpore's device. Raises ValueError if MindSpore or this machine does not have it."""
     if ms.get_context("device_target") == target:
         return  # once it has run something, MindSpore refuses even the same device
-    # On refusal MindSpore also logs a line for every missing library.
-    logged = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
     try:
-        ms.set_device(target)
+        with nothing_logged():  # on refusal MindSpore also logs a line for every missing library
+            ms.set_device(target)
     except RuntimeError as error:
         reason = str(error).split("Please")[0].strip()
         raise ValueError(f"argument --device-target: {target} cannot be used here ({reason}); try --device-target "
                          "CPU") from error
-    finally:
-        logging.disable(logged)
 
 
 def join_ranks(settings: Settings) -> Settings:

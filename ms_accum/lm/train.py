@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ms_accum.reference import train
-from ms_accum.reference.train import AnyStep, Epoch, Words, make_accumulator, of_all_ranks
+from ms_accum.reference.train import AnyStep, Epoch, Words, make_accumulator, make_adam, of_all_ranks
 from ms_accum.train_step import make_train_step
 from ms_accum.window import until_weight
 
@@ -50,7 +50,7 @@ class Task(train.Task):
     def make_step(self) -> AnyStep:
         """Make the train step that the settings describe."""
         settings = self.settings
-        optimizer = nn.Adam(self.network.trainable_params(), settings.lr)
+        optimizer = make_adam(self.network, settings.lr)
         length = until_weight(settings.budget, at_most=AT_MOST) if settings.budget else settings.accumulate_step
         return make_train_step(
             BitsPerByte(self.network), make_accumulator(optimizer, settings, length), micro_size=settings.micro_size,

@@ -11,7 +11,7 @@ from mindspore import Tensor, nn
 
 from ms_accum.model import TrainOneStepCell
 from ms_accum.reference import train
-from ms_accum.reference.train import AnyStep, Words, cut, make_accumulator, of_all_ranks
+from ms_accum.reference.train import AnyStep, Words, cut, make_accumulator, make_adam, of_all_ranks
 from ms_accum.train_step import make_train_step
 
 from .data import Digits, Mnist
@@ -90,7 +90,7 @@ def make_optimizer(network: Network, settings: Settings) -> nn.Optimizer:
     """Make the optimizer that the settings name."""
     parameters, lr, momentum = network.trainable_params(), settings.lr, settings.momentum
     if settings.optimizer == "adam":
-        return nn.Adam(parameters, lr)
+        return make_adam(network, lr)
     if settings.optimizer == "momentum":
         return nn.Momentum(parameters, lr, 0.9 if momentum is None else momentum)
     return nn.SGD(parameters, lr, momentum or 0.0)

@@ -1,9 +1,10 @@
 """Train on microbatches in seeded order, dealt out to the ranks; flush the last window of each epoch, and test."""
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -240,6 +241,23 @@ def make_accumulator(optimizer: nn.Cell, settings: Settings, accumulate_step: Ac
     noise_scale = GradientNoiseScale(decay=1) if settings.noise_scale else None
     return Accumulator(optimizer, accumulate_step, settings.clip_norm, reduction="mean", reducer=reducer,
                        noise_scale=noise_scale)
+
+
+def make_adam(network: nn.Cell, lr: float) -> nn.Adam:
+    """Make Adam for all parameters of a network."""
+    with nothing_logged():  # MindSpore 2.10 warns that an operator is deprecated which Adam makes for sparse gradients
+        return nn.Adam(network.trainable_params(), lr)
+
+
+@contextmanager
+def nothing_logged() -> Iterator[None]:
+    """Run the block without a message from MindSpore's Python code."""
+    logged = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logged)
 
 
 def train_epoch(train_step: AnyStep, data: Data, microbatches: Sequence[np.ndarray],
