@@ -28,6 +28,11 @@ class Settings(AnySettings):
     noise_scale: bool = option(False, NOISE_SCALE.format("bytes"))
     weigh_bytes: bool = True
 
+    @property
+    def effective_batch(self) -> Optional[int]:
+        """Rows in a full window, of all ranks; None with a budget, where windows differ."""
+        return None if self.budget else super().effective_batch
+
     def mean_of_means(self) -> Settings:
         """Return the same run with each microbatch counted alike, however many bytes it holds."""
         return replace(self, weigh_bytes=False, noise_scale=False)

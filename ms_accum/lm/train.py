@@ -25,8 +25,9 @@ class Task(train.Task):
     """Train a transformer on documents; test how many bits it needs for each byte of the others.
 
     Args:
-        text: The documents; `source` names them.
+        text: The documents.
         settings: What to compute.
+        source: The name of the text.
     """
 
     command = "lm"
@@ -88,9 +89,11 @@ class Task(train.Task):
 
     def describe_batch(self) -> str:
         """Say how large the batch of an update is."""
-        if self.settings.budget is None:
+        settings = self.settings
+        if settings.budget is None:
             return super().describe_batch()
-        return f"microbatches of {self.settings.batch_size:,} rows until they hold {self.settings.budget:,} bytes"
+        ranks = "" if settings.ranks == 1 else f" on each of {settings.ranks} ranks"
+        return f"microbatches of {settings.batch_size:,} rows until they hold {settings.budget:,} bytes{ranks}"
 
     def update_size(self, epochs: list[Epoch]) -> int:
         """Return the bytes of an update, on average."""

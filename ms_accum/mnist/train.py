@@ -25,8 +25,10 @@ class Task(train.Task):
     """Train the tutorial's network on digits; test how many of the others it labels correctly.
 
     Args:
-        mnist: The digits; `source` names them.
-        settings: What to compute. `network` is by default the one that they seed.
+        mnist: The digits.
+        settings: What to compute.
+        source: The name of the digits.
+        label: What sets this run apart from its counterpart.
     """
 
     command = "mnist"

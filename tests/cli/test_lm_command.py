@@ -149,6 +149,7 @@ def test_windows_close_by_a_budget_of_bytes(run):
     assert status == 0
     assert "batch      microbatches of 4 rows until they hold 300 bytes" in out
     size = tiny.split().train.size
+    assert read("run.json")["effective_batch"] is None
     assert size / 600 < read("run.json")["update_step"] / 2 <= size / 300 + 1
 
 

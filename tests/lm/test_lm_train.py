@@ -79,7 +79,7 @@ def test_a_window_of_ragged_microbatches_is_one_undivided_batch_and_the_mean_of_
     settings = {"lr": 1.0, "clip_norm": None}
     task = tiny.task(**settings)
     smallest, *_, larger, largest = sorted(task.order(1), key=task.data.count)
-    window = [larger, smallest, largest]
+    window = [larger, np.append(smallest[:2], [-1, -1]), largest]  # in two pieces, one of them is padding alone
     assert [task.data.batch(rows)[0].shape for rows in window] == [(4, 64), (4, 32), (4, 64)]
     with monkeypatch.context() as patch:
         patch.setenv("MS_JIT", "0")
@@ -87,6 +87,9 @@ def test_a_window_of_ragged_microbatches_is_one_undivided_batch_and_the_mean_of_
         means = parameters_after(window, tiny.task(**settings, weigh_bytes=False))
         if mode == "pynative":
             accumulated = parameters_after(window, tiny.task(**settings))
+            for strategy in ("split", "fused"):
+                pieces = parameters_after(window, tiny.task(**settings, micro_size=2, strategy=strategy))
+                assert largest_difference(pieces, undivided) < 1e-5
     if mode == "graph":
         accumulated = parameters_after(window, tiny.task(**settings))
     assert largest_difference(accumulated, Network(42)) > 1e-2
