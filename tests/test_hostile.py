@@ -24,7 +24,8 @@ from pair import METHODS, OPTIMIZERS, SHAPES, Pair, gradients_of, tensors_of
 
 from ms_accum import Accumulator, DataParallel, make_train_step
 from ms_accum.cli import main as cli
-from ms_accum.mnist import fetch, train
+from ms_accum.mnist import fetch
+from ms_accum.reference import train
 from ms_accum.window import Window
 
 INF, NAN = float("inf"), float("nan")

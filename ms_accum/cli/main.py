@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Optional
 
 from .. import __version__
 from ..runtime import avoid_busy_waiting
-from . import check, mnist, plan
+from . import check, lm, mnist, plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,6 +71,6 @@ def _parser() -> Parser:
     parser = Parser(prog="ms-accum", description="Gradient accumulation for MindSpore.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ms_accum {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (mnist, check, plan):
+    for command in (mnist, lm, check, plan):
         command.add_parser(subcommands)
     return parser

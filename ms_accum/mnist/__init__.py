@@ -1,4 +1,4 @@
 """The reference run: the network of MindSpore's gradient accumulation tutorial, trained on real digits.
 
-    data (embedded | folder | fetch) -> train (settings, network) -> figures
+    data (embedded | folder | fetch) -> train (settings, network) -> ms_accum.reference
 """

@@ -32,6 +32,19 @@ class Digits:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def size(self) -> int:
+        """The number of digits."""
+        return len(self)
+
+    def batch(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return images and labels of the digits `rows`, int `(m,)`."""
+        return self.images[rows], self.labels[rows]
+
+    def count(self, rows: np.ndarray) -> int:
+        """Return how many digits `rows`, int `(m,)`, are."""
+        return len(rows)
+
 
 @dataclass(frozen=True)
 class Mnist:
@@ -46,7 +59,7 @@ class Mnist:
         digest = sha256()
         for array in (self.train.images, self.train.labels, self.test.images, self.test.labels):
             digest.update(np.ascontiguousarray(array))
-        return f"{len(self.train)} + {len(self.test)} with the SHA-256 {digest.hexdigest()}"
+        return f"{self.train.size} + {self.test.size} with the SHA-256 {digest.hexdigest()}"
 
 
 def load(source: str) -> Mnist:

@@ -1,4 +1,4 @@
-"""Define what runs on the device: the tutorial's network, its loss, its test, and float64 gradients to compare runs."""
+"""Define what runs on the device: the tutorial's network, its test, and float64 gradients to compare runs."""
 from __future__ import annotations
 
 from math import sqrt
@@ -6,6 +6,8 @@ from math import sqrt
 import mindspore as ms
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
+
+from ms_accum.reference.network import MeanCrossEntropy
 
 from .data import CLASSES, SIDE
 
@@ -45,30 +47,6 @@ def _dense(inputs: int, outputs: int, rng: np.random.Generator, dtype: ms.Type) 
     weight, bias = (Tensor(rng.uniform(-bound, bound, shape).astype(np.float32), dtype)
                     for shape in ((outputs, inputs), outputs))
     return nn.Dense(inputs, outputs, weight_init=weight, bias_init=bias, dtype=dtype)
-
-
-def largest_difference(one: Network, other: Network) -> float:
-    """Return the largest absolute difference between the parameters of two networks; NaN if either holds one."""
-    pairs = zip(one.get_parameters(), other.get_parameters())
-    return float(np.max([np.abs(a.asnumpy() - b.asnumpy()).max() for a, b in pairs]))
-
-
-class MeanCrossEntropy(nn.Cell):
-    """Return the mean cross entropy, float32 `()`, of logits, float32 `(n, 10)`, and labels, int32 `(n,)`.
-
-    nn.CrossEntropyLoss computes the logarithm in a separate kernel. MindSpore 2.10 splits that among as many CPU
-    threads as it finds fastest, and the last bit depends on the split: one process in 30 reported other losses.
-    LogSoftmax goes row by row.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_softmax = ops.LogSoftmax(axis=-1)
-        self.nll = nn.NLLLoss()
-
-    def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """See the class."""
-        return self.nll(self.log_softmax(logits), labels)
 
 
 def make_forward(network: Network) -> nn.Cell:

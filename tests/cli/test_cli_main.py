@@ -11,7 +11,7 @@ from mnist_files import embedded_set, write
 
 import ms_accum
 from ms_accum.cli import main as cli
-from ms_accum.mnist import figures
+from ms_accum.reference import figures
 
 QUICK = ("mnist", "--data", "digits", "--mode", "pynative", "--batch-size", "16")
 

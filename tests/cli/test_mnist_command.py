@@ -14,12 +14,14 @@ import pytest
 from mnist_files import NAMES, embedded_set, random_set, write
 
 import ms_accum
-from ms_accum.cli import files
+from ms_accum.cli import files, reference
 from ms_accum.cli import main as cli
 from ms_accum.cli import mnist as command
-from ms_accum.mnist import data, fetch, figures, train
+from ms_accum.mnist import data, fetch
 from ms_accum.mnist.network import CountCorrect, Network
 from ms_accum.mnist.settings import Settings
+from ms_accum.mnist.train import Task, evaluate
+from ms_accum.reference import figures, train
 
 # Op by op: each graph takes seconds to compile.
 QUICK = ("--mode", "pynative", "--batch-size", "16", "--accumulate-step", "4", "--epochs", "2")
@@ -87,9 +89,9 @@ def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
     result = read("run.json")
     settings = Settings(
         batch_size=16, accumulate_step=4, epochs=2, lr=0.05, momentum=0.5, clip_norm=5.0, seed=7, mode="pynative")
-    expected = list(train.train(data.load(digits), Network(7), settings))
+    expected = list(train.train(Task(data.load(digits), settings)))
     assert f"accuracy {result['accuracy']:.2f} %" in out[-3]
-    assert result.pop("accuracy") == expected[-1].accuracy
+    assert result.pop("accuracy") == expected[-1].score
     assert result.pop("loss") == pytest.approx(expected[-1].loss)
     assert losses("run.json") == pytest.approx([epoch.loss for epoch in expected])
     epochs = result.pop("epochs")
@@ -113,7 +115,7 @@ def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
     missing, unexpected = ms.load_param_into_net(network, ms.load_checkpoint("run.ckpt"))
     assert missing == []
     assert all(name == "ms_accum" or name.startswith(("optimizer:", "accumulator:")) for name in unexpected)
-    assert train.evaluate(CountCorrect(network), data.load(digits).test, Settings()) == expected[-1].accuracy
+    assert evaluate(CountCorrect(network), data.load(digits).test, Settings()) == expected[-1].score
 
 
 @pytest.mark.slow
@@ -338,7 +340,7 @@ def test_a_file_that_cannot_be_written_after_all(run, monkeypatch):
     def full(path, figures):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(command, "write_json", full)
+    monkeypatch.setattr(reference, "write_json", full)
     status, out, err = run("--json", "run.json")
     assert status == 1
     assert err == ["ms-accum mnist: error: [Errno 28] No space left on device: 'run.json'"]

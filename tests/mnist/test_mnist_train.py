@@ -11,10 +11,14 @@ from conftest import compiled_graphs
 from mindspore import Tensor, nn
 
 from ms_accum import Accumulator
-from ms_accum.mnist import data, train
+from ms_accum.mnist import data
+from ms_accum.mnist import train as mnist_train
 from ms_accum.mnist.data import Digits, Mnist
-from ms_accum.mnist.network import CountCorrect, Network, largest_difference
+from ms_accum.mnist.network import CountCorrect, Network
 from ms_accum.mnist.settings import Settings
+from ms_accum.mnist.train import Task
+from ms_accum.reference import train
+from ms_accum.reference.network import largest_difference
 
 # 90 digits in microbatches of 16: five full ones and a ragged one of 10; with windows of 4, an incomplete one of 2.
 # Op by op where a test is not about graphs: each graph takes seconds to compile.
@@ -43,9 +47,9 @@ def first(digits, count):
     return Digits(digits.images[:count], digits.labels[:count])
 
 
-def trained(mnist, settings, seed=42):
-    network = Network(seed)
-    return network, list(train.train(mnist, network, settings))
+def trained(mnist, settings):
+    task = Task(mnist, settings)
+    return task.network, list(train.train(task))
 
 
 def logits_in_numpy(network, images):
@@ -71,7 +75,7 @@ def assert_same_run(one, other, bound):
     assert largest_difference(one[0], other[0]) <= bound
     for a, b in zip(one[1], other[1], strict=True):
         assert a.loss == pytest.approx(b.loss, abs=1e-5)
-        assert (a.epoch, a.accuracy, a.update_step) == (b.epoch, b.accuracy, b.update_step)
+        assert (a.epoch, a.score, a.update_step) == (b.epoch, b.score, b.update_step)
 
 
 @pytest.mark.parametrize("dtype", [ms.float32, ms.float64])
@@ -102,13 +106,13 @@ def test_largest_difference_and_the_seed_of_the_weights():
 
 
 def test_accuracy_counts_every_digit_once(mnist, monkeypatch):
-    monkeypatch.setattr(train, "TEST_BATCH", 7)
+    monkeypatch.setattr(mnist_train, "TEST_BATCH", 7)
     network = Network(5)
     labels = logits_in_numpy(network, mnist.test.images).argmax(axis=1).astype(np.int32)
     wrong = 13
     labels[:wrong] = (labels[:wrong] + 1) % 10
     for count_correct in (CountCorrect(network), ms.jit(CountCorrect(network))):
-        assert train.evaluate(count_correct, Digits(mnist.test.images, labels), FEW) == 100 * (50 - wrong) / 50
+        assert mnist_train.evaluate(count_correct, Digits(mnist.test.images, labels), FEW) == 100 * (50 - wrong) / 50
 
 
 class Recorder:
@@ -144,18 +148,23 @@ def test_an_epoch_takes_every_row_once_from_where_it_stopped_and_flushes_at_the_
     assert saved == saves
 
 
-def test_each_epoch_has_its_seeded_order_dealt_out_to_the_ranks():
+def test_each_epoch_has_its_seeded_order_dealt_out_to_the_ranks(mnist, monkeypatch):
     def order(epoch, settings):
-        return np.concatenate(train.microbatches_of(epoch, 90, settings)).tolist()
+        return np.concatenate(Task(mnist, settings).order(epoch)).tolist()
 
     orders = [order(epoch, settings) for settings in (FEW, replace(FEW, seed=7)) for epoch in (1, 2)]
     assert all(sorted(rows) == list(range(90)) for rows in orders)
     assert len({tuple(rows) for rows in orders}) == 4
     assert order(2, FEW.undivided()) == orders[1]
-    alone = train.microbatches_of(1, 90, FEW)
+    alone, dealt = Task(mnist, FEW).order(1), []
+    monkeypatch.setattr(train, "train_epoch", lambda step, data, microbatches, *_: dealt.append(microbatches))
+    monkeypatch.setattr(train, "_mean_loss", lambda *_: 0.0)
     for rank in range(2):
-        dealt = train.microbatches_of(1, 90, replace(FEW, ranks=2, rank=rank))
-        assert [rows.tolist() for rows in dealt] == [rows.tolist() for rows in alone[rank::2]]
+        task = Task(mnist, replace(FEW, ranks=2, rank=rank))
+        monkeypatch.setattr(task, "make_step", lambda: Task(mnist, FEW).make_step())
+        monkeypatch.setattr(task, "make_test", lambda: lambda: 0.0)
+        list(train.train(task))
+        assert [rows.tolist() for rows in dealt[rank]] == [rows.tolist() for rows in alone[rank::2]]
 
 
 @pytest.mark.parametrize("settings", [FEW, FEW.undivided(), replace(FEW, gradients="float64")], ids=["few", "undivided", "float64"])
@@ -198,7 +207,7 @@ def all_equal(images, labels):
 @pytest.mark.parametrize("mistake", ["weight", "divisor", "no flush"])
 def test_a_mistake_shows_in_the_comparison(mnist, undivided, monkeypatch, mistake):
     if mistake == "weight":
-        monkeypatch.setattr(train, "make_train_step", partial(train.make_train_step, weight_fn=all_equal))
+        monkeypatch.setattr(mnist_train, "make_train_step", partial(mnist_train.make_train_step, weight_fn=all_equal))
     elif mistake == "divisor":
         monkeypatch.setattr(Accumulator, "_normaliser", lambda self, unit, weight: 1.0)
     else:
@@ -215,7 +224,7 @@ def test_a_mistake_shows_in_the_comparison(mnist, undivided, monkeypatch, mistak
     ("adam", None, nn.Adam, None),
 ])
 def test_optimizers(optimizer, momentum, kind, expected):
-    made = train.make_optimizer(Network(0), Settings(optimizer=optimizer, momentum=momentum, lr=0.25))
+    made = mnist_train.make_optimizer(Network(0), Settings(optimizer=optimizer, momentum=momentum, lr=0.25))
     assert type(made) is kind
     assert float(made.get_lr().asnumpy()) == 0.25
     if expected is not None:
@@ -260,11 +269,12 @@ def test_a_model_resumes_where_it_was_saved(mnist, tmp_path, saved_at):
         if path.exists() and not copy.exists():
             shutil.copy(path, copy)
 
-    whole = Network(42)
-    epochs = train.train(mnist, whole, settings, keep_the_first, train.Checkpoints(path, saved_at))
+    whole = Task(mnist, settings)
+    epochs = train.train(whole, keep_the_first, train.Checkpoints(path, saved_at))
     (expected,) = (keep_the_first() or epoch for epoch in epochs)
-    resumed, network = [], Network(1)
-    (epoch,) = train.train(mnist, network, settings, checkpoints=train.Checkpoints(resume=copy, resumed=lambda *done: resumed.append(done)))
+    resumed, task = [], Task(mnist, settings)
+    task.network = Network(1)
+    (epoch,) = train.train(task, checkpoints=train.Checkpoints(resume=copy, resumed=lambda *done: resumed.append(done)))
     assert resumed == [(0, saved_at)]
-    assert largest_difference(network, whole) == 0
+    assert largest_difference(task.network, whole.network) == 0
     assert epoch.microbatch_losses.tolist() == expected.microbatch_losses.tolist()

@@ -10,10 +10,10 @@ PAGE = Path(__file__).resolve().parents[1] / "guide" / "cli.md"
 INTRODUCTION = """\
 # Command line
 
-`ms-accum` trains the [reference run](reference-run.md), [checks](check.md) whether accumulation is exact for a network, and
+`ms-accum` trains the [reference runs](reference-run.md), [checks](check.md) whether accumulation is exact for a network, and
 [plans](plan.md) a microbatch. This page is what its `--help` prints.
 """
-COMMANDS = ((), ("mnist",), ("check",), ("plan",))
+COMMANDS = ((), ("mnist",), ("lm",), ("check",), ("plan",))
 
 
 def text():

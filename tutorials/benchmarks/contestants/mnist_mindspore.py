@@ -16,7 +16,8 @@ from ms_accum import avoid_busy_waiting
 from ms_accum.mnist.data import Digits, Mnist, load_folder
 from ms_accum.mnist.network import MEAN, STD, Network
 from ms_accum.mnist.settings import Settings
-from ms_accum.mnist.train import train
+from ms_accum.mnist.train import Task
+from ms_accum.reference.train import train
 
 from .mindspore_ import TwoBuffers
 
@@ -39,15 +40,21 @@ class Reference:
         self.case = case
         self.digits = load_folder(Path(case.folder))
         self.settings = Settings(batch_size=case.batch, accumulate_step=case.accumulate_step, epochs=ENDLESS, lr=case.lr)
-        self.epochs = train(self.digits, network_of(case), self.settings)
+        self.epochs = train(self.task(self.digits))
+
+    def task(self, digits: Mnist) -> Task:
+        """The case's network on digits."""
+        task = Task(digits, self.settings)
+        task.network = network_of(self.case)
+        return task
 
     def agree(self, windows: int) -> list[np.ndarray]:
         """Parameters after as many epochs of one window: whatever the order within it, the update is the same."""
-        network = network_of(self.case)
         one_window = Digits(self.digits.train.images[:self.case.window], self.digits.train.labels[:self.case.window])
-        for _ in islice(train(Mnist(one_window, self.digits.test), network, self.settings), windows):
+        task = self.task(Mnist(one_window, self.digits.test))
+        for _ in islice(train(task), windows):
             pass
-        return [p.asnumpy() for p in network.trainable_params()]
+        return [p.asnumpy() for p in task.network.trainable_params()]
 
     def time(self, microbatches: int) -> float:
         """Seconds of the next epoch; `microbatches` is how many it has."""

@@ -1,0 +1,214 @@
+"""What the commands of the reference runs share: options, checks, training, and the files that they write."""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import Field, fields, replace
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+
+from ..batch_size.planning import DEVICES
+from ..checkpoint import SUFFIXES, CheckpointError
+from ..distributed.ranks import wait_for_all
+from ..mnist.fetch import FetchError
+from ..reference import figures, train
+from ..reference.network import largest_difference
+from ..reference.settings import Settings
+from ..reference.train import Checkpoints, Epoch, Task, nothing_logged
+from .files import printable, require_outputs, say_written, write_json, write_png
+from .options import count, number
+
+# The type and the placeholder of each number that is not a count, or not written N.
+_NUMBERS = {
+    "seed": (partial(number, int, lambda n: n >= 0, "a whole number from 0"), "N"),
+    "lr": (partial(number, float, lambda x: isfinite(x) and x > 0, "a finite number > 0"), "RATE"),
+    "momentum": (partial(number, float, lambda x: 0 <= x < 1, "a number from 0 to below 1"), "M"),
+    "clip_norm": (partial(number, float, lambda x: x > 0, "a number > 0"), "NORM"),
+    "budget": (count, "TOKENS"),
+}
+
+
+def add_options(training: Callable, output: Callable, settings: type[Settings], compare: str) -> None:
+    """Add the options of a reference run. The first two arguments add one to its group; `compare` is a help text."""
+    for setting in fields(settings):
+        if setting.metadata:
+            training(f"--{setting.name.replace('_', '-')}", **_described(setting))
+    training("--device-target", choices=DEVICES, default="CPU", help="(default: %(default)s)")
+    training("--compare", action="store_true", help=compare)
+    output("--json", type=Path, metavar="FILE", help="write all figures and options")
+    output("--plot", type=Path, metavar="FILE.png", help="draw the curves of training and test; needs matplotlib")
+    output("--save", type=Path, metavar="FILE.ckpt",
+           help="write a checkpoint of the complete state at the end; .safetensors is the other format")
+    output("--save-every", type=count, metavar="K", help="also write it after every K microbatches")
+    output("--resume", type=Path, metavar="FILE.ckpt",
+           help="continue from a checkpoint as if the run had never stopped; give the same options (--epochs may be "
+                "larger)")
+
+
+def _described(setting: Field) -> dict[str, Any]:
+    """Return what argparse needs to know of a setting."""
+    text, choices, default = setting.metadata["help"], setting.metadata["choices"], setting.default
+    if default is False:
+        return {"action": "store_true", "help": text}
+    described = {"default": default, "help": text if default is None else f"{text} (default: %(default)s)"}
+    if choices:
+        return {**described, "choices": choices}
+    convert, metavar = _NUMBERS.get(setting.name, (count, "N"))
+    return {**described, "type": convert, "metavar": metavar}
+
+
+def run(prepare: Callable[[argparse.Namespace], Task], parser: argparse.ArgumentParser,
+        options: argparse.Namespace) -> None:
+    """Check, train, report, write. Exit with status 2 for a bad value, with 1 if a download or a file fails.
+
+    `prepare` checks everything that can be checked before training. It raises ValueError, OSError or FetchError.
+    """
+    try:
+        task = prepare(options)
+    except FetchError as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    try:
+        runs, results = train_all(task, options)
+        if task.settings.rank == 0:
+            write_all(options, runs, results)
+    except BrokenPipeError:
+        raise  # `main` handles a closed stdout
+    except (CheckpointError, OSError) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    finally:
+        if task.settings.ranks > 1:
+            wait_for_all()
+
+
+def settings_named(kind: type[Settings], options: argparse.Namespace, **others: Any) -> Settings:
+    """Return the settings that the options name. Raises ValueError if options contradict each other."""
+    resume = options.resume
+    refuse({
+        "shard: requires --sync microbatch, because a rank keeps whole gradients until they are exchanged":
+            options.shard and options.sync == "window",
+        "micro-size: ranks that exchange each microbatch cannot cut it; leave out --sync microbatch, or choose a "
+        "smaller --batch-size": options.micro_size > 1 and options.sync == "microbatch",
+        "save-every: requires --save FILE.ckpt": options.save_every and not options.save,
+        "compare: trains twice and cannot be resumed; leave out --save-every and --resume":
+            options.compare and (resume or options.save_every),
+        f"resume: there is no file {resume}; give one that --save wrote": resume and not resume.is_file(),
+        f"resume: {resume} does not end in {' or '.join(SUFFIXES)}; give a file that --save wrote":
+            resume and resume.suffix not in SUFFIXES,
+    })
+    named = {field.name: getattr(options, field.name) for field in fields(kind) if field.name in options}
+    return kind(**named, **others)
+
+
+def started(settings: Settings, options: argparse.Namespace) -> Settings:
+    """Check the files to write, choose the device, join the other ranks; return this rank's settings."""
+    require_outputs(options, json=("",), plot=(".png",), save=SUFFIXES)
+    use_device(options.device_target)
+    return join_ranks(settings)
+
+
+def refuse(reasons: dict[str, object]) -> None:
+    """Raise ValueError with the first argument and reason that are true."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise ValueError(f"argument --{reason}")
+
+
+def refuse_sizes(task: Task, rows: int) -> None:
+    """Raise ValueError if a rank's `rows` do not fill a microbatch, or a window is too short for the noise scale."""
+    settings, of = task.settings, task.words.rows
+    refuse({
+        "noise-scale: compares the microbatches of a window, which holds only one; give --accumulate-step 2 or more, "
+        "or --micro-size 2":
+            settings.noise_scale and settings.accumulate_step * settings.micro_size * settings.ranks == 1,
+        f"batch-size: a microbatch of {settings.batch_size} {of} cannot be filled from {rows}; choose at most {rows}":
+            settings.batch_size > rows,
+    })
+
+
+def use_device(target: str) -> None:
+    """Make `target` MindSpore's device. Raises ValueError if MindSpore or this machine does not have it."""
+    if ms.get_context("device_target") == target:
+        return  # once it has run something, MindSpore refuses even the same device
+    try:
+        with nothing_logged():  # on refusal MindSpore also logs a line for every missing library
+            ms.set_device(target)
+    except RuntimeError as error:
+        reason = str(error).split("Please")[0].strip()
+        raise ValueError(f"argument --device-target: {target} cannot be used here ({reason}); try --device-target "
+                         "CPU") from error
+
+
+def join_ranks(settings: Settings) -> Settings:
+    """Join the other ranks if started by msrun, and return this rank's settings. Only rank 0 still prints."""
+    if "MS_ROLE" not in os.environ:
+        return settings
+    from mindspore.communication import get_group_size, get_rank, init
+
+    init()
+    settings = replace(settings, ranks=get_group_size(), rank=get_rank())
+    if settings.rank > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    return settings
+
+
+def train_all(task: Task, options: argparse.Namespace) -> tuple[figures.Runs, dict]:
+    """Train, with --compare both ways, and print; return the epochs of each run, and all figures."""
+    print(printable(figures.header(task, options.device_target)), flush=True)
+
+    def resumed(epochs: int, microbatches: int) -> None:
+        print(f"resumed    {printable(options.resume)}: {epochs} epochs and {microbatches:,} microbatches done")
+
+    epochs = _train(task, Checkpoints(options.save, options.save_every, options.resume, resumed))
+    runs, results = [(task, epochs)], figures.figures(task, epochs)
+    if task.settings.noise_scale:
+        print(figures.critical_batch(task, epochs), flush=True)
+    if options.compare:
+        other = task.counterpart()
+        print(f"{other.label}: {other.describe_batch()}", flush=True)
+        runs.append((other, _train(other, Checkpoints())))
+        difference = largest_difference(task.network, other.network)
+        print(figures.comparison(runs, difference), flush=True)
+        results["max_parameter_difference"] = difference
+        results[other.label.replace(" ", "_")] = figures.figures(*runs[1])
+    for name, text in task.closing().items():
+        print(f"{name:<9}  {text}", flush=True)
+        results[name] = text
+    return runs, {
+        **results,
+        "options": {name: str(value) if isinstance(value, Path) else value
+                    for name, value in vars(options).items() if name != "run"},
+        "gradients": task.settings.gradients,
+        "device": options.device_target,
+        "data": task.data_figures(),
+        "versions": figures.versions(),
+    }
+
+
+def _train(task: Task, checkpoints: Checkpoints) -> list[Epoch]:
+    epochs = []
+    progress = figures.Progress(task)
+    try:
+        for epoch in train.train(task, progress, checkpoints):
+            print(figures.epoch_line(epoch, task), flush=True)
+            epochs.append(epoch)
+    finally:
+        progress.close()
+    return epochs
+
+
+def write_all(options: argparse.Namespace, runs: figures.Runs, results: dict) -> None:
+    """Write the files that the options name. Raises OSError if one cannot be written after all."""
+    if options.save:
+        say_written(options.save)
+    if options.json:
+        write_json(options.json, results)
+    if options.plot:
+        write_png(options.plot, figures.plot(runs))

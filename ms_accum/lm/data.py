@@ -1,0 +1,134 @@
+"""Cut a text into documents, and documents into rows of a few widths."""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+
+from ms_accum.reference.train import cut
+
+# A row is padded to the next of these widths, in bytes: each width is a graph to compile. The last one is the context.
+WIDTHS = (32, 64)
+PADDING = 256  # the token after the last byte of a row, and before the first
+FEWEST = 10  # documents
+HELD_OUT = 10  # one document in so many is validated on
+EXCERPT = 4  # one document in so many is in the excerpt, so that a run takes less than a minute
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Rows of text: `rows[i]` is uint8 `(n,)`, at most `WIDTHS[-1]` bytes of one document. The last row is empty."""
+
+    rows: tuple[np.ndarray, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Bytes in each row: int `(n,)`."""
+        return np.array([len(row) for row in self.rows])
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return int(self.lengths.sum())
+
+    def count(self, rows: np.ndarray) -> int:
+        """Return how many bytes `rows`, int `(m,)`, hold."""
+        return int(self.lengths[rows].sum())
+
+    def batch(self, rows: np.ndarray) -> tuple[np.ndarray]:
+        """Return the tokens of `rows`, int `(m,)`: int32 `(m, width)`, filled up with `PADDING`."""
+        tokens = np.full((len(rows), WIDTHS[widths(self.lengths[rows]).max()]), PADDING, np.int32)
+        for line, row in zip(tokens, rows):
+            line[:self.lengths[row]] = self.rows[row]
+        return (tokens,)
+
+    def entropy(self) -> float:
+        """Return the entropy of a single byte, in bits: what a model without context would reach."""
+        counts = np.bincount(np.concatenate(self.rows), minlength=256)
+        shares = counts[counts > 0] / self.size
+        return float(-shares @ np.log2(shares))
+
+
+def microbatches(documents: Documents, order: np.ndarray, size: int) -> list[np.ndarray]:
+    """Cut `order`, int `(n,)`, into microbatches of `size` rows of one width; empty rows fill up the last of a width.
+
+    Without them, each last one would be a shape of its own, and a graph to compile.
+    """
+    width = widths(documents.lengths[order])
+    cuts = [piece for place in range(len(WIDTHS)) for piece in cut(order[width == place], size)]
+    return [np.append(piece, [-1] * (size - len(piece))).astype(int) for piece in cuts]
+
+
+def widths(lengths: np.ndarray) -> np.ndarray:
+    """Return the place in `WIDTHS` of each length's width, int `(n,)` both."""
+    return np.searchsorted(WIDTHS, lengths)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents to train on, and documents to validate on."""
+
+    train: Documents
+    validation: Documents
+    documents: tuple[int, int]  # how many each of them holds
+
+    @cached_property
+    def identity(self) -> str:
+        """The number of bytes, and the SHA-256 of all of them."""
+        digest = sha256()
+        for documents in (self.train, self.validation):
+            for row in documents.rows:
+                digest.update(len(row).to_bytes(4, "little") + row.tobytes())
+        return f"{self.train.size} + {self.validation.size} with the SHA-256 {digest.hexdigest()}"
+
+
+def load(source: str, seed: int) -> Text:
+    """Load the text that `--text` names, and draw the documents to validate on.
+
+    "topics": the documentation of Python's language that comes with Python (`pydoc_data.topics`). "excerpt": a part of
+    its documents. Anything else is a file; it need not be UTF-8. ValueError if it holds fewer than `FEWEST` documents,
+    OSError if it cannot be read.
+    """
+    if source in ("excerpt", "topics"):
+        documents = documents_of("\n\n".join(topics.values()).encode())
+        return split(documents[::EXCERPT if source == "excerpt" else 1], seed)
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(f"argument --text: there is no file {path}; give excerpt, topics or a file")
+    documents = documents_of(path.read_bytes())
+    if len(documents) < FEWEST:
+        raise ValueError(f"argument --text: {path} holds {len(documents)} different documents, expected at least "
+                         f"{FEWEST}; separate them by empty lines")
+    return split(documents, seed)
+
+
+def documents_of(text: bytes) -> list[bytes]:
+    """Split a text at its empty lines. Each document ends in a newline.
+
+    One that occurs twice is taken once, or it could be validated on after it was trained on.
+    """
+    parts = re.split(rb"\n\s*\n", text.replace(b"\r\n", b"\n"))
+    return list(dict.fromkeys(part.strip(b"\n") + b"\n" for part in parts if part.strip()))
+
+
+def split(documents: list[bytes], seed: int) -> Text:
+    """Draw the documents to validate on."""
+    held_out = {*np.random.default_rng(seed).permutation(len(documents))[:len(documents) // HELD_OUT].tolist()}
+    train = [document for i, document in enumerate(documents) if i not in held_out]
+    validation = [document for i, document in enumerate(documents) if i in held_out]
+    return Text(rows_of(train), rows_of(validation), (len(train), len(validation)))
+
+
+def rows_of(documents: list[bytes]) -> Documents:
+    """Cut each document into rows of `WIDTHS[-1]` bytes; the last row is shorter."""
+    context = WIDTHS[-1]
+    cuts = [document[start:start + context] for document in documents for start in range(0, len(document), context)]
+    return Documents(tuple(np.frombuffer(row, np.uint8) for row in (*cuts, b"")))

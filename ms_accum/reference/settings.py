@@ -1,0 +1,43 @@
+"""The settings that every reference run has, and how a setting becomes an option."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+NOISE_SCALE = ("measure the gradient noise scale, which approximates the critical batch size: how many {} an update "
+               "can use before more of them stop helping")
+
+
+def option(default: Any, text: str, *choices: str) -> Any:
+    """Make a field that is also an option of the run's command."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The choices that decide what a run computes. Each run gives those without a value its own default and help."""
+
+    batch_size: int
+    accumulate_step: int
+    epochs: int
+    lr: float
+    optimizer: str
+    clip_norm: Optional[float]
+    seed: int = option(42, "seed of the initial weights and the order of the data")
+    mode: str = option("graph", "graph: jitted functions; pynative: op by op", "graph", "pynative")
+    api: str = "functional"  # a loop over make_train_step, or "model": mindspore.train.Model
+    strategy: str
+    micro_size: int = option(1, "number of pieces that each microbatch is cut into inside the compiled function; peak "
+                             "activation memory is that of one piece")
+    sync: str = option("window", "with several ranks (see the examples), exchange gradients once per window or at "
+                       "each microbatch", "window", "microbatch")
+    shard: bool = option(False, "with several ranks and --sync microbatch, each keeps a part of the gradients")
+    noise_scale: bool
+    gradients: str = "float32"  # or "float64"
+    ranks: int = 1  # processes that train together, each on its own microbatches
+    rank: int = 0  # which of them this is
+
+    @property
+    def effective_batch(self) -> int:
+        """Rows of the data in a full window, of all ranks."""
+        return self.batch_size * self.accumulate_step * self.ranks
