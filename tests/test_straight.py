@@ -12,7 +12,7 @@ from following import LOSS, op_by_op
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from mindspore import Tensor, amp, nn
+from mindspore import Tensor, amp, nn, ops
 from pair import Pair, gradients_of, tensors_of
 
 from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_train_step, save_checkpoint, straight, until_weight
@@ -20,30 +20,36 @@ from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_trai
 # --- no control flow ---------------------------------------------------------------------------------------------------
 
 
-def masked_loss(network):
+def masked_loss(network, losses):
     def forward_fn(x, y):
         return LOSS(network(x), y), network(x)
 
-    return forward_fn
+    def both(x, y):
+        return (LOSS(network(x), y), ops.square(network(x)).mean()), network(x)
+
+    return forward_fn if losses == 1 else both
 
 
 def unmasked(x, y):
     return (y >= 0).sum()
 
 
-def graphs_of(strategy, micro_size, weight_fn, loss_scaler, on_nonfinite, steps, measured):
+def of_both(x, y):
+    return (y >= 0).sum(), (y > 0).sum()
+
+
+def graphs_of(strategy, micro_size, weight_fn, loss_scaler, on_nonfinite, steps, measured, losses=1):
     """Train on five microbatches; return the text of each graph that was compiled."""
     seen = set(Path("ir").glob("*_validate_*.ir"))
     network = MLP()
     accumulator = Accumulator(nn.Momentum(network.trainable_params(), 0.1, 0.9), steps, 1.0 if measured else None,
                               reduction="mean", on_nonfinite=on_nonfinite,
-                              noise_scale=GradientNoiseScale(0.9) if measured else None)
-    train_step = make_train_step(masked_loss(network), accumulator, micro_size=micro_size, weight_fn=weight_fn,
+                              noise_scale=GradientNoiseScale(0.9) if measured and losses == 1 else None, losses=losses)
+    train_step = make_train_step(masked_loss(network, losses), accumulator, micro_size=micro_size, weight_fn=weight_fn,
                                  loss_scaler=amp.DynamicLossScaler(2.0**8, 2, 2) if loss_scaler else None, strategy=strategy,
                                  has_aux=True)
-    for x, y in batches([6] * 5):
-        train_step(*tensors(x, y))
-    train_step.flush()
+    for _ in train_step.epoch([tensors(x, y) for x, y in batches([6] * 5)], lookahead=losses > 1 and micro_size > 1):
+        pass
     assert int(accumulator.update_step) == 3
     return [file.read_text(encoding="utf-8") for file in set(Path("ir").glob("*_validate_*.ir")) - seen]
 
@@ -56,10 +62,12 @@ def control_flow(graph):
 COMBINATIONS = [options for options in product(
     (1, 4), (None, unmasked), (False, True), ("apply", "skip_window", "skip_microbatch"), (2, {0: 1, 1: 2}), (False, True))
     if not (options[2] and options[3] == "skip_microbatch")]
+# Whole microbatches of two losses; in pieces, and weighed before.
+COMBINATIONS += [(1, of_both, False, "apply", 2, False, 2), (4, of_both, True, "skip_window", 2, True, 2)]
 
 
 @pytest.mark.fresh_process("jit")
-@pytest.mark.parametrize(("mode", "stride"), [("jit", 19), pytest.param("jit", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mode", "stride"), [("jit", 27), pytest.param("jit", 1, marks=pytest.mark.slow)])
 def test_the_graphs_of_split_hold_no_control_flow(mode, stride, monkeypatch):
     """Without the branch that CPU gets. The controls: fused has a Switch, and so has split with that branch."""
     os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
