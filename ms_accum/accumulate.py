@@ -299,7 +299,7 @@ def means_of(totals: tuple[Tensor, ...], count: int) -> tuple[tuple[Tensor, ...]
 def require_losses(length: Optional[int], count: int) -> bool:
     """Refuse what is not a tuple of as many losses as the accumulator has."""
     if length != count:
-        got = "no tuple" if length is None else f"{length} losses"
+        got = "no tuple of losses" if length is None else f"{length} losses"
         raise TypeError(f"forward_fn returned {got}, expected a tuple of {count} because of losses={count}; with "
                         "has_aux=True, ((loss, loss), aux)")
     return True

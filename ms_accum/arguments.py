@@ -166,7 +166,7 @@ def require_entries(name: str, losses: int, entries: Optional[int]) -> bool:
         got = "no tuple" if entries is None else f"a tuple of {entries}"
         expected = "one number or Tensor" if losses == 1 else f"a tuple of {losses}"
         raise ValueError(f"{name} is {got}, expected {expected} because of losses={losses}, an entry for each; let "
-                         "weight_fn return as many weights, or give losses= the number of losses")
+                         "weight_fn return as many weights, or give losses= (in a shell: --losses) as many")
     return True
 
 

@@ -290,6 +290,16 @@ def test_the_check_names_the_loss_that_is_no_mean():
     assert [(cause.layer, cause.what[:19]) for cause in report.causes] == [("forward_fn, loss 2", "wrong normalisation")]
 
 
+def test_the_check_says_which_loss_it_cannot_check():
+    network, batch = MLP().set_train(), tuple(map(Tensor, microbatches()[0]))
+    with pytest.raises(ValueError, match="loss 2: weight_fn gave the pieces the weights"):
+        check_equivalence(pair_of(network), network, batch, 4, weight_fn=counts, losses=2)
+    with pytest.raises(ValueError, match="the weight is a tuple of 2, expected one number or Tensor because of losses=1"):
+        check_equivalence(pair_of(network), network, batch, 4, weight_fn=counts)
+    with pytest.raises(TypeError, match=r"forward_fn returned a tuple, .*, or give losses=2 \(in a shell: --losses 2\)"):
+        check_equivalence(pair_of(network), network, batch, 4)
+
+
 def one_loss(x, y):
     return x.mean()
 
@@ -307,7 +317,7 @@ def one_weight(x, y):
 
 
 @pytest.mark.parametrize(("error", "message", "forward_fn", "options"), [
-    (TypeError, "forward_fn returned no tuple, expected a tuple of 2 because of losses=2", one_loss, {"losses": 2}),
+    (TypeError, "forward_fn returned no tuple of losses, expected a tuple of 2 because of losses=2", one_loss, {"losses": 2}),
     (TypeError, "forward_fn returned 3 losses, expected a tuple of 2 because of losses=2", three_losses, {"losses": 2}),
     (TypeError, "expected the loss alone; give has_aux=True .*, losses=2 if it returns two losses", two_losses, {}),
     (ValueError, "the weight is no tuple, expected a tuple of 2 because of losses=2", two_losses, {"losses": 2, "weight_fn": one_weight}),

@@ -34,7 +34,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ..accumulate import require_loss
-from ..arguments import as_weight
+from ..arguments import as_weights
 from ..gradients import FLOATS
 from ..split import layout, select_rows
 from .isolation import watched, write
@@ -108,7 +108,7 @@ class Division:
         rows = -(-self.samples // micro_size)
         spans = [range(start, min(start + rows, self.samples)) for start in range(0, self.samples, rows)]
         self.pieces = [select_rows(ops.arange(span.start, span.stop), cut, batch) for span in spans]
-        weights = [float(as_weight(len(span) if weight_fn is None else weight_fn(*piece)))
+        weights = [float(as_weights(len(span) if weight_fn is None else weight_fn(*piece), 1)[0])
                    for span, piece in zip(spans, self.pieces)]
         if not sum(weights) > 0:
             raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return what "
@@ -138,7 +138,8 @@ class Division:
     def _forward(self, inputs: tuple) -> Tensor:
         loss = self.forward_fn(*inputs)
         if isinstance(loss, (tuple, list)):
-            raise TypeError(f"forward_fn returned a {type(loss).__name__}, expected the loss alone; return no aux")
+            raise TypeError(f"forward_fn returned a {type(loss).__name__}, expected the loss alone; return no aux, or "
+                            f"give losses={len(loss)} (in a shell: --losses {len(loss)}) if these are losses")
         if not isinstance(loss, Tensor):
             raise TypeError(f"forward_fn returned {type(loss).__name__}, expected the loss: a float Tensor of shape ()")
         require_loss(loss.shape, loss.dtype)

@@ -156,9 +156,15 @@ def check_equivalence(
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
     if losses == 1:
         return _checked(forward_fn, network, batch, micro_size, weight_fn, cells)
-    return _together([
-        _checked(_entry("forward_fn", forward_fn, t, losses), network, batch, micro_size,
-                 weight_fn and _entry("weight_fn", weight_fn, t, losses), cells) for t in range(losses)])
+    reports = []
+    for t in range(losses):
+        forward, weigh = (function and _entry(name, function, t, losses)
+                          for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn)))
+        try:
+            reports.append(_checked(forward, network, batch, micro_size, weigh, cells))
+        except ValueError as error:
+            raise ValueError(f"loss {t + 1}: {error}") from error
+    return _together(reports)
 
 
 def _checked(forward_fn: Callable, network: nn.Cell, batch: tuple, micro_size: int, weight_fn: Optional[Callable],
