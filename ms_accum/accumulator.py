@@ -57,7 +57,7 @@ class Accumulator:
         buffer += weight * gradient                              # every microbatch
         gradient = buffer                                        # reduction="sum", at the boundary
                  = buffer / sum of the weights                   # reduction="mean", at the boundary
-                 = sum of buffer[t] / sum of the weights[t]      # with several losses t, each by its own weights
+                 = sum over t of (buffer[t] / sum of weights[t]) # with several losses t, each by its own weights
         gradient *= min(1, clip_norm / (norm(gradient) + 1e-6))  # if clip_norm is given
         optimizer(gradient); buffer = 0
 
@@ -96,10 +96,9 @@ class Accumulator:
             saved in checkpoints.
         losses: How many losses there are, each a mean over a count of its own: tokens for one, images or routed tokens
             for another. The accumulated gradient is that of the sum of their means over the window, on all ranks. Each
-            has buffers of its own, and `grads` and `weight` are tuples with an entry for each. With `reduction="mean"`.
-            A train step differentiates each by itself, so layers that change as they run (the moving statistics of
-            BatchNorm, say) do so once for each loss, and op by op each draws a Dropout mask of its own; not so with
-            `lookahead=True` or `accumulate_step=1`.
+            has buffers of its own, and `grads` and `weight` are tuples with an entry for each. It requires
+            `reduction="mean"`. A train step runs the forward pass once for each loss, so a BatchNorm layer updates its
+            moving statistics as often; `CompiledStep.epoch` with `lookahead=True` runs it once.
         noise_scale: A `GradientNoiseScale`, which measures up to which batch size more samples help. It costs one norm
             per microbatch. With `reduction="mean"` and one loss only.
 
@@ -327,7 +326,8 @@ class Accumulator:
             # Each loss is divided by what all ranks have of it, so that only the sum has to be exchanged.
             header = self.reducer.header(header)
             factors = tuple([_share(unit, weight) for unit, weight in zip(units, header)])
-            gradients, unit, _ = self.reducer.window(combined(buffers, factors, self.buffer_dtypes), 1.0, header)
+            # Not with the header: MindSpore would warn of "side effect nodes eliminated by mistake".
+            gradients, unit, _ = self.reducer.window(combined(buffers, factors, self.buffer_dtypes), 1.0, (1.0,))
         else:
             gradients, unit, header = self.reducer.window(buffers, 1.0 if self._known else units[0], header)
         # Before anything is measured: norms and sums of scaled gradients would overflow where the gradients do not.

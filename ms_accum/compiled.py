@@ -48,7 +48,7 @@ class CompiledStep:
         """Train on each of `batches`, yield what each call returns, and apply the incomplete last window at the end.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
-        applies it, `accumulator.reset()` drops it. With several ranks, the data may be uneven: a rank at its end takes
+        applies it, `accumulator.reset()` drops it (with `lookahead`, only the last). With several ranks, the data may be uneven: a rank at its end takes
         part in the windows of the others with weight 0.
 
         Args:
@@ -56,17 +56,17 @@ class CompiledStep:
                 `dataset.create_dict_iterator()`). NumPy arrays become Tensors.
             lookahead: With several losses: take the batches of a window together and count their weights before any of
                 them is trained. The losses then share one set of buffers and one backward pass. It holds the batches of
-                a window in memory, and needs `strategy="split"`; an accumulator stays with it. Save checkpoints only
-                when `updated` is true. After `break`, the open window can only be dropped. With one loss, it changes
-                nothing.
+                a window in memory, and needs `strategy="split"`. It cannot be switched on after calls without it, nor
+                off again, for the same accumulator. Save checkpoints only when `updated` is true. After `break`, the
+                open window can only be dropped. With one loss, it changes nothing.
 
         Yields:
             The loss, or `(loss, aux)`, of each microbatch.
 
         Raises:
             ValueError: If `lookahead` is given with another strategy.
-            RuntimeError: If `lookahead` comes after losses were kept apart, after a loop that left a window open, or
-                with `on_nonfinite="skip_microbatch"`; or if the window is closed or dropped inside the loop.
+            RuntimeError: If `lookahead` comes after calls without it, after a loop that left a window open, or with
+                `on_nonfinite="skip_microbatch"`; or if the window is closed or dropped inside the loop.
         """
         if lookahead and self.accumulator.losses > 1:
             raise ValueError('lookahead=True needs the host to schedule windows; give strategy="split"')

@@ -25,7 +25,7 @@ examples:
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks --tail_worker_log=0 python -m ms_accum lm"""
 
 COMPARE = ("also train with the mean of means, in which each microbatch weighs the same however many bytes it holds, "
-           "from the same weights and in the same order, and print how the bits per byte differ")
+           "from the same weights and in the same order, and print how the bits per byte differ; not with --budget")
 
 
 def add_parser(subcommands: argparse._SubParsersAction) -> None:
