@@ -48,8 +48,8 @@ class CompiledStep:
         """Train on each of `batches`, yield what each call returns, and apply the incomplete last window at the end.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
-        applies it, `accumulator.reset()` drops it (with `lookahead`, only the last). With several ranks, the data may be uneven: a rank at its end takes
-        part in the windows of the others with weight 0.
+        applies it, `accumulator.reset()` drops it (with `lookahead`, only the last). With several ranks, the data may
+        be uneven: a rank at its end takes part in the windows of the others with weight 0.
 
         Args:
             batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
