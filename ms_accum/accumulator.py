@@ -326,8 +326,9 @@ class Accumulator:
             # Each loss is divided by what all ranks have of it, so that only the sum has to be exchanged.
             header = self.reducer.header(header)
             factors = tuple([_share(unit, weight) for unit, weight in zip(units, header)])
-            # Not with the header: MindSpore would warn of "side effect nodes eliminated by mistake".
-            gradients, unit, _ = self.reducer.window(combined(buffers, factors, self.buffer_dtypes), 1.0, (1.0,))
+            # Unpacked, what is not used makes MindSpore warn of "side effect nodes eliminated by mistake".
+            gradients = self.reducer.window(combined(buffers, factors, self.buffer_dtypes), 1.0, (1.0,))[0]
+            unit = 1.0
         else:
             gradients, unit, header = self.reducer.window(buffers, 1.0 if self._known else units[0], header)
         # Before anything is measured: norms and sums of scaled gradients would overflow where the gradients do not.

@@ -82,7 +82,7 @@ DAMAGES = [
     (tables, r"(?m)^(\|.*)\|[^|\n]*\|$", r"\1|"),
     (tables, r"(?m)^(\|.*?)=4", r"\1=5"),
     (tables, r"(?m)^(\|.*?`)", r"\1x"),
-    (sections, r"16,384", "16,385"),
+    (sections, r"10,000", "10,001"),
     (sections, r"(\d) 倍", r"\1"),
     (sections, r"`batchnorm_to_groupnorm`", "`batchnorm`"),
     (sections, r"(?m)^- .*\n", ""),

@@ -12,7 +12,7 @@ from rank_cases import EVERY_LAUNCH, LAUNCHES, MNIST, accumulator, cases_of
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.checkpoint import CheckpointError
 from ms_accum.cli import main as cli
-from ms_accum.cli import mnist as command
+from ms_accum.cli import reference as command
 from ms_accum.mnist.network import Network
 
 pytest_plugins = ["launch"]
