@@ -224,7 +224,8 @@ def _contents(
     entries = _entries(network, accumulator)
     if int(accumulator.mini_step) == 0:
         # They are empty, and a run that looks ahead has none.
-        entries = {name: p for name, p in entries.items() if name not in _of_further_losses(accumulator)}
+        empty = _of_further_losses(accumulator)
+        entries = {name: p for name, p in entries.items() if name not in empty}
     return entries, {
         "version": _VERSION,
         "mindspore": ms.__version__,

@@ -4,7 +4,7 @@ import csv
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, compiled, difference, in_modes, recover, tensors, values
+from conftest import MLP, Clip, compiled, difference, in_modes, recover, tensors, values
 from following import op_by_op, run_as
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
@@ -184,6 +184,24 @@ def test_resumed_bit_identically(saved, loaded, used, tmp_path):
     assert difference(one, other) <= (1e-6 if loaded else 0)
     assert difference(one, values(MLP().trainable_params())) > 0.1
     assert len(second.accumulator.buffers) == (4 if loaded else 8)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_looking_ahead_makes_what_is_differentiated_no_smaller():
+    """A layer that clips gradients (or 16 bits, where they underflow) sees those of a microbatch by itself, as without lookahead."""
+    def run(lookahead, bound):
+        network, clip, cross_entropy = MLP(), Clip(bound), nn.CrossEntropyLoss()
+
+        def forward_fn(x, y, counted):
+            return cross_entropy(clip(network(x)), y), ops.square(network.first.weight).mean()
+
+        step = make_train_step(forward_fn, sgd(network), N, weight_fn=rows, losses=2)
+        for _ in step.epoch([tuple(map(Tensor, batch)) for batch in microbatches()], lookahead=lookahead):
+            pass
+        return values(network.trainable_params())
+
+    assert difference(run(True, 0.01), run(False, 0.01)) <= 1e-6
+    assert difference(run(False, 0.01), run(False, 1.0)) > 1e-3  # it does clip
 
 
 @pytest.mark.usefixtures("uncompiled")
