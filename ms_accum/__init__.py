@@ -7,6 +7,7 @@
                        reduce -> normalise -> clip -> optimizer -> reset
 """
 from .accumulator import Accumulator as Accumulator
+from .batch_size.adaptive import AdaptiveWindow as AdaptiveWindow
 from .batch_size.noise_scale import GradientNoiseScale as GradientNoiseScale
 from .batch_size.noise_scale import scale_lr as scale_lr
 from .batch_size.planning import PlanError as PlanError

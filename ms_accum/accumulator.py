@@ -20,6 +20,7 @@ from .arguments import (
     require_gradients,
     whole_number,
 )
+from .batch_size.adaptive import SMOOTHING
 from .batch_size.noise_scale import GradientNoiseScale, meters_of
 from .distributed.buckets import Layout
 from .distributed.reducers import DataParallel, OneDevice
@@ -79,7 +80,8 @@ class Accumulator:
         accumulate_step: Microbatches in a window: an int; `{update_step: n}`, piecewise constant, which holds 0; or a
             function of the update count (int32 Tensor of shape `()`) that graph mode can compile and that returns an
             int or an integer Tensor >= 1. A window keeps its length from its first microbatch to its last. Or
-            `until_weight(budget)`: a window closes with the microbatch that brings its weight to the budget.
+            `until_weight(budget)`: a window closes with the microbatch that brings its weight to the budget. Or
+            `AdaptiveWindow()`: lengths follow the noise scale.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` and clips nothing; None computes no norm.
         reduction: "sum" or "mean".
@@ -100,7 +102,7 @@ class Accumulator:
             `reduction="mean"`. A train step runs the forward pass once for each loss, so a BatchNorm layer updates its
             moving statistics as often; `CompiledStep.epoch` with `lookahead=True` runs it once.
         noise_scale: A `GradientNoiseScale`, which measures up to which batch size more samples help. It costs one norm
-            per microbatch. With `reduction="mean"` and one loss only.
+            per microbatch. With `reduction="mean"` and one loss only. An `AdaptiveWindow` brings one, if none is given.
 
     Attributes:
         mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
@@ -173,7 +175,10 @@ class Accumulator:
             self.after_update = instance_of("after_update", after_update, Callable,
                                             "a function without arguments, a Cell, or None")
         self.losses = _checked_losses(losses, reduction)
-        self.noise_scale = _checked_noise_scale(noise_scale, reduction, self.losses)
+        name = "noise_scale"
+        if self.window.adaptive is not None and noise_scale is None:
+            name, noise_scale = "an AdaptiveWindow", GradientNoiseScale(SMOOTHING)
+        self.noise_scale = _checked_noise_scale(name, noise_scale, reduction, self.losses)
         self.loss_scaler = None
         self._names = tuple(p.name for p in parameters)
         self._shapes = tuple(tuple(p.shape) for p in parameters)
@@ -204,13 +209,18 @@ class Accumulator:
         self._window_guard = FiniteWindow(self.skipped) if skips_window else AnyWindow()
         self._loss_scale = NoLossScale()
         self._meters = meters_of(noise_scale, prefix)
+        self._adaptive = () if self.window.adaptive is None else (self.window.adaptive,)
         self._hooks = () if after_update is None else (after_update,)
         self._scalers = ()
         self._count = HostCount(prefix, self.window, self._budget, self.mini_step, self.update_step, self.weight_sum)
         self._in_pieces = False  # whether a driver adds microbatches in pieces, which it notes in `_unfinished`
         self._known = False  # whether windows are weighed before they are trained: the losses share one set of buffers
         self._state = [*self._counters, *_state_of(after_update, optimizer, parameters),
-                       *(parameter for meter in self._meters for parameter in meter.parameters)]
+                       *(parameter for meter in self._meters for parameter in meter.parameters),
+                       *(parameter for adaptive in self._adaptive for parameter in adaptive.parameters)]
+        for adaptive in self._adaptive:
+            for parameter in adaptive.parameters:
+                parameter.name = f"{prefix}.{parameter.name}"
         self.parameters = ParameterTuple([*self.buffers, *self._state])
 
     def _weight_that_closes(self) -> Optional[float]:
@@ -243,6 +253,12 @@ class Accumulator:
         self.window_weight = counter("window_weight", ms.float32, shape=one_each)
         self._counters = [self.mini_step, self._unfinished, self.update_step, self.closed_windows, self.skipped,
                           self.weight_sum, *self._weight_units, self.grad_norm, self.window_weight]
+
+    @property
+    def window_length(self) -> int:
+        """Microbatches that the open window will hold (on each rank), if it is not cut short. It waits for the device.
+        """
+        return self.window.host_length(int(self.update_step))
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
         """Add one microbatch and, if it closes the window, update.
@@ -341,6 +357,9 @@ class Accumulator:
         norm = self._norm(gradients, factor)
         for meter in self._meters:
             meter.conclude(header[3:], weight, norm)
+            for adaptive in self._adaptive:
+                alike = 1 if self.reducer.sums_microbatches else self.reducer.ranks
+                adaptive.follow(meter.totals + 0.0, meter.decay, header[4], weight, header[1] / alike)
         # clip
         factor = self._clipped(factor, norm)
         # optimizer
@@ -695,15 +714,16 @@ def _checked_losses(losses: object, reduction: str) -> int:
     return losses
 
 
-def _checked_noise_scale(noise_scale: object, reduction: str, losses: int) -> Optional[GradientNoiseScale]:
+def _checked_noise_scale(
+    name: str, noise_scale: object, reduction: str, losses: int,
+) -> Optional[GradientNoiseScale]:
     if noise_scale is None:
         return None
     if losses > 1:
-        raise ValueError(f"got noise_scale with losses={losses}: a microbatch has a weight for each; give one "
-                         "loss")
+        raise ValueError(f"got {name} with losses={losses}: a microbatch has a weight for each; give one loss")
     if reduction != "mean":
-        raise ValueError(f'got noise_scale with reduction={reduction!r}, which does not tell how many samples a '
-                         'gradient stands for; give reduction="mean" and the number of samples as weight')
+        raise ValueError(f'got {name} with reduction={reduction!r}, which does not tell how many samples a gradient '
+                         'stands for; give reduction="mean" and the number of samples as weight')
     return instance_of("noise_scale", noise_scale, GradientNoiseScale, "a GradientNoiseScale, or None")
 
 

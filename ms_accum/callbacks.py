@@ -168,7 +168,8 @@ class WindowLog(Callback):
 
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
     mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (NaN without
-    `clip_norm`); `skipped`, so far; and with a loss scaler `loss_scale`. With several losses, `loss_1`, `loss_2` and so
+    `clip_norm`); `skipped`, so far; with a loss scaler `loss_scale`; with a noise scale `noise_scale`; and with an
+    `AdaptiveWindow` `next_length`, the microbatches in the next window. With several losses, `loss_1`, `loss_2` and so
     on, each with a weight of its own, `weight_1` and so on. On several ranks, losses and weights are those
     of this rank, but with `sync="microbatch"` weights are sums over all ranks. For a window that was open when the
     training began, the loss is the mean over the microbatches that the callback has seen. It reads a few numbers before
@@ -262,11 +263,14 @@ class WindowLog(Callback):
         row = (*self._place, int(accumulator.update_step), *means.tolist(),
                *_numbers(accumulator.window_weight).tolist(), float(accumulator.grad_norm), int(accumulator.skipped))
         scale = () if accumulator.loss_scaler is None else (float(accumulator.loss_scaler.scale_value),)
+        noise = () if accumulator.noise_scale is None else (accumulator.noise_scale.scale(),)
+        length = () if accumulator.window.adaptive is None else (accumulator.window_length,)
+        row = (*row, *scale, *noise, *length)
         if self._file:
-            csv.writer(self._file).writerow((*row, *scale))
+            csv.writer(self._file).writerow(row)
             self._file.flush()  # so that the file can be followed during a long run
         else:
-            self._to(dict(zip(_columns(accumulator), (*row, *scale))))
+            self._to(dict(zip(_columns(accumulator), row)))
         self._losses, self._weight = [], np.zeros(accumulator.losses)
         self._closed = int(accumulator.closed_windows)
 
@@ -300,4 +304,6 @@ def _columns(accumulator: Accumulator) -> tuple[str, ...]:
     numbers = [""] if accumulator.losses == 1 else [f"_{t + 1}" for t in range(accumulator.losses)]
     columns = ("epoch", "microbatch", "update_step", *[f"loss{number}" for number in numbers],
                *[f"weight{number}" for number in numbers], "grad_norm", "skipped")
-    return columns if accumulator.loss_scaler is None else (*columns, "loss_scale")
+    further = {"loss_scale": accumulator.loss_scaler, "noise_scale": accumulator.noise_scale,
+               "next_length": accumulator.window.adaptive}
+    return (*columns, *[name for name, present in further.items() if present is not None])

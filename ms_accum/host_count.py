@@ -104,7 +104,10 @@ class HostCount:
         self.closing = self.ahead = False
         self.microbatches = 0
         self._updates += updated
-        self.length = self._window.host_length(self._updates)
+        if self._window.adaptive is None:
+            self.length = self._window.host_length(self._updates)
+        else:
+            self.forget()  # the device has just chosen; to ask it now would wait for the update
 
     def _on_device(self) -> tuple[int, int]:
         return int(self._mini_step), int(self._update_step)

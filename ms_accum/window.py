@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from .arguments import LARGEST_INT32, instance_of, number, whole_number
+from .batch_size.adaptive import AdaptiveLength, AdaptiveWindow
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,12 @@ class UntilWeight:
     at_most: int
 
 
-AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight]
+AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight, AdaptiveWindow]
 
 _COMPARED = (0, *(2**i for i in range(17)))
 _CHECKED = sorted({*range(1001), *(2**i for i in range(31))})
-_REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, or "
-           "until_weight(65_536)")
+_REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, "
+           "until_weight(65_536) or AdaptiveWindow()")
 
 
 @ms.jit_class
@@ -36,6 +37,7 @@ class Window:
                             = n of the largest start <= update_step              # {start: n}, piecewise constant
                             = max(accumulate_step(update_step), 1)               # callable
                             = at_most                                            # until_weight(budget, at_most)
+                            = what the noise scale asked for                     # AdaptiveWindow()
 
     `update_step` only changes when a window closes, so a window keeps its length from its first
     microbatch to its last. The dict form is Lightning's `GradientAccumulationScheduler`, counted in updates
@@ -49,6 +51,7 @@ class Window:
 
     Attributes:
         budget: The weight on each rank that closes the window before it has its length; None: no weight does.
+        adaptive: The state of an `AdaptiveWindow`; None without one.
 
     Raises:
         TypeError: If `accumulate_step`, or a key or value of it, is not an integer (bool and float included), or the
@@ -58,12 +61,14 @@ class Window:
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
         self.schedule, self.samples = None, ()
-        self.stages, self.budget = ((0, 1),), None
-        if accumulate_step is until_weight:
-            raise TypeError("accumulate_step is the function until_weight, expected what it returns; give "
-                            "until_weight(65_536), say")
+        self.stages, self.budget, self.adaptive = ((0, 1),), None, None
+        if accumulate_step is until_weight or accumulate_step is AdaptiveWindow:
+            raise TypeError(f"accumulate_step is {accumulate_step.__name__} itself, expected what it returns; give "
+                            f"{'until_weight(65_536)' if accumulate_step is until_weight else 'AdaptiveWindow()'}, say")
         if isinstance(accumulate_step, UntilWeight):
             self.stages, self.budget = ((0, accumulate_step.at_most),), accumulate_step.budget
+        elif isinstance(accumulate_step, AdaptiveWindow):
+            self.adaptive, self._choice = AdaptiveLength(accumulate_step), repr(accumulate_step)
         elif isinstance(accumulate_step, Mapping):
             self.stages = _stages("accumulate_step", accumulate_step, _REMEDY)
         elif callable(accumulate_step):
@@ -75,6 +80,8 @@ class Window:
         """Return the same text for the same lengths; functions are compared at 0, 1, 2, 4, 8, … 2**16 updates."""
         if self.schedule is not None:
             return f"a function with lengths {self.samples}"
+        if self.adaptive is not None:
+            return self._choice
         if self.budget is not None:
             return f"until_weight({self.budget:.9g}, at_most={self.stages[0][1]})"
         return str(dict(self.stages) if len(self.stages) > 1 else self.stages[0][1])
@@ -82,20 +89,22 @@ class Window:
     @property
     def is_one(self) -> bool:
         """Whether each window holds one microbatch."""
-        return self.schedule is None and self.stages == ((0, 1),)
+        return self.schedule is None and self.adaptive is None and self.stages == ((0, 1),)
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
         if self.schedule is not None:
             return ops.maximum(self.schedule(update_step), ops.ones_like(update_step))
+        if self.adaptive is not None:
+            return self.adaptive.length + 0
         length = self.stages[0][1]
         for start, stage_length in self.stages[1:]:
             length = ops.where(update_step >= start, stage_length, length)
         return length
 
     def host_length(self, update_step: int) -> int:
-        """Return what `length` returns, as an int; a schedule is run op by op."""
-        if self.schedule is not None:
+        """Return what `length` returns, as an int; a schedule is run op by op, and `adaptive` waits for the device."""
+        if self.schedule is not None or self.adaptive is not None:
             return int(self.length(Tensor(update_step, ms.int32)))
         return next(length for start, length in reversed(self.stages) if start <= update_step)
 

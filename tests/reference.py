@@ -138,3 +138,34 @@ def noise_and_signal(windows, decay=1.0):
             noise = sum(weight * ((gradient - mean) ** 2).sum() for gradient, weight in window) / others
             totals = totals * decay + others * np.array([noise, (mean**2).sum() - noise / weights.sum(), 1])
     return totals[:2] / totals[2]
+
+
+class AdaptiveLength:
+    """The lengths of windows that follow the noise scale; `close` takes what `noise_and_signal` does, of one window of all ranks."""
+
+    def __init__(self, minimum, maximum, target):
+        self.minimum, self.maximum, self.target = minimum, maximum, target
+        self.length = self.chosen = minimum
+        self.totals, self.sizes = np.zeros(3), np.zeros(2)
+        self.measured = self.unmeasured = 0
+
+    def close(self, window, microbatches):
+        """`microbatches`: those of one rank."""
+        self.sizes = 0.95 * self.sizes + [sum(weight for _, weight in window), microbatches]
+        others = len(window) - 1
+        self.measured, self.unmeasured = self.measured + (others > 0), 0 if others else self.unmeasured + 1
+        if others:
+            self.totals = 0.95 * self.totals + others * np.array([*noise_and_signal([window]), 1])
+        if self.measured >= 8:
+            noise, signal, _ = self.totals
+            wanted = noise / (signal * self.target * self.sizes[0] / self.sizes[1]) if signal > 0 else np.inf
+            before = self.chosen
+            if wanted > 2**0.75 * self.chosen and 2 * self.chosen <= self.maximum:
+                self.chosen *= 2
+            elif wanted < 2**-0.75 * self.chosen and self.chosen > self.minimum:
+                self.chosen //= 2
+            if self.chosen != before:
+                self.measured = 0
+        self.length = self.chosen
+        if self.chosen == 1 and self.unmeasured >= 7:
+            self.length = min(2, self.maximum)

@@ -1,6 +1,5 @@
 """GradientNoiseScale against a problem whose answer is known and against NumPy; scale_lr."""
 from functools import partial
-from itertools import count
 from math import inf, isnan
 
 import mindspore as ms
@@ -9,16 +8,15 @@ import pytest
 import reference
 from conftest import compiled
 from mindspore import Parameter, Tensor, amp, nn
+from noisy import FEATURES, Position
 
 from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_train_step, save_checkpoint, scale_lr
 
-FEATURES = 100
 MEAN = np.full(FEATURES, 0.3)             # |G|² = 9
 SPREAD = np.linspace(0.5, 1.5, FEATURES)  # S = sum of its squares
 NOISE, SQUARED = (SPREAD**2).sum(), (MEAN**2).sum()
 RAGGED = [3, 9, 1, 5]
 NAN = np.full((2, FEATURES), np.nan, np.float32)
-_numbers = count()
 
 
 def samples(n, rng):
@@ -31,19 +29,8 @@ def windows_of(sizes, number, seed=0):
     return [[samples(n, rng) for n in sizes] for _ in range(number)]
 
 
-class Position(nn.Cell):
-    """Half the mean squared distance of the samples from a point at 0: the gradient of a sample is point - sample."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.point = Parameter(Tensor(np.zeros(FEATURES), ms.float32), name=name)
-
-    def construct(self, x):
-        return ((self.point - x) ** 2).sum(-1).mean() / 2
-
-
 def build(accumulate_step=4, clip_norm=None, decay=1, name=None, **options):
-    network = Position(name or f"point{next(_numbers)}")
+    network = Position(name)
     acc = Accumulator(nn.SGD([network.point], 1e-30), accumulate_step, clip_norm, reduction="mean",
                       noise_scale=GradientNoiseScale(decay), **options)
     return network, acc

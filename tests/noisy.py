@@ -1,0 +1,54 @@
+"""A problem whose noise scale is known, trained with windows that follow it; and the same in NumPy."""
+from itertools import count
+
+import mindspore as ms
+import numpy as np
+import reference
+from mindspore import Parameter, Tensor, nn
+
+FEATURES = 100
+_numbers = count()
+
+
+class Position(nn.Cell):
+    """Half the mean squared distance of the samples from a point: the gradient of a sample is point - sample."""
+
+    def __init__(self, name=None):
+        super().__init__()
+        self.point = Parameter(Tensor(np.zeros(FEATURES), ms.float32), name=name or f"point{next(_numbers)}")
+
+    def construct(self, x):
+        return ((self.point - x) ** 2).sum(-1).mean() / 2
+
+
+def noisy(sizes, scale, seed=0):
+    """Microbatches of samples whose noise scale at the point 0 is `scale` samples: float32 `(n, FEATURES)` each."""
+    rng = np.random.default_rng(seed)
+    return [rng.normal(scale**-0.5, 1.0, (n, FEATURES)).astype(np.float32) for n in sizes]
+
+
+class Expected:
+    """What happens to a Position, in float64, with SGD. `microbatch` takes those of all ranks, each cut into pieces."""
+
+    def __init__(self, minimum, maximum, target, rate, skips=""):
+        self.adaptive = reference.AdaptiveLength(minimum, maximum, target)
+        self.rate, self.skips = rate, skips
+        self.point = np.zeros(FEATURES)
+        self.lengths, self.window, self.mini_step = [], [], 0
+
+    def microbatch(self, *pieces):
+        if self.skips == "skip_microbatch":
+            pieces = [piece for piece in pieces if not np.isnan(piece).any()]
+        if not pieces:
+            return
+        self.window += [(self.point - piece.mean(0, dtype=np.float64), len(piece)) for piece in pieces]
+        self.mini_step += 1
+        if self.mini_step == self.adaptive.length:
+            self.flush()
+
+    def flush(self):
+        if self.window and not (self.skips and any(np.isnan(g).any() for g, _ in self.window)):
+            self.adaptive.close(self.window, self.mini_step)
+            self.point = self.point - self.rate * sum(g * w for g, w in self.window) / sum(w for _, w in self.window)
+            self.lengths.append(self.adaptive.length)
+        self.window, self.mini_step = [], 0
