@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 from conftest import MLP, mean_loss, tensors, values
 from mindspore import Tensor, amp, nn, ops
-from mindspore.communication import get_rank, init
+from mindspore.communication import get_group_size, get_rank, init
+from noisy import Position, noisy
 
 from ms_accum import (
     Accumulator,
+    AdaptiveWindow,
     DataParallel,
     GradientNoiseScale,
     avoid_busy_waiting,
@@ -62,17 +64,18 @@ BUDGET = [f"trained:{sync}:{sizes}:SGD:budget" for sync in SYNCS for sizes in ("
 PAIR = [f"pair:{sizes}:{driver}" for sizes, driver in (("uneven", "split"), ("uneven", "ahead"), ("equal", "fused"))]
 NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
          for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
+ADAPTIVE = [f"adaptive:{sync}" for sync in SYNCS]
 RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors"]
 LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
     "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused", *BUDGET, *PAIR,
-                 *(f"trained:{sync}:uneven:SGD:fused" for sync in SYNCS), *NOISE, *RESUME,
+                 *(f"trained:{sync}:uneven:SGD:fused" for sync in SYNCS), *NOISE, *RESUME, *ADAPTIVE,
                  "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit",
                  "mnist", "killed"]),
-    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NOISE, *RESUME, "mnist"]),
+    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NOISE, *RESUME, *ADAPTIVE, "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
                      "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
-    "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], "trained:window:uneven:Adam",
+    "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], ADAPTIVE[0], "trained:window:uneven:Adam",
                  "trained:window:uneven:SGD:nan:skip_microbatch", *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
 }
 
@@ -311,6 +314,39 @@ def resume(rank, sync, suffix):
     damaged = said_by(load_checkpoint, path, network, acc)
     return {"mini_step": mini_step, "extra": extra, "same": same, "unsaved": unsaved, "damaged": damaged,
             "files": files, "untouched": everything() == before}
+
+
+def noisy_data(rank, ranks):
+    """Microbatches of one rank, with a noise scale of 2.5 of all ranks'; odd ones run out of data two microbatches early."""
+    return noisy([4] * (40 - 2 * (rank % 2)), 2.5 * 4 * ranks, seed=rank)
+
+
+def adaptive(rank, sync):
+    """Windows get longer. Saved in the middle of one before a change and of one after it, and resumed by others."""
+    def build():
+        network = Position("adapted")
+        acc = Accumulator(nn.SGD([network.point], 1e-3), AdaptiveWindow(1, 8), reduction="mean", reducer=SYNCS[sync])
+        return network, acc, make_train_step(network, acc)
+
+    def trained_on(acc, step, data):
+        lengths = []
+        for _ in step.epoch((Tensor(x),) for x in data):
+            lengths.append(acc.window_length)
+        return lengths, [p.asnumpy().tobytes() for p in (*acc.optimizer.parameters, *acc.parameters)]
+
+    data, saved = noisy_data(rank, get_group_size()), (7, 9)
+    network, acc, step = build()
+    for i, x in enumerate(data[:saved[1]]):
+        step(Tensor(x))
+        if i + 1 in saved:
+            save_checkpoint(FOLDER / f"adaptive-{sync}-{i + 1}.ckpt", network, acc, extra=[acc.window_length, int(acc.mini_step)])
+    lengths, end = trained_on(acc, step, data[saved[1]:])
+    resumed = []
+    for i in saved:
+        network, again, step = build()
+        at = load_checkpoint(FOLDER / f"adaptive-{sync}-{i}.ckpt", network, again)
+        resumed.append([*at, trained_on(again, step, data[i:])[1] == end])
+    return {**state(acc), "lengths": lengths, "resumed": resumed}
 
 
 def mnist(rank):

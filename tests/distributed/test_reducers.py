@@ -5,6 +5,7 @@ import pytest
 import reference
 from conftest import MLP, difference, tensors, values
 from mindspore import Tensor, nn
+from noisy import Expected
 from rank_cases import (
     BUDGET_OF_A_RANK,
     EVERY_LAUNCH,
@@ -16,6 +17,7 @@ from rank_cases import (
     cases_of,
     losses_of,
     microbatches,
+    noisy_data,
     together,
     train_article,
     weight_of,
@@ -207,6 +209,31 @@ def test_microbatches_of_all_ranks_are_in_the_noise_scale(left_by, launch):
     for case in cases_of(launch, "trained", "noise"):
         for left in left_by(case, launch):
             np.testing.assert_allclose(left["noise"], expected, rtol=1e-4, err_msg=case)
+
+
+@EVERY_LAUNCH
+def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, launch):
+    """With the lengths of one process that sees all microbatches; resumed across a change, bit-identically. Control: if the weight of
+    one rank's microbatch were taken for that of all, windows would get longer."""
+    count = LAUNCHES[launch][0]
+    data = [noisy_data(rank, count) for rank in range(count)]
+    for case in cases_of(launch, "adaptive"):
+        expected, wrong = (Expected(1, 8, target, rate=1e-3) for target in (1.0, 1 / count))
+        lengths = []
+        for i in range(len(data[0])):
+            present = [batch[i] for batch in data if i < len(batch)]
+            for oracle in (expected, wrong):
+                oracle.microbatch(*present, of_a_rank=len(present) / count if ":window" in case else 1)
+            lengths.append(expected.adaptive.length)
+        expected.flush()
+        assert lengths[-1] == 2 < wrong.adaptive.length
+        results = left_by(case, launch)
+        for rank, left in enumerate(results):
+            assert left["lengths"] == lengths[9:len(data[rank])], case
+            assert left["counters"] == [len(expected.lengths), 0, 0], case
+            assert difference(arrays_of(left), [expected.point]) <= 1e-6, case
+            assert left["parameters"] == results[0]["parameters"], case
+            assert left["resumed"] == [[1, 0, True], [2, 1, True]], case
 
 
 # --- one rank, and bad arguments --------------------------------------------------------------------------------------
