@@ -8,6 +8,7 @@
 """
 from .accumulator import Accumulator as Accumulator
 from .batch_size.noise_scale import GradientNoiseScale as GradientNoiseScale
+from .batch_size.noise_scale import scale_adam as scale_adam
 from .batch_size.noise_scale import scale_lr as scale_lr
 from .batch_size.planning import PlanError as PlanError
 from .batch_size.planning import plan_micro_batch as plan_micro_batch
