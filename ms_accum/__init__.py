@@ -9,9 +9,12 @@
 from .accumulator import Accumulator as Accumulator
 from .batch_size.adaptive import AdaptiveWindow as AdaptiveWindow
 from .batch_size.noise_scale import GradientNoiseScale as GradientNoiseScale
+from .batch_size.noise_scale import scale_adam as scale_adam
 from .batch_size.noise_scale import scale_lr as scale_lr
 from .batch_size.planning import PlanError as PlanError
 from .batch_size.planning import plan_micro_batch as plan_micro_batch
+from .batch_size.schedules import batch_ramp as batch_ramp
+from .batch_size.schedules import seesaw as seesaw
 from .callbacks import FlushCallback as FlushCallback
 from .callbacks import PerUpdate as PerUpdate
 from .callbacks import WindowLog as WindowLog

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from ..arguments import number, one_of, whole_number
+from ..arguments import instance_of, number, one_of, whole_number
 from ..gradients import Gradients, Header, Scalar, as_vector, global_norm
 from ..loss_scale import LossScale
 from ..state import empty_parameter
@@ -168,10 +168,49 @@ def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
         >>> print(scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt"))
         0.4 0.2
 
-    Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": Krizhevsky, "One weird trick for
-    parallelizing convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize better"
-    (2017).
+    Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": for SGD, Krizhevsky, "One weird
+    trick for parallelizing convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize
+    better" (2017); for Adam, Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022),
+    who also multiply 1 - beta1 and 1 - beta2 by the factor (see `scale_adam`) and divide epsilon by its square root.
     """
     lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
     times = whole_number("accumulate_step", accumulate_step, "of a schedule, scale the rate for each of its lengths")
     return lr * (times if one_of("rule", rule, _RULES) == "linear" else sqrt(times))
+
+
+def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]:
+    """Scale Adam's decay rates to a batch `factor` times as large.
+
+        (beta1, beta2**factor)    # beta2's half-life, log(1/2) / log(beta2) updates, is the same in samples or tokens
+
+    beta1 stays as it is, because the rule is one for the second moment. To first order, beta2**factor is
+    1 - factor * (1 - beta2), which Malladi et al. (see `scale_lr`) use for beta1 as well.
+
+    Args:
+        betas: Adam's decay rates `(beta1, beta2)`, each >= 0 and < 1, that suit one batch.
+        factor: How many times as large the batch is, a number > 0; below 1 for a smaller one.
+
+    Returns:
+        `(beta1, beta2)`, floats.
+
+    Raises:
+        TypeError: If `betas` is not a tuple or list of numbers, or `factor` not a number.
+        ValueError: If a number is out of range, or `betas` does not hold two.
+
+    Example:
+        >>> from ms_accum import scale_adam
+        >>> beta1, beta2 = scale_adam((0.9, 0.999), 8)
+        >>> print(f"{beta1} {beta2:.6f}")
+        0.9 0.992028
+
+    Source: Marek et al., "Small Batch Size Training for Language Models: When Vanilla SGD Works, and Why Gradient
+    Accumulation Is Wasteful" (2025).
+    """
+    remedy = "give Adam's (beta1, beta2)"
+    if len(instance_of("betas", betas, (tuple, list), "a tuple of two numbers", remedy)) != 2:
+        raise ValueError(f"betas holds {len(betas)} numbers, expected 2; {remedy}")
+    beta1, beta2 = [number(f"betas[{i}]", beta, lambda beta: 0 <= beta < 1, "a number with 0 <= beta < 1", remedy)
+                    for i, beta in enumerate(betas)]
+    factor = number("factor", factor, lambda times: 0 < times < inf, "a finite number > 0",
+                    "give the new batch size divided by the old one")
+    return beta1, beta2**factor
