@@ -7,6 +7,7 @@ from functools import partial
 from ..lm import data
 from ..lm.settings import Settings
 from ..lm.train import Task
+from ..reference.settings import ADAPTIVE
 from . import reference
 from .options import add_command
 from .reference import refuse
@@ -21,6 +22,7 @@ examples:
   ms-accum lm                                    # less than a minute on 2 cores, no network needed
   ms-accum lm --compare --plot run.png           # what does it cost to count microbatches alike?
   ms-accum lm --text book.txt --epochs 10 --save book.ckpt
+  ms-accum lm --accumulate-step adaptive         # windows as long as the noise scale asks
   ms-accum lm --budget 8192                      # close a window at 8,192 bytes instead of 2 microbatches
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks --tail_worker_log=0 python -m ms_accum lm"""
 
@@ -42,6 +44,8 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
 def prepare(options: argparse.Namespace) -> Task:
     """Check everything that can be checked before training. Raises ValueError or OSError."""
     refuse({
+        "budget: closes windows by their weight, and the noise scale would by their length; leave out one of --budget "
+        "and --accumulate-step adaptive": options.budget and options.accumulate_step == ADAPTIVE,
         "compare: the mean of means gives each microbatch the weight 1, which counts no bytes; leave out --budget":
             options.compare and options.budget,
     })

@@ -22,6 +22,7 @@ examples:
   ms-accum mnist --data full --compare           # all of MNIST, against the undivided batch
   ms-accum mnist --batch-size 16 --accumulate-step 4 --json run.json --plot run.png
   ms-accum mnist --noise-scale --plot run.png    # how large a batch is worth it?
+  ms-accum mnist --accumulate-step adaptive      # ... and let windows follow it
   ms-accum mnist --save run.ckpt --save-every 100 # if it stops, run the same with --resume run.ckpt
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks --tail_worker_log=0 python -m ms_accum mnist"""
 

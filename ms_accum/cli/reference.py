@@ -9,20 +9,27 @@ from dataclasses import Field, fields, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import mindspore as ms
 
+from ..arguments import LARGEST_INT32
 from ..batch_size.planning import DEVICES
 from ..checkpoint import SUFFIXES, CheckpointError
 from ..distributed.ranks import wait_for_all
 from ..mnist.fetch import FetchError
 from ..reference import figures, train
 from ..reference.network import largest_difference
-from ..reference.settings import Settings
+from ..reference.settings import ADAPTIVE, Settings
 from ..reference.train import Checkpoints, Epoch, Task, nothing_logged
 from .files import printable, require_outputs, say_written, write_json, write_png
 from .options import count, number
+
+
+def _length(text: str) -> Union[int, str]:
+    return ADAPTIVE if text == ADAPTIVE else number(
+        int, lambda n: 1 <= n <= LARGEST_INT32, f"a whole number from 1 to {LARGEST_INT32}, or {ADAPTIVE}", text)
+
 
 # The type and the placeholder of each number that is not a count, or not written N.
 _NUMBERS = {
@@ -31,6 +38,7 @@ _NUMBERS = {
     "momentum": (partial(number, float, lambda x: 0 <= x < 1, "a number from 0 to below 1"), "M"),
     "clip_norm": (partial(number, float, lambda x: x > 0, "a number > 0"), "NORM"),
     "budget": (count, "TOKENS"),
+    "accumulate_step": (_length, f"N|{ADAPTIVE}"),
 }
 
 
@@ -92,6 +100,8 @@ def settings_named(kind: type[Settings], options: argparse.Namespace, **others: 
     """Return the settings that the options name. Raises ValueError if options contradict each other."""
     resume = options.resume
     refuse({
+        f"compare: needs windows of one length; leave out --accumulate-step {ADAPTIVE}":
+            options.compare and options.accumulate_step == ADAPTIVE,
         "shard: requires --sync microbatch, because a rank keeps whole gradients until they are exchanged":
             options.shard and options.sync == "window",
         "micro-size: ranks that exchange each microbatch cannot cut it; leave out --sync microbatch, or choose a "
@@ -127,7 +137,7 @@ def refuse_sizes(task: Task, rows: int) -> None:
     refuse({
         "noise-scale: compares the microbatches of a window, which holds only one; give --accumulate-step 2 or more, "
         "or --micro-size 2":
-            settings.noise_scale and settings.accumulate_step * settings.micro_size * settings.ranks == 1,
+            settings.noise_scale and settings.accumulate_step == settings.micro_size == settings.ranks == 1,
         f"batch-size: a microbatch of {settings.batch_size} {of} cannot be filled from {rows}; choose at most {rows}":
             settings.batch_size > rows,
     })

@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Optional, Union
 
-from ms_accum.reference.settings import NOISE_SCALE, option
+from ms_accum.reference.settings import ACCUMULATE_STEP, NOISE_SCALE, option
 from ms_accum.reference.settings import Settings as AnySettings
 
 AT_MOST = 64
@@ -15,7 +15,7 @@ class Settings(AnySettings):
     """The choices that decide what a run computes. `weigh_bytes` is False for the mean of means."""
 
     batch_size: int = option(16, "rows in a microbatch: documents, or parts of 64 bytes of longer ones")
-    accumulate_step: int = option(2, "microbatches in a window; one update follows the last of them")
+    accumulate_step: Union[int, str] = option(2, ACCUMULATE_STEP)
     budget: Optional[int] = option(
         None, "close a window once its microbatches hold this many tokens, which are bytes here, or after "
         f"{AT_MOST} microbatches; --accumulate-step is not used then")

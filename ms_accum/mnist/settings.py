@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Optional, Union
 
-from ms_accum.reference.settings import NOISE_SCALE, option
+from ms_accum.reference.settings import ACCUMULATE_STEP, NOISE_SCALE, option
 from ms_accum.reference.settings import Settings as AnySettings
 
 
@@ -16,7 +16,7 @@ class Settings(AnySettings):
     """
 
     batch_size: int = option(32, "digits in a microbatch")
-    accumulate_step: int = option(2, "microbatches in a window; one update follows the last of them")
+    accumulate_step: Union[int, str] = option(2, ACCUMULATE_STEP)
     epochs: int = option(3, "passes over the training digits")
     lr: float = option(1e-2, "learning rate")
     momentum: Optional[float] = option(None, "0 <= M < 1 (default: 0 with sgd, 0.9 with momentum; adam takes none)")

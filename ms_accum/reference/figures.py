@@ -14,6 +14,7 @@ from mindspore import Tensor
 from tqdm import tqdm
 
 import ms_accum
+from ms_accum.accumulator import Accumulator
 
 from .train import Epoch, Task
 
@@ -57,8 +58,9 @@ def header(task: Task, device: str) -> str:
 def epoch_line(epoch: Epoch, task: Task) -> str:
     """Format the figures of one epoch."""
     noise = "" if epoch.noise_scale is None else f"  noise scale {epoch.noise_scale:,.0f} {task.words.unit}"
+    window = "" if epoch.window_length is None else f"  window {epoch.window_length}"
     return (f"epoch {epoch.epoch}/{task.settings.epochs}  loss {epoch.loss:.4f}  {_score(epoch, task)}  "
-            f"train {epoch.train_seconds:.2f} s  test {epoch.test_seconds:.2f} s{noise}")
+            f"train {epoch.train_seconds:.2f} s  test {epoch.test_seconds:.2f} s{noise}{window}")
 
 
 def _score(epoch: Epoch, task: Task) -> str:
@@ -102,38 +104,41 @@ def figures(task: Task, epochs: list[Epoch]) -> dict[str, Any]:
 
 
 class Progress:
-    """Show an epoch's progress on stdout, with units/s and the loss of a recent microbatch.
+    """Show progress on stdout, with units/s, the loss of a recent microbatch and the length of an adaptive window.
 
     On a terminal it is a bar, elsewhere `PROGRESS_LINES` - 1 lines before the epoch's own.
     """
 
     def __init__(self, task: Task) -> None:
         self.epochs, self.size, self.unit = task.settings.epochs, task.data.size, task.words.unit
+        self.adaptive = task.settings.adaptive
         self.show = self._draw if sys.stdout.isatty() else self._print
         self.bar: Optional[tqdm] = None
         self.lines = self.first = 0
         self.start = 0.0
 
-    def __call__(self, epoch: int, done: int, loss: Tensor) -> None:
-        self.show(f"epoch {epoch}/{self.epochs}", done, loss)
+    def __call__(self, epoch: int, done: int, loss: Tensor, accumulator: Accumulator) -> None:
+        self.show(f"epoch {epoch}/{self.epochs}", done, loss, accumulator)
         if done == self.size:
             self.close()
 
-    def _draw(self, epoch: str, done: int, loss: Tensor) -> None:
+    def _draw(self, epoch: str, done: int, loss: Tensor, accumulator: Accumulator) -> None:
         if self.bar is None:
             self.bar = tqdm(total=self.size, desc=epoch, unit=f" {self.unit}", unit_scale=True, leave=False,
                             dynamic_ncols=True, file=sys.stdout)
         # Reading the loss waits for the device, so it is read only when the bar is drawn.
         if self.bar.update(done - self.bar.n):
-            self.bar.set_postfix(loss=f"{float(loss.asnumpy()):.3f}", refresh=False)
+            window = {"window": accumulator.window_length} if self.adaptive else {}
+            self.bar.set_postfix(loss=f"{float(loss.asnumpy()):.3f}", **window, refresh=False)
 
-    def _print(self, epoch: str, done: int, loss: Tensor) -> None:
+    def _print(self, epoch: str, done: int, loss: Tensor, accumulator: Accumulator) -> None:
         if self.first == 0:  # the first microbatch may include compiling, so the rate counts from its end
             self.first, self.start = done, perf_counter()
         lines = PROGRESS_LINES * done // self.size
         if self.lines < lines < PROGRESS_LINES:
             rate = (done - self.first) / (perf_counter() - self.start)
-            print(f"{epoch}  {done:,} {self.unit}  loss {float(loss.asnumpy()):.4f}  {rate:,.0f} {self.unit}/s",
+            window = f"  window {accumulator.window_length}" if self.adaptive else ""
+            print(f"{epoch}  {done:,} {self.unit}  loss {float(loss.asnumpy()):.4f}{window}  {rate:,.0f} {self.unit}/s",
                   flush=True)
             self.lines = lines
 

@@ -2,8 +2,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
+ADAPTIVE = "adaptive"
+ACCUMULATE_STEP = ("microbatches in a window; one update follows the last of them. "
+                   f"{ADAPTIVE}: from 1 to 64, as the noise scale asks while training")
 NOISE_SCALE = ("measure the gradient noise scale, which approximates the critical batch size: how many {} an update "
                "can use before more of them stop helping")
 
@@ -18,7 +21,7 @@ class Settings:
     """The choices that decide what a run computes. Each run gives those without a value its own default and help."""
 
     batch_size: int
-    accumulate_step: int
+    accumulate_step: Union[int, str]  # or ADAPTIVE
     epochs: int
     lr: float
     optimizer: str
@@ -38,6 +41,11 @@ class Settings:
     rank: int = 0  # which of them this is
 
     @property
-    def effective_batch(self) -> int:
-        """Rows of the data in a full window, of all ranks."""
-        return self.batch_size * self.accumulate_step * self.ranks
+    def adaptive(self) -> bool:
+        """Whether windows follow the noise scale."""
+        return self.accumulate_step == ADAPTIVE
+
+    @property
+    def effective_batch(self) -> Optional[int]:
+        """Rows of the data in a full window, of all ranks; None where windows differ."""
+        return None if self.adaptive else self.batch_size * self.accumulate_step * self.ranks

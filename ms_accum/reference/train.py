@@ -18,6 +18,7 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.train import LambdaCallback, Model
 
 from ms_accum.accumulator import Accumulator
+from ms_accum.batch_size.adaptive import AdaptiveWindow
 from ms_accum.batch_size.noise_scale import GradientNoiseScale
 from ms_accum.callbacks import FlushCallback
 from ms_accum.check.isolation import in_mode
@@ -108,12 +109,16 @@ class Task(ABC):
         """Say how large the batch of an update is, and how it is made up."""
         settings = self.settings
         ranks = "" if settings.ranks == 1 else f" x {settings.ranks} ranks"
+        if settings.adaptive:
+            bounds = AdaptiveWindow()
+            pieces = f"{settings.batch_size:,} x {bounds.minimum} to {bounds.maximum}{ranks}"
+            return f"{pieces} {self.words.rows} an update, as the noise scale asks"
         pieces = f"{settings.batch_size:,} x {settings.accumulate_step:,}{ranks}"
         return f"{pieces} = {settings.effective_batch:,} {self.words.rows} an update"
 
     def update_size(self, epochs: list[Epoch]) -> int:
-        """Return the units of an update."""
-        return self.settings.effective_batch
+        """Return the units of an update, on average if updates differ."""
+        return self.settings.effective_batch or round(self.data.size * len(epochs) / epochs[-1].update_step)
 
     def describe_difference(self, score: float, other: float) -> list[str]:
         """Say, in lines, how the scores of this run and of its counterpart differ."""
@@ -136,6 +141,7 @@ class Epoch:
     update_step: int  # updates since the start of the run
     microbatch_losses: np.ndarray = field(repr=False)  # mean loss of each microbatch of this rank, float64
     noise_scale: Optional[float] = None  # over the epoch, in units; None if it is not measured
+    window_length: Optional[int] = None  # microbatches in the next window; None if the noise scale does not choose
 
 
 @dataclass(frozen=True)
@@ -148,11 +154,11 @@ class Checkpoints:
     resumed: Callable[[int, int], None] = lambda epochs, microbatches: None  # called with what is done
 
 
-def train(task: Task, on_microbatch: Callable[[int, int, Tensor], None] = lambda *_: None,
+def train(task: Task, on_microbatch: Callable[[int, int, Tensor, Accumulator], None] = lambda *_: None,
           checkpoints: Checkpoints = Checkpoints()) -> Iterator[Epoch]:
     """Train the task's network in place; yield each epoch, in a resumed run also those that were done before.
 
-    `on_microbatch(epoch, units that all ranks trained on in it, loss)` is called after each microbatch.
+    `on_microbatch(epoch, units that all ranks trained on in it, loss, accumulator)` is called after each microbatch.
     CheckpointError if the checkpoint to resume is damaged or from another run; OSError if one cannot be written: the
     old one is still there.
     """
@@ -175,12 +181,12 @@ def train(task: Task, on_microbatch: Callable[[int, int, Tensor], None] = lambda
         order = task.order(epoch)
         microbatches = order[settings.rank::settings.ranks]
         save_at = _saves(epoch, len(order) // settings.ranks, checkpoints.every)
-        if accumulator.noise_scale is not None and not losses:
+        if settings.noise_scale and not settings.adaptive and not losses:
             accumulator.noise_scale.reset()
         start = perf_counter()
         with _mode(settings):
-            train_epoch(train_step, task.data, microbatches, partial(on_microbatch, epoch), losses, save_at, save,
-                        settings.ranks)
+            took = partial(_with_accumulator, on_microbatch, accumulator, epoch)
+            train_epoch(train_step, task.data, microbatches, took, losses, save_at, save, settings.ranks)
         trained = perf_counter()
         score = test()
         epochs.append(Epoch(
@@ -192,11 +198,17 @@ def train(task: Task, on_microbatch: Callable[[int, int, Tensor], None] = lambda
             update_step=int(accumulator.update_step.asnumpy()),
             microbatch_losses=np.array(losses),
             noise_scale=accumulator.noise_scale and accumulator.noise_scale.scale(),
+            window_length=accumulator.window_length if settings.adaptive else None,
         ))
         losses.clear()
         yield epochs[-1]
     if checkpoints.save:
         save()
+
+
+def _with_accumulator(on_microbatch: Callable[[int, int, Tensor, Accumulator], None], accumulator: Accumulator,
+                      epoch: int, done: int, loss: Tensor) -> None:
+    on_microbatch(epoch, done, loss, accumulator)
 
 
 def _identity(task: Task) -> dict:
@@ -236,10 +248,11 @@ def _saves(epoch: int, fewest: int, every: Optional[int]) -> range:
 
 
 def make_accumulator(optimizer: nn.Cell, settings: Settings, accumulate_step: AccumulateStep) -> Accumulator:
-    """Make the accumulator that the settings describe."""
+    """Make the accumulator that the settings describe, with windows of `accumulate_step` unless they are adaptive."""
     reducer = DataParallel(sync=settings.sync, shard=settings.shard) if settings.ranks > 1 else None
-    noise_scale = GradientNoiseScale(decay=1) if settings.noise_scale else None
-    return Accumulator(optimizer, accumulate_step, settings.clip_norm, reduction="mean", reducer=reducer,
+    noise_scale = GradientNoiseScale(decay=1) if settings.noise_scale and not settings.adaptive else None
+    length = AdaptiveWindow() if settings.adaptive else accumulate_step
+    return Accumulator(optimizer, length, settings.clip_norm, reduction="mean", reducer=reducer,
                        noise_scale=noise_scale)
 
 

@@ -153,7 +153,30 @@ def test_windows_close_by_a_budget_of_bytes(run):
     assert size / 600 < read("run.json")["update_step"] / 2 <= size / 300 + 1
 
 
+def test_windows_follow_the_noise_scale(run):
+    """The length stands beside each loss; a run that is resumed across a change is the same one."""
+    options = ("--accumulate-step", "adaptive", "--batch-size", "1")
+    status, out, err = run(*options, "--epochs", "6", "--json", "run.json", "--plot", "run.png", "--save", "whole.ckpt")
+    assert (status, err) == (0, [])
+    assert "batch      1 x 1 to 64 rows an update, as the noise scale asks" in out
+    lengths = [int(line.rpartition("  window ")[2].split()[0]) for line in out if line.startswith("epoch ")]
+    assert lengths[0] <= 2 < max(lengths)  # of 1, some are 2 to measure
+    result = read("run.json")
+    assert (result["accumulate_step"], result["effective_batch"]) == ("adaptive", None)
+    assert [epoch["window_length"] for epoch in result["epochs"]] == lengths[figures.PROGRESS_LINES - 1::figures.PROGRESS_LINES]
+    change = next(i for i, (one, other) in enumerate(zip(result["epochs"], result["epochs"][1:]))
+                  if one["window_length"] != other["window_length"])
+    assert run(*options, "--epochs", str(change + 1), "--save", "half.ckpt")[0] == 0
+    assert run(*options, "--epochs", "6", "--resume", "half.ckpt", "--save", "half.ckpt")[0] == 0
+    half, whole = (ms.load_checkpoint(f"{name}.ckpt") for name in ("half", "whole"))
+    assert {name: p.asnumpy().tobytes() for name, p in half.items() if name != "ms_accum"} == {
+        name: p.asnumpy().tobytes() for name, p in whole.items() if name != "ms_accum"}
+
+
 @pytest.mark.parametrize(("arguments", "match"), [
+    ("--accumulate-step fast", r"argument --accumulate-step: expected a whole number from 1 to 2147483647, or adaptive, got 'fast'"),
+    ("--accumulate-step adaptive --compare", r"argument --compare: needs windows of one length; leave out --accumulate-step adaptive"),
+    ("--accumulate-step adaptive --budget 99", r"argument --budget: closes windows by their weight, .*; leave out one of --budget and"),
     ("--text nowhere", r"argument --text: there is no file nowhere; give excerpt, topics or a file"),
     ("--text short", r"argument --text: short holds 1 different documents, expected at least 10; separate them by empty lines"),
     ("--text .", r"argument --text: there is no file \.; give"),

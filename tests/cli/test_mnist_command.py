@@ -97,7 +97,7 @@ def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
     epochs = result.pop("epochs")
     assert [epoch["update_step"] for epoch in epochs] == [2, 4]
     assert set(epochs[0]) == {
-        "epoch", "loss", "accuracy", "train_seconds", "test_seconds", "update_step", "noise_scale"}
+        "epoch", "loss", "accuracy", "train_seconds", "test_seconds", "update_step", "noise_scale", "window_length"}
     for seconds in ("train_seconds", "test_seconds"):
         assert result.pop(seconds) == pytest.approx(sum(epoch[seconds] for epoch in epochs))
     assert result.pop("versions").keys() == {"ms_accum", "mindspore", "numpy", "python"}
