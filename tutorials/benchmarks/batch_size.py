@@ -190,7 +190,7 @@ def compare(problem: Problem, seeds: int, peaks: tuple[float, ...]) -> dict:
 def costs(problem: Problem, rounds: int) -> dict[str, float]:
     """Return the seconds of a microbatch, of an update, and of measuring a microbatch's noise: medians of alternating rounds."""
     contestants = [Contestant(problem, name) for name in ("1", str(LONGEST), "adaptive")]
-    contestants[2].accumulator = None  # its window stays at one length in so few microbatches
+    # The same samples again and again have no noise, so the third one's windows stay at one microbatch.
     batch = tuple(map(Tensor, contestants[0].batches[0]))
     samples = []
     for _ in range(rounds):
@@ -265,9 +265,9 @@ def main(arguments: list[str]) -> None:
         found = record["problems"].setdefault(name, {})
         if options.train:
             peaks = PEAKS[name][1:2] if options.quick else PEAKS[name]
-            found |= compare(problem, options.seeds, peaks, say)
+            found |= compare(problem, options.seeds, peaks)
         if options.time:
-            found["costs"] = costs(problem, 1 if options.quick else 7, say)
+            found["costs"] = costs(problem, 1 if options.quick else 7)
         if problem:
             record |= {"quick": options.quick, "command": "python tutorials/benchmarks/batch_size.py --train --time --draw",
                        **records.circumstances(), "groups": []}
