@@ -39,7 +39,7 @@ from ms_accum.reference.train import make_adam
 
 LONGEST = 16
 CONTESTANTS = ("1", "2", "4", "16", "ramp", "seesaw", "adaptive")
-PEAKS = {"digits": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4), "text": (5e-4, 1e-3, 2e-3, 4e-3)}
+PEAKS = {"digits": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), "text": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
 POINTS = 12
 RECORD = records.HERE / "records" / "batch_size.json"
 
