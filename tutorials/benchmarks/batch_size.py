@@ -4,8 +4,8 @@
 
 Two problems: the digits of `ms-accum mnist` with SGD, and the text of `ms-accum lm` with Adam. Each contestant gets the learning rate of a
 cosine decay over the samples, scaled to its window ("linear" for SGD, "sqrt" for Adam). The peak is chosen for each contestant: of PEAKS,
-the one with the lowest last loss for the first seed. Training may run on a busy machine. `--time` needs an idle one: it measures what a
-microbatch costs, what an update costs, and what measuring the noise scale costs; seconds are sums of these.
+the one with the lowest last loss for the first seed, of those at which no seed diverges. Training may run on a busy machine. `--time`
+needs an idle one: it measures what a microbatch costs, an update, and measuring the noise scale; seconds are sums of these.
 """
 from __future__ import annotations
 
@@ -178,8 +178,10 @@ def compare(problem: Problem, seeds: int, peaks: tuple[float, ...]) -> dict:
     for name in CONTESTANTS:
         contestant = Contestant(problem, name)
         sweep = [contestant.run(0, peak) for peak in peaks]
-        best = min(sweep, key=last_loss)
-        runs = [best, *(contestant.run(seed, best["peak"]) for seed in range(1, seeds))]
+        for best in sorted(sweep, key=last_loss):
+            runs = [best, *(contestant.run(seed, best["peak"]) for seed in range(1, seeds))]
+            if all(isfinite(last_loss(run)) for run in runs):
+                break
         found[name] = {"sweep": [[run["peak"], last_loss(run) if isfinite(last_loss(run)) else None] for run in sweep], "runs": runs}
         losses = [last_loss(run) for run in runs]
         say(f"{problem.name}, {name}: peak {best['peak']:g}, {best['curve'][-1][1]} updates, last losses "
