@@ -1,6 +1,6 @@
 """Which batch, and when: constant windows, a ramp, seesaw and AdaptiveWindow, on the same samples in the same order.
 
-    python tutorials/benchmarks/batch_size.py --train --time --draw    # records/batch_size.json and records/batch_size.png
+    python tutorials/benchmarks/batch_size.py --train --time --draw    # records/batch_size.json and guide/batch-size.png
 
 Two problems: the digits of `ms-accum mnist` with SGD, and the text of `ms-accum lm` with Adam. Each contestant gets the learning rate of a
 cosine decay over the samples, scaled to its window ("linear" for SGD, "sqrt" for Adam). The peak is chosen for each contestant: of PEAKS,
@@ -42,6 +42,7 @@ CONTESTANTS = ("1", "2", "4", "16", "ramp", "seesaw", "adaptive")
 PEAKS = {"digits": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), "text": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
 POINTS = 12
 RECORD = records.HERE / "records" / "batch_size.json"
+FIGURE = records.HERE.parent / "guide" / "batch-size.png"
 
 
 @dataclass
@@ -257,6 +258,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="large microbatches, one peak and one round, for tests")
     parser.add_argument("--output", type=Path, default=RECORD, metavar="FILE.json", help="(default: records/batch_size.json)")
+    parser.add_argument("--figure", type=Path, default=FIGURE, metavar="FILE.png", help="(default: guide/batch-size.png)")
     options = parser.parse_args(arguments)
     if not options.train | options.time | options.draw:
         parser.error("nothing to do; give --train, --time, --draw, or several of them")
@@ -275,7 +277,7 @@ def main(arguments: list[str]) -> None:
                        **records.circumstances(), "groups": []}
             records.write(record, options.output)
     if options.draw:
-        draw(record, options.output.with_suffix(".png"))
+        draw(record, options.figure)
 
 
 def say(line: str) -> None:
