@@ -52,6 +52,27 @@ def test_texts_of_uneven_length():
         assert min(figures["tokens_per_second"]["median"], *figures["growth_mib"]) > 0
 
 
+@pytest.mark.slow
+def test_ways_to_choose_windows(tmp_path):
+    """A quick run of `batch_size.py`: all on the same microbatches, in as many updates as they say."""
+    options = ("--quick", "--seeds", 1, "--problems", "digits", "--output", tmp_path / "r.json", "--figure", tmp_path / "r.png")
+    assert "| seesaw | 0.025 | 76 |" in run("batch_size.py", "--train", "--time", "--draw", *options)
+    found = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))["problems"]["digits"]
+    ends = {name: contestant["runs"][0]["curve"][-1] for name, contestant in found["contestants"].items()}
+    assert {end[0] for end in ends.values()} == {found["microbatches"]} == {120}
+    assert [ends[name][1] for name in ("1", "2", "4", "16", "seesaw")] == [120, 60, 30, 8, 76]
+    assert ends["1"][2] < ends["16"][2]
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+def test_the_page_on_batch_sizes_has_the_records_figures(tmp_path):
+    printed = run("batch_size.py", "--draw", "--figure", tmp_path / "r.png")
+    page = (BENCHMARKS.parent / "guide" / "batch-size.md").read_text(encoding="utf-8")
+    rows = [line for line in printed.splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 * (1 + 7)
+    assert [row for row in rows if row not in page] == []
+
+
 def test_a_suite_and_its_report(tmp_path):
     """One contestant agrees, one disagrees, one has no package, and one brings its process down; the report needs the record alone."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')", encoding="utf-8")

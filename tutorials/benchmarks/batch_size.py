@@ -218,6 +218,19 @@ def seconds(costs: dict, contestant: str, microbatches: np.ndarray, updates: np.
     return microbatches * each + updates * costs["update"]
 
 
+def table(problem: dict) -> list[str]:
+    """Return the rows of a Markdown table: a contestant's peak, and what it has after all samples, means over the seeds."""
+    rows = ["| window | peak of the rate | updates | seconds | test loss at the end, of each seed |", "|-|-|-|-|-|"]
+    for name, found in problem["contestants"].items():
+        ends = [run["curve"][-1] for run in found["runs"]]
+        updates = fmean(end[1] for end in ends)
+        losses = [end[2] for end in ends]
+        time = seconds(problem["costs"], name, ends[0][0], updates)
+        told = "diverged" if None in losses else f"{fmean(losses):.3f} ({', '.join(f'{loss:.3f}' for loss in losses)})"
+        rows.append(f"| {f'N = {name}' if name.isdigit() else name} | {found['runs'][0]['peak']:g} | {updates:.0f} | {time:.1f} | {told} |")
+    return rows
+
+
 def draw(record: dict, file: Path) -> None:
     """Draw the test loss against samples, updates and seconds: means over the seeds, and their range."""
     import matplotlib
@@ -230,14 +243,14 @@ def draw(record: dict, file: Path) -> None:
     for row, name in zip(axes, names):
         problem = record["problems"][name]
         for i, (contestant, found) in enumerate(problem["contestants"].items()):
-            curves = np.array([run["curve"] for run in found["runs"]], float)
+            curves = np.array([run["curve"] for run in found["runs"]], float)  # of a run that diverged, NaN
             label = f"N = {contestant}" if contestant.isdigit() else contestant
             look = {"color": f"C{i}", "linestyle": "-" if contestant.isdigit() else "--"}
             microbatches, updates, losses = curves[:, :, 0].mean(0), curves[:, :, 1].mean(0), curves[:, :, 2]
             for panel, places in zip(row, (microbatches, updates, seconds(problem["costs"], contestant, microbatches, updates))):
                 panel.plot(places, losses.mean(0), marker=".", label=label, **look)
                 panel.fill_between(places, losses.min(0), losses.max(0), color=look["color"], alpha=0.12, linewidth=0)
-        last = [run["curve"][-1][2] for found in problem["contestants"].values() for run in found["runs"]]
+        last = [run["curve"][-1][2] for found in problem["contestants"].values() for run in found["runs"] if run["curve"][-1][2]]
         low, high = min(last), max(last)
         for panel, axis in zip(row, ("microbatches", "updates", "seconds in train steps")):
             panel.set(xlabel=axis, ylabel=f"{name}: test loss", ylim=(low - 0.1 * (high - low), high + 1.5 * (high - low)))
@@ -253,7 +266,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="train all contestants, and write the record")
     parser.add_argument("--time", action="store_true", help="measure what microbatches and updates cost, and add it to the record")
-    parser.add_argument("--draw", action="store_true", help="draw the record")
+    parser.add_argument("--draw", action="store_true", help="draw the record, and print its tables")
     parser.add_argument("--problems", default="digits,text", help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="large microbatches, one peak and one round, for tests")
@@ -264,19 +277,20 @@ def main(arguments: list[str]) -> None:
         parser.error("nothing to do; give --train, --time, --draw, or several of them")
     avoid_busy_waiting()
     record = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {"suite": "batch_size", "problems": {}}
-    for name in options.problems.split(","):
-        problem = {"digits": digits, "text": text}[name](options.quick) if options.train | options.time else None
+    for name in options.problems.split(",") if options.train | options.time else ():
+        problem = {"digits": digits, "text": text}[name](options.quick)
         found = record["problems"].setdefault(name, {})
         if options.train:
             peaks = PEAKS[name][1:2] if options.quick else PEAKS[name]
             found |= compare(problem, options.seeds, peaks)
         if options.time:
             found["costs"] = costs(problem, 1 if options.quick else 7)
-        if problem:
-            record |= {"quick": options.quick, "command": "python tutorials/benchmarks/batch_size.py --train --time --draw",
-                       **records.circumstances(), "groups": []}
-            records.write(record, options.output)
+        record |= {"quick": options.quick, "command": "python tutorials/benchmarks/batch_size.py --train --time --draw",
+                   **records.circumstances(), "groups": []}
+        records.write(record, options.output)
     if options.draw:
+        for name, problem in record["problems"].items():
+            say(f"{name}, {problem['microbatches']:,} microbatches:\n" + "\n".join(table(problem)))
         draw(record, options.figure)
 
 
