@@ -194,8 +194,8 @@ class Accumulator:
         self._prefix = prefix = f"accumulator{next(_instances)}"
         name_state(optimizer, prefix)
         if self.losses > 1 and self.reducer.sums_microbatches:
-            raise ValueError(f'got losses={losses} with DataParallel(sync="microbatch"), which would exchange the '
-                             'gradients of each loss at each microbatch; give sync="window"')
+            raise ValueError(f'got losses={losses} with a DataParallel that would exchange the gradients of each loss '
+                             'at each microbatch; give sync="window"')
         # Those of the first loss, of the second one, and so on.
         prefixes = [f"{prefix}.loss{t + 1}" if t else prefix for t in range(self.losses)]
         self.buffers = ParameterTuple([buffer for name in prefixes for buffer in self.reducer.new_buffers(name)])
@@ -234,7 +234,7 @@ class Accumulator:
             raise ValueError('got until_weight on several ranks with sync="window" and on_nonfinite="skip_microbatch", '
                              'where all ranks close their windows after the same number of microbatches; give '
                              '"skip_window", or DataParallel(sync="microbatch")')
-        return self.window.budget * (self.reducer.ranks if self.reducer.sums_microbatches else 1)
+        return self.window.budget * self.reducer.summed
 
     def _make_counters(self, prefix: str) -> None:
         def counter(name: str, dtype: ms.Type, value: float = 0, shape: tuple[int, ...] = ()) -> Parameter:
@@ -358,8 +358,8 @@ class Accumulator:
         for meter in self._meters:
             meter.conclude(header[3:], weight, norm)
             for adaptive in self._adaptive:
-                alike = 1 if self.reducer.sums_microbatches else self.reducer.ranks
-                adaptive.follow(meter.totals + 0.0, meter.decay, header[4], weight, header[1] / alike)
+                parties = self.reducer.ranks // self.reducer.summed  # that count microbatches of their own
+                adaptive.follow(meter.totals + 0.0, meter.decay, header[4], weight, header[1] / parties)
         # clip
         factor = self._clipped(factor, norm)
         # optimizer
@@ -411,7 +411,8 @@ class Accumulator:
                     (self.optimizer.parameters,) * self.losses, nothing, nothing, 0.0)
                 ops.assign_add(self.mini_step, taken * (others > 0))
                 self.close_if(ops.logical_or(self._due(), ops.logical_and(others == 0, self.mini_step > 0)))
-        else:
+        if self.reducer.windows_apart or self.reducer.ranks == 1:
+            others = 1.0
             while others > 0:
                 # Ranks that weigh a window before they train on it do so together.
                 asked = self.reducer.header((0.0,) * self.losses)[0] * 0.0 if self._known else 0.0

@@ -7,7 +7,7 @@ from math import prod
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
-from mindspore.communication import get_rank
+from mindspore.communication import GlobalComm
 
 from ..gradients import Gradients, Header, as_vector
 
@@ -25,10 +25,17 @@ class Layout:
 
 @ms.jit_class
 class Buckets:
-    """Gradients of one dtype one after another, padded to a multiple of the ranks."""
+    """Gradients of one dtype one after another, padded to a multiple of the ranks, and their exchange.
 
-    def __init__(self, layout: Layout, size: int, ranks: int) -> None:
-        self.ranks = ranks
+    Args:
+        layout: The gradients.
+        size: Bytes in a bucket, at most.
+        rank, ranks: Which rank of the group this is, of how many.
+        group: Those that exchange; "" stands for all.
+    """
+
+    def __init__(self, layout: Layout, size: int, rank: int, ranks: int, group: str = "") -> None:
+        self.rank, self.ranks = rank, ranks
         self.shapes = tuple(tuple(p.shape) for p in layout.parameters)
         self.dtypes = layout.dtypes
         self.sizes = tuple(prod(shape) for shape in self.shapes)
@@ -40,11 +47,13 @@ class Buckets:
         self.totals = tuple(sum(self.sizes[i] for i in members) for members in self.members)
         self.lengths = tuple(-(-total // ranks) * ranks for total in self.totals)
         self.padding = tuple(length - total for length, total in zip(self.lengths, self.totals))
-        self.rank = get_rank()
         self.scatters = ms.get_context("device_target") != "CPU"
-        self.sum = ops.AllReduce()
-        self.gather = ops.AllGather()
-        self.scatter = ops.ReduceScatter() if self.scatters else None
+        group = group or GlobalComm.WORLD_COMM_GROUP
+        self.sum = ops.AllReduce(group=group)
+        # On CPU, MindSpore 2.10 has an AllGather for all ranks together only.
+        gathers = self.scatters or group == GlobalComm.WORLD_COMM_GROUP
+        self.gather = ops.AllGather(group=group) if gathers else None
+        self.scatter = ops.ReduceScatter(group=group) if self.scatters else None
 
     # Each collective waits for the one before: left to themselves, those of one graph may start in another order on
     # another rank.
@@ -89,13 +98,29 @@ class Buckets:
         gathered = ()
         whole = parts[0]
         for members, part in zip(self.members, parts):
-            whole = self.gather(ops.depend(part, whole))
+            whole = self._gathered(ops.depend(part, whole))
             gathered = (*gathered, *self._split(whole, members))
         return tuple([gathered[i] for i in self.order])
+
+    def parts(self, gradients: Gradients) -> Gradients:
+        """Return this rank's part of gradients that all ranks hold, without an exchange."""
+        found = ()
+        for members, length, padding in zip(self.members, self.lengths, self.padding):
+            share = length // self.ranks
+            found = (*found, self._flat(gradients, members, padding)[self.rank * share:(self.rank + 1) * share])
+        return found
 
     def sum_header(self, header: Header) -> Header:
         """Return the sums over all ranks of a header alone."""
         return _as_header(self.sum(as_vector(header)), len(header))
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        if self.gather is not None:
+            return self.gather(part)
+        size = part.shape[0]
+        before, after = self.rank * size, (self.ranks - 1 - self.rank) * size
+        # A sum with the zeros of the others.
+        return self.sum(ops.concat((ops.zeros(before, part.dtype), part, ops.zeros(after, part.dtype))))
 
     def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
         parts = [gradients[i].reshape(-1).astype(self.dtypes[i]) for i in members]

@@ -4,6 +4,11 @@
     rank 1:  add, add, ... ─┼─ one exchange for each window ─► the same update on every rank       sync="window"
     rank 2:  add, add, ... ─┘
 
+    node 0:  rank 0 ─┬─ sum at each microbatch ─┐
+             rank 1 ─┘                          ├─ one exchange between nodes for each window       sync="node"
+    node 1:  rank 2 ─┬─ sum at each microbatch ─┘
+             rank 3 ─┘
+
 An exchange carries the gradients in few large buckets, and a header of a few numbers to be summed: the weight, how many
 microbatches there are, who still has data, and others. A rank that has run out takes part with zeros until all have.
 """
@@ -11,17 +16,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Optional
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
+from mindspore.communication import create_group, get_local_rank_size, get_rank
 
-from ..arguments import boolean, number, one_of
-from ..gradients import Gradients, Header, Scalar, mapped, scaled
+from ..arguments import boolean, number, one_of, whole_number
+from ..gradients import Gradients, Header, Scalar, as_vector, mapped, scaled
 from ..state import empty_parameter
 from .buckets import Buckets, Layout
 from .ranks import broadcast_parameters, require_alike, world_size
 
-_SYNC = ("window", "microbatch")
+_SYNC = ("window", "microbatch", "node")
 _MEBIBYTE = 2**20
 
 
@@ -45,24 +52,28 @@ class DataParallel:
     Args:
         sync: "window": one exchange for each window, when it closes; `add` communicates nothing but one flag with
             `on_nonfinite="skip_microbatch"`, on which all ranks have to agree. "microbatch": each microbatch is
-            exchanged.
+            exchanged. "node": the ranks of a node exchange each microbatch, and nodes exchange once for each window:
+            each rank one part of the gradients, with its counterparts on the other nodes.
         shard: With `sync="microbatch"`: each rank keeps 1/n of the accumulated gradients (ZeRO-2). They are gathered
             when a window closes, so the optimizer and its state stay whole; see the guide for sharding those. Where the
             backend has no ReduceScatter (CPU), an AllReduce of which each rank keeps its part: the same memory, twice
-            the traffic.
+            the traffic. With `sync="node"`, n is the number of ranks in a node.
         broadcast: Whether parameters are copied from rank 0 at the start. If False, they have to be the same already.
         bucket_mib: Mebibytes of gradients in one collective.
+        ranks_per_node: With `sync="node"`: ranks in each node, which have consecutive numbers. None: as many as msrun
+            started on this host.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument is out of range, `shard` comes with `sync="window"` (the gradients of a rank are
             whole until they are exchanged), or, when the Accumulator is made, ranks hold different parameters, settings
-            or optimizers.
+            or optimizers, or `ranks_per_node` does not divide their number.
         RuntimeError: If msrun started several ranks and `init()` was not called.
 
     Source: "window" is `no_sync` of PyTorch's DistributedDataParallel (Li et al. 2020,
     https://arxiv.org/abs/2006.15704) and of Colossal-AI's booster; "microbatch" is Colossal-AI's Gemini; `shard` is
-    ZeRO-2 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
+    ZeRO-2 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); "node" with `shard` is the gradients' part of
+    PyTorch's hybrid sharding (HSDP), with accumulation between the two exchanges (asked for in pytorch #126166).
 
     Example:
         >>> from mindspore import nn
@@ -78,6 +89,7 @@ class DataParallel:
     shard: bool = False
     broadcast: bool = True
     bucket_mib: float = 32
+    ranks_per_node: Optional[int] = None
 
     def __post_init__(self) -> None:
         one_of("sync", self.sync, _SYNC)
@@ -86,7 +98,12 @@ class DataParallel:
         number("bucket_mib", self.bucket_mib, lambda size: 0 < size < inf, "a finite number of mebibytes > 0")
         if self.shard and self.sync == "window":
             raise ValueError('shard=True with sync="window": until they are exchanged, the gradients of a rank are '
-                             'whole; give sync="microbatch"')
+                             'whole; give sync="microbatch" or "node"')
+        if self.ranks_per_node is not None:
+            whole_number("ranks_per_node", self.ranks_per_node, "None takes those that msrun started on this host")
+            if self.sync != "node":
+                raise ValueError(f'got ranks_per_node={self.ranks_per_node} with sync="{self.sync}", which knows no '
+                                 'nodes; give sync="node"')
 
     def bind(self, layout: Layout) -> OneDevice:
         """Return the reducer of one accumulator. Raises ValueError if ranks are not alike."""
@@ -96,7 +113,7 @@ class DataParallel:
         if ms.float64 in layout.dtypes and ms.get_context("device_target") == "CPU":
             raise ValueError("DataParallel with buffers of float64: MindSpore's CPU backend exchanges none; give "
                              "buffer_dtype=ms.float32")
-        settings = {**layout.settings, "DataParallel": f"{self.sync} {self.shard} {self.bucket_mib}"}
+        settings = {**layout.settings, "DataParallel": repr(self)}
         described = repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype))
                           for p, dtype in zip(layout.parameters, layout.dtypes)])
         facts = {"parameters (names, shapes, dtypes)": described, **settings}
@@ -106,9 +123,35 @@ class DataParallel:
         else:
             require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in layout.parameters},
                           "give every rank the same seed, or broadcast=True")
-        buckets = Buckets(layout, int(self.bucket_mib * _MEBIBYTE), ranks)
+        size = int(self.bucket_mib * _MEBIBYTE)
+        if self.sync == "node":
+            return self._nodes(layout, size, ranks)
         kind = ShardedSync if self.shard else MicrobatchSync if self.sync == "microbatch" else WindowSync
-        return kind(layout, buckets, ranks)
+        return kind(layout, Buckets(layout, size, get_rank(), ranks), ranks)
+
+    def _nodes(self, layout: Layout, size: int, ranks: int) -> OneDevice:
+        """Return the reducer for ranks in nodes: each node is a group, and the ranks at one place of all nodes are."""
+        remedy = "start as many ranks on each host, or give ranks_per_node"
+        together = get_local_rank_size() if self.ranks_per_node is None else int(self.ranks_per_node)
+        require_alike({"the number of ranks on their host": str(together)}, remedy)
+        if ranks % together:
+            raise ValueError(f"{ranks} ranks make no whole number of nodes of {together}; {remedy}")
+        node, place = divmod(get_rank(), together)
+        inside = Buckets(layout, size, place, together, _group(range(node * together, (node + 1) * together)))
+        across = ops.AllReduce(group=_group(range(place, ranks, together)))
+        return (ShardedNodeSync if self.shard else NodeSync)(layout, inside, ranks, across)
+
+
+def _group(ranks: range) -> str:
+    """Return the name of the group of some ranks, which all of them create."""
+    name = f"ms_accum.{ranks.start}.{ranks.stop}.{ranks.step}"
+    if name not in _groups:
+        create_group(name, list(ranks))
+        _groups.add(name)
+    return name
+
+
+_groups: set[str] = set()
 
 
 @ms.jit_class
@@ -120,16 +163,19 @@ class OneDevice:
         each_microbatch: Whether ranks exchange something at each microbatch.
         sums_microbatches: Whether that is the gradients. Buffers then count in the user's unit, the only one that ranks
             share.
+        summed: How many ranks' microbatches the buffers and `weight_sum` hold.
+        windows_apart: Whether ranks may close their windows after different numbers of microbatches.
         exchanges_windows: Whether ranks exchange something when a window closes.
         sharded: Whether a rank keeps a part of the buffers.
     """
 
     sums_microbatches = False
+    windows_apart = False
     exchanges_windows = False
     sharded = False
 
     def __init__(self, layout: Layout) -> None:
-        self.rank, self.ranks = 0, 1
+        self.rank, self.ranks, self.summed = 0, 1, 1
         self.each_microbatch = False
         self.layout = layout
 
@@ -165,8 +211,9 @@ class WindowSync(OneDevice):
     exchanges_windows = True
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
-        self.rank, self.ranks = buckets.rank, ranks
+        self.rank, self.ranks, self.summed = buckets.rank, ranks, 1
         self.each_microbatch = layout.flags
+        self.windows_apart = not layout.flags
         self.losses = layout.losses
         self.layout = layout
         self.buckets = buckets
@@ -195,7 +242,7 @@ class MicrobatchSync(OneDevice):
     sums_microbatches = True
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
-        self.rank, self.ranks = buckets.rank, ranks
+        self.rank, self.ranks, self.summed = get_rank(), ranks, buckets.ranks
         self.each_microbatch = True
         self.layout = layout
         self.buckets = buckets
@@ -214,8 +261,7 @@ class ShardedSync(MicrobatchSync):
 
     def new_buffers(self, prefix: str) -> list[Parameter]:
         """Create an empty buffer for this rank's part of each bucket."""
-        return [empty_parameter(f"{prefix}.shard{i}", (length // self.ranks,), dtype)
-                for i, (length, dtype) in enumerate(zip(self.buckets.lengths, self.buckets.bucket_dtypes))]
+        return shards(self.buckets, prefix)
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return this rank's part of the sums over all ranks."""
@@ -224,6 +270,58 @@ class ShardedSync(MicrobatchSync):
     def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
         """Return the gradients, gathered from all ranks."""
         return self.buckets.all_gather(buffers), unit, header
+
+
+@ms.jit_class
+class NodeSync(MicrobatchSync):
+    """One exchange per microbatch inside each node, and one per window between nodes, of a part by each rank."""
+
+    exchanges_windows = True
+    windows_apart = True
+
+    def __init__(self, layout: Layout, buckets: Buckets, ranks: int, across: ops.AllReduce) -> None:
+        super().__init__(layout, buckets, ranks)
+        self.across = across
+
+    def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
+        """Return the sums over all nodes."""
+        sums = self.across(as_vector(header))
+        header = tuple([sums[i] for i in range(len(header))])
+        parts = ()
+        for part in self.mine(buffers):
+            sums = self.across(ops.depend(part, sums))
+            parts = (*parts, sums)
+        # The first part waits for all exchanges between nodes, and the others for it.
+        return self.buckets.all_gather((ops.depend(parts[0], sums), *parts[1:])), unit, header
+
+    def mine(self, buffers: Gradients) -> Gradients:
+        """Return this rank's part of the node's sums."""
+        return self.buckets.parts(buffers)
+
+
+@ms.jit_class
+class ShardedNodeSync(NodeSync):
+    """The same, where each rank of a node keeps its part of the buffers alone."""
+
+    sharded = True
+
+    def new_buffers(self, prefix: str) -> list[Parameter]:
+        """See `ShardedSync`."""
+        return shards(self.buckets, prefix)
+
+    def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
+        """Return this rank's part of the sums over the node."""
+        return self.buckets.reduce_scatter(_counted(gradients, header[0]), header)
+
+    def mine(self, buffers: Gradients) -> Gradients:
+        """Return the buffers."""
+        return buffers
+
+
+def shards(buckets: Buckets, prefix: str) -> list[Parameter]:
+    """Create an empty buffer for a rank's part of each bucket."""
+    return [empty_parameter(f"{prefix}.shard{i}", (length // buckets.ranks,), dtype)
+            for i, (length, dtype) in enumerate(zip(buckets.lengths, buckets.bucket_dtypes))]
 
 
 def _counted(gradients: Gradients, weight: Scalar) -> Gradients:

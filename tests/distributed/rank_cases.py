@@ -41,6 +41,16 @@ SYNCS = {
     "microbatch": DataParallel(sync="microbatch"),
     "shard": DataParallel(sync="microbatch", shard=True, bucket_mib=1e-4),
 }
+WITHOUT_NODES = tuple(SYNCS)
+# Of two ranks: each a node of its own, or both in one. Of four: two in each of two nodes.
+PER_NODE = int(os.environ.get("MS_WORKER_NUM", "2")) // 2
+SYNCS |= {"nodes": DataParallel(sync="node", ranks_per_node=PER_NODE, bucket_mib=1e-4),
+          "nodes-shard": DataParallel(sync="node", ranks_per_node=PER_NODE, shard=True, bucket_mib=1e-4),
+          "one-node": DataParallel(sync="node"), "one-node-shard": DataParallel(sync="node", shard=True, bucket_mib=1e-4)}
+NODES = [f"trained:{sync}:{sizes}:{optimizer}{more}" for sync, sizes, optimizer, more in (
+    ("nodes", "uneven", "SGD", ""), ("nodes-shard", "uneven", "Adam", ""), ("one-node", "uneven", "Momentum", ""),
+    ("one-node-shard", "unequal", "SGD", ""), ("nodes-shard", "uneven", "SGD", ":nan:skip_window"), ("nodes", "equal", "SGD", ":overflow"),
+    ("nodes", "unequal", "SGD", ":fused"))]
 OPTIMIZERS = {"SGD": lambda parameters: nn.SGD(parameters, 0.1), "Adam": lambda parameters: nn.Adam(parameters, 0.01),
               "Momentum": lambda parameters: nn.Momentum(parameters, 0.1, 0.9)}
 STILL = {"still": lambda parameters: nn.SGD(parameters, 1e-30)}
@@ -55,28 +65,30 @@ TOGETHER = [("Momentum", "window", "apply"), ("SGD", "microbatch", "apply"), ("A
 MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
 
 MATRIX = [f"trained:{sync}:{sizes}:{optimizer}"
-          for sync in SYNCS for sizes in ("equal", "unequal", "uneven") for optimizer in OPTIMIZERS]
+          for sync in WITHOUT_NODES for sizes in ("equal", "unequal", "uneven") for optimizer in OPTIMIZERS]
 BAD = [f"trained:{sync}:{sizes}:SGD:{what}" for sync, sizes, what in (
     ("window", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_microbatch"),
     ("microbatch", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_window"), ("window", "equal", "overflow"),
     ("window", "uneven", "nan"))]
-BUDGET = [f"trained:{sync}:{sizes}:SGD:budget" for sync in SYNCS for sizes in ("unequal", "uneven")]
+BUDGET = [f"trained:{sync}:{sizes}:SGD:budget" for sync in WITHOUT_NODES for sizes in ("unequal", "uneven")]
 PAIR = [f"pair:{sizes}:{driver}" for sizes, driver in (("uneven", "split"), ("uneven", "ahead"), ("equal", "fused"))]
 NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
          for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
-ADAPTIVE = [f"adaptive:{sync}" for sync in SYNCS]
-RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors"]
+ADAPTIVE = [f"adaptive:{sync}" for sync in (*WITHOUT_NODES, "nodes-shard")]
+RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors", "resume:nodes-shard:ckpt"]
 LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
     "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused", *BUDGET, *PAIR,
-                 *(f"trained:{sync}:uneven:SGD:fused" for sync in SYNCS), *NOISE, *RESUME, *ADAPTIVE,
+                 *(f"trained:{sync}:uneven:SGD:fused" for sync in WITHOUT_NODES), *NODES, *NOISE, *RESUME, *ADAPTIVE,
                  "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit",
                  "mnist", "killed"]),
     "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NOISE, *RESUME, *ADAPTIVE, "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
-                     "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in SYNCS)]),
-    "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], ADAPTIVE[0], "trained:window:uneven:Adam",
-                 "trained:window:uneven:SGD:nan:skip_microbatch", *(f"trained:{sync}:uneven:Adam:jit" for sync in SYNCS)]),
+                     "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in WITHOUT_NODES),
+                     *(f"{case}:jit" for case in NODES)]),
+    "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], *ADAPTIVE, *NODES, *(f"{case}:jit" for case in NODES[:2]),
+                 "trained:window:uneven:Adam",
+                 "trained:window:uneven:SGD:nan:skip_microbatch", *(f"trained:{sync}:uneven:Adam:jit" for sync in WITHOUT_NODES)]),
 }
 
 
