@@ -17,13 +17,13 @@ from ..arguments import whole_number
 from ..gradients import Header, as_vector
 from ..state import empty_parameter
 from .noise_scale import GradientNoiseScale, Meter, scale_lr
-from .planning import Plan, PlanError, size
+from .planning import Plan, PlanError, free_memory, size
 from .trial import MakeStep, in_a_process, made_step, pickled
 
 _FORM = "def make_step(microbatch, accumulate_step=None, noise_scale=None)"
 _CAPTION = """\
 lr: factor on the learning rate of the planned batch; updates, samples, time: to the same loss, relative to the least
-measured on one device, where a larger window saves only updates, and in one state: the noise scale grows with training"""
+measured on one device, where a larger window saves only updates; the noise scale is that of one state, and grows"""
 _LEAST_WINDOWS, _LEAST_SECONDS = 3, 1.0
 
 
@@ -106,8 +106,9 @@ def measure_windows(make_step: MakeStep, plan: Plan, windows: int = 32, *, devic
     `make_step(microbatch, accumulate_step=..., noise_scale=...)` gives the last two to `make_train_step` or
     `Accumulator`. The step that it returns trains on one microbatch of shuffled data, and never runs out of it. The
     noise scale is measured over `windows` windows of the planned batch while that network trains, in halves of the
-    planned microbatch, or in smaller parts where these do not fit. It is converted into samples, whatever the weights
-    count. `timeout` seconds are for each process; `on_result` is called after each, to show progress.
+    planned microbatch, or down to eighths where these do not fit into the free memory. It is converted into samples,
+    whatever the weights count. `timeout` seconds are for each process; `on_result` is called after each, to show
+    progress.
 
     Raises:
         TypeError: If `windows` is not an integer.
@@ -119,20 +120,24 @@ def measure_windows(make_step: MakeStep, plan: Plan, windows: int = 32, *, devic
     require_windows(make_step, plan.batch_size)
     windows = whole_number("windows", windows, "give the windows to measure the noise scale over")
 
-    def run(what: str, work: Callable, *arguments: int, optional: bool = False) -> Optional[float]:
-        outcome = in_a_process(partial(work, pickled(make_step), device_target, *arguments), device_target,
-                               plan.memory_limit, timeout)
+    def run(what: str, work: Callable, *arguments: int, limit: int = plan.memory_limit,
+            optional: bool = False) -> Optional[float]:
+        outcome = in_a_process(partial(work, pickled(make_step), device_target, *arguments), device_target, limit,
+                               timeout)
         if outcome.ended != "completed" and not (optional and outcome.ended in ("beyond the limit", "out of memory")):
-            reason = outcome.reason or f"{outcome.ended} ({size(plan.memory_limit)}); give a larger memory limit"
+            reason = outcome.reason or f"{outcome.ended} ({size(limit)}); give a larger memory limit"
             raise PlanError(f"measuring {what} failed: {reason}", plan.trials)
         return outcome.result
 
     microbatch, accumulate_step, noise = plan.microbatch, plan.accumulate_step, None
     while noise is None:
-        # A window of one microbatch has nothing to compare; and norms need memory that the trials did not.
+        # A window of one microbatch has nothing to compare. Norms need memory that the trials did not, even more than
+        # the limit: it is for the training, in which nothing is measured.
         if microbatch > 1:
             microbatch, accumulate_step = microbatch // 2, 2 * accumulate_step
-        noise = run("the noise scale", measure_noise, microbatch, accumulate_step, windows, optional=microbatch > 1)
+        noise = run("the noise scale", measure_noise, microbatch, accumulate_step, windows,
+                    limit=max(plan.memory_limit, free_memory("CPU")),
+                    optional=microbatch > max(1, plan.microbatch // 8))
     on_result(f"noise scale {noise:,.0f} samples")
     seconds = {}
     for length in lengths(plan.accumulate_step):
@@ -140,6 +145,7 @@ def measure_windows(make_step: MakeStep, plan: Plan, windows: int = 32, *, devic
         found = run(f"a window of {length:,}", time_window, plan.microbatch, length,
                     optional=length > plan.accumulate_step)
         if found is None:
+            on_result(f"accumulate_step {length:,} does not fit")
             break
         seconds[length] = found
         on_result(f"accumulate_step {length:,} takes {1000 * seconds[length]:,.4g} ms for each sample")

@@ -181,4 +181,4 @@ def _draw_windows(axes: Axes, worth: Worth) -> None:
              title="Which window is worth it")
     steps.set(ylabel="relative to the least", ylim=(0, None))
     axes.grid(alpha=0.3)
-    axes.legend(*[a + b for a, b in zip(axes.get_legend_handles_labels(), steps.get_legend_handles_labels())])
+    steps.legend(*[a + b for a, b in zip(axes.get_legend_handles_labels(), steps.get_legend_handles_labels())])

@@ -108,8 +108,8 @@ def test_failures_are_named():
         measure_windows(raising, PLAN)
     with pytest.raises(PlanError, match=r"measuring the noise scale failed: it was not done within 0\.1 s"):
         measure_windows(make_step, PLAN, timeout=0.1)
-    with pytest.raises(PlanError, match=r"noise scale failed: beyond the limit \(1 MiB\); give a larger memory limit"):
-        measure_windows(make_step, Plan(16, 2, 8, 1, 2**20, ()))
+    with pytest.raises(PlanError, match=r"measuring a window of 1 failed: beyond the limit \(1 MiB\); give a larger memory limit"):
+        measure_windows(make_step, Plan(16, 2, 8, 1, 2**20, ()), 1)
 
 
 def in_little_memory(largest, longest, work, *_):
