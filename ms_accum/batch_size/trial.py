@@ -1,4 +1,4 @@
-"""Run some train steps in a separate process, which may fail in any way, and measure their memory."""
+"""Run train steps in a separate process, which may fail in any way, and measure them, at first their memory."""
 from __future__ import annotations
 
 import os
@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 import mindspore as ms
 
-MakeStep = Callable[[int], Callable[[], Any]]
+MakeStep = Callable[..., Callable[[], Any]]
 _POLL_SECONDS = 0.02
 _OUT_OF_MEMORY = re.compile(r"MemoryError|bad_alloc|(out of|not enough|cannot allocate) memory|memory not enough|"
                             r"alloc\w* .{0,80}fail", re.IGNORECASE)
@@ -28,12 +28,13 @@ _OUT_OF_MEMORY = re.compile(r"MemoryError|bad_alloc|(out of|not enough|cannot al
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial."""
+    """How work in a separate process ended."""
 
     peak: Optional[int]  # bytes of memory; if it did not complete, the most that was seen; None if unknown
     ended: str  # "completed", "beyond the limit" (stopped for it), "out of memory", or "failed"
     reason: str  # why it failed, in one line
     seconds: float
+    result: Any = None  # what the work returned
 
 
 def run_trial(make_step: MakeStep, microbatch: int, steps: int, device_target: str, *,
@@ -43,18 +44,18 @@ def run_trial(make_step: MakeStep, microbatch: int, steps: int, device_target: s
     On CPU, the process is stopped once it holds more than `memory_limit` bytes. After `timeout` seconds, the trial
     counts as failed. ValueError if another process cannot import `make_step`.
     """
-    # On other devices, the limit is not one of the memory of the process.
-    watched = memory_limit if device_target == "CPU" else None
-    return _in_a_process(partial(_measure, pickled(make_step), microbatch, steps, device_target), watched, timeout)
+    work = partial(_measure, pickled(make_step), microbatch, steps, device_target)
+    outcome = in_a_process(work, device_target, memory_limit, timeout)
+    return replace(outcome, peak=outcome.result) if outcome.ended == "completed" else outcome
 
 
 def device_memory(device_target: str) -> int:
     """Return the bytes of memory of the first GPU or NPU. ValueError if there is none. (Not run, for lack of one.)"""
-    outcome = _in_a_process(partial(_device_memory, device_target), None, None)
+    outcome = in_a_process(partial(_device_memory, device_target), device_target)
     if outcome.ended != "completed":
         raise ValueError(f"the memory of {device_target} is unknown ({outcome.reason}); give a memory limit, or "
                          "another device")
-    return outcome.peak
+    return outcome.result
 
 
 def pickled(make_step: MakeStep) -> bytes:
@@ -73,8 +74,12 @@ def pickled(make_step: MakeStep) -> bytes:
                          "works, too)") from error
 
 
-def _in_a_process(work: Callable[[], int], memory_limit: Optional[int], timeout: Optional[float]) -> Outcome:
+def in_a_process(work: Callable[[], Any], device_target: str, memory_limit: Optional[int] = None,
+                 timeout: Optional[float] = None) -> Outcome:
+    """Call `work` in a new process, and stop it as `run_trial` does."""
     context = get_context("spawn")
+    if device_target != "CPU":
+        memory_limit = None  # it is not one of the memory of the process
     start = monotonic()
     with TemporaryDirectory() as folder:
         log = Path(folder, "output")
@@ -83,7 +88,7 @@ def _in_a_process(work: Callable[[], int], memory_limit: Optional[int], timeout:
         process.start()
         sender.close()
         try:
-            peak, ended, reason = _watch(process, receiver, memory_limit, timeout)
+            result, peak, ended, reason = _watch(process, receiver, memory_limit, timeout)
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # its children, too; before it has its own group, it has none
@@ -92,29 +97,29 @@ def _in_a_process(work: Callable[[], int], memory_limit: Optional[int], timeout:
             receiver.close()
         if ended == "died":
             ended, reason = _cause_of_death(process.exitcode, log)
-    return Outcome(peak, ended, reason, monotonic() - start)
+    return Outcome(peak, ended, reason, monotonic() - start, result)
 
 
 def _watch(process: BaseProcess, receiver: Connection, memory_limit: Optional[int],
-           timeout: Optional[float]) -> tuple[Optional[int], str, str]:
-    """Return peak, how it ended and why, as soon as that is known."""
+           timeout: Optional[float]) -> tuple[Any, Optional[int], str, str]:
+    """Return result, peak, how it ended and why, as soon as that is known."""
     seen, start = None, monotonic()
     while not receiver.poll(_POLL_SECONDS):
         seen = max(filter(None, (seen, _resident(process.pid))), default=None)
         if memory_limit is not None and (seen or 0) > memory_limit:
-            return seen, "beyond the limit", ""
+            return None, seen, "beyond the limit", ""
         if timeout is not None and monotonic() - start > timeout:
-            return seen, "failed", f"it was not done within {timeout:g} s"
+            return None, seen, "failed", f"it was not done within {timeout:g} s"
         if not process.is_alive() and not receiver.poll(0):
-            return seen, "died", ""
+            return None, seen, "died", ""
     try:
-        peak, error = receiver.recv()
+        result, error = receiver.recv()
     except EOFError:
         process.join()
-        return seen, "died", ""
+        return None, seen, "died", ""
     if error is None:
-        return peak, "completed", ""
-    return seen, "out of memory" if _OUT_OF_MEMORY.search(error) else "failed", error
+        return result, seen, "completed", ""
+    return None, seen, "out of memory" if _OUT_OF_MEMORY.search(error) else "failed", error
 
 
 def _cause_of_death(status: int, log: Path) -> tuple[str, str]:
@@ -135,7 +140,7 @@ def _resident(pid: int) -> Optional[int]:
         return None  # it has just ended
 
 
-def _child(sender: Connection, log: str, work: Callable[[], int]) -> None:
+def _child(sender: Connection, log: str, work: Callable[[], Any]) -> None:
     with suppress(PermissionError):
         os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -152,12 +157,7 @@ def _child(sender: Connection, log: str, work: Callable[[], int]) -> None:
 
 
 def _measure(make_step: bytes, microbatch: int, steps: int, device_target: str) -> int:
-    if ms.get_context("device_target") != device_target:
-        ms.set_device(device_target)
-    step = pickle.loads(make_step)(microbatch)
-    if not callable(step):
-        raise TypeError(f"make_step({microbatch}) returned {type(step).__name__}, expected a function that runs one "
-                        "train step")
+    step = made_step(make_step, microbatch, device_target)
     for _ in range(steps):
         step()
     ms.runtime.synchronize()
@@ -166,6 +166,17 @@ def _measure(make_step: bytes, microbatch: int, steps: int, device_target: str) 
     # Not resource.ru_maxrss, which starts from the value of the process that started this one.
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return 1024 * int(re.search(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)[1])
+
+
+def made_step(make_step: bytes, microbatch: int, device_target: str, **options: Any) -> Callable[[], Any]:
+    """Return what the pickled `make_step` makes for a device. TypeError if that cannot be called."""
+    if ms.get_context("device_target") != device_target:
+        ms.set_device(device_target)
+    step = pickle.loads(make_step)(microbatch, **options)
+    if not callable(step):
+        raise TypeError(f"make_step({microbatch}) returned {type(step).__name__}, expected a function that runs one "
+                        "train step")
+    return step
 
 
 def _device_memory(device_target: str) -> int:

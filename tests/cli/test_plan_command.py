@@ -8,7 +8,9 @@ import pytest
 from conftest import run_python
 
 from ms_accum.batch_size import planning
+from ms_accum.batch_size.planning import Plan
 from ms_accum.batch_size.trial import Outcome
+from ms_accum.batch_size.worth import Worth, rows_of
 from ms_accum.cli import main as cli
 from ms_accum.cli import plan as plan_command
 
@@ -48,7 +50,7 @@ def test_the_command_predicts_what_the_run_then_uses(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")
     plan = json.loads(Path("plan.json").read_text())
-    assert (plan["microbatch"], plan["accumulate_step"]) == (16384, 2), out
+    assert (plan["microbatch"], plan["accumulate_step"], plan["worth"]) == (16384, 2, None), out
     assert [trial["ended"] for trial in plan["trials"]] == ["completed", "beyond the limit"]
     *_, last, json_line, plot_line = out.splitlines()
     assert (json_line, plot_line) == ("wrote plan.json", "wrote plan.png")
@@ -71,6 +73,73 @@ plan_micro_batch(make_step, 2, memory_limit=2**40)
     done = subprocess.run([sys.executable, "unguarded.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert 'a script needs `if __name__ == "__main__":` around what is not to run in each trial' in done.stderr.splitlines()[-1]
+
+
+NOISY = """
+import mindspore as ms, numpy as np
+from mindspore import Parameter, Tensor, nn
+from ms_accum import Accumulator
+
+def make_step(microbatch, accumulate_step=None, noise_scale=None):
+    point, rng = Parameter(Tensor(np.zeros(100), ms.float32), name="point"), np.random.default_rng(0)
+    accumulator = Accumulator(nn.SGD([point], 1e-30), accumulate_step or 1, reduction="mean", noise_scale=noise_scale)
+    gradients = lambda: rng.normal(0.3, 1, (microbatch, 100)).mean(0)
+    return lambda: accumulator((Tensor(gradients(), ms.float32),), microbatch)
+
+def two_names(microbatch, accumulate_step=None):
+    return int
+
+def failing(microbatch, accumulate_step=None, noise_scale=None):
+    return int if accumulate_step is None else 1 / 0
+"""
+
+
+def test_the_command_ends_with_the_window_that_is_worth_it(capsys, monkeypatch):
+    """The noise scale is 1 / 0.3² = 11.1 samples. Control: with the wrong noise scale it would not be 2 x 4 samples."""
+    Path("noisy.py").write_text(NOISY)
+    monkeypatch.setattr(planning, "run_trial", lambda make_step, microbatch, *_, **__: Outcome(
+        2**20, "completed" if microbatch <= 4 else "out of memory", "", 0.1))
+    status = cli.main(["plan", "noisy:make_step", "--total-batch-size", "16", "--memory-limit", "4GiB", "--noise-scale", "200",
+                       "--json", "plan.json", "--plot", "plan.png"])
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    worth = json.loads(Path("plan.json").read_text())["worth"]
+    assert worth["noise_scale"] == pytest.approx(1 / 0.3**2, rel=0.15)
+    assert (worth["accumulate_step"], worth["measured_windows"]) == (2, 200)
+    assert [row["batch"] for row in worth["windows"]] == [4, 8, 16, 32]
+    assert all(row["seconds"] > 0 for row in worth["windows"])
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+    lines = [line for line in out.splitlines() if line.startswith("measurement")]
+    assert len(lines) == 5
+    assert lines[0].startswith("measurement 1: noise scale 1")
+    assert "accumulate_step 2 x microbatch 4 = 8 samples: the largest window whose batch is not beyond" in out
+
+
+def test_the_panel_of_windows_shows_their_cost_and_the_noise_scale():
+    plan, windows = Plan(16, 4, 4, 1, 2**40, ()), {1: 0.003, 2: 0.002, 4: 0.001}
+    for noise, lines in ((8.0, 4), (float("inf"), 1), (float("nan"), 1)):
+        _, panel, steps = plan_command.draw((), plan, Worth(noise, 32, 8, 2, 2, rows_of(plan, noise, windows))).axes
+        assert len([*panel.lines, *steps.lines]) == lines
+        assert [*panel.lines[0].get_xdata()] == [4, 8, 16]
+        assert [*panel.lines[0].get_ydata()] == [3.0, 2.0, 1.0]
+    assert len(plan_command.draw((), plan).axes) == 1
+
+
+def test_windows_that_cannot_be_measured_are_refused_before_a_trial_or_named_after_all(capsys, modelled):
+    Path("noisy2.py").write_text(NOISY)
+    for function, batch, message in (("two_names", "8", "two_names does not take a microbatch alone, or with accumulate_step= and noise_"),
+                                     ("make_step", "1", "the batch is 1 sample, expected at least 2")):
+        assert cli.main(["plan", f"noisy2:{function}", "--total-batch-size", batch, "--noise-scale"]) == 2
+        out, err = capsys.readouterr()
+        assert err.startswith(f"ms-accum plan: error: {message}")
+        assert out == ""
+    assert cli.main(["plan", "noisy2:failing", "--total-batch-size", "8", "--memory-limit", "4GiB", "--json", "p.json",
+                     "--noise-scale"]) == 1
+    out, err = capsys.readouterr()
+    assert "measuring the noise scale failed: ZeroDivisionError" in err
+    assert "batch 8 = accumulate_step 1 x microbatch 8" in out
+    figures = json.loads(Path("p.json").read_text())
+    assert (figures["microbatch"], figures["worth"]) == (8, None)
 
 
 @pytest.fixture
@@ -110,6 +179,7 @@ def test_a_terminal_sees_a_bar(capsys, monkeypatch, modelled):
      "argument --memory-limit: expected a size such as 4GiB, 500MB or a number of bytes, got '4XB'"),
     (["json:loads", "--memory-limit", "0"], "argument --memory-limit: expected a size"),
     (["json:loads", "--timeout", "-1"], "argument --timeout: expected a number of seconds > 0, got '-1'"),
+    (["json:loads", "--noise-scale", "0"], "argument --noise-scale: expected a whole number from 1"),
     (["json:loads", "--total-batch-size", "0"], "argument --total-batch-size: expected a whole number from 1"),
     (["json:loads", "--plot", "x.jpg"], "argument --plot: x.jpg does not end in .png"),
     (["json:loads", "--json", "x.png", "--plot", "x.png"], "arguments --json and --plot name the same file"),
