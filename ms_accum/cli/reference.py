@@ -102,10 +102,11 @@ def settings_named(kind: type[Settings], options: argparse.Namespace, **others: 
     refuse({
         f"compare: needs windows of one length; leave out --accumulate-step {ADAPTIVE}":
             options.compare and options.accumulate_step == ADAPTIVE,
-        "shard: requires --sync microbatch, because a rank keeps whole gradients until they are exchanged":
+        "shard: requires --sync microbatch or node, because a rank keeps whole gradients until they are exchanged":
             options.shard and options.sync == "window",
-        "micro-size: ranks that exchange each microbatch cannot cut it; leave out --sync microbatch, or choose a "
-        "smaller --batch-size": options.micro_size > 1 and options.sync == "microbatch",
+        "ranks-per-node: requires --sync node": options.ranks_per_node and options.sync != "node",
+        f"micro-size: ranks that exchange each microbatch cannot cut it; leave out --sync {options.sync}, or choose a "
+        "smaller --batch-size": options.micro_size > 1 and options.sync != "window",
         "save-every: requires --save FILE.ckpt": options.save_every and not options.save,
         "compare: trains twice and cannot be resumed; leave out --save-every and --resume":
             options.compare and (resume or options.save_every),

@@ -44,7 +44,8 @@ def header(task: Task, device: str) -> str:
     cut = "" if settings.micro_size == 1 else f", each microbatch in {settings.micro_size:,} pieces"
     strategy = "" if settings.strategy == type(settings).strategy else f", strategy {settings.strategy}"
     shards = " in shards" if settings.shard else ""
-    exchange = "" if settings.ranks == 1 else f", gradients exchanged each {settings.sync}{shards}"
+    often = "microbatch in a node and each window between nodes" if settings.sync == "node" else settings.sync
+    exchange = "" if settings.ranks == 1 else f", gradients exchanged each {often}{shards}"
     return "\n".join((
         f"versions   {names}",
         f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, {_API[settings.api]}, "
@@ -94,7 +95,8 @@ def figures(task: Task, epochs: list[Epoch]) -> dict[str, Any]:
     lines = [{score if name == "score" else name: value for name, value in vars(epoch).items()
               if name != "microbatch_losses"} for epoch in epochs]
     chosen = (
-        "batch_size", "accumulate_step", "micro_size", "api", "strategy", "ranks", "sync", "shard", "effective_batch")
+        "batch_size", "accumulate_step", "micro_size", "api", "strategy", "ranks", "sync", "shard", "ranks_per_node",
+        "effective_batch")
     return {
         **{name: lines[-1][name] for name in (score, "loss", "update_step", "noise_scale")},
         **{name: sum(line[name] for line in lines) for name in ("train_seconds", "test_seconds")},

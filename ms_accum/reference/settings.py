@@ -32,9 +32,11 @@ class Settings:
     strategy: str
     micro_size: int = option(1, "number of pieces that each microbatch is cut into inside the compiled function; peak "
                              "activation memory is that of one piece")
-    sync: str = option("window", "with several ranks (see the examples), exchange gradients once per window or at "
-                       "each microbatch", "window", "microbatch")
-    shard: bool = option(False, "with several ranks and --sync microbatch, each keeps a part of the gradients")
+    sync: str = option("window", "with several ranks (see the examples), exchange gradients once per window, at each "
+                       "microbatch, or at each microbatch inside a node and once per window between nodes", "window",
+                       "microbatch", "node")
+    shard: bool = option(False, "with several ranks and --sync microbatch or node, each keeps a part of the gradients")
+    ranks_per_node: Optional[int] = option(None, "with --sync node: ranks in each node (default: those on this host)")
     noise_scale: bool
     gradients: str = "float32"  # or "float64"
     ranks: int = 1  # processes that train together, each on its own microbatches

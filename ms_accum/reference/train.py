@@ -249,7 +249,9 @@ def _saves(epoch: int, fewest: int, every: Optional[int]) -> range:
 
 def make_accumulator(optimizer: nn.Cell, settings: Settings, accumulate_step: AccumulateStep) -> Accumulator:
     """Make the accumulator that the settings describe, with windows of `accumulate_step` unless they are adaptive."""
-    reducer = DataParallel(sync=settings.sync, shard=settings.shard) if settings.ranks > 1 else None
+    reducer = None
+    if settings.ranks > 1:
+        reducer = DataParallel(sync=settings.sync, shard=settings.shard, ranks_per_node=settings.ranks_per_node)
     noise_scale = GradientNoiseScale(decay=1) if settings.noise_scale and not settings.adaptive else None
     length = AdaptiveWindow() if settings.adaptive else accumulate_step
     return Accumulator(optimizer, length, settings.clip_norm, reduction="mean", reducer=reducer,

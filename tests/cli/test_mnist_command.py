@@ -102,7 +102,7 @@ def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
         assert result.pop(seconds) == pytest.approx(sum(epoch[seconds] for epoch in epochs))
     assert result.pop("versions").keys() == {"ms_accum", "mindspore", "numpy", "python"}
     options = {"batch_size": 16, "accumulate_step": 4, "micro_size": 1, "api": "functional", "strategy": "fused",
-               "sync": "window", "shard": False}
+               "sync": "window", "shard": False, "ranks_per_node": None}
     assert result.pop("options") == {
         **options, "data": digits, "epochs": 2, "lr": 0.05, "momentum": 0.5, "optimizer": "sgd", "clip_norm": 5.0, "seed": 7,
         "device_target": "CPU", "mode": "pynative", "compare": False, "json": "run.json", "plot": None, "save": "run.ckpt",

@@ -80,7 +80,7 @@ LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
     "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused", *BUDGET, *PAIR,
                  *(f"trained:{sync}:uneven:SGD:fused" for sync in WITHOUT_NODES), *NODES, *NOISE, *RESUME, *ADAPTIVE,
-                 "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "refusals", "compiled_before:jit",
+                 "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "traffic:nodes", "refusals", "compiled_before:jit",
                  "mnist", "killed"]),
     "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NOISE, *RESUME, *ADAPTIVE, "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
@@ -240,10 +240,12 @@ def traffic(rank, sync):
     network, sent, all_reduce = MLP(seed=0), [], ops.AllReduce.__call__
 
     def counted(self, x):
-        sent.append(x.nbytes)
+        if not self.group.startswith("ms_accum") or len(range(*map(int, self.group.split(".")[1:]))) > 1:  # not a rank with itself
+            sent.append(x.nbytes)
         return all_reduce(self, x)
 
-    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 8, reduction="mean", reducer=DataParallel(sync=sync))
+    reducer = DataParallel(sync="node", ranks_per_node=1) if sync == "nodes" else DataParallel(sync=sync)
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 8, reduction="mean", reducer=reducer)
     step = make_train_step(mean_loss(network), acc)
     seen = [network.first.weight.asnumpy().reshape(-1)[:10].copy()]
     with patch.object(ops.AllReduce, "__call__", counted):
@@ -271,6 +273,7 @@ def refusals(rank):
 
     acc, loss = make(sync="microbatch"), mean_loss(MLP())
     return {"accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
+            "nodes": said_by(make, sync="node", ranks_per_node=3), "hosts": said_by(make, sync="node", ranks_per_node=1 + rank),
             "alike": said_by(make, broadcast=False), "rate": said_by(make, rate=0.1 * (1 + rank)),
             "loss_scaler": said_by(make_train_step, loss, acc, loss_scaler=amp.StaticLossScaler(2 ** (rank + 1))),
             "micro_size": said_by(make_train_step, loss, acc, micro_size=2)}

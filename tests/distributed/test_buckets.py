@@ -12,7 +12,10 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
     assert (window["collectives"], microbatch["collectives"]) == (2, 16)
     assert window["bytes"] == 2 * (window["parameters"] + 12)
     assert window["bytes"] * 8 == microbatch["bytes"]
-    for left in (*left_by("traffic:window"), *left_by("traffic:microbatch")):
+    # Between two nodes: a header, then the gradients.
+    nodes = left_by("traffic:nodes")[0]
+    assert (nodes["collectives"], nodes["bytes"]) == (2 * 2, window["bytes"])
+    for left in (*left_by("traffic:window"), *left_by("traffic:microbatch"), *left_by("traffic:nodes")):
         seen = np.array(left["seen"])
         assert seen.shape == (17, 10)
         assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(16)] == ([False] * 7 + [True]) * 2
@@ -23,5 +26,6 @@ def test_shards_are_a_part_of_the_buffers(left_by, launch):
     whole, ranks = sum(p.nbytes for p in MLP().trainable_params()), LAUNCHES[launch][0]
     for case in cases_of(launch, "trained"):
         # Padding: at most an element in each of three buckets.
-        share, padding = (whole / ranks, 3 * 4) if ":shard:" in case else (whole, 0)
+        parts = {"shard": ranks, "nodes-shard": ranks // 2, "one-node-shard": ranks}.get(case.split(":")[1], 1)
+        share, padding = whole / parts, 3 * 4 if parts > 1 else 0
         assert all(share <= left["buffers"] <= share + padding for left in left_by(case, launch)), case

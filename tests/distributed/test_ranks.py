@@ -28,6 +28,8 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
         assert said["seed"].startswith(DIFFER + "the values of first.weight, the values of first.bias, ")
         assert said["seed"].endswith("give every rank the same seed, or broadcast=True")
         assert said["alike"] == "accepted"
+        assert said["nodes"].startswith("ValueError: 2 ranks make no whole number of nodes of 3; start as many ranks on each host")
+        assert said["hosts"].startswith(DIFFER + "DataParallel; ")
         assert said["micro_size"].startswith(
             "ValueError: got micro_size=2 with an accumulator whose ranks exchange each microbatch")
 
@@ -94,8 +96,10 @@ def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, f
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (["--shard"], "argument --shard: requires --sync microbatch, because a rank keeps whole gradients until"),
+    (["--shard"], "argument --shard: requires --sync microbatch or node, because a rank keeps whole gradients until"),
     (["--sync", "microbatch", "--micro-size", "2"], "argument --micro-size: ranks that exchange each microbatch cannot cut it"),
+    (["--sync", "node", "--micro-size", "2"], "argument --micro-size: ranks that exchange each microbatch cannot cut it; leave out"),
+    (["--ranks-per-node", "2"], "argument --ranks-per-node: requires --sync node"),
 ])
 def test_mnist_refuses_what_ranks_cannot_do(options, message, capsys):
     assert cli.main(["mnist", *options]) == 2

@@ -12,6 +12,7 @@ from rank_cases import (
     LAUNCHES,
     SYNCS,
     TOGETHER,
+    WITHOUT_NODES,
     N,
     article_rows,
     cases_of,
@@ -243,7 +244,7 @@ def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, l
 def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit):
     """No process group: the same script, the same parameters to the bit as without a reducer."""
     monkeypatch.setenv("MS_JIT", jit)
-    expected, *others = together(0, [("SGD", sync, "apply") for sync in (None, *SYNCS)])
+    expected, *others = together(0, [("SGD", sync, "apply") for sync in (None, *WITHOUT_NODES)])
     assert expected["counters"] == [3, 0, 0]
     assert difference(expected["parameters"], values(MLP(seed=0).trainable_params())) > 1e-2
     for left in others:
@@ -252,10 +253,12 @@ def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit):
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), [
-    (ValueError, r"sync is 'epoch', expected one of 'window', 'microbatch'", {"sync": "epoch"}),
+    (ValueError, r"sync is 'epoch', expected one of 'window', 'microbatch', 'node'", {"sync": "epoch"}),
     (TypeError, r"shard is 1 of type int, expected True or False", {"shard": 1}),
     (TypeError, r"broadcast is None of type NoneType, expected True or False", {"broadcast": None}),
-    (ValueError, r"shard=True with sync=\"window\": .* give sync=\"microbatch\"", {"shard": True}),
+    (ValueError, r"shard=True with sync=\"window\": .* give sync=\"microbatch\" or \"node\"", {"shard": True}),
+    (ValueError, r"got ranks_per_node=2 with sync=\"window\", which knows no nodes; give sync=\"node\"", {"ranks_per_node": 2}),
+    (ValueError, r"ranks_per_node is 0, expected an int >= 1; None takes those", {"sync": "node", "ranks_per_node": 0}),
     (ValueError, r"bucket_mib is 0, expected a finite number of mebibytes > 0", {"bucket_mib": 0}),
     (ValueError, r"bucket_mib is nan, expected", {"bucket_mib": float("nan")}),
     (TypeError, r"bucket_mib is '1' of type str, expected", {"bucket_mib": "1"}),
