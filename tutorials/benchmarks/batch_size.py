@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import cos, inf, isfinite, pi
 from pathlib import Path
@@ -39,8 +39,8 @@ from ms_accum.reference.train import make_adam
 
 LONGEST = 16
 CONTESTANTS = ("1", "2", "4", "16", "ramp", "seesaw", "adaptive")
-PEAKS = {"digits": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), "text": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}
-POINTS = 12
+PEAKS = {"digits": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), "text": (5e-4, 1e-3, 2e-3)}
+POINTS = 8
 RECORD = records.HERE / "records" / "batch_size.json"
 FIGURE = records.HERE.parent / "guide" / "batch-size.png"
 
@@ -80,11 +80,11 @@ def digits(quick: bool) -> Problem:
 
 
 def text(quick: bool) -> Problem:
-    """Return the problem of `ms-accum lm`: three epochs of a quarter of Python's help in microbatches of 16 rows."""
+    """Return the problem of `ms-accum lm`: two epochs of a quarter of Python's help in microbatches of 16 rows."""
     excerpt = text_data.load("excerpt", 42)
 
     def make_task(seed: int) -> TextTask:
-        return TextTask(excerpt, TextSettings(seed=seed, epochs=1 if quick else 3, batch_size=128 if quick else 16), "excerpt")
+        return TextTask(excerpt, TextSettings(seed=seed, epochs=1 if quick else 2, batch_size=128 if quick else 16), "excerpt")
 
     def test(loss: Callable, task: TextTask) -> float:
         return evaluate(loss, task.text.validation, task.settings)
@@ -173,9 +173,9 @@ def last_loss(run: dict) -> float:
     return inf if loss is None else loss
 
 
-def compare(problem: Problem, seeds: int, peaks: tuple[float, ...]) -> dict:
-    """Choose a peak for each contestant with the first seed, and train with the other seeds."""
-    found = {}
+def compare(problem: Problem, seeds: int, peaks: tuple[float, ...], found: dict) -> Iterator[str]:
+    """Choose a peak for each contestant with the first seed, and train with the other seeds. Yield after each."""
+    found |= {"rule": problem.rule, "unit": problem.unit, "microbatches": len(problem.microbatches(0)), "contestants": {}}
     for name in CONTESTANTS:
         contestant = Contestant(problem, name)
         sweep = [contestant.run(0, peak) for peak in peaks]
@@ -183,11 +183,10 @@ def compare(problem: Problem, seeds: int, peaks: tuple[float, ...]) -> dict:
             runs = [best, *(contestant.run(seed, best["peak"]) for seed in range(1, seeds))]
             if all(isfinite(last_loss(run)) for run in runs):
                 break
-        found[name] = {"sweep": [[run["peak"], last_loss(run) if isfinite(last_loss(run)) else None] for run in sweep], "runs": runs}
+        found["contestants"][name] = {"sweep": [[run["peak"], last_loss(run) if isfinite(last_loss(run)) else None] for run in sweep], "runs": runs}
         losses = [last_loss(run) for run in runs]
-        say(f"{problem.name}, {name}: peak {best['peak']:g}, {best['curve'][-1][1]} updates, last losses "
-            + ", ".join(f"{loss:.4f}" for loss in losses))
-    return {"rule": problem.rule, "unit": problem.unit, "microbatches": len(contestant.batches), "contestants": found}
+        yield (f"{problem.name}, {name}: peak {best['peak']:g}, {best['curve'][-1][1]} updates, last losses "
+               + ", ".join(f"{loss:.4f}" for loss in losses))
 
 
 def costs(problem: Problem, rounds: int) -> dict[str, float]:
@@ -282,7 +281,9 @@ def main(arguments: list[str]) -> None:
         found = record["problems"].setdefault(name, {})
         if options.train:
             peaks = PEAKS[name][1:2] if options.quick else PEAKS[name]
-            found |= compare(problem, options.seeds, peaks)
+            for line in compare(problem, options.seeds, peaks, found):
+                say(line)
+                records.write(record, options.output)
         if options.time:
             found["costs"] = costs(problem, 1 if options.quick else 7)
         record |= {"quick": options.quick, "command": "python tutorials/benchmarks/batch_size.py --train --time --draw",
