@@ -183,7 +183,8 @@ def compare(problem: Problem, seeds: int, peaks: tuple[float, ...], found: dict)
             runs = [best, *(contestant.run(seed, best["peak"]) for seed in range(1, seeds))]
             if all(isfinite(last_loss(run)) for run in runs):
                 break
-        found["contestants"][name] = {"sweep": [[run["peak"], last_loss(run) if isfinite(last_loss(run)) else None] for run in sweep], "runs": runs}
+        ends = [[run["peak"], run["curve"][-1][2]] for run in sweep]
+        found["contestants"][name] = {"sweep": ends, "runs": runs}
         losses = [last_loss(run) for run in runs]
         yield (f"{problem.name}, {name}: peak {best['peak']:g}, {best['curve'][-1][1]} updates, last losses "
                + ", ".join(f"{loss:.4f}" for loss in losses))
