@@ -108,6 +108,9 @@ class Accumulator:
         mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
         update_step: Updates done: int32 Parameter of shape `()`.
         closed_windows: Windows closed, with an update or dropped: int32 Parameter of shape `()`.
+        window_length: Microbatches that the open window will hold on each rank, unless it is cut short: an int. With
+            `until_weight`, the most that it may hold. Reading it waits for the device.
+        noise_scale: The `GradientNoiseScale` that was given, or that an `AdaptiveWindow` brought; None without one.
         buffer_dtypes: dtype of each parameter's accumulated gradient.
         skipped: Gradients ignored because they were not finite, each of a microbatch ("skip_microbatch") or of a window
             ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
@@ -256,8 +259,7 @@ class Accumulator:
 
     @property
     def window_length(self) -> int:
-        """Microbatches that the open window will hold (on each rank), if it is not cut short. It waits for the device.
-        """
+        """See the class."""
         return self.window.host_length(int(self.update_step))
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:

@@ -87,6 +87,8 @@ def make_grad_cache_step(
     skips = accumulator.reducer.each_microbatch or accumulator.on_nonfinite == "skip_microbatch"
     for given, what, remedy in (
             (accumulator.loss_scaler, "a loss_scaler", "leave it out: representations in float32 need none"),
+            (accumulator.window.adaptive, "an AdaptiveWindow", "give a number: the noise scale needs gradients of "
+             "independent microbatches"),
             (accumulator.noise_scale, "a noise_scale", "leave it out: it needs gradients of independent microbatches"),
             (True if accumulator.losses > 1 else None, "several losses", "give losses=1: loss_fn returns one"),
             (skips or None, 'sync="microbatch" or on_nonfinite="skip_microbatch"',

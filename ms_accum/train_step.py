@@ -44,8 +44,8 @@ def make_train_step(
             `functools.partial`. A batch with names (a dict, or keyword arguments) is matched to its parameters by name.
         accumulator: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
             An optimizer may also be given as `optimizer=`.
-        accumulate_step: Microbatches in a window, with an optimizer: an int, `{update_step: n}`, a callable or
-            `until_weight(budget)`; see `Accumulator`.
+        accumulate_step: Microbatches in a window, with an optimizer: an int, `{update_step: n}`, a callable,
+            `until_weight(budget)` or `AdaptiveWindow()`; see `Accumulator`.
         micro_size: Number of pieces that each microbatch is cut into (the name is that of
             `mindspore.parallel.nn.GradAccumulation`). Peak activation memory is that of one piece. The batch size n is
             the length of axis 0 of the first Tensor that has axes (of named ones, in the order of `forward_fn`'s

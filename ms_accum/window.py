@@ -11,6 +11,7 @@ from mindspore import Tensor, ops
 
 from .arguments import LARGEST_INT32, instance_of, number, whole_number
 from .batch_size.adaptive import AdaptiveLength, AdaptiveWindow
+from .batch_size.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class UntilWeight:
 
 AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight, AdaptiveWindow]
 
+_FEW = 4  # more stages are looked up: a kernel for each would cost more
 _COMPARED = (0, *(2**i for i in range(17)))
 _CHECKED = sorted({*range(1001), *(2**i for i in range(31))})
 _REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, "
@@ -65,6 +67,9 @@ class Window:
         if accumulate_step is until_weight or accumulate_step is AdaptiveWindow:
             raise TypeError(f"accumulate_step is {accumulate_step.__name__} itself, expected what it returns; give "
                             f"{'until_weight(65_536)' if accumulate_step is until_weight else 'AdaptiveWindow()'}, say")
+        if isinstance(accumulate_step, Schedule):
+            raise TypeError("accumulate_step is a whole schedule, expected its lengths; give schedule.accumulate_step, "
+                            "and schedule.learning_rate to the optimizer")
         if isinstance(accumulate_step, UntilWeight):
             self.stages, self.budget = ((0, accumulate_step.at_most),), accumulate_step.budget
         elif isinstance(accumulate_step, AdaptiveWindow):
@@ -97,6 +102,10 @@ class Window:
             return ops.maximum(self.schedule(update_step), ops.ones_like(update_step))
         if self.adaptive is not None:
             return self.adaptive.length + 0
+        if len(self.stages) > _FEW:
+            starts, lengths = zip(*self.stages)
+            begun = (Tensor(starts, ms.int32) <= update_step).astype(ms.int32).sum(-1)
+            return ops.gather(Tensor(lengths, ms.int32), begun - 1, 0)
         length = self.stages[0][1]
         for start, stage_length in self.stages[1:]:
             length = ops.where(update_step >= start, stage_length, length)

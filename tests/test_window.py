@@ -219,8 +219,21 @@ def test_budgets_are_compared_as_the_device_does(budget, driver):
     assert sum(expected) == {0.7: 7, 1.4: 3, 2.1: 2}[budget]
 
 
+@pytest.mark.parametrize("stages", [3, 60])
+def test_many_stages_are_looked_up(stages, mode):
+    """Few are compared one by one, many in a table; both are the last one that has begun."""
+    window = Window({0: 5, **{7 * i: i for i in range(1, stages)}})
+
+    def length(update_step):
+        return ops.ones_like(update_step) * window.length(update_step)
+
+    length = compiled(length, mode)
+    for update in (0, 1, 6, 7, 8, 13, 14, 7 * stages - 8, 7 * stages - 7, 10**6):
+        assert int(length(Tensor(update, ms.int32))) == window.host_length(update) == (min(update // 7, stages - 1) or 5)
+
+
 def test_a_function_in_the_place_of_a_budget_is_refused():
-    with pytest.raises(TypeError, match=r"is the function until_weight, expected what it returns; give until_weight\(65_536\)"):
+    with pytest.raises(TypeError, match=r"is until_weight itself, expected what it returns; give until_weight\(65_536\)"):
         Window(until_weight)
 
 

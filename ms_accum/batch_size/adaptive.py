@@ -23,7 +23,8 @@ class AdaptiveWindow:
         m      = mean weight that the ranks add together with one microbatch each, with the same decay
         wanted = S / (G^2 * target * m)                      # microbatches
 
-        length *= 2   if wanted > 2**0.75 * length           # once 8 windows were measured at this length
+        length *= 2   if wanted > 2**0.75 * length           # once 8 windows were measured at this length, and since
+                                                             # the noise scale's reset()
         length /= 2   if wanted < 2**-0.75 * length
 
     `target` is the ratio of noise to signal in an update's gradient, S / (batch * G^2), where batch counts samples (or
@@ -36,16 +37,19 @@ class AdaptiveWindow:
     has to be undone by a noise scale that is smaller by a factor of 2**0.5 than the one that caused it. With fewer than
     about 10 directions of noise, estimates are so rough that lengths still change back and forth.
 
+    Shuffle the data: here its order changes the training, not only a number that is printed.
+
     A window of one microbatch on one device, not cut into pieces, measures nothing: of 8 such windows in a row, the
-    last one has two microbatches. All ranks compute the same length, and it is part of checkpoints. The accumulator
-    measures with `GradientNoiseScale(decay=0.95)`, or with the `noise_scale` that it was given.
+    last one has two microbatches, unless `maximum` is 1. All ranks compute the same length, and it is part of
+    checkpoints. The accumulator measures with `GradientNoiseScale(decay=0.95)`, or with the `noise_scale` that it was
+    given.
 
     Learning rates are left alone, and schedules count updates, of which longer windows make fewer: a schedule over the
     whole training does not come to its end.
 
     Args:
-        minimum: Microbatches (of each rank) in the first window and in the shortest one, >= 1.
-        maximum: Microbatches in the longest one, >= `minimum`.
+        minimum: Microbatches (of each rank) in the first window and in the shortest one, 1 to 2**30 - 1.
+        maximum: Microbatches in the longest one, `minimum` to 2**30 - 1.
         target: Ratio of noise to signal, > 0. For a larger one, windows are shorter.
 
     Raises:
@@ -74,13 +78,13 @@ class AdaptiveWindow:
         16
     """
 
-    def __init__(self, minimum: int = 1, maximum: int = 64, target: float = 1.0) -> None:
+    def __init__(self, *, minimum: int = 1, maximum: int = 64, target: float = 1.0) -> None:
         self.minimum = whole_number("minimum", minimum, "give the microbatches of the shortest window",
                                     maximum=LARGEST_INT32 // 2)
         self.maximum = whole_number("maximum", maximum, "give the microbatches of the longest window",
                                     maximum=LARGEST_INT32 // 2)
         if self.maximum < self.minimum:
-            raise ValueError(f"maximum is {self.maximum}, expected at least minimum={self.minimum}")
+            raise ValueError(f"maximum is {self.maximum}, expected at least minimum={self.minimum}; give both")
         self.target = number("target", target, lambda ratio: 0 < ratio < inf, "a finite number > 0",
                              "1 makes an update's batch about the noise scale")
 
@@ -118,7 +122,9 @@ class AdaptiveLength:
         noise = totals[0]
         allowed = totals[1] * (self.target * weights[0] / weights[1]) * chosen.astype(ms.float32)
         measured = (as_vector((compared,))[0] > 1).astype(ms.int32)
-        since, idle = self.windows[0] + measured, (self.windows[1] + 1) * (1 - measured)
+        # Totals that hold this window alone are new ones.
+        earlier = (totals[2] > as_vector((compared,))[0] - 1).astype(ms.int32)
+        since, idle = self.windows[0] * earlier + measured, (self.windows[1] + 1) * (1 - measured)
         # With NaN, both are false. Where noise hides the gradient (G^2 < 0), the window gets longer.
         longer = ops.logical_and(noise > _BAND * allowed, chosen * 2 <= self.maximum)
         shorter = ops.logical_and(_BAND * noise < allowed, chosen > self.minimum)

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import NamedTuple, Optional, Union
 
 import numpy as np
+from mindspore import Tensor
 
 from ..arguments import LARGEST_INT32, instance_of, number, whole_number
 from .noise_scale import scale_lr
@@ -36,15 +37,16 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
     microbatches in fewer updates: at best 62 % as many for a cosine decay. It is meant for batches below the critical
     batch size (see `GradientNoiseScale`), which bounds `maximum`; above it, larger batches cannot replace the decay.
 
-    MindSpore's optimizers take the list of rates and index it by their number of updates. An update past its end raises
-    an error, so train on `updates * accumulate_step` microbatches, then flush: the last window may be incomplete. A
-    flush before the end, as after each `train_step.epoch`, may be one more update, which shifts the schedule.
+    The optimizers in `mindspore.nn` take the list of rates and index it by their number of updates (those in `mint` and
+    `experimental` take no lists). An update past its end raises an error on CPU, so train on `updates *
+    accumulate_step` microbatches, then flush: the last window may be incomplete. A flush before the end, as after each
+    `train_step.epoch`, may be one more update, which shifts the schedule.
 
     Args:
         updates: Updates of the plain run, an int >= 1.
         learning_rate: The plain rates: a number is the peak of a cosine decay to 0, `learning_rate *
-            (1 + cos(pi * p / updates)) / 2` for p from 0 to `updates` - 1; a list (or tuple, or array) holds one rate
-            >= 0 for each plain update, with or without a warmup.
+            (1 + cos(pi * p / updates)) / 2` for p from 0 to `updates` - 1; a list (or tuple, array or Tensor) holds one
+            rate >= 0 for each plain update, with or without a warmup. After their peak, rates may not rise again.
         accumulate_step: Microbatches in a window of the plain run, an int >= 1.
         maximum: Microbatches in a window, at most: an int >= `accumulate_step`.
         rule: "sqrt" or "linear", as for `scale_lr`.
@@ -55,7 +57,8 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a number is out of range, the list has not `updates` rates, or `rule` is unknown.
+        ValueError: If a number is out of range, the list has not `updates` rates, rates rise after their peak, or
+            `rule` is unknown.
 
     Example:
         >>> from mindspore import nn
@@ -79,6 +82,10 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
     start, factors = rates.index(peak), []
     factor = 1
     for p, rate in enumerate(rates):
+        if p > start and rate > rates[p - 1] * _ROUNDING:
+            raise ValueError(f"learning_rate[{p}] is {rate:g}, more than the {rates[p - 1]:g} before it, and the peak "
+                             f"was at {start}; expected rates that do not rise again: windows do not get shorter. Give "
+                             "each cycle a schedule of its own")
         while p > start and 2 * factor <= largest and 2 * factor * rate <= peak * _ROUNDING:
             factor *= 2
         factors.append(factor)
@@ -97,8 +104,8 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
 
     Args:
         updates: Updates of the plain run, an int >= 1.
-        learning_rate: The plain rates: a number is the rate of each update, a list (or tuple, or array) holds one rate
-            >= 0 for each of them.
+        learning_rate: The plain rates: a number is the rate of each update, a list (or tuple, array or Tensor) holds
+            one rate >= 0 for each of them.
         accumulate_step: Microbatches in a window of the plain run, and in the first one here: an int >= 1.
         maximum: Microbatches in a window, at most: an int >= `accumulate_step`.
         rule: "sqrt" or "linear", as for `scale_lr`.
@@ -150,10 +157,12 @@ def _updates(updates: int) -> int:
 
 def _plain_rates(learning_rate: object, updates: int, shape: Callable[[int], float]) -> list[float]:
     """Return a list as floats, or a number times `shape(p)` for each plain update p."""
+    if isinstance(learning_rate, (np.ndarray, Tensor)):
+        learning_rate = learning_rate.tolist()
     if isinstance(learning_rate, Real):
         peak = number("learning_rate", learning_rate, lambda rate: 0 < rate < inf, "a finite number > 0")
         return [peak * shape(p) for p in range(updates)]
-    instance_of("learning_rate", learning_rate, (Sequence, np.ndarray), "a number or a list of rates")
+    instance_of("learning_rate", learning_rate, Sequence, "a number or a list of rates")
     if len(learning_rate) != updates:
         raise ValueError(f"learning_rate holds {len(learning_rate)} rates, expected {updates}: one for each update of "
                          "the plain run; give a list of that length, or another number of updates")

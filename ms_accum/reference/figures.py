@@ -4,7 +4,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from math import isfinite
+from math import isfinite, isnan
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -69,8 +69,10 @@ def _score(epoch: Epoch, task: Task) -> str:
 
 
 def critical_batch(task: Task, epochs: list[Epoch]) -> str:
-    """Say what the noise scale of the last epoch means for the batch."""
+    """Say what the last noise scale means for the batch."""
     critical, used = epochs[-1].noise_scale, task.update_size(epochs)
+    if isnan(critical):
+        return "critical batch size unknown: no window held more than one microbatch, so nothing was compared"
     if not isfinite(critical):
         return "critical batch size unknown: noise hides the last epoch's gradient; use more microbatches"
     verdict = "a larger batch saves updates" if critical > used else "a smaller batch learns as much from an update"

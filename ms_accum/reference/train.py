@@ -140,7 +140,7 @@ class Epoch:
     test_seconds: float
     update_step: int  # updates since the start of the run
     microbatch_losses: np.ndarray = field(repr=False)  # mean loss of each microbatch of this rank, float64
-    noise_scale: Optional[float] = None  # over the epoch, in units; None if it is not measured
+    noise_scale: Optional[float] = None  # in units: over the epoch, or recent if adaptive; None if not measured
     window_length: Optional[int] = None  # microbatches in the next window; None if the noise scale does not choose
 
 

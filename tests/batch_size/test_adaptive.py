@@ -63,7 +63,8 @@ def test_lengths_and_updates_are_those_of_the_formula(driver):
     if skips:
         data[40][0, 0] = np.nan
     expected = Expected(minimum, maximum, target, rate, skips)
-    _, acc, step = build(driver, AdaptiveWindow(minimum, maximum, target), rate, micro_size, on_nonfinite=skips or "apply")
+    window = AdaptiveWindow(minimum=minimum, maximum=maximum, target=target)
+    _, acc, step = build(driver, window, rate, micro_size, on_nonfinite=skips or "apply")
     lengths = []
     for i, x in enumerate(data):
         step(Tensor(x))
@@ -102,7 +103,7 @@ def test_the_accumulator_ends_there_too():
     """The same as the first row above, on the device; control: the other target."""
     found = []
     for target in (1.0, 4.0):
-        _, acc, step = build("fused", AdaptiveWindow(1, 64, target), 1e-30)
+        _, acc, step = build("fused", AdaptiveWindow(target=target), 1e-30)
         for x in noisy([4] * 1200, 128):
             step(Tensor(x))
         found.append(acc.window_length)
@@ -125,7 +126,7 @@ def test_the_first_change_comes_when_eight_windows_were_measured():
 def test_resume_across_a_change_is_bit_identical(driver, tmp_path):
     """Saved in the middle of the last window before a change, and of the first one after it."""
     data = noisy([4] * 60, 1e6)
-    window = AdaptiveWindow(2, 32)
+    window = AdaptiveWindow(minimum=2, maximum=32)
 
     def state(acc):
         return [p.asnumpy().tobytes() for p in (*acc.optimizer.parameters, *acc.parameters)]
@@ -149,7 +150,7 @@ def test_resume_across_a_change_is_bit_identical(driver, tmp_path):
             step(Tensor(x))
             assert again.window_length == lengths[saved + 1 + i]
         assert state(again) == state(acc)
-    _, other, _ = build("split", AdaptiveWindow(2, 16), 1e-2, name="resumed")
+    _, other, _ = build("split", AdaptiveWindow(minimum=2, maximum=16), 1e-2, name="resumed")
     with pytest.raises(CheckpointError, match=r"accumulate_step AdaptiveWindow\(minimum=2, maximum=32, target=1\), but this run"):
         load_checkpoint(tmp_path / "14.ckpt", Holder(other), other)
 
@@ -162,9 +163,57 @@ class Holder(nn.Cell):
         self.point = acc.optimizer.parameters[0]
 
 
+def test_after_a_reset_of_the_noise_scale_eight_windows_are_measured_again():
+    """Control: without the reset, the first of them would change the length."""
+    for resets in (True, False):
+        _, acc, step = build("fused", AdaptiveWindow(minimum=2), 1e-30)
+        data, lengths = noisy([4] * 32, 1e6), []
+        for i, x in enumerate(data):
+            if resets and i == 14:
+                acc.noise_scale.reset()
+            step(Tensor(x))
+            lengths.append(acc.window_length)
+        assert lengths.index(4) == (29 if resets else 15)
+
+
+def test_what_several_accumulators_share_and_what_is_closed_by_hand():
+    """One AdaptiveWindow for two accumulators: each has its own length. Windows that are closed early count, dropped ones do not."""
+    window = AdaptiveWindow(minimum=2)
+    (_, one, step), (_, other, _) = (build("split", window, 1e-30) for _ in range(2))
+    data = noisy([4] * 60, 1e6)
+    for x in data[:32]:
+        step(Tensor(x))
+    assert (one.window_length, other.window_length) == (4, 2)
+    expected = Expected(2, 64, 1.0, 0.0)
+    _, acc, step = build("split", window, 1e-30)
+    for i, x in enumerate(data):
+        step(Tensor(x))
+        expected.microbatch(x)
+        if i % 5 == 0:
+            expected.flush()
+            acc.apply() if int(acc.mini_step) and i % 2 else acc.flush()
+        if i % 11 == 7:
+            expected.window, expected.mini_step, expected.of_a_rank = [], 0, 0
+            acc.reset()
+        assert acc.window_length == expected.adaptive.length
+    assert acc.window_length > 2
+
+
+def test_gradients_without_noise_and_without_signal():
+    """All alike: windows get short. All zero: they stay."""
+    for value, length in ((1.0, 1), (0.0, 4)):
+        _, acc, step = build("fused", AdaptiveWindow(maximum=4), 1e-30)
+        for x in noisy([4] * 100, 1e6):
+            step(Tensor(x))
+        assert acc.window_length == 4
+        for _ in range(200):
+            step(Tensor(np.full((4, 100), value, np.float32)))
+        assert int(acc.window.adaptive.chosen) == length
+
+
 def test_the_log_shows_each_length(tmp_path):
     network = Position()
-    cell = TrainOneStepCell(network, nn.SGD([network.point], 1e-30), AdaptiveWindow(2, 8))
+    cell = TrainOneStepCell(network, nn.SGD([network.point], 1e-30), AdaptiveWindow(minimum=2, maximum=8))
     rows = []
     data = GeneratorDataset([(x,) for x in noisy([4] * 61, 1e6)], ["x"], shuffle=False)
     Model(cell).train(1, data, callbacks=[FlushCallback(), WindowLog(rows.append)], dataset_sink_mode=False)
@@ -188,7 +237,7 @@ def test_its_own_measure_is_used_if_one_is_given():
     (TypeError, r"minimum is 1.5 of type float, expected an int >= 1", {"minimum": 1.5}),
     (ValueError, r"minimum is 0, expected an int >= 1", {"minimum": 0}),
     (TypeError, r"maximum is True of type bool, expected an int >= 1", {"maximum": True}),
-    (ValueError, r"maximum is 3, expected at least minimum=4", {"minimum": 4, "maximum": 3}),
+    (ValueError, r"maximum is 3, expected at least minimum=4; give both", {"minimum": 4, "maximum": 3}),
     (ValueError, r"maximum is 4294967296, expected at most", {"maximum": 2**32}),
     (ValueError, r"target is 0, expected a finite number > 0", {"target": 0}),
     (ValueError, r"target is inf, expected a finite number > 0", {"target": float("inf")}),

@@ -52,10 +52,12 @@ def test_a_cosine_doubles_the_window_where_the_formula_says(maximum, updates):
         assert schedule.learning_rate[first] == pytest.approx(sum(at[begins[first]:][:2]) / sqrt(2))
 
 
-def test_warmup_and_a_rate_that_rises_again():
-    """Low rates before the peak do not count, later ones do for good, and the last rate is that of what is left."""
-    assert seesaw(8, [0, 1, 2, 4, 4, 1, 4, 4]) == ({0: 1, 5: 4}, [0, 1, 2, 4, 4, 3 * sqrt(3)])
-    assert seesaw(6, (4, 2, 4, 2, 0, 0), maximum=3, rule="linear") == ({0: 1, 1: 2}, [4, 6, 2, 0])
+def test_warmup():
+    """Low rates before the peak do not count, and the last rate is that of what is left."""
+    assert seesaw(8, [0, 1, 2, 4, 4, 1, 1, 1]) == ({0: 1, 5: 4}, [0, 1, 2, 4, 4, sqrt(3)])
+    assert seesaw(6, (4, 2, 2, 2, 0, 0), maximum=3, rule="linear") == ({0: 1, 1: 2}, [4, 4, 2, 0])
+    assert seesaw(3, Tensor([0.5, 0.5, 0.25])) == seesaw(3, np.array([0.5, 0.5, 0.25])) == seesaw(3, [0.5, 0.5, 0.25])
+    assert seesaw(3, np.array(0.5)) == seesaw(3, 0.5)
     assert seesaw(1, 0.5) == batch_ramp(1, 0.5) == ({0: 1}, [0.5])
 
 
@@ -75,6 +77,9 @@ def test_a_ramp_is_linear_in_the_microbatches():
        build=st.sampled_from([seesaw, batch_ramp, partial(batch_ramp, ramp=7)]))
 def test_microbatches_and_the_sum_of_linear_rates_are_conserved(build, rule, rates, decays, length, more):
     rates = sorted(rates, reverse=True) if decays else rates
+    if build is seesaw:  # any warmup; from the peak on, rates fall
+        peak = rates.index(max(rates))
+        rates = rates[:peak] + sorted(rates[peak:], reverse=True)
     schedule = build(len(rates), rates, accumulate_step=length, maximum=length + more, rule=rule)
     begins, factors = windows(schedule, length)
     assert begins[-1] < len(rates) <= begins[-1] + factors[-1]  # only the last window may be incomplete
@@ -167,6 +172,11 @@ def test_bad_arguments_are_refused():
                 build(*arguments, **options)
     with pytest.raises(ValueError, match=r"ramp is 0, expected an int >= 1; None takes all updates"):
         batch_ramp(9, 0.1, ramp=0)
+    for rates in ([1, 1, 0.5, 1], [0, 1, 0, 0.1]):  # restarts, and a pause
+        with pytest.raises(ValueError, match=r"learning_rate\[3\] is .*, more than the .* before it, .* Give each cycle a schedule"):
+            seesaw(4, rates)
+    with pytest.raises(TypeError, match=r"accumulate_step is a whole schedule, expected its lengths; give schedule\.accumulate_step"):
+        Window(batch_ramp(100_000, 0.1))
     for error, message, arguments in REFUSED_BETAS:
         with pytest.raises(error, match=message):
             scale_adam(*arguments)

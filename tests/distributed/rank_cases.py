@@ -340,7 +340,7 @@ def adaptive(rank, sync):
     """Windows get longer. Saved in the middle of one before a change and of one after it, and resumed by others."""
     def build():
         network = Position("adapted")
-        acc = Accumulator(nn.SGD([network.point], 1e-3), AdaptiveWindow(1, 8), reduction="mean", reducer=SYNCS[sync])
+        acc = Accumulator(nn.SGD([network.point], 1e-3), AdaptiveWindow(maximum=8), reduction="mean", reducer=SYNCS[sync])
         return network, acc, make_train_step(network, acc)
 
     def trained_on(acc, step, data):
