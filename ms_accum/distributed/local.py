@@ -15,7 +15,7 @@ from math import inf
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
-from ..arguments import number, whole_number
+from ..arguments import LARGEST_INT32, number, whole_number
 from ..gradients import Scalar, mapped, scaled
 from ..state import empty_parameter
 from .buckets import MEBIBYTE, Buckets, Layout
@@ -91,9 +91,16 @@ class LocalUpdates:
     outer_momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        whole_number("every", self.every, "give the updates of a rank between two exchanges")
-        number("outer_learning_rate", self.outer_learning_rate, lambda rate: 0 < rate < inf, "a finite number > 0")
-        number("outer_momentum", self.outer_momentum, lambda momentum: 0 <= momentum < 1, "a number >= 0 and < 1")
+        checked = {
+            "every": whole_number("every", self.every, "give the updates of a rank between two exchanges",
+                                  maximum=LARGEST_INT32),
+            "outer_learning_rate": number("outer_learning_rate", self.outer_learning_rate, lambda rate: 0 < rate < inf,
+                                          "a finite number > 0", "give 1 to go all the way"),
+            "outer_momentum": number("outer_momentum", self.outer_momentum, lambda momentum: 0 <= momentum < 1,
+                                     "a number >= 0 and < 1", "give 0 for none"),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def bind(self, layout: Layout) -> LocalSync:
         """Return the reducer of one accumulator. Raises ValueError if ranks are not alike."""
@@ -112,8 +119,8 @@ class LocalSync(OneDevice):
     def __init__(self, settings: LocalUpdates, layout: Layout, ranks: int) -> None:
         super().__init__(layout)
         self.description = repr(settings)
-        self.every, self.outer_momentum = settings.every, float(settings.outer_momentum)
-        self.rate = float(settings.outer_learning_rate)
+        self.every, self.rate, self.outer_momentum = (
+            settings.every, settings.outer_learning_rate, settings.outer_momentum)
         self.trained = ParameterTuple(layout.parameters)
         # float16 would round the differences, and CPU ranks exchange no float64.
         self.dtypes = (ms.float32,) * len(layout.parameters)

@@ -73,7 +73,7 @@ NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
 ADAPTIVE = [f"adaptive:{sync}" for sync in SYNCS]
 RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors"]
 OUTER = ["outer:long:local:SGD", "outer:halved:local:Momentum", "outer:halved:local:Adam:fused", "outer:halved:averaged:SGD:twice",
-         "outer:halved:rounds:SGD:nan:twice", "as_data_parallel:split", "as_data_parallel:fused", "resume:local:ckpt"]
+         "outer:halved:rounds:SGD:nan:twice", "as_data_parallel:split", "as_data_parallel:fused", "resume:local:ckpt", "alone"]
 LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
     "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused", *BUDGET, *PAIR,
@@ -172,6 +172,21 @@ def as_data_parallel(rank, strategy):
     return found
 
 
+def alone(rank):
+    """Until the first exchange, a rank is a process of its own: noise scale, lengths of windows, clipping, parameters."""
+    found = {}
+    for name, reducer in (("local", LocalUpdates(1000)), ("plain", None)):
+        network = Position("alone")
+        acc = Accumulator(nn.SGD([network.point], 1e-3), AdaptiveWindow(1, 8), 0.5, reduction="mean", reducer=reducer)
+        step, lengths = make_train_step(network, acc), []
+        for x in noisy([4] * 40, 2.5 * 4, seed=rank):
+            step(Tensor(x))
+            lengths.append(acc.window_length)
+        found[name] = [lengths, acc.noise_scale.noise, float(acc.grad_norm), values(acc.optimizer.parameters)]
+        acc.flush()
+    return found
+
+
 def losses_of(network):
     """Means over all rows, and over those of two classes."""
     loss_fn = mean_loss(network)
@@ -228,7 +243,7 @@ def together(rank, settings=TOGETHER):
 def by_hand(rank):
     """Gradients that the script computes itself: reduction="sum", the number 0 as a weight, the published experiment."""
     found = {"article": train_article([article_rows()[rank::2]], reducer=DataParallel())}
-    for sync, reducer in SYNCS.items():
+    for sync, reducer in {**SYNCS, "each": LOCAL["each"]}.items():
         network = MLP(seed=0)
         acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), N, reducer=reducer)
         grad_fn = ms.grad(mean_loss(network), None, acc.optimizer.parameters)
@@ -297,7 +312,9 @@ def refusals(rank):
     return {"accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
             "alike": said_by(make, broadcast=False), "rate": said_by(make, rate=0.1 * (1 + rank)),
             "loss_scaler": said_by(make_train_step, loss, acc, loss_scaler=amp.StaticLossScaler(2 ** (rank + 1))),
-            "micro_size": said_by(make_train_step, loss, acc, micro_size=2)}
+            "micro_size": said_by(make_train_step, loss, acc, micro_size=2),
+            "every": said_by(accumulator, MLP(), sync=["local", "rounds"][rank]),
+            "reducer": said_by(accumulator, MLP(), sync=["local", "window"][rank])}
 
 
 def compiled_before(rank):

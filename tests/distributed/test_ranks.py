@@ -28,6 +28,7 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
         assert said["seed"].startswith(DIFFER + "the values of first.weight, the values of first.bias, ")
         assert said["seed"].endswith("give every rank the same seed, or broadcast=True")
         assert said["alike"] == "accepted"
+        assert said["every"] == said["reducer"] == DIFFER + "the reducer; give every rank the same network and arguments"
         assert said["micro_size"].startswith(
             "ValueError: got micro_size=2 with an accumulator whose ranks exchange each microbatch")
 
