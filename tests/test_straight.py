@@ -78,8 +78,7 @@ COMBINATIONS = [options for options in product(
     if not (options[2] and options[3] == "skip_microbatch")]
 # Whole microbatches of two losses; in pieces, and weighed before.
 COMBINATIONS += [(1, of_both, False, "apply", 2, False, 2), (4, of_both, True, "skip_window", 2, True, 2)]
-# What ranks exchange after their updates.
-COMBINATIONS += [(1, None, False, "apply", 2, False, 1, LocalUpdates(2))]
+LOCAL = (1, None, False, "apply", 2, False, 1, LocalUpdates(2))  # what ranks exchange after their updates
 
 
 @pytest.mark.fresh_process("jit")
@@ -89,7 +88,7 @@ def test_the_graphs_of_split_hold_no_control_flow(mode, stride, monkeypatch):
     os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
     with monkeypatch.context() as patch:
         patch.setattr(straight, "needs_branch", lambda: False)
-        for options in COMBINATIONS[::stride]:
+        for options in (*COMBINATIONS[::stride], LOCAL):
             graphs = graphs_of("split", *options)
             assert len(graphs) >= 2
             assert not any(map(control_flow, graphs)), options
