@@ -50,8 +50,9 @@ class LocalUpdates:
     mean here counts each rank once.
 
     The parameters at the last exchange (`anchor`) and the momentum take the memory of two more copies of the
-    parameters; one with `outer_momentum=0`. In an exchange, another one holds the differences. The first anchor is made
-    with the Accumulator: load pretrained weights before. Checkpoints hold both, a file for each rank.
+    parameters; one with `outer_momentum=0`. An exchange holds the differences and their sums beside them. The first
+    anchor is made with the Accumulator: load pretrained weights before. Checkpoints hold both, a file for each rank;
+    every rank has to save after the same number of its updates, or after a flush.
 
     Args:
         every: Updates of a rank between two exchanges. DiLoCo makes 500.
@@ -81,9 +82,9 @@ class LocalUpdates:
         >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=1, reducer=reducer)
         >>> for _ in range(2):  # two updates from 1 to 0, and the outer step, which goes three quarters of that way
         ...     loss = train_step(ms.Tensor(np.ones((4, 2), np.float32)))
-        ...     print(network.weight.asnumpy())
-        [[0.5 0.5]]
-        [[0.25 0.25]]
+        ...     print(float(loss), network.weight.asnumpy())
+        2.0 [[0.5 0.5]]
+        0.5 [[0.25 0.25]]
     """
 
     every: int = 50
@@ -122,7 +123,7 @@ class LocalSync(OneDevice):
         self.every, self.rate, self.outer_momentum = (
             settings.every, settings.outer_learning_rate, settings.outer_momentum)
         self.trained = ParameterTuple(layout.parameters)
-        # float16 would round the differences, and CPU ranks exchange no float64.
+        # As float16, differences would be rounded; float64 does not travel between CPU ranks.
         self.dtypes = (ms.float32,) * len(layout.parameters)
         self.buckets = None
         if ranks > 1:
