@@ -24,6 +24,7 @@ from .checkpoint import CheckpointError as CheckpointError
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
 from .contrastive import make_grad_cache_step as make_grad_cache_step
+from .distributed.local import LocalUpdates as LocalUpdates
 from .distributed.reducers import DataParallel as DataParallel
 from .model import TrainOneStepCell as TrainOneStepCell
 from .runtime import avoid_busy_waiting as avoid_busy_waiting

@@ -23,6 +23,7 @@ from .arguments import (
 from .batch_size.adaptive import SMOOTHING
 from .batch_size.noise_scale import GradientNoiseScale, meters_of
 from .distributed.buckets import Layout
+from .distributed.local import LocalUpdates
 from .distributed.reducers import DataParallel, OneDevice
 from .gradients import (
     FLOATS,
@@ -90,7 +91,8 @@ class Accumulator:
         on_nonfinite: What to do with NaN and infinity. "apply": apply them like other values. "skip_microbatch": ignore
             the microbatch; the window stays open for another one (`optax.skip_not_finite`). "skip_window": drop the
             window when it closes, without an update. A gradient is finite if the sum of its elements is.
-        reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
+        reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one; or a
+            `LocalUpdates`, with which each updates alone and all exchange parameters now and then. None: one device.
         after_update: A function without arguments that is called after each update, never for a microbatch or a window
             that is skipped; for a moving average of the weights, say. In graph mode it is part of the graph: it has to
             change Parameters, and what it does in Python alone (appending to a list, say) never runs. The Parameters of
@@ -161,7 +163,7 @@ class Accumulator:
         reduction: str = "sum",
         buffer_dtype: Optional[ms.Type] = None,
         on_nonfinite: str = "apply",
-        reducer: Optional[DataParallel] = None,
+        reducer: Union[DataParallel, LocalUpdates, None] = None,
         after_update: Optional[Callable] = None,
         noise_scale: Optional[GradientNoiseScale] = None,
         losses: int = 1,
@@ -192,7 +194,8 @@ class Accumulator:
         layout = Layout(parameters, self.buffer_dtypes, on_nonfinite == "skip_microbatch", alike, self.losses)
         self.reducer = OneDevice(layout)
         if reducer is not None:
-            instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
+            instance_of("reducer", reducer, (DataParallel, LocalUpdates), "a DataParallel, a LocalUpdates, or None",
+                        "give e.g. DataParallel()")
             self.reducer = reducer.bind(layout)
         self._prefix = prefix = f"accumulator{next(_instances)}"
         name_state(optimizer, prefix)
@@ -218,7 +221,8 @@ class Accumulator:
         self._count = HostCount(prefix, self.window, self._budget, self.mini_step, self.update_step, self.weight_sum)
         self._in_pieces = False  # whether a driver adds microbatches in pieces, which it notes in `_unfinished`
         self._known = False  # whether windows are weighed before they are trained: the losses share one set of buffers
-        self._state = [*self._counters, *_state_of(after_update, optimizer, parameters),
+        self._state = [*self._counters, *self.reducer.new_state(prefix),
+                       *_state_of(after_update, optimizer, parameters),
                        *(parameter for meter in self._meters for parameter in meter.parameters),
                        *(parameter for adaptive in self._adaptive for parameter in adaptive.parameters)]
         for adaptive in self._adaptive:
@@ -315,6 +319,10 @@ class Accumulator:
         self._apply(1.0)
 
     def _apply(self, asked: float) -> Scalar:
+        """Close the window, and do what is left after it. Return how many ranks still have data or close a window."""
+        return self.reducer.conclude(self._close(asked), self.update_step)
+
+    def _close(self, asked: float) -> Scalar:
         """Close the window of all ranks if one of them asks for it (1.0) or has microbatches. Return how many ask."""
         gradients, unit, header = self._reduced(asked)
         microbatches, asking = header[self.losses:self.losses + 2]
@@ -326,7 +334,7 @@ class Accumulator:
         self.reset()
         return asking
 
-    # The steps of `_apply`, which `straight` calls one by one, from graphs without branches.
+    # The steps of `_close`, which `straight` calls one by one, from graphs without branches.
 
     def _reduced(self, asked: float) -> tuple[Gradients, Scalar, Header]:
         """Return the window's gradients of all ranks, the unit of weights that they count in, and sums over all ranks:
@@ -360,7 +368,7 @@ class Accumulator:
         for meter in self._meters:
             meter.conclude(header[3:], weight, norm)
             for adaptive in self._adaptive:
-                parties = self.reducer.ranks // self.reducer.summed  # that count microbatches of their own
+                parties = self.reducer.contributors // self.reducer.summed  # that count microbatches of their own
                 adaptive.follow(meter.totals + 0.0, meter.decay, header[4], weight, header[1] / parties)
         # clip
         factor = self._clipped(factor, norm)
@@ -380,7 +388,7 @@ class Accumulator:
 
     def _normaliser(self, unit: Scalar, weight: Scalar) -> Scalar:
         if self.reduction == "sum":
-            return 1.0 / self.reducer.ranks
+            return 1.0 / self.reducer.contributors
         return _share(unit, weight) if self.losses == 1 else 1.0
 
     def _norm(self, gradients: Gradients, factor: Scalar) -> Scalar:
@@ -413,7 +421,7 @@ class Accumulator:
                     (self.optimizer.parameters,) * self.losses, nothing, nothing, 0.0)
                 ops.assign_add(self.mini_step, taken * (others > 0))
                 self.close_if(ops.logical_or(self._due(), ops.logical_and(others == 0, self.mini_step > 0)))
-        if self.reducer.windows_apart or self.reducer.ranks == 1:
+        if self.reducer.windows_apart:
             others = 1.0
             while others > 0:
                 # Ranks that weigh a window before they train on it do so together.
@@ -484,13 +492,13 @@ class Accumulator:
         return ops.depend(taken, present)
 
     def _apply_alone(self, grads: tuple[Gradients, ...], weights: tuple[Scalar, ...]) -> None:
-        """Do what `_add_piece` and `apply` do for a window of this microbatch alone, without writing to the buffers.
+        """Do what `_add_piece` and `_close` do for a window of this microbatch alone, without writing to the buffers.
 
         Only for an empty window, without meters, and if neither microbatches nor windows can be skipped.
         """
         if self.losses == 1 and not isinstance(weights[0], Tensor) and weights[0] == 0:
             self._add_piece(grads, weights, weights)
-            self.apply()
+            self._close(1.0)
         else:
             gradients, units, header = self._weighed(grads, weights, weights, 1.0)
             weights = header[:self.losses]

@@ -243,7 +243,7 @@ def _settings(accumulator: Accumulator) -> dict[str, Union[str, int]]:
     return {
         **accumulator._settings(),
         "ranks": accumulator.reducer.ranks,
-        "reducer": type(accumulator.reducer).__name__,
+        "reducer": accumulator.reducer.describe(),
         # A shard holds parts of parameters by their order alone.
         "parameters": sha256(order).hexdigest()[:16] if accumulator.reducer.sharded else "by name",
     }

@@ -27,6 +27,7 @@ class HostCount:
         microbatches: Microbatches in the open window.
         length: How many it holds when it is full.
         closing: Whether a train step is about to fill the window and to close it.
+        updates: Updates done.
         returned: Whether the last call of a train step came to its end. False at first: a checkpoint may hold anything.
         ahead: Whether the open window was weighed as a whole, and not all of it was trained yet.
         apart: Whether gradients of several losses are kept apart; None before the first one was added.
@@ -41,7 +42,7 @@ class HostCount:
         update_step: Parameter,
         weight_sum: Parameter,
     ) -> None:
-        self.microbatches = self.length = self._updates = 0
+        self.microbatches = self.length = self.updates = 0
         self._window, self._budget = window, budget
         self._mini_step, self._update_step, self._weight_sum = mini_step, update_step, weight_sum
         self.closing = self.returned = self.ahead = self._known = False
@@ -77,9 +78,9 @@ class HostCount:
         counters = self._on_device()
         if refuse and self._refusal is not None and counters == self._refusal[0]:
             raise RuntimeError(self._refusal[1])
-        self.microbatches, self._updates = counters
+        self.microbatches, self.updates = counters
         self._refusal = None
-        self.length = self._window.host_length(self._updates)
+        self.length = self._window.host_length(self.updates)
         self._known = True
         self.closing = self.closing and self.full
 
@@ -87,11 +88,11 @@ class HostCount:
         """Take over the device's count if it may be lower (of skipped microbatches). RuntimeError if it differs."""
         microbatches, updates = self._on_device()
         fewer = fewer_allowed and microbatches < self.microbatches
-        if updates != self._updates or (microbatches != self.microbatches and not fewer):
+        if updates != self.updates or (microbatches != self.microbatches and not fewer):
             self.forget()
             self._refusal = (microbatches, updates), (
                 f"the open window holds {microbatches} microbatches after {updates} updates, expected "
-                f"{self.microbatches} after {self._updates}; it was not applied. Either a function that you compiled "
+                f"{self.microbatches} after {self.updates}; it was not applied. Either a function that you compiled "
                 "calls the accumulator, or a counter was assigned, or MindSpore reported the error of an earlier call "
                 "late. Call accumulator.reset(), which drops the window, or flush(), which applies it. If your "
                 'compiled function has to call the accumulator, build the train step with strategy="fused"')
@@ -103,9 +104,9 @@ class HostCount:
         """Note that the window was closed, with an update or without one."""
         self.closing = self.ahead = False
         self.microbatches = 0
-        self._updates += updated
+        self.updates += updated
         if self._window.adaptive is None:
-            self.length = self._window.host_length(self._updates)
+            self.length = self._window.host_length(self.updates)
         else:
             self.forget()  # the device has just chosen; to ask it now would wait for the update
 

@@ -75,6 +75,7 @@ class SplitStep(CompiledStep):
         self._judge = straight(_judge(accumulator), accumulator)
         self._apply, self._drop = (straight(_closing(accumulator, finite), accumulator) for finite in (True, False))
         self._announce = compiled(_announcing(accumulator))
+        self._exchange = straight(_exchanging(accumulator), accumulator)
 
     def _discard(self, key: tuple) -> None:
         super()._discard(key)
@@ -160,8 +161,7 @@ class SplitStep(CompiledStep):
             return self._run_known(graph, batch)
         if count.length == 1 and count.microbatches == 0 and graph.alone is not None:
             count.compare(fewer_allowed=False)
-            result = graph.alone(*batch)
-            count.close(updated=True)
+            result = self._update(graph.alone, *batch)
             self.updated = self._updated
             return result
         count.closing = count.may_close
@@ -174,7 +174,7 @@ class SplitStep(CompiledStep):
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
         self._count.forget()
-        if self.accumulator.reducer.ranks > 1:
+        if not self.accumulator.reducer.flushes_alone:
             return super().flush()
         self.accumulator._require_whole()
         self._count.settle(refuse=False)
@@ -199,8 +199,21 @@ class SplitStep(CompiledStep):
         if self.accumulator._window_guard.judges:
             finite, *reduced = self._judge()
             finite = bool(finite)
-        (self._apply if finite else self._drop)(*reduced)
-        self._count.close(finite)
+        if finite:
+            self._update(self._apply, *reduced)
+        else:
+            self._drop(*reduced)
+            self._count.close(updated=False)
+
+    def _update(self, graph: Callable, *arguments: Any) -> Any:
+        """Run a graph that updates, and the exchange between ranks that is due after it. Return what it returned."""
+        # Asked before: afterwards, the answer would wait for the update.
+        due = self.accumulator.reducer.due(self._count.updates + 1)
+        result = graph(*arguments)
+        self._count.close(updated=True)
+        if due:
+            self._exchange()
+        return result
 
 
 def straight(function: Callable, accumulator: Accumulator) -> Callable:
@@ -401,6 +414,15 @@ def _judge(accumulator: Accumulator) -> Callable:
         return (finite, as_vector(header), *gradients) if accumulator.reducer.exchanges_windows else (finite,)
 
     return judge
+
+
+def _exchanging(accumulator: Accumulator) -> Callable:
+    """Return `() -> the updates done`: what ranks exchange after some of them."""
+    def exchange() -> Tensor:
+        accumulator.reducer.exchange(1.0, accumulator.update_step)
+        return accumulator.update_step + 0  # a graph has to return something
+
+    return exchange
 
 
 def _closing(accumulator: Accumulator, finite: bool) -> Callable:

@@ -126,6 +126,38 @@ class Accumulation:
         self.update_step += 1
 
 
+class LocalUpdates:
+    """Ranks that train by themselves, each an `Accumulation` with windows of one batch, and their outer steps (DiLoCo)."""
+
+    def __init__(self, ranks, every, rate, momentum):
+        self.ranks, self.every, self.rate, self.momentum = ranks, every, rate, momentum
+        self.parameters = [p.copy() for p in ranks[0].parameters]
+        self.velocity = [np.zeros_like(p) for p in self.parameters]
+
+    def epoch(self, batches):
+        """`batches`: those of each rank. A rank takes part in a round until it has made `every` updates or has no data."""
+        left = [list(batches_of_rank) for batches_of_rank in batches]
+        while any(left):
+            moved = []
+            for rank, mine in zip(self.ranks, left):
+                before = rank.update_step
+                while mine and rank.update_step < before + self.every:
+                    rank(loss_and_gradients(rank.parameters, *mine.pop(0))[1])
+                if rank.update_step > before:
+                    moved.append(rank)
+            if moved:
+                self.parameters = self.step(moved)
+            for rank in self.ranks:
+                rank.parameters = [p.copy() for p in self.parameters]
+
+    def step(self, moved):
+        differences = [np.mean([p - q for q in each], axis=0)
+                       for p, *each in zip(self.parameters, *[rank.parameters for rank in moved])]
+        self.velocity = [self.momentum * v + d for v, d in zip(self.velocity, differences)]
+        return [p - self.rate * (d + self.momentum * v)
+                for p, d, v in zip(self.parameters, differences, self.velocity)]
+
+
 def noise_and_signal(windows, decay=1.0):
     """S and |G|² of the gradient noise scale from windows of (gradient, weight), straight from the definitions: the weighted variance
     of the gradients about their mean, and what of that mean's squared norm is not noise."""

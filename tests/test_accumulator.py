@@ -522,7 +522,7 @@ BAD_ARGUMENTS = [  # the numbers are checked in test_arguments.py and test_windo
     (ValueError, r"on_nonfinite is 'skip', expected one of 'apply', 'skip_microbatch', 'skip_window'", {"on_nonfinite": "skip"}),
     (ValueError, r"buffer_dtype is Int32, expected a float dtype", {"buffer_dtype": ms.int32}),
     (ValueError, r"buffer_dtype is float32, expected a float dtype", {"buffer_dtype": "float32"}),
-    (TypeError, r"reducer is of type str, expected a DataParallel, or None", {"reducer": "mean"}),
+    (TypeError, r"reducer is of type str, expected a DataParallel, a LocalUpdates, or None", {"reducer": "mean"}),
     *[(TypeError, NO_OPTIMIZER, {"optimizer": junk}) for junk in (None, "sgd", nn.Dense(2, 2), lambda grads: None, parameters())],
     (ValueError, r"optimizer holds no parameters, expected at least one", {"optimizer": Plain()}),
     (ValueError, r"odd has shape \(0, 3\), expected at least one element", with_odd(parameter(np.zeros((0, 3))))),

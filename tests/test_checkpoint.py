@@ -17,7 +17,7 @@ from checkpointing import build, load_number, state, train
 from conftest import MLP, values
 from mindspore import Tensor, nn
 
-from ms_accum import Accumulator, CheckpointError, DataParallel, load_checkpoint, save_checkpoint
+from ms_accum import Accumulator, CheckpointError, DataParallel, LocalUpdates, load_checkpoint, save_checkpoint
 from ms_accum import checkpoint as checkpoint_module
 
 SUFFIXES = [".ckpt", ".safetensors"]
@@ -51,6 +51,7 @@ CASES = {
     "skip_window": {"on_nonfinite": "skip_window", "optimizer": "Adam"},
     "schedule": {"accumulate_step": {0: 2, 2: 3}},
     "one rank": {"reducer": DataParallel()},
+    "local updates": {"reducer": LocalUpdates(2)},
 }
 COMPILED = [("split, skip_microbatch, float16", ".safetensors")]  # and fused in a fresh process
 

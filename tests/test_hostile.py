@@ -22,7 +22,7 @@ from mindspore import Parameter, Tensor, nn
 from mnist_files import embedded_set, write
 from pair import METHODS, OPTIMIZERS, SHAPES, Pair, gradients_of, tensors_of
 
-from ms_accum import Accumulator, DataParallel, make_train_step
+from ms_accum import Accumulator, DataParallel, LocalUpdates, make_train_step
 from ms_accum.cli import main as cli
 from ms_accum.mnist import fetch
 from ms_accum.reference import train
@@ -69,6 +69,9 @@ ACCEPTED = {
     (make_train_step, "loss_scaler"): {"None"},
     (make_train_step, "strategy"): set(),
     (make_train_step, "has_aux"): {"True"},
+    (LocalUpdates, "every"): WHOLE,
+    (LocalUpdates, "outer_learning_rate"): {"2", "2.5", "1e-300", "2**31", "2**40", "1/3", "np.float32"},
+    (LocalUpdates, "outer_momentum"): {"0", "1e-300", "1/3"},
     (DataParallel, "sync"): set(),
     (DataParallel, "shard"): set(),
     (DataParallel, "broadcast"): {"True"},
@@ -83,6 +86,7 @@ def refusal(function, **changed):
         Accumulator: lambda: {"optimizer": nn.SGD(weights, 0.1), "accumulate_step": 2},
         make_train_step: lambda: {"forward_fn": LOSS, "accumulator": Accumulator(nn.SGD(weights, 0.1), 2, reduction="mean")},
         DataParallel: dict,
+        LocalUpdates: dict,
     }[function]()
     try:
         function(**{**fitting, **changed})

@@ -11,6 +11,8 @@ from mindspore.communication import GlobalComm
 
 from ..gradients import Gradients, Header, as_vector
 
+MEBIBYTE = 2**20
+
 
 @dataclass(frozen=True)
 class Layout:

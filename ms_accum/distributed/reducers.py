@@ -25,11 +25,10 @@ from mindspore.communication import create_group, get_local_rank_size, get_rank
 from ..arguments import boolean, number, one_of, whole_number
 from ..gradients import Gradients, Header, Scalar, as_vector, mapped, scaled
 from ..state import empty_parameter
-from .buckets import Buckets, Layout
+from .buckets import MEBIBYTE, Buckets, Layout
 from .ranks import broadcast_parameters, require_alike, world_size
 
 _SYNC = ("window", "microbatch", "node")
-_MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -113,17 +112,8 @@ class DataParallel:
         if ms.float64 in layout.dtypes and ms.get_context("device_target") == "CPU":
             raise ValueError("DataParallel with buffers of float64: MindSpore's CPU backend exchanges none; give "
                              "buffer_dtype=ms.float32")
-        settings = {**layout.settings, "DataParallel": repr(self)}
-        described = repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype))
-                          for p, dtype in zip(layout.parameters, layout.dtypes)])
-        facts = {"parameters (names, shapes, dtypes)": described, **settings}
-        require_alike(facts, "give every rank the same network and arguments")
-        if self.broadcast:
-            broadcast_parameters(layout.parameters)
-        else:
-            require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in layout.parameters},
-                          "give every rank the same seed, or broadcast=True")
-        size = int(self.bucket_mib * _MEBIBYTE)
+        make_alike(layout, repr(self), self.broadcast)
+        size = int(self.bucket_mib * MEBIBYTE)
         if self.sync == "node":
             return self._nodes(layout, size, ranks)
         kind = ShardedSync if self.shard else MicrobatchSync if self.sync == "microbatch" else WindowSync
@@ -154,12 +144,26 @@ def _group(ranks: range) -> str:
 _groups: set[str] = set()
 
 
+def make_alike(layout: Layout, reducer: str, broadcast: bool = True) -> None:
+    """Give every rank rank 0's parameters, or compare them. ValueError if what ranks are built of is not the same."""
+    described = repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype))
+                      for p, dtype in zip(layout.parameters, layout.dtypes)])
+    facts = {"parameters (names, shapes, dtypes)": described, **layout.settings, "the reducer": reducer}
+    require_alike(facts, "give every rank the same network and arguments")
+    if broadcast:
+        broadcast_parameters(layout.parameters)
+    else:
+        require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in layout.parameters},
+                      "give every rank the same seed, or broadcast=True")
+
+
 @ms.jit_class
 class OneDevice:
     """The reducer of a single device, without communication, and the base of all others.
 
     Attributes:
         rank, ranks: Which rank this is, of how many.
+        contributors: Of how many ranks an update holds the microbatches.
         each_microbatch: Whether ranks exchange something at each microbatch.
         sums_microbatches: Whether that is the gradients. Buffers then count in the user's unit, the only one that ranks
             share.
@@ -167,15 +171,17 @@ class OneDevice:
         windows_apart: Whether ranks may close their windows after different numbers of microbatches.
         exchanges_windows: Whether ranks exchange something when a window closes.
         sharded: Whether a rank keeps a part of the buffers.
+        flushes_alone: Whether a flush has nothing to do but to apply the open window.
     """
 
     sums_microbatches = False
-    windows_apart = False
+    windows_apart = True
     exchanges_windows = False
     sharded = False
+    flushes_alone = True
 
     def __init__(self, layout: Layout) -> None:
-        self.rank, self.ranks, self.summed = 0, 1, 1
+        self.rank, self.ranks, self.contributors, self.summed = 0, 1, 1, 1
         self.each_microbatch = False
         self.layout = layout
 
@@ -203,15 +209,41 @@ class OneDevice:
         """
         return buffers, unit, header
 
+    def describe(self) -> str:
+        """Return what has to be the same in the run that resumes."""
+        return type(self).__name__
+
+    def new_state(self, prefix: str) -> list[Parameter]:
+        """Create the reducer's own state."""
+        return []
+
+    def conclude(self, asking: Scalar, updates: Tensor) -> Scalar:
+        """Do what is left after a window. Return how many ranks still have data or close a window.
+
+        Args:
+            asking: How many ranks asked for an update; 0 only in a flush.
+            updates: `update_step`.
+        """
+        return asking
+
+    def due(self, updates: int) -> bool:
+        """Return whether the host has to call `exchange` after the update with this number."""
+        return False
+
+    def exchange(self, present: float, updates: Tensor) -> Scalar:
+        """Exchange what updates changed. Return the sum of `present`, 1 for a rank that has data, else 0."""
+        return present
+
 
 @ms.jit_class
 class WindowSync(OneDevice):
     """One exchange for each window, and one of flags for each microbatch if ranks have to agree about it."""
 
     exchanges_windows = True
+    flushes_alone = False
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
-        self.rank, self.ranks, self.summed = buckets.rank, ranks, 1
+        self.rank, self.ranks, self.contributors, self.summed = buckets.rank, ranks, ranks, 1
         self.each_microbatch = layout.flags
         self.windows_apart = not layout.flags
         self.losses = layout.losses
@@ -240,9 +272,11 @@ class MicrobatchSync(OneDevice):
     """One exchange for each microbatch; what the buffers then hold is summed already."""
 
     sums_microbatches = True
+    windows_apart = False
+    flushes_alone = False
 
     def __init__(self, layout: Layout, buckets: Buckets, ranks: int) -> None:
-        self.rank, self.ranks, self.summed = get_rank(), ranks, buckets.ranks
+        self.rank, self.ranks, self.contributors, self.summed = get_rank(), ranks, ranks, buckets.ranks
         self.each_microbatch = True
         self.layout = layout
         self.buckets = buckets

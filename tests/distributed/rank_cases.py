@@ -25,6 +25,7 @@ from ms_accum import (
     AdaptiveWindow,
     DataParallel,
     GradientNoiseScale,
+    LocalUpdates,
     avoid_busy_waiting,
     load_checkpoint,
     make_train_step,
@@ -58,7 +59,12 @@ SIZES = {  # samples in the microbatches of rank r; those of one size are compil
     "equal": lambda r: [4] * 5,
     "unequal": lambda r: [3 + r, 4, 5 - r % 2, 2, 1 + r],
     "uneven": lambda r: [3 + r, 4, 2, 5, 3][:5 - 2 * (r % 2)],  # ranks 1 and 3 run out of data two microbatches early
+    "long": lambda r: [3 + r, 4, 2, 5, 3] * 2 + [4],
+    "halved": lambda r: ([3 + r, 4, 2, 5, 3] * 2 + [4])[:11 - 5 * (r % 2)],  # three windows less on ranks 1 and 3
+    "alike": lambda r: [4] * (6 - 2 * (r % 2)),  # one window less, all of the same weight
 }
+LOCAL = {"local": LocalUpdates(2, 0.7, 0.9), "averaged": LocalUpdates(2, 1, 0), "each": LocalUpdates(1, 1, 0),
+         "rounds": LocalUpdates(3, 0.7, 0.9)}
 # The accumulators of `together`: optimizer, reducer, on_nonfinite.
 TOGETHER = [("Momentum", "window", "apply"), ("SGD", "microbatch", "apply"), ("Adam", "shard", "apply"),
             ("SGD", "window", "skip_microbatch")]
@@ -76,17 +82,20 @@ NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
          for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
 ADAPTIVE = [f"adaptive:{sync}" for sync in (*WITHOUT_NODES, "nodes-shard")]
 RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors", "resume:nodes-shard:ckpt"]
+OUTER = ["outer:long:local:SGD", "outer:halved:local:Momentum", "outer:halved:local:Adam:fused", "outer:halved:averaged:SGD:twice",
+         "outer:halved:rounds:SGD:nan:twice", "as_data_parallel:split", "as_data_parallel:fused", "resume:local:ckpt", "alone"]
 LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
     "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused", *BUDGET, *PAIR,
-                 *(f"trained:{sync}:uneven:SGD:fused" for sync in WITHOUT_NODES), *NODES, *NOISE, *RESUME, *ADAPTIVE,
+                 *(f"trained:{sync}:uneven:SGD:fused" for sync in WITHOUT_NODES), *NODES, *NOISE, *RESUME, *ADAPTIVE, *OUTER,
                  "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "traffic:nodes", "refusals", "compiled_before:jit",
                  "mnist", "killed"]),
-    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NOISE, *RESUME, *ADAPTIVE, "mnist"]),
+    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NOISE, *RESUME, *ADAPTIVE, *OUTER,
+                                                           "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
                      "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in WITHOUT_NODES),
                      *(f"{case}:jit" for case in NODES)]),
-    "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], *ADAPTIVE, *NODES, *(f"{case}:jit" for case in NODES[:2]),
+    "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], *ADAPTIVE, *OUTER, *NODES, *(f"{case}:jit" for case in NODES[:2]),
                  "trained:window:uneven:Adam",
                  "trained:window:uneven:SGD:nan:skip_microbatch", *(f"trained:{sync}:uneven:Adam:jit" for sync in WITHOUT_NODES)]),
 }
@@ -115,7 +124,7 @@ def weight_of(rank, i):
 
 def accumulator(network, optimizer="SGD", sync="window", clip_norm=0.5, accumulate_step=N, **settings):
     optimizer = {**OPTIMIZERS, **STILL}[optimizer](network.trainable_params())
-    return Accumulator(optimizer, accumulate_step, clip_norm, reduction="mean", reducer=SYNCS.get(sync), **settings)
+    return Accumulator(optimizer, accumulate_step, clip_norm, reduction="mean", reducer={**SYNCS, **LOCAL}.get(sync), **settings)
 
 
 def train(step, batches):
@@ -146,6 +155,48 @@ def trained(rank, sync, sizes, optimizer, *features):
     train(make_train_step(mean_loss(network), acc, strategy=strategy, loss_scaler=scaler), batches)
     return {**state(acc), "scale": scaler and float(scaler.scale_value),
             "noise": noise_scale and [noise_scale.noise, noise_scale.gradient_squared]}
+
+
+def outer(rank, sizes, reducer, optimizer, *features):
+    """Local updates, each rank from weights of its own. A NaN makes rank 1 drop its first window."""
+    network, batches = MLP(seed=rank), microbatches(sizes, rank)
+    acc = accumulator(network, optimizer, reducer, on_nonfinite="skip_window" if "nan" in features else "apply")
+    step, spread = make_train_step(mean_loss(network), acc, strategy="fused" if "fused" in features else "split"), []
+    for epoch in range(1 + ("twice" in features)):
+        if rank == 1 and "nan" in features:
+            batches[0][0][0, 0] = np.nan if epoch == 0 else 0
+        for i, (x, y) in enumerate(batches):
+            step(*tensors(x, y))
+            spread += [network.first.bias.asnumpy().copy()] if (epoch, i) == (0, 1) else []  # after the first update
+        step.flush()
+        step.flush()  # does nothing
+    return {**state(acc), "spread": spread}
+
+
+def as_data_parallel(rank, strategy):
+    """The parameters of DataParallel, and of local updates that are averaged after each one, or after two."""
+    found = {}
+    for reducer in ("window", "each", "averaged"):
+        network = MLP(seed=0)
+        acc = accumulator(network, "SGD", reducer, clip_norm=None)
+        train(make_train_step(mean_loss(network), acc, strategy=strategy), microbatches("alike", rank))
+        found[reducer] = values(acc.optimizer.parameters)
+    return found
+
+
+def alone(rank):
+    """Until the first exchange, a rank is a process of its own: noise scale, lengths of windows, clipping, parameters."""
+    found = {}
+    for name, reducer in (("local", LocalUpdates(1000)), ("plain", None)):
+        network = Position("alone")
+        acc = Accumulator(nn.SGD([network.point], 1e-3), AdaptiveWindow(2, 8), 0.5, reduction="mean", reducer=reducer)
+        step, lengths = make_train_step(network, acc), []
+        for x in noisy([4] * 40, 10 * 4, seed=rank):
+            step(Tensor(x))
+            lengths.append(acc.window_length)
+        found[name] = [lengths, acc.noise_scale.noise, float(acc.grad_norm), values(acc.optimizer.parameters)]
+        acc.flush()
+    return found
 
 
 def losses_of(network):
@@ -204,7 +255,7 @@ def together(rank, settings=TOGETHER):
 def by_hand(rank):
     """Gradients that the script computes itself: reduction="sum", the number 0 as a weight, the published experiment."""
     found = {"article": train_article([article_rows()[rank::2]], reducer=DataParallel())}
-    for sync, reducer in SYNCS.items():
+    for sync, reducer in {**SYNCS, "each": LOCAL["each"]}.items():
         network = MLP(seed=0)
         acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), N, reducer=reducer)
         grad_fn = ms.grad(mean_loss(network), None, acc.optimizer.parameters)
@@ -276,7 +327,9 @@ def refusals(rank):
             "nodes": said_by(make, sync="node", ranks_per_node=3), "hosts": said_by(make, sync="node", ranks_per_node=1 + rank),
             "alike": said_by(make, broadcast=False), "rate": said_by(make, rate=0.1 * (1 + rank)),
             "loss_scaler": said_by(make_train_step, loss, acc, loss_scaler=amp.StaticLossScaler(2 ** (rank + 1))),
-            "micro_size": said_by(make_train_step, loss, acc, micro_size=2)}
+            "micro_size": said_by(make_train_step, loss, acc, micro_size=2),
+            "every": said_by(accumulator, MLP(), sync=["local", "rounds"][rank]),
+            "reducer": said_by(accumulator, MLP(), sync=["local", "window"][rank])}
 
 
 def compiled_before(rank):
@@ -305,19 +358,19 @@ def resume(rank, sync, suffix):
         parameters = (*network.get_parameters(), *acc.optimizer.get_parameters(), *acc.parameters)
         return [p.asnumpy().tobytes() for p in parameters]
 
-    batches = microbatches("unequal", rank)
+    batches, saved = microbatches("long", rank), 7  # of local updates, the second one of a round
     network, acc, step = build(0)
     step(*tensors(*batches[0]))
     save_checkpoint(path, network, acc, extra="first")
-    for x, y in batches[1:3]:
+    for x, y in batches[1:saved]:
         step(*tensors(x, y))
     save_checkpoint(path, network, acc, extra={"rank": rank})
     mini_step = int(acc.mini_step)
-    train(step, batches[3:])
+    train(step, batches[saved:])
     uninterrupted = everything()
     network, acc, step = build(1)
     extra = load_checkpoint(path, network, acc)
-    train(step, batches[3:])
+    train(step, batches[saved:])
     same = everything() == uninterrupted
     unsaved = said_by(save_checkpoint, path, network, acc, extra=(1,) if rank == 1 else [1])
     wait_for_all()

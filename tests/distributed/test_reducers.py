@@ -162,7 +162,7 @@ def test_wrong_weights_are_seen():
         assert difference(undivided(wrong, "SGD").parameters, undivided(right, "SGD").parameters) > 1e-4
 
 
-@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("sync", [*SYNCS, "each"])
 def test_sum_is_averaged_over_ranks(left_by, sync):
     batches = [microbatches("equal", rank) for rank in range(2)]
     oracle = reference.Accumulation(values(MLP(seed=0).trainable_params()), reference.SGD(0.1), N)
