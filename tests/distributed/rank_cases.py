@@ -189,7 +189,7 @@ def alone(rank):
     found = {}
     for name, reducer in (("local", LocalUpdates(1000)), ("plain", None)):
         network = Position("alone")
-        acc = Accumulator(nn.SGD([network.point], 1e-3), AdaptiveWindow(2, 8), 0.5, reduction="mean", reducer=reducer)
+        acc = Accumulator(nn.SGD([network.point], 1e-3), AdaptiveWindow(minimum=2, maximum=8), 0.5, reduction="mean", reducer=reducer)
         step, lengths = make_train_step(network, acc), []
         for x in noisy([4] * 40, 10 * 4, seed=rank):
             step(Tensor(x))
