@@ -26,6 +26,17 @@ def rows_of_all(sync):
     return [batch for rank, count in enumerate(COUNTS[sync]) for batch in rows_of(rank, count)]
 
 
+def rows_of_one(count):
+    """The first microbatches of a single process."""
+    return [(x, y) for rank in range(4) for x, y in rows_of(rank, 2)][:count]
+
+
+def rows_after(rank, count):
+    """What a rank adds to a window that it has loaded."""
+    rng = np.random.default_rng(300 + rank)
+    return [(rng.normal(size=(n, 6)), rng.integers(0, 3, n)) for n in [2 + rank, 6, 1, 3, 2, 4, 1, 5][:count]]
+
+
 def build(accumulate_step, reducer=None, seed=0, **options):
     network = MLP(seed=seed)
     options = {"reduction": "mean", "clip_norm": 0.5, **options}

@@ -41,7 +41,8 @@ def files_of(sharing, counts, unit_of=lambda rank: 1 + rank):
         for place in range(sharing.party):
             entries = {"a": np.ones((3, 2), np.float32), "accumulator:mini_step": np.int32(count),
                        "accumulator:weight_sum": np.float32(10 * count), "accumulator:window_weight": np.float32(8),
-                       "accumulator:weight_unit": np.float32(unit), "accumulator:noise_scale.window": np.array([count, 2 * count], np.float32)}
+                       "accumulator:weight_unit": np.float32(unit),
+                       "accumulator:noise_scale.window": np.array([count, 2 * count], np.float32)}
             if sharing.buckets:
                 for i, members in enumerate(sharing.buckets):
                     flat = np.concatenate([sums[list(SHAPES)[j]].reshape(-1) for j in members])
