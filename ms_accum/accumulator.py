@@ -556,8 +556,8 @@ class Accumulator:
     def _prepare(self) -> None:
         """Finish what came before a train step: an error, an interrupted call, a checkpoint. For the host."""
         self._require_whole()
-        self._count.closing = self._count.closing or self._count.dealt_out
-        self._count.dealt_out = False
+        self._count.closing = self._count.closing or self._count.loaded
+        self._count.loaded = False
         self._finish_interrupted()
 
     def _finish_interrupted(self) -> None:

@@ -125,6 +125,13 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
     Everything is checked before anything is loaded. Nothing in the file is executed.
 
+    The number of ranks and the `DataParallel` may be others, also in the middle of a window. Give an `accumulate_step`
+    such that ranks times `accumulate_step` stays: 4 on 4 ranks, 8 on 2, 16 on one. (A schedule, `until_weight` and
+    `AdaptiveWindow` are scaled alike.) What the open window holds is kept: rank 0 gets the sum of its gradients in one
+    unit of weights, and its microbatches are dealt out to the ranks one by one. Each rank reads the files of all ranks
+    that saved, so all have to see them. What was rank 0's alone goes to every rank: `extra`, and parameters that the
+    optimizer does not update, such as statistics of BatchNorm.
+
     Args:
         path: The file that was given to `save_checkpoint`.
         network: A network with the parameters that were saved, of any values.
@@ -138,9 +145,10 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or belongs to another network,
             optimizer, `accumulate_step` (functions are compared at 0, 1, 2, 4, … 2**16 updates), `reduction`,
-            `clip_norm`, `on_nonfinite`, decay of a noise scale, reducer or number of ranks; it names the entry. With
-            several ranks, on all of them. Not compared are arguments of the optimizer that are not Parameters, factor
-            and window of a loss scaler, and the train step's.
+            `clip_norm`, `on_nonfinite` or decay of a noise scale; it names the entry. Also if these ranks cannot share
+            its windows or the open one; it says which can. With several ranks, on all of them. Not compared are
+            arguments of the optimizer that are not Parameters, factor and window of a loss scaler, and the train
+            step's.
         TypeError: If `network` is not a Cell or `accumulator` not an Accumulator.
 
     Source: see `save_checkpoint`.
@@ -160,11 +168,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     _require_network_and_accumulator(network, accumulator)
     rank, ranks = accumulator.reducer.rank, accumulator.reducer.ranks
     together = _together if ranks > 1 else _alone
-    first = together(lambda: _read(path) if rank == 0 else None)
-    generation = _generation(first[1], accumulator) if rank == 0 else ""
+    first, generation = together(lambda: _read_first(path, accumulator) if rank == 0 else (None, ""))
     generation = _generation_of_rank_0(generation) if ranks > 1 else generation
-    shared_otherwise = generation == _OF_OTHERS
-    if shared_otherwise:
+    if generation == _OF_OTHERS:
         loaded, about = together(lambda: _resharded(path, network, accumulator))
     else:
         mine = path if rank == 0 else _of_rank(path, rank, ranks, generation)
@@ -174,8 +180,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         ops.assign(parameter, loaded[name] if name in loaded else ops.zeros_like(parameter))
     accumulator._settle_units()
     accumulator._count.start_over()
-    if shared_otherwise:
-        accumulator._count.returned, accumulator._count.dealt_out = False, True
+    accumulator._count.returned, accumulator._count.loaded = False, True
     return about["extra"]
 
 
@@ -511,11 +516,12 @@ def _remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
             old.unlink(missing_ok=True)
 
 
-def _generation(about: dict, accumulator: Accumulator) -> str:
-    """Return the generation of rank 0's file, or `_OF_OTHERS` if other ranks shared its windows, or otherwise."""
+def _read_first(path: Path, accumulator: Accumulator) -> tuple[tuple[dict[str, Tensor], dict], str]:
+    """Read rank 0's file. Return it and its generation: `_OF_OTHERS` if this run's ranks share windows otherwise."""
+    loaded, about = _read(path)
     mine = {**_settings(accumulator), "sharing": _described(_sharing(accumulator))}
     same = all(about.get(name, mine[name]) == mine[name] for name in ("ranks", "reducer", "sharing"))
-    return about["generation"] if same else _OF_OTHERS
+    return (loaded, about), about["generation"] if same else _OF_OTHERS
 
 
 def _generation_of_rank_0(mine: str) -> str:

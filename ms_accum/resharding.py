@@ -118,7 +118,7 @@ def dealt(first: Arrays, window: WholeWindow, saved: Sharing, sharing: Sharing, 
     times = Fraction(saved.ranks, sharing.ranks)
     entries, buffers = dict(first), {}
     for t, unit in enumerate(window.units):
-        target = unit or (window.microbatches and _mean_weight(window)) if sharing.in_first_weight else 0.0
+        target = (unit or _mean_weight(window, t)) if sharing.in_first_weight else 0.0
         entries[_unit_name(t)] = np.float32(target)
         factor = (unit or 1.0) / (target or 1.0) * (float(1 / times) if sharing.averages else 1.0)
         for name in _buffer_names(window.shapes, t):
@@ -208,9 +208,11 @@ def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def _mean_weight(window: WholeWindow) -> float:
-    """Return the mean weight of its microbatches: if these are equal, their first weight."""
-    return float(window.sums[f"{_OF}weight_sum"]) / window.microbatches
+def _mean_weight(window: WholeWindow, loss: int) -> float:
+    """Return the mean weight of a window's microbatches, the first weight if they are equal; 0 for an empty window."""
+    if window.microbatches == 0:
+        return 0.0
+    return float(np.ravel(window.sums[f"{_OF}weight_sum"])[loss]) / window.microbatches or 1.0
 
 
 def _unit_name(loss: int) -> str:

@@ -268,6 +268,25 @@ def test_extra_is_that_of_rank_0_and_a_closed_window_is_whole():
     assert difference(values(network.trainable_params()), values(MLP(seed=0).trainable_params())) == 0
 
 
+def test_a_noise_scale_and_its_window_go_on():
+    """Spreads of all ranks are in it, and the adaptive length of a rank is four times that of one of four."""
+    more = batches([2, 7, 1, 3, 4, 1, 2, 5])
+    save_as_four(PATH, "window", AdaptiveWindow(4, 8))
+    network, acc, step = build(AdaptiveWindow(16, 32), seed=7)
+    load_checkpoint(PATH, network, acc)
+    assert acc.window_length == 16
+    other, at_once, other_step = build(AdaptiveWindow(16, 32))
+    for x, y in rows_of_all("window"):
+        other_step(*tensors(x, y))
+    for x, y in more:
+        step(*tensors(x, y))
+        other_step(*tensors(x, y))
+    assert difference(values(network.trainable_params()), values(other.trainable_params())) <= 1e-6
+    assert int(acc.update_step) == int(at_once.update_step) == 1
+    assert acc.noise_scale.noise == pytest.approx(at_once.noise_scale.noise, rel=1e-5)
+    assert acc.noise_scale.gradient_squared == pytest.approx(at_once.noise_scale.gradient_squared, rel=1e-4)
+
+
 def refused(message, accumulate_step=16, **options):
     network, acc, _ = build(accumulate_step, seed=7, **options)
     before = state(network, acc)
