@@ -563,6 +563,13 @@ class Accumulator:
                                "others; expected whole batches: call accumulator.reset(), which drops the open window, "
                                "and go on with the next batch")
 
+    def _prepare(self) -> None:
+        """Finish what came before a train step: an error, an interrupted call, a checkpoint. For the host."""
+        self._require_whole()
+        self._count.closing = self._count.closing or self._count.loaded
+        self._count.loaded = False
+        self._finish_interrupted()
+
     def _finish_interrupted(self) -> None:
         """Close the window if a train step was interrupted after it had filled it. For the host."""
         if self._count.closing:

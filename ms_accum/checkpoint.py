@@ -27,12 +27,14 @@ from .arguments import instance_of
 from .distributed.ranks import gather
 from .loss_scale import require_scale
 from .optimizers import state_of
+from .resharding import Arrays, Sharing, dealt, gathered, why_not_shared, why_other_lengths
 
 SUFFIXES = (".ckpt", ".safetensors")
 _ABOUT = "ms_accum"
 _VERSION = 2
 _MARK = b'{"ms_accum checkpoint, sha256": "'
 _DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
+_OF_OTHERS = "0" * 16  # stands for a generation
 _BLANK = _MARK + b"0" * 64
 _INSTANCE = re.compile(r"^accumulator\d+\.")
 _ALIKE = "build network, optimizer and accumulator alike"
@@ -123,6 +125,13 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
     Everything is checked before anything is loaded. Nothing in the file is executed.
 
+    The number of ranks and the `DataParallel` may be others, also in the middle of a window. Give an `accumulate_step`
+    such that ranks times `accumulate_step` stays: 4 on 4 ranks, 8 on 2, 16 on one. (A schedule, `until_weight` and
+    `AdaptiveWindow` are scaled alike.) What the open window holds is kept: rank 0 gets the sum of its gradients in one
+    unit of weights, and its microbatches are dealt out to the ranks one by one. Each rank reads the files of all ranks
+    that saved, so all have to see them. What was rank 0's alone goes to every rank: `extra`, and parameters that the
+    optimizer does not update, such as statistics of BatchNorm.
+
     Args:
         path: The file that was given to `save_checkpoint`.
         network: A network with the parameters that were saved, of any values.
@@ -136,9 +145,10 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or belongs to another network,
             optimizer, `accumulate_step` (functions are compared at 0, 1, 2, 4, … 2**16 updates), `reduction`,
-            `clip_norm`, `on_nonfinite`, decay of a noise scale, reducer or number of ranks; it names the entry. With
-            several ranks, on all of them. Not compared are arguments of the optimizer that are not Parameters, factor
-            and window of a loss scaler, and the train step's.
+            `clip_norm`, `on_nonfinite` or decay of a noise scale; it names the entry. Also if these ranks cannot share
+            its windows or the open one; it says which can. With several ranks, on all of them. Not compared are
+            arguments of the optimizer that are not Parameters, factor and window of a loss scaler, and the train
+            step's.
         TypeError: If `network` is not a Cell or `accumulator` not an Accumulator.
 
     Source: see `save_checkpoint`.
@@ -157,17 +167,20 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     path = _checked_path(path)
     _require_network_and_accumulator(network, accumulator)
     rank, ranks = accumulator.reducer.rank, accumulator.reducer.ranks
-    if ranks == 1:
-        loaded, about = _read_checked(path, network, accumulator)
+    together = _together if ranks > 1 else _alone
+    first, generation = together(lambda: _read_first(path, accumulator) if rank == 0 else (None, ""))
+    generation = _generation_of_rank_0(generation) if ranks > 1 else generation
+    if generation == _OF_OTHERS:
+        loaded, about = together(lambda: _resharded(path, network, accumulator))
     else:
-        generation = _generation_of_rank_0(_together(lambda: _generation(path, ranks) if rank == 0 else ""))
         mine = path if rank == 0 else _of_rank(path, rank, ranks, generation)
-        loaded, about = _together(lambda: _read_checked(mine, network, accumulator))
+        loaded, about = together(lambda: _checked(mine, *(first or _read(mine)), network, accumulator))
     for name, parameter in _entries(network, accumulator).items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name] if name in loaded else ops.zeros_like(parameter))
     accumulator._settle_units()
     accumulator._count.start_over()
+    accumulator._count.returned, accumulator._count.loaded = False, True
     return about["extra"]
 
 
@@ -232,6 +245,7 @@ def _contents(
         **_settings(accumulator),
         "rank": rank,
         "generation": generation,
+        "sharing": _described(_sharing(accumulator)),
         "entries": {name: [list(p.shape), str(p.dtype)] for name, p in entries.items()},
         "extra": _extra_as_json(extra),
     }
@@ -239,14 +253,28 @@ def _contents(
 
 def _settings(accumulator: Accumulator) -> dict[str, Union[str, int]]:
     """Return what has to be the same in the run that resumes."""
-    order = repr([(p.name, p.shape) for p in accumulator.optimizer.parameters]).encode()
     return {
         **accumulator._settings(),
         "ranks": accumulator.reducer.ranks,
         "reducer": accumulator.reducer.describe(),
         # A shard holds parts of parameters by their order alone.
-        "parameters": sha256(order).hexdigest()[:16] if accumulator.reducer.sharded else "by name",
+        "parameters": _order(accumulator) if accumulator.reducer.sharded else "by name",
     }
+
+
+def _order(accumulator: Accumulator) -> str:
+    order = repr([(p.name, p.shape) for p in accumulator.optimizer.parameters]).encode()
+    return sha256(order).hexdigest()[:16]
+
+
+def _sharing(accumulator: Accumulator) -> Sharing:
+    reducer = accumulator.reducer
+    return Sharing(reducer.ranks, reducer.summed, [*map(list, reducer.buckets.members)] if reducer.sharded else [],
+                   reducer.windows_apart, accumulator._units[0].is_state, accumulator.reduction == "sum")
+
+
+def _described(sharing: Sharing) -> dict[str, Any]:
+    return {"party": sharing.party, "buckets": sharing.buckets}
 
 
 def _extra_as_json(extra: Any) -> str:
@@ -377,13 +405,83 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _read_checked(path: Path, network: nn.Cell, accumulator: Accumulator) -> tuple[dict[str, Tensor], dict]:
-    """Read a file. CheckpointError unless it is one of this network, this accumulator and this rank."""
+def _resharded(path: Path, network: nn.Cell, accumulator: Accumulator) -> tuple[dict[str, Tensor], dict]:
+    """Read the files of all ranks of another run. Return the entries of this rank, and what rank 0's file says."""
+    _require_seen(path)
     loaded, about = _read(path)
-    for name, expected in {**_settings(accumulator), "rank": accumulator.reducer.rank}.items():
+    ranks, reducer = about["ranks"], accumulator.reducer
+    kinds = (about["reducer"], reducer.describe())
+    if any(kind.startswith("LocalUpdates") for kind in kinds):
+        raise CheckpointError(f"{path} was saved with reducer {kinds[0]} on {ranks} ranks, but this run has {kinds[1]} on "
+                              f"{reducer.ranks}; local updates go on with the same settings and number of ranks only")
+    expected = accumulator._settings()
+    lengths = expected.pop("accumulate_step")
+    if about["parameters"] != "by name":
+        expected["parameters"] = _order(accumulator)
+    _require_settings(path, about, expected)
+    refusal = why_other_lengths(about["accumulate_step"], ranks, lengths, reducer.ranks)
+    if refusal:
+        raise CheckpointError(f"{path} {refusal}")
+
+    sharing = _sharing(accumulator)
+    shapes = {p.name: tuple(p.shape) for p in accumulator.optimizer.parameters}
+    files = (_as_arrays(loaded if rank == 0 else _read_of_rank(path, rank, about)) for rank in range(ranks))
+    try:
+        saved = Sharing(ranks, **about["sharing"])
+        entries, window = gathered(files, saved, shapes, accumulator.losses)
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} can only be resumed on {ranks} ranks as they were ({_one_line(error)}); start "
+                              "as many") from error
+    refusal = why_not_shared(window, sharing, lengths)
+    if refusal:
+        raise CheckpointError(f"{path}: {refusal}")
+    dtypes = {name: p.dtype for name, p in _entries(network, accumulator).items()}
+    mine = {name: loaded[name] if value is entries.get(name) else Tensor(value, dtypes.get(name))
+            for name, value in dealt(entries, window, saved, sharing, reducer.rank).items()}
+    _require_entries(path, mine, network, accumulator)
+    return mine, about
+
+
+def _read_of_rank(path: Path, rank: int, about: dict) -> dict[str, Tensor]:
+    """Return the entries of a rank's file, of which rank 0's says this."""
+    found = _of_rank(path, rank, about["ranks"], about["generation"])
+    _require_seen(found)
+    loaded, of_rank = _read(found)
+    if any(of_rank.get(name) != value for name, value in
+           {"rank": rank, "ranks": about["ranks"], "generation": about["generation"]}.items()):
+        raise CheckpointError(f"{found} does not belong to {path.name}; restore both from one copy")
+    return loaded
+
+
+def _require_seen(path: Path) -> None:
+    if not path.exists():
+        raise CheckpointError(f"there is no {path}, but with another number of ranks each reads the files of all ranks "
+                              "that saved; put them where every rank sees them")
+
+
+def _as_arrays(loaded: dict[str, Tensor]) -> Arrays:
+    return {name: (value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy()
+            for name, value in loaded.items()}
+
+
+def _checked(path: Path, loaded: dict[str, Tensor], about: dict, network: nn.Cell,
+             accumulator: Accumulator) -> tuple[dict[str, Tensor], dict]:
+    """Return what was read. CheckpointError unless it is of this network, this accumulator and this rank."""
+    _require_settings(path, about, {**_settings(accumulator), "rank": accumulator.reducer.rank})
+    _require_entries(path, loaded, network, accumulator)
+    return loaded, about
+
+
+def _require_settings(path: Path, about: dict, settings: dict) -> None:
+    for name, expected in settings.items():
         if about.get(name) != expected:
             raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; build "
                                   "it alike")
+
+
+def _require_entries(path: Path, loaded: dict[str, Tensor], network: nn.Cell, accumulator: Accumulator) -> None:
     entries = _entries(network, accumulator)
     window_is_open = int(loaded.get("accumulator:mini_step", 1)) > 0
     left_out = [] if window_is_open else _of_further_losses(accumulator)
@@ -399,7 +497,6 @@ def _read_checked(path: Path, network: nn.Cell, accumulator: Accumulator) -> tup
                 require_scale(value)
             except ValueError as error:
                 raise CheckpointError(f"{path}: in {name}, {error}") from error
-    return loaded, about
 
 
 def _require_fitting(what: str, value: Tensor, wanted: Parameter) -> None:
@@ -423,17 +520,22 @@ def _remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
             old.unlink(missing_ok=True)
 
 
-def _generation(path: Path, ranks: int) -> str:
-    """Return the generation of rank 0's file. CheckpointError if it is one of another number of ranks."""
-    _, about = _read(path)
-    if about["ranks"] != ranks:
-        raise CheckpointError(f"{path} was saved with ranks {about['ranks']}, but this run has {ranks}; build it alike")
-    return about["generation"]
+def _read_first(path: Path, accumulator: Accumulator) -> tuple[tuple[dict[str, Tensor], dict], str]:
+    """Read rank 0's file. Return it and its generation: `_OF_OTHERS` if this run's ranks share windows otherwise."""
+    loaded, about = _read(path)
+    mine = {**_settings(accumulator), "sharing": _described(_sharing(accumulator))}
+    same = all(about.get(name, mine[name]) == mine[name] for name in ("ranks", "reducer", "sharing"))
+    return (loaded, about), about["generation"] if same else _OF_OTHERS
 
 
 def _generation_of_rank_0(mine: str) -> str:
     """Return rank 0's generation on every rank: 16 hexadecimal digits."""
     return gather(np.frombuffer((mine or "0" * 16).encode(), np.int32).copy())[0].tobytes().decode()
+
+
+def _alone(do: Callable[[], Any]) -> Any:
+    """Return the result of `do`."""
+    return do()
 
 
 def _together(do: Callable[[], Any], failure: type[Exception] = CheckpointError) -> Any:

@@ -106,8 +106,7 @@ class CompiledStep:
         self.updated = self._not_updated
         count = self.accumulator._count
         if not count.returned:
-            self.accumulator._require_whole()
-            self.accumulator._finish_interrupted()
+            self.accumulator._prepare()
         count.returned = False
         if key not in self._graphs:  # discarded since, after an error
             self._graphs[key] = self._graph_for(*key)

@@ -30,6 +30,7 @@ class HostCount:
         updates: Updates done.
         returned: Whether the last call of a train step came to its end. False at first: a checkpoint may hold anything.
         ahead: Whether the open window was weighed as a whole, and not all of it was trained yet.
+        loaded: Whether a checkpoint was loaded. If it is of other ranks, this one's share may be a full window.
         apart: Whether gradients of several losses are kept apart; None before the first one was added.
     """
 
@@ -45,7 +46,7 @@ class HostCount:
         self.microbatches = self.length = self.updates = 0
         self._window, self._budget = window, budget
         self._mini_step, self._update_step, self._weight_sum = mini_step, update_step, weight_sum
-        self.closing = self.returned = self.ahead = self._known = False
+        self.closing = self.returned = self.ahead = self.loaded = self._known = False
         self.apart: Optional[bool] = None
         self._refusal: Optional[tuple[tuple[int, int], str]] = None  # the device's counters, and what was said
         _counts[name] = self
@@ -68,7 +69,7 @@ class HostCount:
 
     def start_over(self) -> None:
         """Forget, after a call by hand or a checkpoint, also what was refused and what was interrupted."""
-        self._known = self.closing = self.ahead = False
+        self._known = self.closing = self.ahead = self.loaded = False
         self._refusal = None
 
     def settle(self, refuse: bool = True) -> None:

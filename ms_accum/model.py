@@ -114,8 +114,7 @@ class TrainOneStepCell(nn.Cell):
         layout(batch)
         count = self.accumulator._count
         if not count.returned:
-            self.accumulator._require_whole()
-            self.accumulator._finish_interrupted()
+            self.accumulator._prepare()
         count.forget()
         count.returned = False
         try:

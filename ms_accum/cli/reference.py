@@ -56,7 +56,7 @@ def add_options(training: Callable, output: Callable, settings: type[Settings], 
     output("--save-every", type=count, metavar="K", help="also write it after every K microbatches")
     output("--resume", type=Path, metavar="FILE.ckpt",
            help="continue from a checkpoint as if the run had never stopped; give the same options (--epochs may be "
-                "larger)")
+                "larger; with another number of ranks, ranks x --accumulate-step has to stay)")
 
 
 def _described(setting: Field) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from ms_accum.window import AccumulateStep
 
 from .settings import Settings
 
+# What another number of ranks may change. `load_checkpoint` compares the microbatches of an update, of all ranks.
+_OF_RANKS = ("ranks", "rank", "accumulate_step", "sync", "shard", "ranks_per_node")
 AnyStep = Union[CompiledStep, TrainOneStepCell]
 
 
@@ -174,6 +176,8 @@ def train(task: Task, on_microbatch: Callable[[int, int, Tensor, Accumulator], N
     def save() -> None:
         done = [{**vars(epoch), "microbatch_losses": epoch.microbatch_losses.tolist()} for epoch in epochs]
         extra = {"run": _identity(task), "epochs": done, "losses": losses}
+        if settings.ranks > 1:  # in the order of the data; all ranks have as many
+            extra["losses_of_all"] = of_all_ranks(np.array(losses), settings).T.ravel().tolist() if losses else []
         save_checkpoint(checkpoints.save, task.network, accumulator, extra=extra)
 
     test = task.make_test()
@@ -212,7 +216,7 @@ def _with_accumulator(on_microbatch: Callable[[int, int, Tensor, Accumulator], N
 
 
 def _identity(task: Task) -> dict:
-    """Return what must not change when a run is resumed; the number of epochs may."""
+    """Return what must not change when a run is resumed; the number of epochs may, and that of ranks (`_OF_RANKS`)."""
     run = {"command": task.command, **asdict(task.settings), task.words.unit: task.identity}
     del run["epochs"]
     return run
@@ -222,8 +226,10 @@ def _done(extra: object, task: Task) -> tuple[list[Epoch], list[float]]:
     """Return the epochs and the open epoch's losses in a checkpoint. CheckpointError if it is from another run."""
     if not isinstance(extra, dict) or not {"run", "epochs", "losses"} <= extra.keys():
         raise CheckpointError(f"the checkpoint is not from `ms-accum {task.command}`; give one that --save wrote")
+    settings = task.settings
+    dealt_out = extra["run"].get("ranks") != settings.ranks
     for name, value in _identity(task).items():
-        if extra["run"].get(name) != value:
+        if extra["run"].get(name) != value and not (dealt_out and name in _OF_RANKS):
             raise CheckpointError(f"the checkpoint is from a run with {name} {extra['run'].get(name)}, but this run "
                                   f"has {value}; give the same options and {task.words.rows}")
     if len(extra["epochs"]) > task.settings.epochs:
@@ -231,6 +237,8 @@ def _done(extra: object, task: Task) -> tuple[list[Epoch], list[float]]:
                               f"{task.settings.epochs}; give more --epochs")
     epochs = [Epoch(**{**epoch, "microbatch_losses": np.array(epoch["microbatch_losses"])})
               for epoch in extra["epochs"]]
+    if dealt_out:
+        return epochs, extra.get("losses_of_all", extra["losses"])[settings.rank::settings.ranks]
     return epochs, extra["losses"]
 
 

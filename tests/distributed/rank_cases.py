@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from unittest.mock import patch
 
+import dealing
 import mindspore as ms
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ from ms_accum import (
     until_weight,
 )
 from ms_accum.cli import main as cli
+from ms_accum.cli import reference as cli_reference
 from ms_accum.distributed.ranks import wait_for_all
+from ms_accum.reference import train as reference_train
 
 N = 2
 BUDGET_OF_A_RANK = 7
@@ -70,6 +73,8 @@ TOGETHER = [("Momentum", "window", "apply"), ("SGD", "microbatch", "apply"), ("A
             ("SGD", "window", "skip_microbatch")]
 MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
 
+MNIST_SHORT = ("--epochs", "1", "--batch-size", "400", "--clip-norm", "1")
+
 MATRIX = [f"trained:{sync}:{sizes}:{optimizer}"
           for sync in WITHOUT_NODES for sizes in ("equal", "unequal", "uneven") for optimizer in OPTIMIZERS]
 BAD = [f"trained:{sync}:{sizes}:SGD:{what}" for sync, sizes, what in (
@@ -81,21 +86,23 @@ PAIR = [f"pair:{sizes}:{driver}" for sizes, driver in (("uneven", "split"), ("un
 NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
          for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
 ADAPTIVE = [f"adaptive:{sync}" for sync in (*WITHOUT_NODES, "nodes-shard")]
+DEALT = [f"dealt_out:{sync}" for sync in (*WITHOUT_NODES, "nodes", "nodes-shard")]
 RESUME = ["resume:window:ckpt", "resume:microbatch:ckpt", "resume:shard:safetensors", "resume:nodes-shard:ckpt"]
 OUTER = ["outer:long:local:SGD", "outer:halved:local:Momentum", "outer:halved:local:Adam:fused", "outer:halved:averaged:SGD:twice",
          "outer:halved:rounds:SGD:nan:twice", "as_data_parallel:split", "as_data_parallel:fused", "resume:local:ckpt", "alone"]
 LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
     "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused", *BUDGET, *PAIR,
-                 *(f"trained:{sync}:uneven:SGD:fused" for sync in WITHOUT_NODES), *NODES, *NOISE, *RESUME, *ADAPTIVE, *OUTER,
+                 *(f"trained:{sync}:uneven:SGD:fused" for sync in WITHOUT_NODES), *NODES, *NOISE, *RESUME, *DEALT, *ADAPTIVE, *OUTER,
                  "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "traffic:nodes", "refusals", "compiled_before:jit",
-                 "mnist", "killed"]),
+                 "mnist", "mnist_dealt_out", "killed"]),
     "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NOISE, *RESUME, *ADAPTIVE, *OUTER,
                                                            "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
                      "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in WITHOUT_NODES),
                      *(f"{case}:jit" for case in NODES)]),
-    "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], *ADAPTIVE, *OUTER, *NODES, *(f"{case}:jit" for case in NODES[:2]),
+    "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], *DEALT, f"{DEALT[0]}:jit", *ADAPTIVE, *OUTER, *NODES,
+                 *(f"{case}:jit" for case in NODES[:2]),
                  "trained:window:uneven:Adam",
                  "trained:window:uneven:SGD:nan:skip_microbatch", *(f"trained:{sync}:uneven:Adam:jit" for sync in WITHOUT_NODES)]),
 }
@@ -384,6 +391,48 @@ def resume(rank, sync, suffix):
             "files": files, "untouched": everything() == before}
 
 
+def dealt_out(rank, sync):
+    """Checkpoints of another number of ranks, saved in mid-window: of four (made by rank 0), of one, and one that these ranks leave."""
+    ranks, updated, said = get_group_size(), {}, {}
+
+    def finish(path, accumulate_step):
+        """Load into other weights, and train until the window is full; if it is already, add one to the next window."""
+        network, acc, step = dealing.build(accumulate_step, SYNCS[sync], seed=9)
+        load_checkpoint(path, network, acc)
+        start = int(acc.mini_step)
+        for x, y in dealing.rows_after(rank, accumulate_step - start or 1):
+            step(*tensors(x, y))
+        found = {"start": start, **state(acc)}
+        step.flush()
+        return found
+
+    four = FOLDER / f"dealt-four-{sync}.ckpt"
+    if rank == 0:
+        dealing.save_as_four(four, sync)
+    wait_for_all()
+    if ranks != 4:
+        updated["four"] = finish(four, 16 // ranks)
+    for done in (6, 7):
+        one = FOLDER / f"dealt-one-{sync}-{done}.ckpt"
+        if rank == 0:
+            network, acc, step = dealing.build(8)
+            for x, y in dealing.rows_of_one(done):
+                step(*tensors(x, y))
+            save_checkpoint(one, network, acc)
+        wait_for_all()
+    network, acc, step = dealing.build(8 // ranks, SYNCS[sync], seed=9)
+    for done in (6, 7):
+        said[done] = said_by(load_checkpoint, FOLDER / f"dealt-one-{sync}-{done}.ckpt", network, acc)
+        if said[done] == "accepted":
+            updated[f"one, {done}"] = finish(FOLDER / f"dealt-one-{sync}-{done}.ckpt", 8 // ranks)
+    said["length"] = said_by(load_checkpoint, four, *dealing.build(3, SYNCS[sync])[:2])
+    network, acc, step = dealing.build(4, SYNCS[sync])
+    for x, y in dealing.rows_of(rank, 2):
+        step(*tensors(x, y))
+    save_checkpoint(FOLDER / f"dealt-{sync}.ckpt", network, acc, extra=rank)
+    return {"updated": updated, "said": said}
+
+
 def noisy_data(rank, ranks):
     """Microbatches of one rank, with a noise scale of 2.5 of all ranks'; odd ones run out of data two microbatches early."""
     return noisy([4] * (40 - 2 * (rank % 2)), 2.5 * 4 * ranks, seed=rank)
@@ -425,6 +474,47 @@ def mnist(rank):
     mode = "pynative" if os.environ["MS_JIT"] == "0" else "graph"
     with redirect_stdout(sys.stdout):  # rank 1 replaces its own
         return cli.main(["mnist", *MNIST, "--save-every", "5", "--mode", mode])
+
+
+def mnist_dealt_out(rank):
+    """The reference run, stopped after 4 microbatches of each rank, and what two ranks make of one that a single process began."""
+    folder = FOLDER / "mnist-dealt-out"
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    found = []
+    options = ["mnist", *MNIST_SHORT, "--mode", "pynative", "--accumulate-step", "4"]
+    if rank == 0:
+        with patch.object(cli_reference, "join_ranks", lambda settings: settings):
+            one = [*options[:-1], "8", "--save", "one.ckpt", "--save-every", "7", "--epochs", "1"]
+            found.append(stopped_at_the_first_save(one, 7))
+    wait_for_all()
+    with redirect_stdout(sys.stdout):
+        found.append(cli.main([*options, "--resume", "one.ckpt", "--json", "resumed.json"]))
+    wait_for_all()
+    with redirect_stdout(sys.stdout):
+        found.append(stopped_at_the_first_save([*options, "--save", "two.ckpt", "--save-every", "7"], 7))
+    wait_for_all()
+    return found
+
+
+class Stopped(Exception):
+    """Stands for kill -9."""
+
+
+def stopped_at_the_first_save(command, microbatches):
+    """Run a command until it has saved once."""
+    save = reference_train.save_checkpoint
+
+    def save_and_stop(*arguments, **options):
+        save(*arguments, **options)
+        raise Stopped
+
+    with patch.object(reference_train, "save_checkpoint", save_and_stop):
+        try:
+            cli.main(command)
+        except Stopped:
+            return f"stopped after {microbatches}"
+    return "not stopped"
 
 
 def killed(rank):
