@@ -10,7 +10,7 @@ from functools import partial
 from glob import escape
 from math import isfinite
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, NoReturn, Union
 
 import mindspore as ms
 
@@ -178,13 +178,23 @@ def join_ranks(settings: Settings) -> Settings:
     from mindspore.communication import get_group_size, get_rank, init
 
     if os.environ["MS_ROLE"] == "MS_SCHED":
-        # Of a host whose only rank was killed, nobody else ends the scheduler.
-        os.environ.setdefault("MS_NODE_TIMEOUT", _SCHEDULER_PATIENCE)
+        _schedule(init)
     init()
     settings = replace(settings, ranks=get_group_size(), rank=get_rank())
     if settings.rank > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     return settings
+
+
+def _schedule(init: Callable[[], None]) -> NoReturn:
+    """Be the scheduler until all ranks have ended. Where they were killed, nobody but itself ends it."""
+    os.environ.setdefault("MS_NODE_TIMEOUT", _SCHEDULER_PATIENCE)
+    try:
+        init()
+    except RuntimeError as error:
+        print(f"ms-accum: the scheduler stops: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    sys.exit(0)
 
 
 def train_all(task: Task, options: argparse.Namespace) -> tuple[figures.Runs, dict]:

@@ -54,16 +54,19 @@ class _Watch:
     def __init__(self, name: str, remedy: Callable[[], str]) -> None:
         self._name, self._remedy, self._lock, self._stopped = name, remedy, Lock(), False
         rank, address, token = get_rank(), _own_address(), token_hex(8)
-        with socket.create_server((address, 0), family=_family(address)) as server:
+        with socket.create_server((address, 0)) as server:
             row = f"{address} {server.getsockname()[1]} {token}".encode().ljust(_ROW)
             rows = [row.tobytes().decode().split() for row in gather(np.frombuffer(row, np.int32))]
             self._hosts = [row[0] for row in rows]
+            self._others: dict[int, socket.socket] = {}
             try:
-                self._others = _accepted(server, token, len(rows)) if rank == 0 else {0: _connected(*rows[0], rank)}
+                if rank == 0:
+                    _accept(server, token, len(rows), self._others)
+                else:
+                    self._others[0] = _connected(*rows[0], rank)
             except OSError as error:
-                self._others = {}
-                print(f"{name}: rank {rank} cannot connect to another one ({error}); if one dies, the end of this one "
-                      "takes about a minute", file=sys.stderr, flush=True)
+                print(f"{name}: rank {rank} cannot watch all others ({error}); if one dies, this one may wait "
+                      "for about a minute", file=sys.stderr, flush=True)
         for other, connection in self._others.items():
             Thread(target=self._listen, args=(other, connection), daemon=True).start()
 
@@ -102,29 +105,22 @@ class _Watch:
 def _own_address() -> str:
     """Return the address of this host in the network of the scheduler."""
     place = os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"])
-    family, kind, *_ = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # UDP: nothing is sent
         return probe.getsockname()[0]
 
 
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _accepted(server: socket.socket, token: str, ranks: int) -> dict[int, socket.socket]:
-    """Return a connection to each of the other ranks, or to those that came in time."""
-    others: dict[int, socket.socket] = {}
+def _accept(server: socket.socket, token: str, ranks: int, others: dict[int, socket.socket]) -> None:
+    """Put a connection to each of the other ranks into `others`. OSError if they do not come in time."""
     end = monotonic() + SILENCE
-    while len(others) < ranks - 1 and monotonic() < end:
-        server.settimeout(SILENCE)
+    while len(others) < ranks - 1:
+        server.settimeout(max(end - monotonic(), 0.01))
+        connection = server.accept()[0]
+        connection.settimeout(1)
         with suppress(OSError):
-            connection = server.accept()[0]
-            connection.settimeout(SILENCE)
-            said = connection.makefile(encoding="utf-8").readline().split()
-            if said[:1] == [token]:  # else a stranger
+            said = connection.makefile(encoding="utf-8", errors="replace").readline().split()
+            if said[:1] == [token]:  # otherwise it is not one of the ranks
                 others[int(said[1])] = _probed(connection)
-    return others
 
 
 def _connected(address: str, port: str, token: str, rank: int) -> socket.socket:
