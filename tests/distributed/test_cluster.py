@@ -131,14 +131,17 @@ def on_one_host(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [None, "10mbit"])
 def test_two_hosts_train_as_two_ranks_on_one_host(rate, tmp_path, on_one_host):
-    """Bit-identical, however slow the link. Each host sends the gradients once for each window."""
+    """Bit-identical, however slow the link. A host sends twice the gradients for each window.
+
+    A ring's AllReduce on two ranks needs half of that, but in MindSpore 2.10's CPU backend a receiver sends back what it
+    got (AllReduce, AllGather and Broadcast alone, on two and three hosts, also send twice what they need).
+    """
     with Cluster(2, rate) as cluster:
         assert finish(tmp_path, start(cluster, tmp_path)) == on_one_host
         sent = [cluster.sent(host) for host in cluster.hosts]
     assert on_one_host[1]["update_step"] == UPDATES
-    for host, bytes_sent in enumerate(sent):
-        exchanges = UPDATES + (host == 0)  # rank 0 also sends its initial parameters
-        assert 1 <= bytes_sent / (exchanges * GRADIENTS) < 1.1, sent
+    for bytes_sent in sent:
+        assert 1 < bytes_sent / ((2 * UPDATES + 1) * GRADIENTS) < 1.1, "and the initial parameters once"
 
 
 LOST = {  # what happens, who survives, and what the survivors say
