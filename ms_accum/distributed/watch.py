@@ -24,7 +24,9 @@ from .ranks import gather, wait_for_all, world_size
 
 SILENCE = 10  # seconds
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE - 2}
+_ARRIVAL = 60  # seconds
 _ROW = 128  # bytes
+_WELCOME = b"."
 _GOODBYE = "goodbye\n"
 
 
@@ -112,20 +114,23 @@ def _own_address() -> str:
 
 def _accept(server: socket.socket, token: str, ranks: int, others: dict[int, socket.socket]) -> None:
     """Put a connection to each of the other ranks into `others`. OSError if they do not come in time."""
-    end = monotonic() + SILENCE
+    end = monotonic() + _ARRIVAL
     while len(others) < ranks - 1:
         server.settimeout(max(end - monotonic(), 0.01))
         connection = server.accept()[0]
-        connection.settimeout(1)
+        connection.settimeout(server.gettimeout())
         with suppress(OSError):
             said = connection.makefile(encoding="utf-8", errors="replace").readline().split()
             if said[:1] == [token]:  # otherwise it is not one of the ranks
+                connection.sendall(_WELCOME)
                 others[int(said[1])] = _probed(connection)
 
 
 def _connected(address: str, port: str, token: str, rank: int) -> socket.socket:
-    connection = socket.create_connection((address, int(port)), timeout=SILENCE)
+    connection = socket.create_connection((address, int(port)), timeout=_ARRIVAL)
     connection.sendall(f"{token} {rank}\n".encode())
+    if connection.recv(len(_WELCOME)) != _WELCOME:
+        raise ConnectionError("rank 0 did not wait for this one")
     return _probed(connection)
 
 

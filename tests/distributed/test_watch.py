@@ -1,7 +1,10 @@
 """Watching, in one process: this is rank 1, and rank 0 is a socket. For ranks on two hosts see test_cluster.py."""
 import socket
 import struct
+from contextlib import suppress
 from queue import SimpleQueue
+from threading import Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +31,16 @@ def rank_0(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         row_0 = f"127.0.0.1 {server.getsockname()[1]} secret".encode().ljust(watch._ROW)
         monkeypatch.setattr(watch, "gather", lambda row: np.stack([np.frombuffer(row_0, np.int32), row, row]))
-        yield server
+        Thread(target=welcome, args=(server, arrived := SimpleQueue()), daemon=True).start()
+        yield SimpleNamespace(accept=lambda: arrived.get(timeout=10))
+
+
+def welcome(server, arrived):
+    with suppress(OSError):  # it was closed
+        connection = server.accept()[0]
+        assert connection.recv(100) == b"secret 1\n"
+        connection.sendall(b".")
+        arrived.put(connection)
 
 
 def say_that_rank_2_died(connection):
@@ -47,8 +59,7 @@ def reset(connection):
 ])
 def test_a_lost_rank_ends_this_one_with_one_line(does, said, ends, rank_0, capfd):
     with watch.ending_together("train.py", lambda: "start again"):
-        connection = rank_0.accept()[0]
-        assert connection.recv(100) == b"secret 1\n"
+        connection = rank_0.accept()
         does(connection)
         assert ends.get(timeout=10) == 1
         connection.close()
@@ -57,17 +68,42 @@ def test_a_lost_rank_ends_this_one_with_one_line(does, said, ends, rank_0, capfd
 
 def test_a_rank_that_says_goodbye_ends_nobody(ends, rank_0, capfd):
     with watch.ending_together("train.py", lambda: "start again"):
-        connection = rank_0.accept()[0]
+        connection = rank_0.accept()
         connection.sendall(b"goodbye\n")
-    assert connection.makefile().read() == "secret 1\ngoodbye\n"
+    assert connection.recv(100) == b"goodbye\n"
     connection.close()
     assert ends.empty()
     assert capfd.readouterr().err == ""
 
 
-def test_a_rank_that_cannot_connect_says_so_and_goes_on(ends, rank_0, capfd):
-    rank_0.close()
+def test_a_rank_that_cannot_connect_says_so_and_goes_on(ends, rank_0, monkeypatch, capfd):
+    def refuse(*_, **__):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(watch.socket, "create_connection", refuse)
     with watch.ending_together("train.py", lambda: "start again"):
         pass
     assert ends.empty()
     assert "train.py: rank 1 cannot watch all others ([Errno 111] Connection refused); if one dies" in capfd.readouterr().err
+
+
+def test_rank_0_takes_only_those_who_know_the_token():
+    others = {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = server.getsockname()
+        with socket.create_connection(place) as stranger:
+            stranger.sendall(b"\xff 1\n")
+            accepting = Thread(target=watch._accept, args=(server, "secret", 2, others))
+            accepting.start()
+            connection = watch._connected(*place, "secret", 1)
+            accepting.join(10)
+    assert list(others) == [1]
+    for end in (connection, *others.values()):
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        end.close()
+
+
+def test_a_rank_that_does_not_come_in_time_is_not_watched(monkeypatch):
+    monkeypatch.setattr(watch, "_ARRIVAL", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(TimeoutError, match="timed out"):
+        watch._accept(server, "secret", 2, {})
