@@ -133,8 +133,8 @@ def on_one_host(tmp_path_factory):
 def test_two_hosts_train_as_two_ranks_on_one_host(rate, tmp_path, on_one_host):
     """Bit-identical, however slow the link. A host sends twice the gradients for each window.
 
-    A ring's AllReduce on two ranks needs half of that, but in MindSpore 2.10's CPU backend a receiver sends back what it
-    got (AllReduce, AllGather and Broadcast alone, on two and three hosts, also send twice what they need).
+    A ring's AllReduce on two ranks needs half of that. In MindSpore 2.10's CPU backend, AllReduce and AllGather alone also
+    send twice what they need, and the receiver of a Broadcast sends as much as it gets.
     """
     with Cluster(2, rate) as cluster:
         assert finish(tmp_path, start(cluster, tmp_path)) == on_one_host
