@@ -7,16 +7,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import Field, fields, replace
 from functools import partial
+from glob import escape
 from math import isfinite
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, NoReturn, Union
 
 import mindspore as ms
 
 from ..arguments import LARGEST_INT32
 from ..batch_size.planning import DEVICES
 from ..checkpoint import SUFFIXES, CheckpointError
-from ..distributed.ranks import wait_for_all
+from ..distributed.watch import ending_together
 from ..mnist.fetch import FetchError
 from ..reference import figures, train
 from ..reference.network import largest_difference
@@ -40,6 +41,8 @@ _NUMBERS = {
     "budget": (count, "TOKENS"),
     "accumulate_step": (_length, f"N|{ADAPTIVE}"),
 }
+
+_SCHEDULER_PATIENCE = "20"  # seconds
 
 
 def add_options(training: Callable, output: Callable, settings: type[Settings], compare: str) -> None:
@@ -84,16 +87,28 @@ def run(prepare: Callable[[argparse.Namespace], Task], parser: argparse.Argument
     except (ValueError, OSError) as error:
         parser.error(str(error))
     try:
-        runs, results = train_all(task, options)
-        if task.settings.rank == 0:
-            write_all(options, runs, results)
+        with ending_together(parser.prog, partial(_how_to_resume, options)):
+            runs, results = train_all(task, options)
+            if task.settings.rank == 0:
+                write_all(options, runs, results)
     except BrokenPipeError:
         raise  # `main` handles a closed stdout
     except (CheckpointError, OSError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
-    finally:
-        if task.settings.ranks > 1:
-            wait_for_all()
+
+
+def _how_to_resume(options: argparse.Namespace) -> str:
+    """Return what to do after a rank was lost."""
+    for path in (options.save, options.resume):
+        if path and _is_saved(path):
+            return f"start all ranks again with --resume {printable(path)}"
+    return ("nothing was saved; start all ranks again, with --save FILE.ckpt --save-every K to be able to resume the "
+            "next time")
+
+
+def _is_saved(path: Path) -> bool:
+    """Return whether there is a checkpoint, or the part of one that a rank has on a disk of its own."""
+    return path.is_file() or any(path.parent.glob(f"{escape(path.stem)}.rank*of*{escape(path.suffix)}"))
 
 
 def settings_named(kind: type[Settings], options: argparse.Namespace, **others: Any) -> Settings:
@@ -110,7 +125,7 @@ def settings_named(kind: type[Settings], options: argparse.Namespace, **others: 
         "save-every: requires --save FILE.ckpt": options.save_every and not options.save,
         "compare: trains twice and cannot be resumed; leave out --save-every and --resume":
             options.compare and (resume or options.save_every),
-        f"resume: there is no file {resume}; give one that --save wrote": resume and not resume.is_file(),
+        f"resume: there is no file {resume}; give one that --save wrote": resume and not _is_saved(resume),
         f"resume: {resume} does not end in {' or '.join(SUFFIXES)}; give a file that --save wrote":
             resume and resume.suffix not in SUFFIXES,
     })
@@ -163,11 +178,24 @@ def join_ranks(settings: Settings) -> Settings:
         return settings
     from mindspore.communication import get_group_size, get_rank, init
 
+    if os.environ["MS_ROLE"] == "MS_SCHED":
+        _schedule(init)
     init()
     settings = replace(settings, ranks=get_group_size(), rank=get_rank())
     if settings.rank > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     return settings
+
+
+def _schedule(init: Callable[[], None]) -> NoReturn:
+    """Be the scheduler until all ranks have ended. Where they were killed, nobody but itself ends it."""
+    os.environ.setdefault("MS_NODE_TIMEOUT", _SCHEDULER_PATIENCE)
+    try:
+        init()
+    except RuntimeError as error:
+        print(f"ms-accum: the scheduler stops: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    sys.exit(0)
 
 
 def train_all(task: Task, options: argparse.Namespace) -> tuple[figures.Runs, dict]:

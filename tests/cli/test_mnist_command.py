@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -360,3 +361,36 @@ def test_a_terminal_shows_a_bar_with_loss_and_rate(run, monkeypatch):
     assert len(bars) == 2
     assert all(bar.n == 90 and bar.disable for bar in bars), "each bar is full and closed"
     assert re.search(r"epoch 2/2  loss \d\.\d{4}  accuracy", text)
+
+
+# --- several ranks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("files", "remedy"), [
+    (["run.ckpt"], "start all ranks again with --resume run.ckpt"),
+    (["run.rank1of2-0123456789abcdef.ckpt"], "start all ranks again with --resume run.ckpt"),
+    (["old.ckpt"], "start all ranks again with --resume old.ckpt"),
+    ([], "nothing was saved; start all ranks again, with --save FILE.ckpt --save-every K to be able to resume the next time"),
+])
+def test_who_loses_a_rank_is_told_how_to_resume(files, remedy):
+    for name in files:
+        Path(name).touch()
+    assert reference._how_to_resume(SimpleNamespace(save=Path("run.ckpt"), resume=Path("old.ckpt"))) == remedy
+
+
+def test_parts_of_a_checkpoint_without_that_of_rank_0_are_refused(run):
+    Path("run.rank1of2-0123456789abcdef.ckpt").touch()
+    status, _, errors = run("--resume", "run.ckpt")
+    assert status == 1
+    assert "run.ckpt" in errors[0]
+
+
+def test_a_scheduler_that_loses_its_ranks_says_so_in_one_line(monkeypatch, capsys):
+    def init():
+        raise RuntimeError("The total number of timed out node is 1.\n\n- C++ Call Stack")
+
+    monkeypatch.setenv("MS_NODE_TIMEOUT", "30")
+    with pytest.raises(SystemExit) as end:
+        reference._schedule(init)
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "ms-accum: the scheduler stops: The total number of timed out node is 1.\n"

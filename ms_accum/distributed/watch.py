@@ -1,0 +1,152 @@
+"""Watching: if a rank dies or its network is cut, every other rank ends soon, with one line that says so.
+
+Each rank keeps a TCP connection to rank 0 and sends nothing on it until it ends. The kernel closes the connection when
+the process dies, and asks the other host every second whether it is there. Heartbeats from Python would stop while
+MindSpore compiles, because it holds the GIL.
+"""
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+from threading import Lock, Thread
+from time import monotonic, sleep
+
+import numpy as np
+from mindspore.communication import get_rank
+
+from .ranks import gather, wait_for_all, world_size
+
+SILENCE = 10  # seconds
+_PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE - 2}
+_ARRIVAL = 60  # seconds
+_ROW = 128  # bytes
+_WELCOME = b"."
+_GOODBYE = "goodbye\n"
+
+
+@contextmanager
+def ending_together(name: str, remedy: Callable[[], str]) -> Iterator[None]:
+    """Run the block on all ranks and wait for them; if one dies before that, end this process with status 1.
+
+    A rank that is done, or that fails with an exception, waits for the others first. A process that hangs is not
+    noticed, because its kernel still answers.
+
+    Args:
+        name: What the line on stderr begins with.
+        remedy: Returns what to do, for the end of that line.
+    """
+    if world_size() == 1:
+        yield
+        return
+    watch = _Watch(name, remedy)
+    try:
+        yield
+    finally:
+        wait_for_all()
+        watch.stop()
+
+
+class _Watch:
+    def __init__(self, name: str, remedy: Callable[[], str]) -> None:
+        self._name, self._remedy, self._lock, self._stopped = name, remedy, Lock(), False
+        rank, address, token = get_rank(), _own_address(), token_hex(8)
+        with socket.create_server((address, 0)) as server:
+            row = f"{address} {server.getsockname()[1]} {token}".encode().ljust(_ROW)
+            rows = [row.tobytes().decode().split() for row in gather(np.frombuffer(row, np.int32))]
+            self._hosts = [row[0] for row in rows]
+            self._others: dict[int, socket.socket] = {}
+            try:
+                if rank == 0:
+                    _accept(server, token, len(rows), self._others)
+                else:
+                    self._others[0] = _connected(*rows[0], rank)
+            except OSError as error:
+                print(f"{name}: rank {rank} cannot watch all others ({error}); if one dies, this one may wait "
+                      "for about a minute", file=sys.stderr, flush=True)
+        for other, connection in self._others.items():
+            Thread(target=self._listen, args=(other, connection), daemon=True).start()
+
+    def stop(self) -> None:
+        """Say goodbye to the others. All have finished."""
+        self._stopped = True
+        self._tell(_GOODBYE)
+
+    def _listen(self, other: int, connection: socket.socket) -> None:
+        who = f"rank {other} (host {self._hosts[other]})"
+        try:
+            with connection:
+                heard = connection.makefile(encoding="utf-8").readline() or (
+                    f"{who} has ended: it was killed or it failed, see its log")
+        except ConnectionResetError:
+            heard = f"{who} has ended: it was killed"
+        except OSError:
+            heard = f"{who} has not answered for {SILENCE} s: its host is down or the network is cut"
+        with self._lock:
+            if heard != _GOODBYE and not self._stopped:
+                self._end(heard.strip())
+
+    def _end(self, reason: str) -> None:
+        self._tell(f"{reason}\n")
+        os.write(sys.__stderr__.fileno(), f"{self._name}: error: {reason}; {self._remedy()}\n".encode())
+        sleep(0.5)  # msrun needs a moment to show that line before it hears of the end
+        _end_scheduler()
+        os._exit(1)
+
+    def _tell(self, line: str) -> None:
+        for connection in self._others.values():
+            with suppress(OSError):
+                connection.sendall(line.encode())
+
+
+def _own_address() -> str:
+    """Return the address of this host in the network of the scheduler."""
+    place = os.environ["MS_SCHED_HOST"], int(os.environ["MS_SCHED_PORT"])
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # UDP: nothing is sent
+        return probe.getsockname()[0]
+
+
+def _accept(server: socket.socket, token: str, ranks: int, others: dict[int, socket.socket]) -> None:
+    """Put a connection to each of the other ranks into `others`. OSError if they do not come in time."""
+    end = monotonic() + _ARRIVAL
+    while len(others) < ranks - 1:
+        server.settimeout(max(end - monotonic(), 0.01))
+        connection = server.accept()[0]
+        connection.settimeout(server.gettimeout())
+        with suppress(OSError):
+            said = connection.makefile(encoding="utf-8", errors="replace").readline().split()
+            if said[:1] == [token]:  # otherwise it is not one of the ranks
+                connection.sendall(_WELCOME)
+                others[int(said[1])] = _probed(connection)
+
+
+def _connected(address: str, port: str, token: str, rank: int) -> socket.socket:
+    connection = socket.create_connection((address, int(port)), timeout=_ARRIVAL)
+    connection.sendall(f"{token} {rank}\n".encode())
+    if connection.recv(len(_WELCOME)) != _WELCOME:
+        raise ConnectionError("rank 0 did not wait for this one")
+    return _probed(connection)
+
+
+def _probed(connection: socket.socket) -> socket.socket:
+    """Let the kernel ask whether the other host is there."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _PROBES.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return connection
+
+
+def _end_scheduler() -> None:
+    """Kill the scheduler that msrun started beside this rank: msrun waits for it, and it would not end for a minute."""
+    siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+    with suppress(OSError):
+        for pid in siblings.read_text(encoding="ascii").split():
+            if b"MS_ROLE=MS_SCHED" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(int(pid), signal.SIGKILL)

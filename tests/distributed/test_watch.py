@@ -1,0 +1,109 @@
+"""Watching, in one process: this is rank 1, and rank 0 is a socket. For ranks on two hosts see test_cluster.py."""
+import socket
+import struct
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ms_accum.distributed import watch
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """A queue of the statuses that the process would end with."""
+    ends = SimpleQueue()
+    monkeypatch.setattr(watch.os, "_exit", ends.put)
+    monkeypatch.setattr(watch, "_end_scheduler", lambda: None)
+    monkeypatch.setattr(watch, "get_rank", lambda: 1)
+    monkeypatch.setattr(watch, "world_size", lambda: 3)
+    monkeypatch.setattr(watch, "wait_for_all", lambda: None)
+    monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
+    monkeypatch.setenv("MS_SCHED_PORT", "8118")
+    return ends
+
+
+@pytest.fixture
+def rank_0(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        row_0 = f"127.0.0.1 {server.getsockname()[1]} secret".encode().ljust(watch._ROW)
+        monkeypatch.setattr(watch, "gather", lambda row: np.stack([np.frombuffer(row_0, np.int32), row, row]))
+        Thread(target=welcome, args=(server, arrived := SimpleQueue()), daemon=True).start()
+        yield SimpleNamespace(accept=lambda: arrived.get(timeout=10))
+
+
+def welcome(server, arrived):
+    with suppress(OSError):  # it was closed
+        connection = server.accept()[0]
+        assert connection.recv(100) == b"secret 1\n"
+        connection.sendall(b".")
+        arrived.put(connection)
+
+
+def say_that_rank_2_died(connection):
+    connection.sendall(b"rank 2 (host 10.0.0.3) has ended: it was killed\n")
+
+
+def reset(connection):
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize(("does", "said"), [
+    (socket.socket.close, "rank 0 (host 127.0.0.1) has ended: it was killed or it failed, see its log"),
+    (reset, "rank 0 (host 127.0.0.1) has ended: it was killed"),
+    (say_that_rank_2_died, "rank 2 (host 10.0.0.3) has ended: it was killed"),
+])
+def test_a_lost_rank_ends_this_one_with_one_line(does, said, ends, rank_0, capfd):
+    with watch.ending_together("train.py", lambda: "start again"):
+        connection = rank_0.accept()
+        does(connection)
+        assert ends.get(timeout=10) == 1
+        connection.close()
+    assert capfd.readouterr().err == f"train.py: error: {said}; start again\n"
+
+
+def test_a_rank_that_says_goodbye_ends_nobody(ends, rank_0, capfd):
+    with watch.ending_together("train.py", lambda: "start again"):
+        connection = rank_0.accept()
+        connection.sendall(b"goodbye\n")
+    assert connection.recv(100) == b"goodbye\n"
+    connection.close()
+    assert ends.empty()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_cannot_connect_says_so_and_goes_on(ends, rank_0, monkeypatch, capfd):
+    def refuse(*_, **__):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(watch.socket, "create_connection", refuse)
+    with watch.ending_together("train.py", lambda: "start again"):
+        pass
+    assert ends.empty()
+    assert "train.py: rank 1 cannot watch all others ([Errno 111] Connection refused); if one dies" in capfd.readouterr().err
+
+
+def test_rank_0_takes_only_those_who_know_the_token():
+    others = {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = server.getsockname()
+        with socket.create_connection(place) as stranger:
+            stranger.sendall(b"\xff 1\n")
+            accepting = Thread(target=watch._accept, args=(server, "secret", 2, others))
+            accepting.start()
+            connection = watch._connected(*place, "secret", 1)
+            accepting.join(10)
+    assert list(others) == [1]
+    for end in (connection, *others.values()):
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        end.close()
+
+
+def test_a_rank_that_does_not_come_in_time_is_not_watched(monkeypatch):
+    monkeypatch.setattr(watch, "_ARRIVAL", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(TimeoutError, match="timed out"):
+        watch._accept(server, "secret", 2, {})
