@@ -413,7 +413,7 @@ def _resharded(path: Path, network: nn.Cell, accumulator: Accumulator) -> tuple[
     kinds = (about["reducer"], reducer.describe())
     if any(kind.startswith("LocalUpdates") for kind in kinds):
         raise CheckpointError(f"{path} was saved with reducer {kinds[0]} on {ranks} ranks, but this run has {kinds[1]} "
-                              f"on {reducer.ranks}; local updates go on with the same settings and number of ranks only")
+                              f"on {reducer.ranks}; local updates need the same settings and number of ranks")
     expected = accumulator._settings()
     lengths = expected.pop("accumulate_step")
     if about["parameters"] != "by name":
