@@ -1,0 +1,160 @@
+"""Which exchange for which link: two hosts with two ranks each, on links of 10 Gbit/s, 1 Gbit/s and 100 Mbit/s.
+
+    python tutorials/benchmarks/hosts.py          # writes records/hosts.json, prints the table; needs root, ip and tc
+
+The hosts are network namespaces of this machine (`tests/distributed/cluster.py`), so four ranks share its cores and only the link is
+that of two hosts. Each way to exchange is compiled once; then the link's rate is changed, and windows are timed. Bytes are counted at the
+interface. The last column is what `seconds without a limit + bytes / rate` foretells: nothing of an exchange hides behind computing.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import records
+
+RECORD = records.HERE / "records" / "hosts.json"
+RATES = {"10 Gbit/s": 10_000, "1 Gbit/s": 1000, "100 Mbit/s": 100}  # Mbit/s
+WAYS = ("window", "microbatch", "shard", "node", "node-shard", "local")
+HOSTS, RANKS, SAMPLES, N, WINDOWS, ROUNDS = 2, 2, 32, 4, 4, 3
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+# --- what each rank does --------------------------------------------------------------------------------------------------
+
+
+def work(folder: Path) -> None:
+    """Train each way at each rate; rank 0 writes the seconds of a window, and the first rank of each host its bytes."""
+    import mindspore as ms
+    import numpy as np
+    from mindspore import Tensor, nn
+    from mindspore.communication import get_rank, init
+
+    from ms_accum import DataParallel, LocalUpdates, avoid_busy_waiting, make_train_step
+    from ms_accum.distributed.ranks import wait_for_all
+    from ms_accum.mnist.network import Network, make_forward
+
+    avoid_busy_waiting()
+    init()
+    rank = get_rank()
+    reducers = {"window": DataParallel(), "microbatch": DataParallel(sync="microbatch"),
+                "shard": DataParallel(sync="microbatch", shard=True), "node": DataParallel(sync="node", ranks_per_node=RANKS),
+                "node-shard": DataParallel(sync="node", shard=True, ranks_per_node=RANKS), "local": LocalUpdates(every=WINDOWS)}
+    rng = np.random.default_rng(rank)
+    batch = Tensor(rng.random((SAMPLES, 784)), ms.float32), Tensor(rng.integers(0, 10, SAMPLES), ms.int32)
+    steps = {}
+    for way in WAYS:
+        network = Network(0)
+        steps[way] = make_train_step(make_forward(network), nn.SGD(network.trainable_params(), 0.01), N, reducer=reducers[way])
+
+    def train(step: object) -> None:
+        for _ in range(N * WINDOWS):
+            loss = step(*batch)
+        float(loss)
+        wait_for_all()
+
+    for way in WAYS:
+        train(steps[way])
+    rows = []
+    for rate in RATES:
+        if rank == 0:
+            (folder / f"want-{rate.replace('/', '-')}").touch()
+        while not (folder / f"have-{rate.replace('/', '-')}").exists():
+            time.sleep(0.05)
+        wait_for_all()
+        for _ in range(ROUNDS):
+            for way in WAYS:
+                wait_for_all()
+                sent, start = int(COUNTER.read_text(encoding="ascii")), time.perf_counter()
+                train(steps[way])
+                rows.append([rate, way, time.perf_counter() - start, int(COUNTER.read_text(encoding="ascii")) - sent])
+    if rank % RANKS == 0:
+        (folder / f"host{rank // RANKS}.json").write_text(json.dumps(rows), encoding="utf-8")
+    wait_for_all()
+
+
+# --- the cluster ----------------------------------------------------------------------------------------------------------
+
+
+def measure() -> list[list]:
+    """Return a row for each rate and way: medians of the seconds of a sample, and of the bytes of a host for a window."""
+    sys.path.append(str(records.HERE.parents[1] / "tests" / "distributed"))
+    from cluster import Cluster
+
+    programs = Path(sys.executable).parent
+    with TemporaryDirectory() as temporary, Cluster(HOSTS) as cluster:
+        folder = Path(temporary)
+        environment = {**os.environ, "GLOG_v": "4", "PATH": f"{programs}:{os.environ['PATH']}"}
+        runs = []
+        for host in cluster.hosts:
+            command = ["msrun", f"--worker_num={HOSTS * RANKS}", f"--local_worker_num={RANKS}", f"--master_addr={cluster.address(0)}",
+                       f"--node_rank={host}", "--join=True", f"--log_dir={folder / f'ranks{host}'}", "python", __file__, "--work", folder]
+            runs.append(cluster.start(host, command, folder / f"{host}.log", cwd=folder, env=environment))
+        for rate, mbit in RATES.items():
+            name = rate.replace("/", "-")
+            while not (folder / f"want-{name}").exists():
+                if any(run.poll() is not None for run in runs):
+                    raise SystemExit((folder / "0.log").read_text(encoding="utf-8")[-3000:])
+                time.sleep(0.1)
+            for host in cluster.hosts:
+                # A burst of a millisecond; with less, the kernel's clock would limit fast links.
+                subprocess.run(["tc", "-n", cluster._names[host], "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", f"{mbit}mbit",
+                                "burst", f"{max(mbit, 100)}kbit", "latency", "400ms"], check=True)
+            (folder / f"have-{name}").touch()
+        for run in runs:
+            run.wait(600)
+        hosts = [json.loads((folder / f"host{host}.json").read_text(encoding="utf-8")) for host in cluster.hosts]
+    samples = HOSTS * RANKS * SAMPLES * N * WINDOWS
+    rows = []
+    for rate in RATES:
+        for way in WAYS:
+            found = [[row[2:] for row in host if row[:2] == [rate, way]] for host in hosts]
+            seconds = [max(pair) / samples for pair in zip(*[[row[0] for row in host] for host in found])]
+            sent = median(row[1] for host in found for row in host) / WINDOWS
+            rows.append([rate, way, median(seconds), min(seconds), max(seconds), sent])
+    return rows
+
+
+def table(rows: list[list]) -> list[str]:
+    """Return the rows of a Markdown table."""
+    free = {way: seconds for rate, way, seconds, *_ in rows if rate == next(iter(RATES))}
+    lines = ["| exchange | MB of a host for a window | " + " | ".join(f"{rate}, µs/sample" for rate in RATES) + " | foretold |",
+             "|-|-|" + "-|" * (len(RATES) + 1)]
+    for way in WAYS:
+        mine = [row for row in rows if row[1] == way]
+        sent = median(row[5] for row in mine)
+        times = [f"{1e6 * row[2]:,.0f} ({1e6 * row[3]:,.0f} to {1e6 * row[4]:,.0f})" for row in mine]
+        of_window = HOSTS * RANKS * SAMPLES * N
+        foretold = [free[way] + 8 * sent / (1e6 * mbit) / of_window for mbit in list(RATES.values())[1:]]
+        lines.append(f"| {way} | {sent / 1e6:.1f} | {' | '.join(times)} | {', '.join(f'{1e6 * value:,.0f}' for value in foretold)} |")
+    return lines
+
+
+def main(arguments: list[str]) -> None:
+    """Run, write the record, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RECORD, metavar="FILE.json", help="(default: records/hosts.json)")
+    parser.add_argument("--table", action="store_true", help="print the table of the record, without a run")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.work:
+        work(options.work)
+        return
+    if not options.table:
+        record = {"suite": "hosts", "quick": False, "command": "python tutorials/benchmarks/hosts.py", **records.circumstances(),
+                  "groups": [], "hosts": HOSTS, "ranks_of_a_host": RANKS, "samples": SAMPLES, "accumulate_step": N, "windows": WINDOWS,
+                  "columns": ["rate", "exchange", "seconds of a sample", "least", "most", "bytes of a host for a window"],
+                  "rows": measure()}
+        records.write(record, options.output)
+    print("\n".join(table(json.loads(options.output.read_text(encoding="utf-8"))["rows"])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
