@@ -412,8 +412,8 @@ def _resharded(path: Path, network: nn.Cell, accumulator: Accumulator) -> tuple[
     ranks, reducer = about["ranks"], accumulator.reducer
     kinds = (about["reducer"], reducer.describe())
     if any(kind.startswith("LocalUpdates") for kind in kinds):
-        raise CheckpointError(f"{path} was saved with reducer {kinds[0]} on {ranks} ranks, but this run has {kinds[1]} "
-                              f"on {reducer.ranks}; local updates need the same settings and number of ranks")
+        raise CheckpointError(f"{path} was saved with reducer {kinds[0]} and ranks {ranks}, but this run has "
+                              f"{kinds[1]} and {reducer.ranks}; local updates need the same reducer and ranks")
     expected = accumulator._settings()
     lengths = expected.pop("accumulate_step")
     if about["parameters"] != "by name":

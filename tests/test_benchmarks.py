@@ -56,7 +56,7 @@ def test_texts_of_uneven_length():
 def test_ways_to_choose_windows(tmp_path):
     """A quick run of `batch_size.py`: all on the same microbatches, in as many updates as they say."""
     options = ("--quick", "--seeds", 1, "--problems", "digits", "--output", tmp_path / "r.json", "--figure", tmp_path / "r.png")
-    assert "| seesaw | 0.025 | 76 |" in run("batch_size.py", "--train", "--time", "--draw", *options)
+    assert "| seesaw | 0.025 | 0.025 | 76 |" in run("batch_size.py", "--train", "--time", "--draw", *options)
     found = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))["problems"]["digits"]
     ends = {name: contestant["runs"][0]["curve"][-1] for name, contestant in found["contestants"].items()}
     assert {end[0] for end in ends.values()} == {found["microbatches"]} == {120}

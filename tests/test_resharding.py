@@ -154,7 +154,8 @@ def growing(update):
 @pytest.mark.parametrize(("saved", "ranks", "now", "ranks_now"), [
     (4, 4, 16, 1), (16, 1, 4, 4), (3, 2, 2, 3), ({0: 2, 10: 4}, 4, {0: 8, 10: 16}, 1), (until_weight(7), 4, until_weight(14), 2),
     (until_weight(1 / 3, 6), 4, until_weight(2 / 3, 12), 2), (until_weight(1e9, 6), 2, until_weight(2e9, 12), 1),
-    (AdaptiveWindow(1, 64, 1e-5), 4, AdaptiveWindow(4, 256, 1e-5), 1), (AdaptiveWindow(2, 8), 1, AdaptiveWindow(1, 4), 2)], ids=str)
+    (AdaptiveWindow(target=1e-5), 4, AdaptiveWindow(minimum=4, maximum=256, target=1e-5), 1),
+    (AdaptiveWindow(minimum=2, maximum=8), 1, AdaptiveWindow(maximum=4), 2)], ids=str)
 def test_lengths_of_all_ranks_are_compared(saved, ranks, now, ranks_now):
     saved, now = Window(saved).describe(), Window(now).describe()
     assert why_other_lengths(saved, ranks, now, ranks_now) is None
@@ -166,7 +167,7 @@ def test_lengths_of_all_ranks_are_compared(saved, ranks, now, ranks_now):
     ({0: 2, 10: 4}, 2, "give accumulate_step={0: 1, 10: 2}, so"), ({0: 2, 10: 4}, {0: 1, 11: 2}, "give accumulate_step={0: 1, 10: 2}, so"),
     (until_weight(7), 2, "give accumulate_step=until_weight(3.5, at_most=2147483647), so"),
     (growing, 1, "give a function with lengths (1, 2, 3, 5, 4, "),
-    (AdaptiveWindow(2, 64, 0.5), 2, "give accumulate_step=AdaptiveWindow(minimum=1, maximum=32, target=0.5), so"),
+    (AdaptiveWindow(minimum=2, maximum=64, target=0.5), 2, "give accumulate_step=AdaptiveWindow(minimum=1, maximum=32, target=0.5), so"),
     (3, 2, "accumulate_step 3 on 4 ranks, but this run has 2 on 8, which cannot share its windows; start 1, 2, 3, 4, 6 or 12 ranks"),
     (AdaptiveWindow(), 1, "which cannot share its windows; start 1, 2 or 4 ranks"),
     (until_weight(7, 3), 1, "which cannot share its windows; start 1, 2, 3, 4, 6 or 12 ranks")], ids=str)
@@ -271,11 +272,11 @@ def test_extra_is_that_of_rank_0_and_a_closed_window_is_whole():
 def test_a_noise_scale_and_its_window_go_on():
     """Spreads of all ranks are in it, and the adaptive length of a rank is four times that of one of four."""
     more = batches([2, 7, 1, 3, 4, 1, 2, 5])
-    save_as_four(PATH, "window", AdaptiveWindow(4, 8))
-    network, acc, step = build(AdaptiveWindow(16, 32), seed=7)
+    save_as_four(PATH, "window", AdaptiveWindow(minimum=4, maximum=8))
+    network, acc, step = build(AdaptiveWindow(minimum=16, maximum=32), seed=7)
     load_checkpoint(PATH, network, acc)
     assert acc.window_length == 16
-    other, at_once, other_step = build(AdaptiveWindow(16, 32))
+    other, at_once, other_step = build(AdaptiveWindow(minimum=16, maximum=32))
     for x, y in rows_of_all("window"):
         other_step(*tensors(x, y))
     for x, y in more:

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from ..arguments import instance_of, number, one_of, whole_number
+from ..arguments import instance_of, number, one_of
 from ..gradients import Gradients, Header, Scalar, as_vector, global_norm
 from ..loss_scale import LossScale
 from ..state import empty_parameter
@@ -145,7 +145,7 @@ def meters_of(noise_scale: Optional[GradientNoiseScale], prefix: str) -> tuple[M
     return (noise_scale.meter,)
 
 
-def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
+def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
     """Scale a learning rate to a batch `accumulate_step` times as large.
 
         "linear": lr * accumulate_step         # SGD, and only up to the critical batch size; needs a warmup
@@ -153,14 +153,14 @@ def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
 
     Args:
         lr: Learning rate that suits one microbatch, > 0.
-        accumulate_step: Factor by which the batch of an update is larger, an int >= 1.
+        accumulate_step: Factor by which the batch of an update is larger, a finite number > 0; below 1, it is smaller.
         rule: "linear" or "sqrt".
 
     Returns:
         The learning rate, a float.
 
     Raises:
-        TypeError: If `lr` is not a number or `accumulate_step` not an integer.
+        TypeError: If `lr` or `accumulate_step` is not a number.
         ValueError: If one of them is out of range, or `rule` is unknown.
 
     Example:
@@ -174,7 +174,8 @@ def scale_lr(lr: float, accumulate_step: int, rule: str = "linear") -> float:
     who also multiply 1 - beta1 and 1 - beta2 by the factor (see `scale_adam`) and divide epsilon by its square root.
     """
     lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
-    times = whole_number("accumulate_step", accumulate_step, "of a schedule, scale the rate for each of its lengths")
+    times = number("accumulate_step", accumulate_step, lambda factor: 0 < factor < inf, "a finite number > 0",
+                   "of a schedule, scale the rate for each of its lengths")
     return lr * (times if one_of("rule", rule, _RULES) == "linear" else sqrt(times))
 
 

@@ -8,7 +8,7 @@ from conftest import difference
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
-from noisy import Expected, Position, noisy
+from noisy_samples import Expected, Position, noisy
 
 from ms_accum import (
     Accumulator,

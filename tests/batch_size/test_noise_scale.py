@@ -8,7 +8,7 @@ import pytest
 import reference
 from conftest import compiled
 from mindspore import Parameter, Tensor, amp, nn
-from noisy import FEATURES, Position
+from noisy_samples import FEATURES, Position
 
 from ms_accum import Accumulator, GradientNoiseScale, load_checkpoint, make_train_step, save_checkpoint, scale_lr
 
@@ -190,8 +190,8 @@ REFUSED = [
     (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
     (ValueError, r"lr is 0, expected a finite number > 0", scale_lr, (0, 2)),
     (ValueError, r"lr is inf", scale_lr, (inf, 2)),
-    (TypeError, r"accumulate_step is 2\.0 of type float, expected an int >= 1; of a schedule", scale_lr, (0.1, 2.0)),
-    (ValueError, r"accumulate_step is 0, expected an int >= 1", scale_lr, (0.1, 0)),
+    (TypeError, r"accumulate_step is \{0: 2\} of type dict, expected a finite number > 0; of a schedule", scale_lr, (0.1, {0: 2})),
+    (ValueError, r"accumulate_step is 0, expected a finite number > 0", scale_lr, (0.1, 0)),
     (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", scale_lr, (0.1, 2, "cubic")),
 ]
 
@@ -208,3 +208,4 @@ def test_scale_lr():
     assert scale_lr(0.1, 8) == pytest.approx(0.8)
     assert scale_lr(0.1, 16, rule="sqrt") == pytest.approx(0.4)
     assert scale_lr(0.1, 1, rule="sqrt") == scale_lr(0.1, 1) == 0.1
+    assert (scale_lr(0.1, 1 / 4), scale_lr(0.1, 1 / 4, rule="sqrt")) == (0.025, 0.05)

@@ -19,7 +19,7 @@ import pytest
 from conftest import MLP, mean_loss, tensors, values
 from mindspore import Tensor, amp, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
-from noisy import Position, noisy
+from noisy_samples import Position, noisy
 
 from ms_accum import (
     Accumulator,

@@ -219,8 +219,8 @@ def test_float16_parameters_stay_those_of_the_anchor(monkeypatch):
 def test_checkpoints_of_another_outer_step_are_refused():
     network = MLP()
     save_checkpoint("c.ckpt", network, accumulator(network, sync="local"))
-    message = (r"was saved with reducer LocalUpdates\(every=2, outer_learning_rate=0.7, outer_momentum=0.9\), but this run has "
-               r"LocalUpdates\(every=3, .*\); build it alike")
+    message = (r"was saved with reducer LocalUpdates\(every=2, outer_learning_rate=0.7, outer_momentum=0.9\) and ranks 1, but this run has "
+               r"LocalUpdates\(every=3, .*\) and 1; local updates need the same reducer and ranks")
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint("c.ckpt", network, accumulator(network, sync="rounds"))
 

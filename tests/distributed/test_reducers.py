@@ -5,7 +5,7 @@ import pytest
 import reference
 from conftest import MLP, difference, tensors, values
 from mindspore import Tensor, nn
-from noisy import Expected
+from noisy_samples import Expected
 from rank_cases import (
     BUDGET_OF_A_RANK,
     EVERY_LAUNCH,

@@ -39,7 +39,7 @@ from ms_accum.reference.train import make_adam
 
 LONGEST = 16
 CONTESTANTS = ("1", "2", "4", "16", "ramp", "seesaw", "adaptive")
-PEAKS = {"digits": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), "text": (5e-4, 1e-3, 2e-3)}
+PEAKS = {"digits": (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), "text": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)}
 POINTS = 8
 RECORD = records.HERE / "records" / "batch_size.json"
 FIGURE = records.HERE.parent / "guide" / "batch-size.png"
@@ -92,6 +92,11 @@ def text(quick: bool) -> Problem:
     return Problem("text", "sqrt", make_task, BitsPerByte, count_bytes, make_adam, 1.0, test, "bytes")
 
 
+def cosine(p: int, updates: int) -> float:
+    """Return the decay from 1 at the start to 0 at the end."""
+    return (1 + cos(pi * p / updates)) / 2
+
+
 class Contestant:
     """A way to choose windows, compiled once; `run` trains from the start with a seed and a peak of the learning rate."""
 
@@ -115,7 +120,7 @@ class Contestant:
     def schedule(self, peak: float) -> tuple[Any, Any]:
         """Return `accumulate_step` and the learning rates for a peak of the plain run, one microbatch to an update."""
         updates, rule = len(self.batches), self.problem.rule
-        self.plain = [peak * (1 + cos(pi * p / updates)) / 2 for p in range(updates)]
+        self.plain = [peak * cosine(p, updates) for p in range(updates)]
         if self.name == "adaptive":
             return AdaptiveWindow(), peak
         if self.name == "ramp":
@@ -173,10 +178,11 @@ def last_loss(run: dict) -> float:
     return inf if loss is None else loss
 
 
-def compare(problem: Problem, seeds: int, peaks: tuple[float, ...], found: dict) -> Iterator[str]:
+def compare(problem: Problem, seeds: int, peaks: tuple[float, ...], names: list[str], found: dict) -> Iterator[str]:
     """Choose a peak for each contestant with the first seed, and train with the other seeds. Yield after each."""
-    found |= {"rule": problem.rule, "unit": problem.unit, "microbatches": len(problem.microbatches(0)), "contestants": {}}
-    for name in CONTESTANTS:
+    found |= {"rule": problem.rule, "unit": problem.unit, "microbatches": len(problem.microbatches(0))}
+    found.setdefault("contestants", {})
+    for name in names:
         contestant = Contestant(problem, name)
         sweep = [contestant.run(0, peak) for peak in peaks]
         for best in sorted(sweep, key=last_loss):
@@ -219,16 +225,40 @@ def seconds(costs: dict, contestant: str, microbatches: np.ndarray, updates: np.
     return microbatches * each + updates * costs["update"]
 
 
+def lengths_of(problem: dict, name: str, run: dict) -> list[int]:
+    """Return the length of each window of a run."""
+    total = problem["microbatches"]
+    if name == "adaptive":
+        return run["lengths"]
+    if name.isdigit():
+        return [int(name)] * -(-total // int(name))
+    starts, rates = {"ramp": batch_ramp, "seesaw": seesaw}[name](total, [cosine(p, total) for p in range(total)], maximum=LONGEST)
+    return [starts[max(start for start in starts if start <= update)] for update in range(len(rates))]
+
+
+def largest_rate(problem: dict, name: str, run: dict) -> float:
+    """Return the largest learning rate that the optimizer used."""
+    plain, rates, done = [run["peak"] * cosine(p, problem["microbatches"]) for p in range(problem["microbatches"])], [], 0
+    for length in lengths_of(problem, name, run):
+        window = plain[done:done + length]
+        rates.append(fmean(window) * scale_lr(1.0, len(window), problem["rule"]))
+        done += length
+    return max(rates)
+
+
 def table(problem: dict) -> list[str]:
-    """Return the rows of a Markdown table: a contestant's peak, and what it has after all samples, means over the seeds."""
-    rows = ["| window | peak of the rate | updates | seconds | test loss at the end, of each seed |", "|-|-|-|-|-|"]
+    """Return the rows of a Markdown table: what a contestant has after all samples, means over the seeds."""
+    rows = ["| window | peak of the cosine | largest rate in the optimizer | updates | seconds | test loss at the end (of each seed) |",
+            "|-|-|-|-|-|-|"]
     for name, found in problem["contestants"].items():
-        ends = [run["curve"][-1] for run in found["runs"]]
-        updates = fmean(end[1] for end in ends)
-        losses = [end[2] for end in ends]
+        runs = found["runs"]
+        ends = [run["curve"][-1] for run in runs]
+        updates, losses = fmean(end[1] for end in ends), [end[2] for end in ends]
+        each = f" ({', '.join(str(end[1]) for end in ends)})" if len({end[1] for end in ends}) > 1 else ""
         time = seconds(problem["costs"], name, ends[0][0], updates)
         told = "diverged" if None in losses else f"{fmean(losses):.3f} ({', '.join(f'{loss:.3f}' for loss in losses)})"
-        rows.append(f"| {f'N = {name}' if name.isdigit() else name} | {found['runs'][0]['peak']:g} | {updates:.0f} | {time:.1f} | {told} |")
+        rows.append(f"| {f'N = {name}' if name.isdigit() else name} | {runs[0]['peak']:g} | "
+                    f"{max(largest_rate(problem, name, run) for run in runs):.2g} | {updates:.0f}{each} | {time:.1f} | {told} |")
     return rows
 
 
@@ -254,9 +284,11 @@ def draw(record: dict, file: Path) -> None:
         last = [run["curve"][-1][2] for found in problem["contestants"].values() for run in found["runs"] if run["curve"][-1][2]]
         low, high = min(last), max(last)
         for panel, axis in zip(row, ("microbatches", "updates", "seconds in train steps")):
-            panel.set(xlabel=axis, ylabel=f"{name}: test loss", ylim=(low - 0.1 * (high - low), high + 1.5 * (high - low)))
+            unit = " in bits per byte" if name == "text" else ""
+            panel.set(xlabel=axis, ylabel=f"{name}: test loss{unit}", ylim=(low - 0.1 * (high - low), high + 1.5 * (high - low)))
             panel.grid(alpha=0.3)
         row[1].set_xscale("log")
+        row[0].set_title("mean and range of the seeds", fontsize=9, loc="left")
         row[2].legend(fontsize=8)
     figure.savefig(file, dpi=80)
     pyplot.close(figure)
@@ -269,6 +301,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--time", action="store_true", help="measure what microbatches and updates cost, and add it to the record")
     parser.add_argument("--draw", action="store_true", help="draw the record, and print its tables")
     parser.add_argument("--problems", default="digits,text", help="(default: %(default)s)")
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="those to train (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="large microbatches, one peak and one round, for tests")
     parser.add_argument("--output", type=Path, default=RECORD, metavar="FILE.json", help="(default: records/batch_size.json)")
@@ -283,7 +316,7 @@ def main(arguments: list[str]) -> None:
         found = record["problems"].setdefault(name, {})
         if options.train:
             peaks = PEAKS[name][1:2] if options.quick else PEAKS[name]
-            for line in compare(problem, options.seeds, peaks, found):
+            for line in compare(problem, options.seeds, peaks, options.contestants.split(","), found):
                 say(line)
                 records.write(record, options.output)
         if options.time:
