@@ -155,7 +155,7 @@ def growing(update):
     (4, 4, 16, 1), (16, 1, 4, 4), (3, 2, 2, 3), ({0: 2, 10: 4}, 4, {0: 8, 10: 16}, 1), (until_weight(7), 4, until_weight(14), 2),
     (until_weight(1 / 3, 6), 4, until_weight(2 / 3, 12), 2), (until_weight(1e9, 6), 2, until_weight(2e9, 12), 1),
     (AdaptiveWindow(target=1e-5), 4, AdaptiveWindow(minimum=4, maximum=256, target=1e-5), 1),
-    (AdaptiveWindow(minimum=2, maximum=8), 1, AdaptiveWindow(maximum=4), 2)], ids=str)
+    (AdaptiveWindow(minimum=2, maximum=8), 1, AdaptiveWindow(maximum=4), 2)], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_lengths_of_all_ranks_are_compared(saved, ranks, now, ranks_now):
     saved, now = Window(saved).describe(), Window(now).describe()
     assert why_other_lengths(saved, ranks, now, ranks_now) is None
@@ -170,7 +170,8 @@ def test_lengths_of_all_ranks_are_compared(saved, ranks, now, ranks_now):
     (AdaptiveWindow(minimum=2, maximum=64, target=0.5), 2, "give accumulate_step=AdaptiveWindow(minimum=1, maximum=32, target=0.5), so"),
     (3, 2, "accumulate_step 3 on 4 ranks, but this run has 2 on 8, which cannot share its windows; start 1, 2, 3, 4, 6 or 12 ranks"),
     (AdaptiveWindow(), 1, "which cannot share its windows; start 1, 2 or 4 ranks"),
-    (until_weight(7, 3), 1, "which cannot share its windows; start 1, 2, 3, 4, 6 or 12 ranks")], ids=str)
+    (until_weight(7, 3), 1, "which cannot share its windows; start 1, 2, 3, 4, 6 or 12 ranks"),
+], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_other_lengths_are_refused_with_the_number_to_give(saved, now, give):
     assert give in why_other_lengths(Window(saved).describe(), 4, Window(now).describe(), 8)
 

@@ -24,6 +24,7 @@ RECORD = records.HERE / "records" / "hosts.json"
 RATES = {"10 Gbit/s": 10_000, "1 Gbit/s": 1000, "100 Mbit/s": 100}  # Mbit/s
 WAYS = ("window", "microbatch", "shard", "node", "node-shard", "local")
 HOSTS, RANKS, SAMPLES, N, WINDOWS, ROUNDS = 2, 2, 32, 4, 4, 3
+FOLDER = "MS_ACCUM_HOSTS"  # where ranks write
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -91,11 +92,11 @@ def measure() -> list[list]:
     programs = Path(sys.executable).parent
     with TemporaryDirectory() as temporary, Cluster(HOSTS) as cluster:
         folder = Path(temporary)
-        environment = {**os.environ, "GLOG_v": "4", "PATH": f"{programs}:{os.environ['PATH']}"}
+        environment = {**os.environ, FOLDER: temporary, "GLOG_v": "4", "PATH": f"{programs}:{os.environ['PATH']}"}
         runs = []
         for host in cluster.hosts:
             command = ["msrun", f"--worker_num={HOSTS * RANKS}", f"--local_worker_num={RANKS}", f"--master_addr={cluster.address(0)}",
-                       f"--node_rank={host}", "--join=True", f"--log_dir={folder / f'ranks{host}'}", "python", __file__, "--work", folder]
+                       f"--node_rank={host}", "--join=True", f"--log_dir={folder / f'ranks{host}'}", "python", __file__]
             runs.append(cluster.start(host, command, folder / f"{host}.log", cwd=folder, env=environment))
         for rate, mbit in RATES.items():
             name = rate.replace("/", "-")
@@ -142,11 +143,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RECORD, metavar="FILE.json", help="(default: records/hosts.json)")
     parser.add_argument("--table", action="store_true", help="print the table of the record, without a run")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.work:
-        work(options.work)
-        return
     if not options.table:
         record = {"suite": "hosts", "quick": False, "command": "python tutorials/benchmarks/hosts.py", **records.circumstances(),
                   "groups": [], "hosts": HOSTS, "ranks_of_a_host": RANKS, "samples": SAMPLES, "accumulate_step": N, "windows": WINDOWS,
@@ -157,4 +154,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if FOLDER in os.environ:  # msrun would take an option for its own
+        work(Path(os.environ[FOLDER]))
+    else:
+        main(sys.argv[1:])
