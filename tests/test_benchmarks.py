@@ -78,6 +78,7 @@ def test_the_page_on_many_ranks_has_the_records_figures():
     rows = run("hosts.py", "--table").splitlines()
     assert len(rows) == 2 + 6
     assert [row for row in rows if row not in page] == []
+    assert {row.split(" | ")[2] for row in rows[2:]} == {"2.01"}  # of a ring's bytes: the formula is right but for a factor
 
 
 def test_a_suite_and_its_report(tmp_path):

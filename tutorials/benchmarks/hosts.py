@@ -24,6 +24,7 @@ RECORD = records.HERE / "records" / "hosts.json"
 RATES = {"10 Gbit/s": 10_000, "1 Gbit/s": 1000, "100 Mbit/s": 100}  # Mbit/s
 WAYS = ("window", "microbatch", "shard", "node", "node-shard", "local")
 HOSTS, RANKS, SAMPLES, N, WINDOWS, ROUNDS = 2, 2, 32, 4, 4, 3
+GRADIENTS = 4 * (784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10)  # bytes
 FOLDER = "MS_ACCUM_HOSTS"  # where ranks write
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
@@ -123,18 +124,31 @@ def measure() -> list[list]:
     return rows
 
 
+def ring(way: str, hosts: int = HOSTS, ranks: int = RANKS, n: int = N, every: int = WINDOWS) -> float:
+    """Return what a host sends for a window in rings, in units of the gradients; `shard` as without a ReduceScatter.
+
+    In a ring of r, each sends 2 (r - 1) / r of what is summed, and half of that of what is gathered. In a ring of all ranks, one rank of
+    each host sends to another host. Between nodes, each rank has a ring with a part of the gradients.
+    """
+    everyone = 2 * (hosts * ranks - 1) / (hosts * ranks)
+    return {"window": everyone, "microbatch": n * everyone, "shard": n * everyone + everyone / 2, "node": 2 * (hosts - 1) / hosts,
+            "node-shard": 2 * (hosts - 1) / hosts, "local": everyone / every}[way]
+
+
 def table(rows: list[list]) -> list[str]:
     """Return the rows of a Markdown table."""
     free = {way: seconds for rate, way, seconds, *_ in rows if rate == next(iter(RATES))}
-    lines = ["| exchange | MB of a host for a window | " + " | ".join(f"{rate}, µs/sample" for rate in RATES) + " | foretold |",
-             "|-|-|" + "-|" * (len(RATES) + 1)]
+    rates = " | ".join(f"{rate}, µs/sample" for rate in RATES)
+    lines = [f"| exchange | MB of a host for a window | of a ring's | {rates} | foretold |", "|-|-|-|" + "-|" * (len(RATES) + 1)]
     for way in WAYS:
         mine = [row for row in rows if row[1] == way]
         sent = median(row[5] for row in mine)
         times = [f"{1e6 * row[2]:,.0f} ({1e6 * row[3]:,.0f} to {1e6 * row[4]:,.0f})" for row in mine]
         of_window = HOSTS * RANKS * SAMPLES * N
         foretold = [free[way] + 8 * sent / (1e6 * mbit) / of_window for mbit in list(RATES.values())[1:]]
-        lines.append(f"| {way} | {sent / 1e6:.1f} | {' | '.join(times)} | {', '.join(f'{1e6 * value:,.0f}' for value in foretold)} |")
+        foretold = ", ".join(f"{1e6 * value:,.0f}" for value in foretold)
+        cells = (way, f"{sent / 1e6:.1f}", f"{sent / GRADIENTS / ring(way):.2f}", *times, foretold)
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
