@@ -1,6 +1,6 @@
 """Which exchange for which link: two hosts with two ranks each, on links of 10 Gbit/s, 1 Gbit/s and 100 Mbit/s.
 
-    python tutorials/benchmarks/hosts.py          # writes records/hosts.json, prints the table; needs root, ip and tc
+    python tutorials/benchmarks/hosts.py          # records/hosts.json, guide/many-ranks.png, and a table; needs root, ip and tc
 
 The hosts are network namespaces of this machine (`tests/distributed/cluster.py`), so four ranks share its cores and only the link is
 that of two hosts. Each way to exchange is compiled once; then the link's rate is changed, and windows are timed. Bytes are counted at the
@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 import records
 
 RECORD = records.HERE / "records" / "hosts.json"
+FIGURE = records.HERE.parent / "guide" / "many-ranks.png"
 RATES = {"10 Gbit/s": 10_000, "1 Gbit/s": 1000, "100 Mbit/s": 100}  # Mbit/s
 WAYS = ("window", "microbatch", "shard", "node", "node-shard", "local")
 HOSTS, RANKS, SAMPLES, N, WINDOWS, ROUNDS = 2, 2, 32, 4, 4, 3
@@ -152,11 +153,34 @@ def table(rows: list[list]) -> list[str]:
     return lines
 
 
+def draw(rows: list[list], file: Path) -> None:
+    """Draw the time of a sample against the rate of the link: medians and ranges, and, dotted, what is foretold."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for i, way in enumerate(WAYS):
+        mine = {rate: row for rate, *row in rows if row[0] == way}
+        places = list(RATES.values())
+        middle, low, high = zip(*[[1e6 * value for value in mine[rate][1:4]] for rate in RATES])
+        errors = [[m - a for m, a in zip(middle, low)], [b - m for m, b in zip(middle, high)]]
+        axes.errorbar(places, middle, errors, marker="o", capsize=3, color=f"C{i}", label=way)
+        sent = median(row[4] for row in mine.values())
+        slower = [middle[0] + 8 * sent / mbit / (HOSTS * RANKS * SAMPLES * N) for mbit in places[1:]]
+        axes.plot(places, [middle[0], *slower], ":", color=f"C{i}", alpha=0.6)
+    axes.set(xscale="log", yscale="log", xlabel="rate of the link in Mbit/s", ylabel="µs for a sample",
+             title="Two hosts with two ranks each (dotted: foretold)")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=80)
+
+
 def main(arguments: list[str]) -> None:
-    """Run, write the record, print the table."""
+    """Run, write the record, draw it, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RECORD, metavar="FILE.json", help="(default: records/hosts.json)")
     parser.add_argument("--table", action="store_true", help="print the table of the record, without a run")
+    parser.add_argument("--figure", type=Path, metavar="FILE.png", help="draw the record (default, after a run: guide/many-ranks.png)")
     options = parser.parse_args(arguments)
     if not options.table:
         record = {"suite": "hosts", "quick": False, "command": "python tutorials/benchmarks/hosts.py", **records.circumstances(),
@@ -164,7 +188,10 @@ def main(arguments: list[str]) -> None:
                   "columns": ["rate", "exchange", "seconds of a sample", "least", "most", "bytes of a host for a window"],
                   "rows": measure()}
         records.write(record, options.output)
-    print("\n".join(table(json.loads(options.output.read_text(encoding="utf-8"))["rows"])))
+    rows = json.loads(options.output.read_text(encoding="utf-8"))["rows"]
+    if options.figure or not options.table:
+        draw(rows, options.figure or FIGURE)
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":
