@@ -121,12 +121,12 @@ class Progress:
         self.lines = self.first = 0
         self.start = 0.0
 
-    def __call__(self, epoch: int, done: int, loss: Tensor, accumulator: Accumulator) -> None:
-        self.show(f"epoch {epoch}/{self.epochs}", done, loss, accumulator)
+    def __call__(self, accumulator: Accumulator, epoch: int, done: int, loss: Tensor) -> None:
+        self.show(accumulator, f"epoch {epoch}/{self.epochs}", done, loss)
         if done == self.size:
             self.close()
 
-    def _draw(self, epoch: str, done: int, loss: Tensor, accumulator: Accumulator) -> None:
+    def _draw(self, accumulator: Accumulator, epoch: str, done: int, loss: Tensor) -> None:
         if self.bar is None:
             self.bar = tqdm(total=self.size, desc=epoch, unit=f" {self.unit}", unit_scale=True, leave=False,
                             dynamic_ncols=True, file=sys.stdout)
@@ -135,7 +135,7 @@ class Progress:
             window = {"window": accumulator.window_length} if self.adaptive else {}
             self.bar.set_postfix(loss=f"{float(loss.asnumpy()):.3f}", **window, refresh=False)
 
-    def _print(self, epoch: str, done: int, loss: Tensor, accumulator: Accumulator) -> None:
+    def _print(self, accumulator: Accumulator, epoch: str, done: int, loss: Tensor) -> None:
         if self.first == 0:  # the first microbatch may include compiling, so the rate counts from its end
             self.first, self.start = done, perf_counter()
         lines = PROGRESS_LINES * done // self.size

@@ -156,11 +156,11 @@ class Checkpoints:
     resumed: Callable[[int, int], None] = lambda epochs, microbatches: None  # called with what is done
 
 
-def train(task: Task, on_microbatch: Callable[[int, int, Tensor, Accumulator], None] = lambda *_: None,
+def train(task: Task, on_microbatch: Callable[[Accumulator, int, int, Tensor], None] = lambda *_: None,
           checkpoints: Checkpoints = Checkpoints()) -> Iterator[Epoch]:
     """Train the task's network in place; yield each epoch, in a resumed run also those that were done before.
 
-    `on_microbatch(epoch, units that all ranks trained on in it, loss, accumulator)` is called after each microbatch.
+    `on_microbatch(accumulator, epoch, units that all ranks trained on in it, loss)` is called after each microbatch.
     CheckpointError if the checkpoint to resume is damaged or from another run; OSError if one cannot be written: the
     old one is still there.
     """
@@ -189,8 +189,8 @@ def train(task: Task, on_microbatch: Callable[[int, int, Tensor, Accumulator], N
             accumulator.noise_scale.reset()
         start = perf_counter()
         with _mode(settings):
-            took = partial(_with_accumulator, on_microbatch, accumulator, epoch)
-            train_epoch(train_step, task.data, microbatches, took, losses, save_at, save, settings.ranks)
+            train_epoch(train_step, task.data, microbatches, partial(on_microbatch, accumulator, epoch), losses,
+                        save_at, save, settings.ranks)
         trained = perf_counter()
         score = test()
         epochs.append(Epoch(
@@ -208,11 +208,6 @@ def train(task: Task, on_microbatch: Callable[[int, int, Tensor, Accumulator], N
         yield epochs[-1]
     if checkpoints.save:
         save()
-
-
-def _with_accumulator(on_microbatch: Callable[[int, int, Tensor, Accumulator], None], accumulator: Accumulator,
-                      epoch: int, done: int, loss: Tensor) -> None:
-    on_microbatch(epoch, done, loss, accumulator)
 
 
 def _identity(task: Task) -> dict:

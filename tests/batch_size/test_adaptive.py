@@ -163,6 +163,19 @@ class Holder(nn.Cell):
         self.point = acc.optimizer.parameters[0]
 
 
+def test_microbatches_that_become_larger_make_windows_shorter():
+    """From 4 samples to 32. The mean of their weights forgets those of old, as the formula says."""
+    expected = Expected(1, 32, 1.0, 1e-30)
+    _, acc, step = build("fused", AdaptiveWindow(maximum=32), 1e-30)
+    lengths = []
+    for x in noisy([4] * 200 + [32] * 100, 40):
+        step(Tensor(x))
+        expected.microbatch(x)
+        lengths.append(acc.window_length)
+        assert lengths[-1] == expected.adaptive.length
+    assert max(lengths[:200]) == 8 > 2 >= lengths[-1]
+
+
 def test_after_a_reset_of_the_noise_scale_eight_windows_are_measured_again():
     """Control: without the reset, the first of them would change the length."""
     for resets in (True, False):
