@@ -186,10 +186,23 @@ def costs():
     assert close("window", 64, 8, expected=1e-3 + 7e-4 / 8 + ring / 8)
     assert close("shard", 64, 8, expected=1e-3 + 7e-4 / 8 + header + ring / 2 + ring / 2 / 8)
 
+    # What leaves a host of 2 ranks in a window of 4, in gradients: on 2 hosts, and on very many; without a ReduceScatter as well.
+    def leave(mode, hosts, **settings):
+        return cost_model.exchange(Run(mode, 2 * hosts, 4, 2.7e6, hosts=hosts, every=10, **settings))[2] / 2.7e6
+
+    for mode, two, many in (("alone", 0, 0), ("window", 1.5, 2), ("microbatch", 6, 8), ("shard", 3.75, 5), ("node", 1, 2),
+                            ("node-shard", 1, 2), ("local", 0.15, 0.2)):
+        assert leave(mode, 1) == 0
+        assert abs(leave(mode, 2) - two) + abs(leave(mode, 10**5) - many) < 1e-3, mode
+    assert abs(leave("shard", 2, scatters=False) - 6.75) < 1e-3
+    assert leave("node", 2, scatters=False) == leave("node", 2)
+    slow, free = (seconds(replace(true, wire=2.0), Run("window", 4, 4, 2.7e6, hosts=2, link=link)) for link in (1e-8, 0.0))
+    assert abs(slow - free - 2 * 1.5 * 2.7e6 * 1e-8 / 4) < 1e-12
+
     with redirect_stdout(StringIO()) as printed:
         cost_model.main(["--ranks", "512", "--n", "4"])
-    assert re.search(r"^\|2\|8\|window\|[\d.]+\|[\d.]+\|[+-]\d+%\|$", printed.getvalue(), re.MULTILINE)
-    assert re.search(r"^\|10 M\|512\|4\|", printed.getvalue(), re.MULTILINE)
+    assert re.search(r"^\| 2 \| 8 \| window \| [\d.]+ \| [\d.]+ \| [+-]\d+% \|$", printed.getvalue(), re.MULTILINE)
+    assert re.search(r"^\| 10 M \| 512 \| 4 \| 100 \| 5 \|", printed.getvalue(), re.MULTILINE)
 
 
 def refusals():

@@ -75,10 +75,14 @@ def test_the_page_on_batch_sizes_has_the_records_figures(tmp_path):
 
 def test_the_page_on_many_ranks_has_the_records_figures():
     page = (BENCHMARKS.parent / "guide" / "many-ranks.md").read_text(encoding="utf-8")
-    rows = run("hosts.py", "--table").splitlines()
+    *rows, _, errors = run("hosts.py", "--table").splitlines()
     assert len(rows) == 2 + 6
     assert [row for row in rows if row not in page] == []
     assert {row.split(" | ")[2] for row in rows[2:]} == {"2.01"}  # of a ring's bytes: the formula is right but for a factor
+    assert "the median error is {}, the largest {}".format(*re.findall(r"\d+ ?%", errors.replace("%", " %"))) in page
+    paper = [row for row in run("cost_model.py").splitlines() if row.startswith("| 1,000 M")]
+    assert len(paper) == 6
+    assert [row for row in paper if row not in page] == []
 
 
 def test_a_suite_and_its_report(tmp_path):

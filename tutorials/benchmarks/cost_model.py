@@ -1,10 +1,13 @@
 """What a microbatch takes on many ranks: a cost model, fitted to a record of the suite distributed, and on paper beyond it.
 
-    seconds = microbatch + update / N + (hops x latency + bytes / bandwidth) / N      hops and bytes of a window, see `exchange`
+`hosts.py` checks it against two hosts.
+
+    seconds = microbatch + update / N + (hops x latency + bytes x seconds of a byte) / N      hops and bytes of a window, see `exchange`
 
 A ring's AllReduce of b bytes on n ranks takes 2(n - 1) hops, and each rank sends 2(n - 1)/n x b bytes; ReduceScatter and AllGather are
-half of it. Ranks on one machine share its cores and its bandwidth: they compute 1 + crowding x (n - 1) times as long, and send n times as
-long. Nothing overlaps: where exchanges hide behind the backward pass, a microbatch's exchange costs less than this.
+half of it. Ranks on one machine share its cores and its memory: they compute 1 + crowding x (n - 1) times as long, and send n times as
+long. What a host sends to others takes its link's time besides. Nothing overlaps: where exchanges hide behind the backward pass, a
+microbatch's exchange costs less than this.
 """
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ import numpy as np
 import records
 
 RECORD = Path(__file__).with_name("records") / "distributed.json"
-MODES = ("window", "microbatch", "shard")
+MODES = ("window", "microbatch", "shard", "node", "node-shard", "local")
 CROWDING = np.linspace(0, 4, 401)
 FLOAT = 4
 HEADER = 3 * FLOAT
@@ -37,6 +40,7 @@ class Costs:
         latency: Seconds for a hop.
         byte: Seconds to send one.
         crowding: Part of a rank's time that each further rank on the same machine adds to it.
+        wire: Bytes that go over a link for each byte of a ring.
     """
 
     microbatch: float
@@ -44,6 +48,7 @@ class Costs:
     latency: float
     byte: float
     crowding: float = 0.0
+    wire: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,11 @@ class Run:
         n: Microbatches in a window.
         size: Bytes of the gradients.
         buckets: Collectives that carry them.
-        one_machine: Whether all ranks are on one.
-        scatters: Whether the backend has a ReduceScatter; otherwise an AllReduce stands in.
+        one_machine: Whether all ranks are on one, which may hold several hosts as network namespaces.
+        scatters: Whether the backend has a ReduceScatter, and an AllGather for part of the ranks; otherwise an AllReduce stands in.
+        hosts: Their number; each has equally many ranks.
+        link: Seconds for a byte that a host sends to others.
+        every: Windows between two exchanges of "local".
     """
 
     mode: str
@@ -67,32 +75,47 @@ class Run:
     buckets: int = 1
     one_machine: bool = False
     scatters: bool = True
+    hosts: int = 1
+    link: float = 0.0
+    every: int = 50
 
 
 def seconds(costs: Costs, run: Run) -> float:
     """For a microbatch."""
-    return float(np.dot(terms(run, costs.crowding), astuple(costs)[:4]))
+    crossing = exchange(run)[2]
+    return float(np.dot(terms(run, costs.crowding), astuple(costs)[:4]) + costs.wire * crossing * run.link / run.n)
 
 
 def terms(run: Run, crowding: float) -> tuple[float, float, float, float]:
     """How often a microbatch pays the first four of the costs."""
     crowd, sharing = (1 + crowding * (run.ranks - 1), run.ranks) if run.one_machine else (1, 1)
-    hops, sent = exchange(run)
+    hops, sent, _ = exchange(run)
     return crowd, crowd / run.n, hops / run.n, sharing * sent / run.n
 
 
-def exchange(run: Run) -> tuple[float, float]:
-    """Hops, and bytes that a rank sends, in a window."""
-    others = run.ranks - 1
-    half = np.array([run.buckets * others, run.size * others / run.ranks])
-    header = 2 * np.array([others, HEADER * others / run.ranks])
-    hops, sent = {
-        "alone": 0 * half,
-        "window": 2 * half,
-        "microbatch": run.n * 2 * half,
-        "shard": run.n * (header + (half if run.scatters else 2 * half)) + half,
+def exchange(run: Run) -> np.ndarray:
+    """Hops, bytes that a rank sends, and bytes that a host sends to others, in a window."""
+    node = run.ranks // run.hosts
+
+    def half(members: int, size: float, rings: int, buckets: int = run.buckets) -> np.ndarray:
+        """Of an AllReduce, which is a ReduceScatter and an AllGather; `rings` of them leave a host."""
+        sent = size * (members - 1) / members
+        return np.array([buckets * (members - 1), sent, rings * sent])
+
+    # In a ring of all ranks, one rank of each host sends to another host. Between hosts, each rank of a host has a ring with its part.
+    everyone, everyone_header = [half(run.ranks, *what) for what in ((run.size, run.hosts > 1), (HEADER, run.hosts > 1, 1))]
+    inside, inside_header = [half(node, *what) for what in ((run.size, 0), (HEADER, 0, 1))]
+    across = half(run.hosts, run.size / node, node) + half(run.hosts, HEADER, node, 1)
+    scatter = 1 if run.scatters else 2
+    return {
+        "alone": 0 * everyone,
+        "window": 2 * everyone,
+        "microbatch": run.n * 2 * everyone,
+        "shard": run.n * (2 * everyone_header + scatter * everyone) + everyone,
+        "node": run.n * 2 * inside + 2 * across + scatter * inside,
+        "node-shard": run.n * (2 * inside_header + scatter * inside) + 2 * across + scatter * inside,
+        "local": 2 * everyone / run.every,
     }[run.mode]
-    return float(hops), float(sent)
 
 
 # --- fitted to a record ----------------------------------------------------------------------------------------------------
@@ -164,14 +187,14 @@ def held_out_line(rows: list[tuple[Run, float]]) -> str:
 
 
 def paper_table(options: argparse.Namespace) -> str:
-    """Networks and numbers of ranks that were not run."""
-    lines = [("parameters", "ranks", "N", "compute and add, ms", *(f"{mode}, ms" for mode in MODES), "window / microbatch")]
-    for parameters, ranks, n in product(options.parameters, options.ranks, options.n):
+    """Networks, numbers of ranks and links that were not run."""
+    lines = [("parameters", "ranks", "N", "Gbit/s", "compute and add, ms", *(f"{mode}, ms" for mode in MODES))]
+    for parameters, ranks, n, gbit in product(options.parameters, options.ranks, options.n, options.link_gbit):
         costs, size = assumed(options, parameters), parameters * FLOAT
-        runs = [Run(mode, ranks, n, size, ceil(size / (options.bucket_mib * 2**20))) for mode in MODES]
-        times = [seconds(costs, run) for run in runs]
-        lines.append((f"{parameters / 1e6:,.0f} M", f"{ranks:,}", n, *(f"{time * 1e3:,.1f}" for time in (costs.microbatch, *times)),
-                      f"{times[0] / times[1]:.2f}"))
+        runs = [Run(mode, ranks, n, size, ceil(size / (options.bucket_mib * 2**20)), hosts=ceil(ranks / options.ranks_per_host),
+                    link=8e-9 / gbit) for mode in MODES]
+        times = [costs.microbatch, *(seconds(costs, run) for run in runs)]
+        lines.append((f"{parameters / 1e6:,.0f} M", f"{ranks:,}", n, f"{gbit:g}", *(f"{time * 1e3:,.0f}" for time in times)))
     return _table(lines)
 
 
@@ -185,7 +208,7 @@ def assumed(options: argparse.Namespace, parameters: float) -> Costs:
 
 def _table(lines: list[tuple]) -> str:
     head, *rows = [[str(cell) for cell in line] for line in lines]
-    return "\n".join("|" + "|".join(row) + "|" for row in (head, ["-"] * len(head), *rows))
+    return "\n".join([f"| {' | '.join(head)} |", "|-" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 # --- command line ----------------------------------------------------------------------------------------------------------
@@ -204,9 +227,9 @@ def main(arguments: list[str]) -> None:
           f"{costs.latency * 1e6:.0f} us a hop, {costs.byte * 1e9:.2f} ns a byte, crowding {costs.crowding:.2f}.\n"
           f"Error: {error_line(costs, rows)}. {held_out_line(rows)}\n")
     print(fit_table(rows, costs))
-    print(f"\nOn paper, a machine for each rank: {options.bandwidth_gbs:g} GB/s and {options.latency_us:g} us a hop, "
-          f"{options.teraflops:g} TFLOP/s, {options.tokens:,} tokens a microbatch, {options.memory_gbs:g} GB/s of memory, "
-          f"buckets of {options.bucket_mib:g} MiB.\n")
+    print(f"\nOn paper: {options.ranks_per_host} ranks on a host, {options.bandwidth_gbs:g} GB/s inside it, "
+          f"{options.latency_us:g} us a hop, {options.teraflops:g} TFLOP/s, {options.tokens:,} tokens a microbatch, "
+          f"{options.memory_gbs:g} GB/s of memory, buckets of {options.bucket_mib:g} MiB.\n")
     print(paper_table(options))
 
 
@@ -217,7 +240,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help="what to fit (default: records/distributed.json)")
     paper = parser.add_argument_group("on paper")
     for name, default, what in (
-            ("--bandwidth-gbs", 25.0, "GB/s that a rank sends"),
+            ("--ranks-per-host", 8, "ranks on a host"),
+            ("--bandwidth-gbs", 100.0, "GB/s that a rank sends inside a host"),
             ("--latency-us", 10.0, "microseconds for a hop"),
             ("--teraflops", 100.0, "TFLOP/s of a rank"),
             ("--tokens", 8192, "tokens in a microbatch of a rank"),
@@ -226,8 +250,9 @@ def make_parser() -> argparse.ArgumentParser:
         paper.add_argument(name, type=_positive(type(default)), default=default, metavar="X", help=f"{what} (default: {default:,g})")
     for name, default, what in (
             ("--parameters", (1e7, 1e9), "of the networks"),
-            ("--ranks", (64, 256, 1024), "their numbers"),
-            ("--n", (1, 8, 32), "microbatches in a window")):
+            ("--ranks", (64, 1024), "their numbers"),
+            ("--n", (8,), "microbatches in a window"),
+            ("--link-gbit", (100.0, 10.0, 1.0), "Gbit/s of a host's link")):
         paper.add_argument(name, type=_positive(type(default[0])), nargs="+", default=default, metavar="X",
                            help=f"{what} (default: {' '.join(f'{value:g}' for value in default)})")
     return parser

@@ -4,7 +4,8 @@
 
 The hosts are network namespaces of this machine (`tests/distributed/cluster.py`), so four ranks share its cores and only the link is
 that of two hosts. Each way to exchange is compiled once; then the link's rate is changed, and windows are timed. Bytes are counted at the
-interface. The last column is what `seconds without a limit + bytes / rate` foretells: nothing of an exchange hides behind computing.
+interface. The last column is what `cost_model.py` foretells: its costs are fitted to runs on one host (`records/distributed.json`), and
+bytes go over the link as often as they were counted here.
 """
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import cost_model
 import records
+from cost_model import Run
 
 RECORD = records.HERE / "records" / "hosts.json"
 FIGURE = records.HERE.parent / "guide" / "many-ranks.png"
@@ -125,30 +129,33 @@ def measure() -> list[list]:
     return rows
 
 
-def ring(way: str, hosts: int = HOSTS, ranks: int = RANKS, n: int = N, every: int = WINDOWS) -> float:
-    """Return what a host sends for a window in rings, in units of the gradients; `shard` as without a ReduceScatter.
+def runs_of(rows: list[list]) -> list[tuple[Run, float]]:
+    """Return what each row ran, and its seconds for a microbatch of all ranks."""
+    return [(Run(way, HOSTS * RANKS, N, GRADIENTS, one_machine=True, scatters=False, hosts=HOSTS, link=8e-6 / RATES[rate], every=WINDOWS),
+             seconds * HOSTS * RANKS * SAMPLES) for rate, way, seconds, *_ in rows]
 
-    In a ring of r, each sends 2 (r - 1) / r of what is summed, and half of that of what is gathered. In a ring of all ranks, one rank of
-    each host sends to another host. Between nodes, each rank has a ring with a part of the gradients.
-    """
-    everyone = 2 * (hosts * ranks - 1) / (hosts * ranks)
-    return {"window": everyone, "microbatch": n * everyone, "shard": n * everyone + everyone / 2, "node": 2 * (hosts - 1) / hosts,
-            "node-shard": 2 * (hosts - 1) / hosts, "local": everyone / every}[way]
+
+def of_a_ring(rows: list[list]) -> list[float]:
+    """Return the bytes of each row, as multiples of those of rings."""
+    return [row[5] / cost_model.exchange(run)[2] for row, (run, _) in zip(rows, runs_of(rows))]
+
+
+def foretelling(rows: list[list]) -> cost_model.Costs:
+    """Return the costs of ranks on one host, with a link on which bytes cost what was counted."""
+    costs = cost_model.fitted(cost_model.measured(records.read(cost_model.RECORD)))
+    return replace(costs, wire=median(of_a_ring(rows)))
 
 
 def table(rows: list[list]) -> list[str]:
     """Return the rows of a Markdown table."""
-    free = {way: seconds for rate, way, seconds, *_ in rows if rate == next(iter(RATES))}
+    costs = foretelling(rows)
     rates = " | ".join(f"{rate}, µs/sample" for rate in RATES)
     lines = [f"| exchange | MB of a host for a window | of a ring's | {rates} | foretold |", "|-|-|-|" + "-|" * (len(RATES) + 1)]
     for way in WAYS:
         mine = [row for row in rows if row[1] == way]
-        sent = median(row[5] for row in mine)
         times = [f"{1e6 * row[2]:,.0f} ({1e6 * row[3]:,.0f} to {1e6 * row[4]:,.0f})" for row in mine]
-        of_window = HOSTS * RANKS * SAMPLES * N
-        foretold = [free[way] + 8 * sent / (1e6 * mbit) / of_window for mbit in list(RATES.values())[1:]]
-        foretold = ", ".join(f"{1e6 * value:,.0f}" for value in foretold)
-        cells = (way, f"{sent / 1e6:.1f}", f"{sent / GRADIENTS / ring(way):.2f}", *times, foretold)
+        foretold = ", ".join(f"{1e6 * cost_model.seconds(costs, run) / (HOSTS * RANKS * SAMPLES):,.0f}" for run, _ in runs_of(mine))
+        cells = (way, f"{median(row[5] for row in mine) / 1e6:.1f}", f"{median(of_a_ring(mine)):.2f}", *times, foretold)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -157,6 +164,7 @@ def draw(rows: list[list], file: Path) -> None:
     """Draw the time of a sample against the rate of the link: medians and ranges, and, dotted, what is foretold."""
     from matplotlib.figure import Figure
 
+    costs = foretelling(rows)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, way in enumerate(WAYS):
@@ -165,9 +173,9 @@ def draw(rows: list[list], file: Path) -> None:
         middle, low, high = zip(*[[1e6 * value for value in mine[rate][1:4]] for rate in RATES])
         errors = [[m - a for m, a in zip(middle, low)], [b - m for m, b in zip(middle, high)]]
         axes.errorbar(places, middle, errors, marker="o", capsize=3, color=f"C{i}", label=way)
-        sent = median(row[4] for row in mine.values())
-        slower = [middle[0] + 8 * sent / mbit / (HOSTS * RANKS * SAMPLES * N) for mbit in places[1:]]
-        axes.plot(places, [middle[0], *slower], ":", color=f"C{i}", alpha=0.6)
+        runs = [run for run, _ in runs_of(rows) if run.mode == way]
+        foretold = [1e6 * cost_model.seconds(costs, run) / (HOSTS * RANKS * SAMPLES) for run in runs]
+        axes.plot(places, foretold, ":", color=f"C{i}", alpha=0.6)
     axes.set(xscale="log", yscale="log", xlabel="rate of the link in Mbit/s", ylabel="µs for a sample",
              title="Two hosts with two ranks each (dotted: foretold)")
     axes.grid(alpha=0.3, which="both")
@@ -192,6 +200,7 @@ def main(arguments: list[str]) -> None:
     if options.figure or not options.table:
         draw(rows, options.figure or FIGURE)
     print("\n".join(table(rows)))
+    print(f"\nForetold with an error of {cost_model.error_line(foretelling(rows), runs_of(rows))}.")
 
 
 if __name__ == "__main__":
