@@ -96,11 +96,10 @@ LAUNCHES = {  # ranks, cases
                  *(f"trained:{sync}:uneven:SGD:fused" for sync in WITHOUT_NODES), *NODES, *NOISE, *RESUME, *DEALT, *ADAPTIVE, *OUTER,
                  "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "traffic:nodes", "refusals", "compiled_before:jit",
                  "mnist", "mnist_dealt_out", "killed"]),
-    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NOISE, *RESUME, *ADAPTIVE, *OUTER,
-                                                           "mnist"]),
+    "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NODES, "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
-                     "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in WITHOUT_NODES),
-                     *(f"{case}:jit" for case in NODES)]),
+                     "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in WITHOUT_NODES)]),
+    "compiled-state": (2, [f"{case}:jit" for case in [*NOISE, *RESUME, *ADAPTIVE, *OUTER]]),
     "four": (4, [*MATRIX[2::3], *BUDGET, *PAIR, NOISE[0], RESUME[0], *DEALT, f"{DEALT[0]}:jit", *ADAPTIVE, *OUTER, *NODES,
                  *(f"{case}:jit" for case in NODES[:2]),
                  "trained:window:uneven:Adam",
@@ -108,14 +107,17 @@ LAUNCHES = {  # ranks, cases
 }
 
 
-EVERY_LAUNCH = pytest.mark.parametrize(
-    "launch", ["fast", *(pytest.param(launch, marks=pytest.mark.slow) for launch in ("compiled", "four"))])
-
-
 def cases_of(launch, kind, feature=""):
     """The cases of a launch that call the function `kind`, and have the argument `feature`."""
     cases = [case for case in LAUNCHES[launch][1] if case.split(":")[0] == kind]
     return [case for case in cases if not feature or feature in case.split(":")]
+
+
+def every_launch_of(kind, feature=""):
+    """Parametrize a test by the launches that have such cases; all but the fast one are slow."""
+    launches = [launch for launch in LAUNCHES if cases_of(launch, kind, feature)]
+    return pytest.mark.parametrize("launch", [launch if launch == "fast" else pytest.param(launch, marks=pytest.mark.slow)
+                                              for launch in launches])
 
 
 def microbatches(sizes, rank):

@@ -1,7 +1,7 @@
 """What travels between ranks, and in how many collectives."""
 import numpy as np
 from conftest import MLP
-from rank_cases import EVERY_LAUNCH, LAUNCHES, cases_of
+from rank_cases import LAUNCHES, cases_of, every_launch_of
 
 pytest_plugins = ["launch"]
 
@@ -21,7 +21,7 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
         assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(16)] == ([False] * 7 + [True]) * 2
 
 
-@EVERY_LAUNCH
+@every_launch_of("trained")
 def test_shards_are_a_part_of_the_buffers(left_by, launch):
     whole, ranks = sum(p.nbytes for p in MLP().trainable_params()), LAUNCHES[launch][0]
     for case in cases_of(launch, "trained"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import MLP, difference, tensors, values
-from rank_cases import EVERY_LAUNCH, LAUNCHES, MNIST_SHORT, cases_of
+from rank_cases import LAUNCHES, MNIST_SHORT, cases_of, every_launch_of
 
 from ms_accum import load_checkpoint
 from ms_accum.cli import main as cli
@@ -22,7 +22,7 @@ def updated_once(rows):
     return oracle.parameters
 
 
-@EVERY_LAUNCH
+@every_launch_of("dealt_out")
 def test_a_window_of_other_ranks_goes_on(left_by, folder_of, launch):
     """The first update is that of the undivided batch of all that was in the window and of what came after."""
     ranks = LAUNCHES[launch][0]
@@ -41,7 +41,7 @@ def test_a_window_of_other_ranks_goes_on(left_by, folder_of, launch):
                 assert difference(list(map(np.array, found["parameters"])), updated_once(rows[len(saved[name]):])) > 1e-4, "control"
 
 
-@EVERY_LAUNCH
+@every_launch_of("dealt_out")
 def test_what_ranks_cannot_share_is_refused(left_by, launch):
     ranks = LAUNCHES[launch][0]
     for case in cases_of(launch, "dealt_out"):
@@ -58,7 +58,7 @@ def test_what_ranks_cannot_share_is_refused(left_by, launch):
                 assert "was saved with accumulate_step 4 on 4 ranks, but this run has 3 on 2; give accumulate_step=8, so" in said["length"]
 
 
-@EVERY_LAUNCH
+@every_launch_of("dealt_out")
 def test_one_process_goes_on_with_what_ranks_left(left_by, folder_of, launch, monkeypatch):
     monkeypatch.setenv("MS_JIT", "0")
     ranks = LAUNCHES[launch][0]

@@ -7,7 +7,7 @@ from conftest import MLP, compiled, difference, mean_loss, tensors, values
 from mindspore import nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
-from rank_cases import EVERY_LAUNCH, LAUNCHES, LOCAL, N, accumulator, cases_of, losses_of, microbatches, rows_of_both
+from rank_cases import LAUNCHES, LOCAL, N, accumulator, cases_of, every_launch_of, losses_of, microbatches, rows_of_both
 from test_reducers import ORACLES, arrays_of
 
 from ms_accum import (
@@ -62,7 +62,7 @@ def simulated(count, sizes, reducer, optimizer, features=(), kind=reference.Loca
     return run
 
 
-@EVERY_LAUNCH
+@every_launch_of("outer")
 def test_local_updates_of_ranks_follow_the_simulation(left_by, launch):
     """{SGD, Momentum, Adam} x even and uneven data x a dropped window x two epochs. All hold the same bits after a flush, and
     different ones before an exchange."""
@@ -84,7 +84,7 @@ def test_wrong_outer_steps_are_seen(wrong):
     assert difference(other.parameters, right.parameters) > 1e-3
 
 
-@EVERY_LAUNCH
+@every_launch_of("as_data_parallel")
 def test_averaging_after_each_update_is_data_parallel(left_by, launch):
     """With SGD and equal weights, also where one rank has fewer windows. Control: after each second update it is not."""
     cases = cases_of(launch, "as_data_parallel")
@@ -96,7 +96,7 @@ def test_averaging_after_each_update_is_data_parallel(left_by, launch):
             assert difference(second, expected) > 1e-4, case
 
 
-@EVERY_LAUNCH
+@every_launch_of("alone")
 def test_until_the_exchange_a_rank_is_a_process_of_its_own(left_by, launch):
     """Noise scale, adaptive windows, norms, parameters. Control: ranks have different data."""
     for case in cases_of(launch, "alone"):

@@ -7,7 +7,7 @@ import mindspore as ms
 import pytest
 from conftest import MLP, difference, values
 from mindspore import nn
-from rank_cases import EVERY_LAUNCH, LAUNCHES, MNIST, cases_of
+from rank_cases import LAUNCHES, MNIST, cases_of, every_launch_of
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.cli import main as cli
@@ -46,7 +46,7 @@ def test_graphs_compiled_before_follow_rank_0(left_by):
         assert left["seen"] == left["expected"]
 
 
-@EVERY_LAUNCH
+@every_launch_of("resume")
 def test_each_rank_resumes_bit_identically(left_by, launch):
     """In mid-window. If one rank cannot save, none does and nothing is left; if one file is damaged, none is loaded."""
     for rank, left in (each for case in cases_of(launch, "resume") for each in enumerate(left_by(case, launch))):
@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_the_run(folder_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", ["compiled", "four"])
+@pytest.mark.parametrize("launch", ["compiled", "compiled-state", "four"])
 def test_ranks_end_together(folder_of, launch):
     end = json.loads((folder_of(launch) / "end.json").read_text(encoding="utf-8"))
     assert (end["status"], end["alive"]) == (0, []), end

@@ -8,7 +8,6 @@ from mindspore import Tensor, nn
 from noisy_samples import Expected
 from rank_cases import (
     BUDGET_OF_A_RANK,
-    EVERY_LAUNCH,
     LAUNCHES,
     SYNCS,
     TOGETHER,
@@ -16,6 +15,7 @@ from rank_cases import (
     N,
     article_rows,
     cases_of,
+    every_launch_of,
     losses_of,
     microbatches,
     noisy_data,
@@ -92,7 +92,7 @@ def require_equal(results, oracle, case, skipped=0):
         assert left["parameters"] == results[0]["parameters"], f"{case}: ranks hold different parameters"
 
 
-@EVERY_LAUNCH
+@every_launch_of("trained")
 def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
     """{window, microbatch, shard} x {equal, unequal, uneven numbers of microbatches} x short last window x clipping.
 
@@ -115,7 +115,7 @@ def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
         assert [left["scale"] for left in results] == [512 if "overflow" in bad else None] * count, case
 
 
-@EVERY_LAUNCH
+@every_launch_of("pair")
 def test_two_losses_are_divided_by_what_all_ranks_have(left_by, launch):
     """Control: the sum of each rank's means is another gradient."""
     count = LAUNCHES[launch][0]
@@ -189,7 +189,7 @@ def test_article_in_two_processes_and_in_one(left_by):
     assert one == ARTICLE != undivided
 
 
-@EVERY_LAUNCH
+@every_launch_of("trained", "noise")
 def test_microbatches_of_all_ranks_are_in_the_noise_scale(left_by, launch):
     """The estimates of one process that has all microbatches. Controls: those of one rank, or of sums, are others."""
     parameters = values(MLP(seed=0).trainable_params())
@@ -212,7 +212,7 @@ def test_microbatches_of_all_ranks_are_in_the_noise_scale(left_by, launch):
             np.testing.assert_allclose(left["noise"], expected, rtol=1e-4, err_msg=case)
 
 
-@EVERY_LAUNCH
+@every_launch_of("adaptive")
 def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, launch):
     """With the lengths of one process that sees all microbatches; resumed across a change, bit-identically. Control: if the weight of
     one rank's microbatch were taken for that of all, windows would get longer."""
