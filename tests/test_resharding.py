@@ -8,7 +8,7 @@ from checkpointing import state
 from conftest import MLP, batches, difference, mean_loss, tensors, values
 from dealing import COUNTS, KINDS, build, rows_of, rows_of_all, save_as_four
 
-from ms_accum import AdaptiveWindow, CheckpointError, load_checkpoint, save_checkpoint, until_weight
+from ms_accum import AdaptiveWindow, CheckpointError, LocalUpdates, load_checkpoint, save_checkpoint, until_weight
 from ms_accum import checkpoint as checkpoint_module
 from ms_accum.resharding import Sharing, WholeWindow, dealt, gathered, why_not_shared, why_other_lengths
 from ms_accum.window import Window
@@ -94,6 +94,14 @@ def test_counts_fit_into_shorter_windows(new):
             assert counts == sorted(counts, reverse=True)
             assert counts[0] - counts[-1] <= 1
             assert counts[-1] < length
+
+
+def test_a_rank_without_microbatches_has_no_weight():
+    saved, sharing = LAYOUTS["one"], LAYOUTS["window 4"]
+    first, window = whole_of(files_of(saved, [2])[0], saved)
+    entries = [dealt(first, window, saved, sharing, rank) for rank in range(4)]
+    assert [int(each["accumulator:mini_step"]) for each in entries] == [1, 1, 0, 0]
+    assert [float(each["accumulator:weight_sum"]) for each in entries] == [10, 10, 0, 0]
 
 
 def test_an_equal_weight_stays_a_constant():
@@ -183,6 +191,7 @@ def test_a_window_that_ranks_cannot_share_is_refused():
         "or a closed window: save when train_step.updated is true")
     assert "to 4 ranks per node that count them together; expected 1, 2, 3 or 6 ranks per node" in why_not_shared(
         window, Sharing(8, 4, [], True), "until_weight(7, at_most=2147483647)")
+    assert "to 4 ranks that count them together" in why_not_shared(window, LAYOUTS["flags 4"], "2")
     assert why_not_shared(window, Sharing(3, 3, []), "4") is None
 
 
@@ -326,6 +335,9 @@ def test_what_cannot_be_dealt_out_is_refused_and_nothing_loaded():
     def forget(rank, entries, about):
         del entries["accumulator:first.bias"]
 
+    save_as_four(PATH, "window")
+    refused(r"was saved with reducer WindowSync and ranks 4, but this run has LocalUpdates\(.*\) and 1; local updates need the same",
+            reducer=LocalUpdates())
     save_as_four(PATH, "window", change=forget)
     refused(r"c\.ckpt has no entry accumulator:first\.bias, which this run needs")
 
