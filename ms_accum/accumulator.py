@@ -563,20 +563,25 @@ class Accumulator:
                                "others; expected whole batches: call accumulator.reset(), which drops the open window, "
                                "and go on with the next batch")
 
-    def _prepare(self) -> None:
-        """Finish what came before a train step: an error, an interrupted call, a checkpoint. For the host."""
+    def _prepare(self) -> bool:
+        """Finish what came before a train step or its flush: an error, an interrupted call, a checkpoint. For the host.
+
+        Return whether that closed a window.
+        """
         self._require_whole()
         self._count.closing = self._count.closing or self._count.loaded
         self._count.loaded = False
-        self._finish_interrupted()
+        return self._finish_interrupted()
 
-    def _finish_interrupted(self) -> None:
-        """Close the window if a train step was interrupted after it had filled it. For the host."""
+    def _finish_interrupted(self) -> bool:
+        """Close the window if a train step was interrupted after it had filled it. Return whether it was."""
         if self._count.closing:
             self._count.forget()
             self._count.settle()
-        if self._count.closing:
+        full = self._count.closing
+        if full:
             self.apply()
+        return full
 
     def _attach_loss_scaler(self, loss_scaler: amp.LossScaler) -> None:
         """Expect gradients of losses that are multiplied by the scale of `loss_scaler`, a `mindspore.amp.LossScaler`.

@@ -133,10 +133,10 @@ class CompiledStep:
 
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
-        self.accumulator._require_whole()
-        self.accumulator._finish_interrupted()
+        finished = self.accumulator._prepare()
         self.accumulator._count.forget()
-        self.updated = self._flush()
+        flushed = self._flush()
+        self.updated = Tensor(True) if finished else flushed
         return self.updated
 
 

@@ -150,10 +150,10 @@ class TrainOneStepCell(nn.Cell):
 
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
-        self.accumulator._require_whole()
-        self.accumulator._finish_interrupted()
+        finished = self.accumulator._prepare()
         self.accumulator._count.forget()
-        return self._flush()
+        flushed = self._flush()
+        return Tensor(True) if finished else flushed
 
 
 class _Flush(nn.Cell):

@@ -37,6 +37,11 @@ def rows_after(rank, count):
     return [(rng.normal(size=(n, 6)), rng.integers(0, 3, n)) for n in [2 + rank, 6, 1, 3, 2, 4, 1, 5][:count]]
 
 
+def after_full(rank):
+    """What a rank adds to the next window if its share of the loaded one is full: ranks 1 and 3 have no data left."""
+    return rows_after(rank, 1 - rank % 2)
+
+
 def build(accumulate_step, reducer=None, seed=0, **options):
     network = MLP(seed=seed)
     options = {"reduction": "mean", "clip_norm": 0.5, **options}

@@ -8,8 +8,18 @@ from checkpointing import state
 from conftest import MLP, batches, difference, mean_loss, tensors, values
 from dealing import COUNTS, KINDS, build, rows_of, rows_of_all, save_as_four
 
-from ms_accum import AdaptiveWindow, CheckpointError, load_checkpoint, save_checkpoint, until_weight
+from ms_accum import (
+    AdaptiveWindow,
+    CheckpointError,
+    LocalUpdates,
+    TrainOneStepCell,
+    load_checkpoint,
+    make_train_step,
+    save_checkpoint,
+    until_weight,
+)
 from ms_accum import checkpoint as checkpoint_module
+from ms_accum.distributed.reducers import OneDevice
 from ms_accum.resharding import Sharing, WholeWindow, dealt, gathered, why_not_shared, why_other_lengths
 from ms_accum.window import Window
 
@@ -94,6 +104,43 @@ def test_counts_fit_into_shorter_windows(new):
             assert counts == sorted(counts, reverse=True)
             assert counts[0] - counts[-1] <= 1
             assert counts[-1] < length
+
+
+def test_a_rank_without_microbatches_has_no_weight():
+    saved, sharing = LAYOUTS["one"], LAYOUTS["window 4"]
+    first, window = whole_of(files_of(saved, [2])[0], saved)
+    entries = [dealt(first, window, saved, sharing, rank) for rank in range(4)]
+    assert [int(each["accumulator:mini_step"]) for each in entries] == [1, 1, 0, 0]
+    assert [float(each["accumulator:weight_sum"]) for each in entries] == [10, 10, 0, 0]
+
+
+@pytest.mark.parametrize("driver", ["fused", "split", "cell"])
+def test_a_full_share_is_closed_before_a_flush_exchanges_microbatches(driver, monkeypatch):
+    """As a train step does; if one rank of a node trains and another one flushes, they would exchange different things."""
+    monkeypatch.setenv("MS_JIT", "0")
+    seen = []
+
+    class Reducer(OneDevice):
+        flushes_alone = False
+
+        def microbatch(self, gradients, header):
+            seen.append("microbatch")
+            return gradients, header
+
+        def window(self, buffers, unit, header):
+            seen.append("window")
+            return buffers, unit, header
+
+    network, acc, _ = build(2)
+    loss = mean_loss(network)
+    step = TrainOneStepCell(loss, acc) if driver == "cell" else make_train_step(loss, acc, strategy=driver)
+    acc.add([p * 0 for p in acc.optimizer.parameters], 3.0)
+    acc.add([p * 0 for p in acc.optimizer.parameters], 3.0)
+    acc.reducer = Reducer(acc.reducer.layout)
+    acc.reducer.each_microbatch = acc._count.loaded = True
+    assert step.flush()
+    assert seen[:2] == ["window", "microbatch"]
+    assert [int(acc.update_step), int(acc.mini_step)] == [1, 0]
 
 
 def test_an_equal_weight_stays_a_constant():
@@ -183,6 +230,7 @@ def test_a_window_that_ranks_cannot_share_is_refused():
         "or a closed window: save when train_step.updated is true")
     assert "to 4 ranks per node that count them together; expected 1, 2, 3 or 6 ranks per node" in why_not_shared(
         window, Sharing(8, 4, [], True), "until_weight(7, at_most=2147483647)")
+    assert "to 4 ranks that count them together" in why_not_shared(window, LAYOUTS["flags 4"], "2")
     assert why_not_shared(window, Sharing(3, 3, []), "4") is None
 
 
@@ -326,6 +374,9 @@ def test_what_cannot_be_dealt_out_is_refused_and_nothing_loaded():
     def forget(rank, entries, about):
         del entries["accumulator:first.bias"]
 
+    save_as_four(PATH, "window")
+    refused(r"was saved with reducer WindowSync and ranks 4, but this run has LocalUpdates\(.*\) and 1; local updates need the same",
+            reducer=LocalUpdates())
     save_as_four(PATH, "window", change=forget)
     refused(r"c\.ckpt has no entry accumulator:first\.bias, which this run needs")
 

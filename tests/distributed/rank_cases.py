@@ -35,26 +35,28 @@ from ms_accum import (
 )
 from ms_accum.cli import main as cli
 from ms_accum.cli import reference as cli_reference
+from ms_accum.distributed import reducers
+from ms_accum.distributed.buckets import Buckets, Layout
 from ms_accum.distributed.ranks import wait_for_all
 from ms_accum.reference import train as reference_train
 
 N = 2
 BUDGET_OF_A_RANK = 7
 SYNCS = {
-    "window": DataParallel(bucket_mib=1e-4),  # 100 bytes: three buckets for four parameters
+    "window": DataParallel(bucket_mib=8e-5),  # 83 bytes: three buckets for four parameters
     "microbatch": DataParallel(sync="microbatch"),
-    "shard": DataParallel(sync="microbatch", shard=True, bucket_mib=1e-4),
+    "shard": DataParallel(sync="microbatch", shard=True, bucket_mib=8e-5),
 }
 WITHOUT_NODES = tuple(SYNCS)
 # Of two ranks: each a node of its own, or both in one. Of four: two in each of two nodes.
 PER_NODE = int(os.environ.get("MS_WORKER_NUM", "2")) // 2
-SYNCS |= {"nodes": DataParallel(sync="node", ranks_per_node=PER_NODE, bucket_mib=1e-4),
-          "nodes-shard": DataParallel(sync="node", ranks_per_node=PER_NODE, shard=True, bucket_mib=1e-4),
-          "one-node": DataParallel(sync="node"), "one-node-shard": DataParallel(sync="node", shard=True, bucket_mib=1e-4)}
+SYNCS |= {"nodes": DataParallel(sync="node", ranks_per_node=PER_NODE, bucket_mib=8e-5),
+          "nodes-shard": DataParallel(sync="node", ranks_per_node=PER_NODE, shard=True, bucket_mib=8e-5),
+          "one-node": DataParallel(sync="node"), "one-node-shard": DataParallel(sync="node", shard=True, bucket_mib=8e-5)}
 NODES = [f"trained:{sync}:{sizes}:{optimizer}{more}" for sync, sizes, optimizer, more in (
     ("nodes", "uneven", "SGD", ""), ("nodes-shard", "uneven", "Adam", ""), ("one-node", "uneven", "Momentum", ""),
     ("one-node-shard", "unequal", "SGD", ""), ("nodes-shard", "uneven", "SGD", ":nan:skip_window"), ("nodes", "equal", "SGD", ":overflow"),
-    ("nodes", "unequal", "SGD", ":fused"))]
+    ("nodes", "unequal", "SGD", ":fused"), ("nodes", "uneven", "SGD", ":budget"), ("nodes-shard", "uneven", "SGD", ":nan:skip_microbatch"))]
 OPTIMIZERS = {"SGD": lambda parameters: nn.SGD(parameters, 0.1), "Adam": lambda parameters: nn.Adam(parameters, 0.01),
               "Momentum": lambda parameters: nn.Momentum(parameters, 0.1, 0.9)}
 STILL = {"still": lambda parameters: nn.SGD(parameters, 1e-30)}
@@ -82,7 +84,7 @@ BAD = [f"trained:{sync}:{sizes}:SGD:{what}" for sync, sizes, what in (
     ("microbatch", "uneven", "nan:skip_window"), ("shard", "uneven", "nan:skip_window"), ("window", "equal", "overflow"),
     ("window", "uneven", "nan"))]
 BUDGET = [f"trained:{sync}:{sizes}:SGD:budget" for sync in WITHOUT_NODES for sizes in ("unequal", "uneven")]
-PAIR = [f"pair:{sizes}:{driver}" for sizes, driver in (("uneven", "split"), ("uneven", "ahead"), ("equal", "fused"))]
+PAIR = [f"pair:{sizes}:{driver}" for sizes, driver in (("uneven", "split"), ("uneven", "ahead"), ("equal", "fused"), ("uneven", "skip"))]
 NOISE = [f"trained:{sync}:uneven:still:noise{skip}"
          for sync, skip in (("window", ""), ("microbatch", ""), ("shard", ""), ("window", ":skip_microbatch"))]
 ADAPTIVE = [f"adaptive:{sync}" for sync in (*WITHOUT_NODES, "nodes-shard")]
@@ -94,8 +96,8 @@ LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
     "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused", *BUDGET, *PAIR,
                  *(f"trained:{sync}:uneven:SGD:fused" for sync in WITHOUT_NODES), *NODES, *NOISE, *RESUME, *DEALT, *ADAPTIVE, *OUTER,
-                 "together:jit", "by_hand", "traffic:window", "traffic:microbatch", "traffic:nodes", "refusals", "compiled_before:jit",
-                 "mnist", "mnist_dealt_out", "killed"]),
+                 "together:jit", "by_hand", "two_dtypes", "traffic:window", "traffic:microbatch", "traffic:nodes", "refusals",
+                 "compiled_before:jit", "mnist", "mnist_dealt_out", "killed"]),
     "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NODES, "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
                      "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in WITHOUT_NODES)]),
@@ -162,7 +164,7 @@ def trained(rank, sync, sizes, optimizer, *features):
     acc = accumulator(network, optimizer, sync, on_nonfinite=on_nonfinite, noise_scale=noise_scale, accumulate_step=step)
     strategy = "fused" if "fused" in features else "split"
     train(make_train_step(mean_loss(network), acc, strategy=strategy, loss_scaler=scaler), batches)
-    return {**state(acc), "scale": scaler and float(scaler.scale_value),
+    return {**state(acc), "sets": len(acc.buffers), "scale": scaler and float(scaler.scale_value),
             "noise": noise_scale and [noise_scale.noise, noise_scale.gradient_squared]}
 
 
@@ -224,11 +226,13 @@ def rows_of_both(x, y):
 
 
 def pair(rank, sizes, driver):
-    """Train with two losses, each divided by what all ranks have of it."""
-    network = MLP(seed=0)
-    acc = accumulator(network, losses=2)
+    """Train with two losses, each divided by what all ranks have of it. A NaN on rank 1 makes all skip a microbatch."""
+    network, batches = MLP(seed=0), microbatches(sizes, rank)
+    if rank == 1 and driver == "skip":
+        batches[1][0][0, 0] = np.nan
+    acc = accumulator(network, losses=2, on_nonfinite="skip_microbatch" if driver == "skip" else "apply")
     step = make_train_step(losses_of(network), acc, weight_fn=rows_of_both, strategy="fused" if driver == "fused" else "split")
-    for _ in step.epoch((tensors(x, y) for x, y in microbatches(sizes, rank)), lookahead=driver == "ahead"):
+    for _ in step.epoch((tensors(x, y) for x, y in batches), lookahead=driver == "ahead"):
         pass
     return {**state(acc), "sets": len(acc.buffers) // 4}
 
@@ -316,6 +320,19 @@ def traffic(rank, sync):
             "seen": seen}
 
 
+def two_dtypes(rank):
+    """Sums of gradients and a header: of buckets of float16 and float32, and of float16 alone."""
+    found = []
+    for dtypes in ((ms.float16, ms.float32, ms.float16, ms.float32), (ms.float16,) * 4):
+        gradients = tuple([Tensor(np.full(shape, (i + 1) * (rank + 1)), dtype)
+                           for i, (shape, dtype) in enumerate(zip([(3,), (2, 2), (), (5,)], dtypes))])
+        buckets = Buckets(Layout(gradients, dtypes, False, {}), 10, rank, get_group_size())
+        summed, header = buckets.all_reduce(gradients, (4097.0, rank))
+        parts, same = buckets.reduce_scatter(gradients, (4097.0, rank))
+        found.append([summed, buckets.all_gather(parts), header, same])
+    return found
+
+
 def said_by(function, *arguments, **keywords):
     """What a refusal says."""
     try:
@@ -332,8 +349,11 @@ def refusals(rank):
         return Accumulator(optimizer, accumulate_step, reduction="mean", reducer=DataParallel(**data_parallel))
 
     acc, loss = make(sync="microbatch"), mean_loss(MLP())
+    with patch.object(reducers, "get_local_rank_size", lambda: 1 + rank):
+        started = said_by(make, sync="node")
     return {"accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
-            "nodes": said_by(make, sync="node", ranks_per_node=3), "hosts": said_by(make, sync="node", ranks_per_node=1 + rank),
+            "nodes": said_by(make, sync="node", ranks_per_node=3), "started": started,
+            "hosts": said_by(make, sync="node", ranks_per_node=1 + rank),
             "alike": said_by(make, broadcast=False), "rate": said_by(make, rate=0.1 * (1 + rank)),
             "loss_scaler": said_by(make_train_step, loss, acc, loss_scaler=amp.StaticLossScaler(2 ** (rank + 1))),
             "micro_size": said_by(make_train_step, loss, acc, micro_size=2),
@@ -398,15 +418,13 @@ def dealt_out(rank, sync):
     ranks, updated, said = get_group_size(), {}, {}
 
     def finish(path, accumulate_step):
-        """Load into other weights, and train until the window is full; if it is already, add one to the next window."""
+        """Load into other weights, and train until the window is full, or, if it is already, on what `dealing.after_full` gives."""
         network, acc, step = dealing.build(accumulate_step, SYNCS[sync], seed=9)
         load_checkpoint(path, network, acc)
         start = int(acc.mini_step)
-        for x, y in dealing.rows_after(rank, accumulate_step - start or 1):
+        for x, y in dealing.rows_after(rank, accumulate_step - start) or dealing.after_full(rank):
             step(*tensors(x, y))
-        found = {"start": start, **state(acc)}
-        step.flush()
-        return found
+        return {"start": start, "flushed": bool(step.flush()), **state(acc)}
 
     four = FOLDER / f"dealt-four-{sync}.ckpt"
     if rank == 0:

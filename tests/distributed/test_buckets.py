@@ -28,4 +28,11 @@ def test_shards_are_a_part_of_the_buffers(left_by, launch):
         # Padding: at most an element in each of three buckets.
         parts = {"shard": ranks, "nodes-shard": ranks // 2, "one-node-shard": ranks}.get(case.split(":")[1], 1)
         share, padding = whole / parts, 3 * 4 if parts > 1 else 0
+        assert all(left["sets"] == (3 if "shard" in case else 4) for left in left_by(case, launch)), case
         assert all(share <= left["buffers"] <= share + padding for left in left_by(case, launch)), case
+
+
+def test_buckets_of_other_dtypes(left_by):
+    """The header, with a number that float16 does not hold, travels alone where there is no float32."""
+    expected = [np.full(shape, 3 * (i + 1)).tolist() for i, shape in enumerate([(3,), (2, 2), (), (5,)])]
+    assert left_by("two_dtypes") == [[[expected, expected, [2 * 4097, 1], [2 * 4097, 1]]] * 2] * 2

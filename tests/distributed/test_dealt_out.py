@@ -14,31 +14,38 @@ from ms_accum.cli import main as cli
 pytest_plugins = ["launch"]
 
 
-def updated_once(rows):
-    """The oracle's parameters after one update with all these rows as one batch."""
+def updated(*windows):
+    """The oracle's parameters after an update with all rows of each window as one batch."""
     oracle = reference.Accumulation(values(MLP(seed=0).trainable_params()), reference.SGD(0.1), 1, "mean", 0.5)
-    x, y = map(np.concatenate, zip(*rows))
-    oracle(reference.loss_and_gradients(oracle.parameters, x, y)[1])
+    for rows in filter(None, windows):
+        x, y = map(np.concatenate, zip(*rows))
+        oracle(reference.loss_and_gradients(oracle.parameters, x, y)[1])
     return oracle.parameters
 
 
 @every_launch_of("dealt_out")
 def test_a_window_of_other_ranks_goes_on(left_by, folder_of, launch):
-    """The first update is that of the undivided batch of all that was in the window and of what came after."""
+    """The first update is that of the undivided batch of all that was in the window and of what came after.
+
+    A rank whose share is full makes the update before it adds the next microbatch, or, without data, in its flush.
+    """
     ranks = LAUNCHES[launch][0]
     for case in cases_of(launch, "dealt_out"):
         sync, left = case.split(":")[1], left_by(case, launch)
         saved = {"four": dealing.rows_of_all(sync), **{f"one, {done}": dealing.rows_of_one(done) for done in (6, 7)}}
         assert ranks == 4 or "four" in left[0]["updated"]
         for name in left[0]["updated"]:
-            length = (16 if name == "four" else 8) // ranks
-            rows = list(saved[name])
+            length, after, others = (16 if name == "four" else 8) // ranks, [], []
             for rank, found in enumerate(each["updated"][name] for each in left):
-                rows += dealing.rows_after(rank, length - found["start"])
+                missing = length - found["start"]
+                after += dealing.rows_after(rank, missing)
+                others += [] if missing else dealing.after_full(rank)
             for found in (each["updated"][name] for each in left):
-                assert found["counters"] == [1, int(found["start"] == length), 0], (case, name)
-                assert difference(list(map(np.array, found["parameters"])), updated_once(rows)) <= 1e-6, (case, name)
-                assert difference(list(map(np.array, found["parameters"])), updated_once(rows[len(saved[name]):])) > 1e-4, "control"
+                parameters = list(map(np.array, found["parameters"]))
+                assert found["counters"] == [2 if others else 1, 0, 0], (case, name)
+                assert difference(parameters, updated([*saved[name], *after], others)) <= 1e-6, (case, name)
+                assert difference(parameters, updated(after, others)) > 1e-4, "control"
+                assert found["flushed"] == bool(others), (case, name)
 
 
 @every_launch_of("dealt_out")
@@ -72,7 +79,7 @@ def test_one_process_goes_on_with_what_ranks_left(left_by, folder_of, launch, mo
             step(*tensors(x, y))
         assert int(acc.update_step) == 1
         rows = [batch for rank in range(ranks) for batch in dealing.rows_of(rank, 2)]
-        assert difference(values(network.trainable_params()), updated_once([*rows, *more])) <= 1e-6, case
+        assert difference(values(network.trainable_params()), updated([*rows, *more])) <= 1e-6, case
 
 
 def test_mnist_goes_on_with_another_number_of_ranks(left_by, folder_of, tmp_path, capsys):

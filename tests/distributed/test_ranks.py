@@ -28,6 +28,7 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
         assert said["seed"].endswith("give every rank the same seed, or broadcast=True")
         assert said["alike"] == "accepted"
         assert said["nodes"].startswith("ValueError: 2 ranks make no whole number of nodes of 3; start as many ranks on each host")
+        assert said["started"] == DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node"
         assert said["hosts"].startswith(DIFFER + "the reducer; ")
         assert said["every"] == said["reducer"] == DIFFER + "the reducer; give every rank the same network and arguments"
         assert said["micro_size"].startswith(

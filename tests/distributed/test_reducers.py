@@ -50,22 +50,26 @@ def windows_of(sizes, count, skipped=(), weight=once):
     return [tuple(map(np.concatenate, zip(*window))) for window in windows]
 
 
-def windows_of_budget(sync, sizes, count):
-    """With "window", the k-th update has the k-th window of each rank, which each closed itself; else all count together."""
+def windows_apart(sync, sizes, count, budget, skipped=()):
+    """The k-th update has the k-th window of each rank with "window", or of each node, which each closed itself.
+
+    Microbatches (by index) are skipped by those that count them together with rank 1.
+    """
     batches = [microbatches(sizes, rank) for rank in range(count)]
     indices = range(max(map(len, batches)))
-    parts = [[batch] for batch in batches] if sync == "window" else [batches]  # who closes windows together
+    together = {"window": 1, "nodes": count // 2, "nodes-shard": count // 2}.get(sync, count)
     windows = []
-    for part in parts:
+    for start in range(0, count, together):
+        ranks = range(start, start + together)
         held, k = 0, 0
         for i in indices:
-            present = [batch[i] for batch in part if i < len(batch)]
-            if present:
+            present = [batches[rank][i] for rank in ranks if i < len(batches[rank])]
+            if present and not (i in skipped and 1 in ranks):
                 if len(windows) <= k:
                     windows.append([])
                 windows[k] += present
-                held += sum(len(x) for x, _ in present)
-            if held >= BUDGET_OF_A_RANK * len(part):
+                held += sum(len(x) for x, _ in present) if budget else 1
+            if held >= (BUDGET_OF_A_RANK * together if budget else N):
                 held, k = 0, k + 1
     return [tuple(map(np.concatenate, zip(*window))) for window in windows]
 
@@ -87,7 +91,7 @@ def require_equal(results, oracle, case, skipped=0):
     for rank, left in enumerate(results):
         allowed = 1e-5 if "Adam" in case else 1e-6
         assert difference(arrays_of(left), oracle.parameters) <= allowed, f"{case}, rank {rank}"
-        assert left["counters"] == [oracle.update_step, 0, skipped], case
+        assert left["counters"] == [oracle.update_step, 0, np.broadcast_to(skipped, len(results))[rank]], case
         assert left["grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5), case
         assert left["parameters"] == results[0]["parameters"], f"{case}: ranks hold different parameters"
 
@@ -96,7 +100,7 @@ def require_equal(results, oracle, case, skipped=0):
 def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
     """{window, microbatch, shard} x {equal, unequal, uneven numbers of microbatches} x short last window x clipping.
 
-    A NaN in rank 1's second microbatch makes all ranks skip that microbatch or drop that window; so does an overflow on
+    A NaN in rank 1's second microbatch makes all ranks, or its node, skip that microbatch, or all drop that window; so does an overflow on
     rank 0, which halves the loss scale of all.
     """
     count = LAUNCHES[launch][0]
@@ -107,11 +111,15 @@ def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
             assert all(np.isnan(p).any() for left in results for p in arrays_of(left)), case
             continue
         windows = windows_of(sizes, count, (1,) if bad and skips else ())
+        skipped = [len(bad)] * count
         if "budget" in features:
-            windows = windows_of_budget(sync, sizes, count)
+            windows = windows_apart(sync, sizes, count, True)
+        elif skips and "nodes" in sync:
+            windows, node = windows_apart(sync, sizes, count, False, (1,)), count // 2
+            skipped = [int(rank // node == 1 // node) for rank in range(count)]
         oracle = undivided(windows[1:] if bad and not skips else windows, optimizer)
-        assert oracle.update_step == (2 if bad else 3) or "budget" in features
-        require_equal(results, oracle, case, len(bad))
+        assert oracle.update_step == (2 if all(skipped) and bad else 3) or "budget" in features
+        require_equal(results, oracle, case, skipped)
         assert [left["scale"] for left in results] == [512 if "overflow" in bad else None] * count, case
 
 
@@ -123,11 +131,12 @@ def test_two_losses_are_divided_by_what_all_ranks_have(left_by, launch):
         _, sizes, driver = case.split(":")[:3]
         results, network = left_by(case, launch), MLP(seed=0)
         oracle = undivided([], "SGD")
-        for x, y in windows_of(sizes, count):
+        skipped = (1,) if driver == "skip" else ()
+        for x, y in windows_of(sizes, count, skipped):
             for parameter, value in zip(network.trainable_params(), oracle.parameters):
                 parameter.set_data(Tensor(value, ms.float32))
             oracle(pair_gradients(network, x, y))
-        require_equal(results, oracle, case)
+        require_equal(results, oracle, case, len(skipped))
         assert [left["sets"] for left in results] == [1 if driver == "ahead" else 2] * count
     x, y = windows_of("unequal", 2)[0]
     halves = [pair_gradients(network, x[part], y[part]) for part in (slice(0, 6), slice(6, None))]
@@ -235,6 +244,18 @@ def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, l
             assert difference(arrays_of(left), [expected.point]) <= 1e-6, case
             assert left["parameters"] == results[0]["parameters"], case
             assert left["resumed"] == [[1, 0, True], [2, 1, True]], case
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_groups_of_three_nodes_of_two(monkeypatch, rank):
+    groups = {}
+    for name, value in {"create_group": groups.__setitem__, "_groups": set(), "require_alike": lambda *_: None,
+                        "make_alike": lambda *_: None, "get_rank": lambda: rank, "world_size": lambda: 6}.items():
+        monkeypatch.setattr(reducers, name, value)
+    reducer = Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reducer=DataParallel(sync="node", ranks_per_node=2)).reducer
+    assert groups[reducer.buckets.sum.group] == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert groups[reducer.across.group] == [rank % 2, rank % 2 + 2, rank % 2 + 4]
+    assert (reducer.rank, reducer.buckets.rank) == (rank, rank % 2)
 
 
 # --- one rank, and bad arguments --------------------------------------------------------------------------------------

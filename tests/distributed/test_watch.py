@@ -1,6 +1,10 @@
 """Watching, in one process: this is rank 1, and rank 0 is a socket. For ranks on two hosts see test_cluster.py."""
+import os
+import signal
 import socket
 import struct
+import subprocess
+import threading
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
@@ -66,14 +70,73 @@ def test_a_lost_rank_ends_this_one_with_one_line(does, said, ends, rank_0, capfd
     assert capfd.readouterr().err == f"train.py: error: {said}; start again\n"
 
 
+def wait_for_listeners():
+    for thread in threading.enumerate():
+        if "_listen" in thread.name:
+            thread.join(10)
+
+
 def test_a_rank_that_says_goodbye_ends_nobody(ends, rank_0, capfd):
     with watch.ending_together("train.py", lambda: "start again"):
         connection = rank_0.accept()
         connection.sendall(b"goodbye\n")
-    assert connection.recv(100) == b"goodbye\n"
-    connection.close()
+        wait_for_listeners()
     assert ends.empty()
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_failed_waits_for_the_others_and_says_goodbye(ends, rank_0, monkeypatch, capfd):
+    """What rank 0 does then ends nobody."""
+    said = []
+
+    def wait():
+        with pytest.raises(BlockingIOError):
+            connection.recv(100, socket.MSG_DONTWAIT)
+        said.append("nothing")
+
+    monkeypatch.setattr(watch, "wait_for_all", wait)
+    with suppress(ZeroDivisionError), watch.ending_together("train.py", lambda: "start again"):
+        connection = rank_0.accept()
+        raise ZeroDivisionError
+    assert said == ["nothing"]
+    assert connection.recv(100) == b"goodbye\n"
+    reset(connection)
+    wait_for_listeners()
+    assert ends.empty()
+    assert capfd.readouterr().err == ""
+
+
+def test_rank_0_tells_the_others_who_died(ends, monkeypatch, capfd):
+    others = {}
+
+    def gather(row):
+        address, port, token = row.tobytes().decode().split()
+        for rank in (3, 1, 2):
+            others[rank] = socket.create_connection((address, int(port)), timeout=10)
+            others[rank].sendall(f"{token} {rank}\n".encode())
+        return np.stack([row, *(np.frombuffer((b"10.0.0.%d" % host).ljust(watch._ROW), np.int32) for host in (2, 3, 4))])
+
+    monkeypatch.setattr(watch, "get_rank", lambda: 0)
+    monkeypatch.setattr(watch, "gather", gather)
+    said = "rank 2 (host 10.0.0.3) has ended: it was killed or it failed, see its log"
+    with watch.ending_together("train.py", lambda: "start again"):
+        assert [others[rank].recv(1) for rank in (1, 2, 3)] == [b"."] * 3
+        others[2].close()
+        assert ends.get(timeout=10) == 1
+        assert [others[rank].makefile().readline() for rank in (1, 3)] == [f"{said}\n"] * 2
+    for rank in (1, 3):
+        others[rank].close()
+    assert capfd.readouterr().err == f"train.py: error: {said}; start again\n"
+
+
+def test_only_the_scheduler_is_killed(monkeypatch):
+    monkeypatch.setattr(watch.os, "getppid", os.getpid)
+    scheduler, worker = (subprocess.Popen(["sleep", "60"], env={**os.environ, "MS_ROLE": role}) for role in ("MS_SCHED", "MS_WORKER"))
+    watch._end_scheduler()
+    assert scheduler.wait(10) == -signal.SIGKILL
+    assert worker.poll() is None
+    worker.kill()
+    worker.wait()
 
 
 def test_a_rank_that_cannot_connect_says_so_and_goes_on(ends, rank_0, monkeypatch, capfd):
@@ -100,6 +163,8 @@ def test_rank_0_takes_only_those_who_know_the_token():
     assert list(others) == [1]
     for end in (connection, *others.values()):
         assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, interval, count = (end.getsockopt(socket.IPPROTO_TCP, getattr(socket, option)) for option in watch._PROBES)
+        assert (idle + interval * count, end.gettimeout()) == (watch.SILENCE, None)
         end.close()
 
 
