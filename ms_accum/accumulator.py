@@ -115,7 +115,8 @@ class Accumulator:
         noise_scale: The `GradientNoiseScale` that was given, or that an `AdaptiveWindow` brought; None without one.
         buffer_dtypes: dtype of each parameter's accumulated gradient.
         skipped: Gradients ignored because they were not finite, each of a microbatch ("skip_microbatch") or of a window
-            ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
+            ("skip_window", or with a loss scaler): int32 Parameter of shape `()`. Of all ranks alike, but with
+            `sync="node"` and "skip_microbatch", of this rank's node.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN until it has
             been measured, and always without `clip_norm`.
         weight_sum: Sum of the weights in the open window, with `reduction="mean"`: float32 Parameter of shape `()`, or

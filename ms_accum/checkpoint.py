@@ -489,6 +489,10 @@ def _require_entries(path: Path, loaded: dict[str, Tensor], network: nn.Cell, ac
         if name not in loaded and name not in left_out:
             raise CheckpointError(f"{path} has no entry {name}, which this run needs; {_ALIKE}")
     for name, value in loaded.items():
+        if name not in entries and accumulator._known:
+            raise CheckpointError(f"{path} holds an open window of losses that are kept apart, but this run weighs its "
+                                  "windows before it trains on them (accumulate_step=1, or lookahead=True); expected a "
+                                  "closed window: save when train_step.updated is true")
         if name not in entries:
             raise CheckpointError(f"{path} has the entry {name}, which this run does not know; {_ALIKE}")
         _require_fitting(f"{path}: {name}", value, entries[name])

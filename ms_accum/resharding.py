@@ -135,7 +135,7 @@ def dealt(first: Arrays, window: WholeWindow, saved: Sharing, sharing: Sharing, 
     if _SPREAD in window.sums:
         entries[_SPREAD] = window.sums[_SPREAD] * (party == 0)
     if f"{_OF}window_chosen" in entries:
-        for name in ("window_chosen", "window_length"):
+        for name in ("window_chosen", "window_length"):  # rounded down; the windows that follow adapt
             entries[_OF + name] = np.int32(int(first[_OF + name]) * times)
         # Means of a window's weight, and of its microbatches on one rank.
         entries[f"{_OF}window_weights"] = first[f"{_OF}window_weights"] * np.array([1, float(times)])
@@ -164,7 +164,9 @@ def why_other_lengths(saved: str, ranks: int, now: str, ranks_now: int) -> Optio
     expected = _times(saved, Fraction(ranks, ranks_now))
     given = f"was saved with accumulate_step {saved} on {_ranks(ranks)}, but this run has {now} on {ranks_now}"
     if expected is None:
-        return f"{given}, which cannot share its windows; start {_numbers(_common(saved) * ranks)} ranks"
+        fit = _numbers(_common(saved) * ranks)
+        return (f"{given}, where a rank's windows would hold parts of microbatches; start {fit} "
+                f"rank{'s' * (fit != '1')}")
     if _NUMBER.sub("", expected) == _NUMBER.sub("", now) and all(
             isclose(float(a), float(b), rel_tol=1e-8) for a, b in zip(_NUMBER.findall(expected), _NUMBER.findall(now))):
         return None

@@ -128,7 +128,8 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
 
     With several ranks, the budget is that of one rank. With `sync="window"`, each rank closes a window when its own
     share is full, and the exchange makes one update of all; ranks may differ in their numbers of microbatches. With
-    `sync="microbatch"`, it closes when the weights of all ranks reach `budget` times their number.
+    `sync="microbatch"`, it closes when the weights of all ranks reach `budget` times their number; with `sync="node"`,
+    the same for the ranks of each node.
 
     With `strategy="split"`, the host reads the window's weight after each microbatch, which waits for the device.
 

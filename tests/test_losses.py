@@ -12,6 +12,7 @@ from mindspore.train import Model
 
 from ms_accum import (
     Accumulator,
+    CheckpointError,
     FlushCallback,
     GradientNoiseScale,
     TrainOneStepCell,
@@ -184,6 +185,19 @@ def test_resumed_bit_identically(saved, loaded, used, tmp_path):
     assert difference(one, other) <= (1e-6 if loaded else 0)
     assert difference(one, values(MLP().trainable_params())) > 0.1
     assert len(second.accumulator.buffers) == (4 if loaded else 8)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_an_open_window_does_not_go_on_where_windows_are_weighed_before(tmp_path):
+    first, second = (MLP() for _ in range(2))
+    step = make_train_step(pair_of(first), sgd(first), N, weight_fn=counts, losses=2)
+    step(*map(Tensor, microbatches()[0]))
+    save_checkpoint(tmp_path / "run.ckpt", first, step.accumulator)
+    other = make_train_step(pair_of(second), sgd(second), N, weight_fn=counts, losses=2)
+    for _ in other.epoch((tuple(map(Tensor, batch)) for batch in microbatches()[:N]), lookahead=True):
+        pass
+    with pytest.raises(CheckpointError, match=r"kept apart, .* expected a closed window: save when train_step\.updated"):
+        load_checkpoint(tmp_path / "run.ckpt", second, other.accumulator)
 
 
 @pytest.mark.usefixtures("uncompiled")
