@@ -94,8 +94,8 @@ class _Watch:
     def _end(self, reason: str) -> None:
         self._tell(f"{reason}\n")
         os.write(sys.__stderr__.fileno(), f"{self._name}: error: {reason}; {self._remedy()}\n".encode())
+        _end_scheduler()  # before msrun, which looks each second, hears of the dead rank and kills this one
         sleep(0.5)  # msrun needs a moment to show that line before it hears of the end
-        _end_scheduler()
         os._exit(1)
 
     def _tell(self, line: str) -> None:

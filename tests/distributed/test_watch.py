@@ -16,12 +16,16 @@ import pytest
 from ms_accum.distributed import watch
 
 
+ENDED = ("scheduler", "moment", 1)  # the scheduler first, for msrun may kill this process in that moment
+
+
 @pytest.fixture
 def ends(monkeypatch):
-    """A queue of the statuses that the process would end with."""
-    ends = SimpleQueue()
-    monkeypatch.setattr(watch.os, "_exit", ends.put)
-    monkeypatch.setattr(watch, "_end_scheduler", lambda: None)
+    """A queue of what the process would do at its end."""
+    ends, done = SimpleQueue(), []
+    monkeypatch.setattr(watch.os, "_exit", lambda status: ends.put((*done, status)))
+    monkeypatch.setattr(watch, "_end_scheduler", lambda: done.append("scheduler"))
+    monkeypatch.setattr(watch, "sleep", lambda _: done.append("moment"))
     monkeypatch.setattr(watch, "get_rank", lambda: 1)
     monkeypatch.setattr(watch, "world_size", lambda: 3)
     monkeypatch.setattr(watch, "wait_for_all", lambda: None)
@@ -65,7 +69,7 @@ def test_a_lost_rank_ends_this_one_with_one_line(does, said, ends, rank_0, capfd
     with watch.ending_together("train.py", lambda: "start again"):
         connection = rank_0.accept()
         does(connection)
-        assert ends.get(timeout=10) == 1
+        assert ends.get(timeout=10) == ENDED
         connection.close()
     assert capfd.readouterr().err == f"train.py: error: {said}; start again\n"
 
@@ -122,7 +126,7 @@ def test_rank_0_tells_the_others_who_died(ends, monkeypatch, capfd):
     with watch.ending_together("train.py", lambda: "start again"):
         assert [others[rank].recv(1) for rank in (1, 2, 3)] == [b"."] * 3
         others[2].close()
-        assert ends.get(timeout=10) == 1
+        assert ends.get(timeout=10) == ENDED
         assert [others[rank].makefile().readline() for rank in (1, 3)] == [f"{said}\n"] * 2
     for rank in (1, 3):
         others[rank].close()
