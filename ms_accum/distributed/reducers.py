@@ -109,8 +109,9 @@ class DataParallel:
         ranks = world_size()
         if ranks == 1:
             return OneDevice(layout)
-        if ms.float64 in layout.dtypes and ms.get_context("device_target") == "CPU":
-            raise ValueError("DataParallel with buffers of float64: MindSpore's CPU backend exchanges none; give "
+        refused = [dtype for dtype in (ms.float64, ms.bfloat16) if dtype in layout.dtypes]
+        if refused and ms.get_context("device_target") == "CPU":
+            raise ValueError(f"DataParallel with buffers of {refused[0]}: MindSpore's CPU backend exchanges none; give "
                              "buffer_dtype=ms.float32")
         make_alike(layout, repr(self), self.broadcast)
         size = int(self.bucket_mib * MEBIBYTE)
@@ -283,7 +284,7 @@ class MicrobatchSync(OneDevice):
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return the sums over all ranks."""
-        return self.buckets.all_reduce(_counted(gradients, header[0]), header)
+        return self.buckets.all_reduce(gradients, header)
 
 
 @ms.jit_class
@@ -299,7 +300,7 @@ class ShardedSync(MicrobatchSync):
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return this rank's part of the sums over all ranks."""
-        return self.buckets.reduce_scatter(_counted(gradients, header[0]), header)
+        return self.buckets.reduce_scatter(gradients, header)
 
     def window(self, buffers: Gradients, unit: Scalar, header: Header) -> tuple[Gradients, Scalar, Header]:
         """Return the gradients, gathered from all ranks."""
@@ -345,7 +346,7 @@ class ShardedNodeSync(NodeSync):
 
     def microbatch(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
         """Return this rank's part of the sums over the node."""
-        return self.buckets.reduce_scatter(_counted(gradients, header[0]), header)
+        return self.buckets.reduce_scatter(gradients, header)
 
     def mine(self, buffers: Gradients) -> Gradients:
         """Return the buffers."""
@@ -356,14 +357,3 @@ def shards(buckets: Buckets, prefix: str) -> list[Parameter]:
     """Create an empty buffer for a rank's part of each bucket."""
     return [empty_parameter(f"{prefix}.shard{i}", (length // buckets.ranks,), dtype)
             for i, (length, dtype) in enumerate(zip(buckets.lengths, buckets.bucket_dtypes))]
-
-
-def _counted(gradients: Gradients, weight: Scalar) -> Gradients:
-    """Return the gradients, and zeros for a weight of 0, also where they are NaN (a mean over no unmasked token)."""
-    if not isinstance(weight, Tensor):
-        return gradients if weight != 0 else mapped(_if_weighed, Tensor(0.0, ms.float32), gradients)
-    return mapped(_if_weighed, weight, gradients)
-
-
-def _if_weighed(weight: Tensor, gradient: Tensor) -> Tensor:
-    return ops.where(weight != 0, gradient, ops.zeros((), gradient.dtype))

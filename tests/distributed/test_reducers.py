@@ -289,7 +289,8 @@ def test_bad_arguments_are_refused(error, message, arguments):
         DataParallel(**arguments)
 
 
-def test_float64_between_cpu_ranks_is_refused(monkeypatch):
+@pytest.mark.parametrize("name", ["float64", "bfloat16"])
+def test_what_cpu_ranks_cannot_exchange_is_refused(name, monkeypatch):
     monkeypatch.setattr(reducers, "world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"DataParallel with buffers of float64: .* give buffer_dtype=ms.float32"):
-        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=ms.float64, reducer=DataParallel())
+    with pytest.raises(ValueError, match=rf"DataParallel with buffers of \w*{name}: .* give buffer_dtype=ms\.float32"):
+        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=getattr(ms, name), reducer=DataParallel())

@@ -15,7 +15,6 @@ import pytest
 
 from ms_accum.distributed import watch
 
-
 ENDED = ("scheduler", "moment", 1)  # the scheduler first, for msrun may kill this process in that moment
 
 

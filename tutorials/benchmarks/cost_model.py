@@ -180,7 +180,7 @@ def error_line(costs: Costs, rows: list[tuple[Run, float]]) -> str:
 
 
 def held_out_line(rows: list[tuple[Run, float]]) -> str:
-    """How well a fit to the others foretells the largest number of ranks."""
+    """How well a fit to the others predicts the largest number of ranks."""
     most = max(run.ranks for run, _ in rows)
     fewer = [(run, sample) for run, sample in rows if run.ranks < most]
     return f"Fitted without the rows of {most} ranks, on these: {error_line(fitted(fewer), [row for row in rows if row not in fewer])}."

@@ -4,7 +4,7 @@
 
 The hosts are network namespaces of this machine (`tests/distributed/cluster.py`), so four ranks share its cores and only the link is
 that of two hosts. Each way to exchange is compiled once; then the link's rate is changed, and windows are timed. Bytes are counted at the
-interface. The last column is what `cost_model.py` foretells: its costs are fitted to runs on one host (`records/distributed.json`), and
+interface. Beside each time is what `cost_model.py` predicts: its costs are fitted to runs on one host (`records/distributed.json`), and
 bytes go over the link as often as they were counted here.
 """
 from __future__ import annotations
@@ -140,7 +140,7 @@ def of_a_ring(rows: list[list]) -> list[float]:
     return [row[5] / cost_model.exchange(run)[2] for row, (run, _) in zip(rows, runs_of(rows))]
 
 
-def foretelling(rows: list[list]) -> cost_model.Costs:
+def predicting(rows: list[list]) -> cost_model.Costs:
     """Return the costs of ranks on one host, with a link on which bytes cost what was counted."""
     costs = cost_model.fitted(cost_model.measured(records.read(cost_model.RECORD)))
     return replace(costs, wire=median(of_a_ring(rows)))
@@ -148,23 +148,24 @@ def foretelling(rows: list[list]) -> cost_model.Costs:
 
 def table(rows: list[list]) -> list[str]:
     """Return the rows of a Markdown table."""
-    costs = foretelling(rows)
-    rates = " | ".join(f"{rate}, µs/sample" for rate in RATES)
-    lines = [f"| exchange | MB of a host for a window | of a ring's | {rates} | foretold |", "|-|-|-|" + "-|" * (len(RATES) + 1)]
+    costs = predicting(rows)
+    rates = " | ".join(f"{rate}: µs/sample | predicted" for rate in RATES)
+    lines = [f"| exchange | MB sent by a host for a window | {rates} |", "|-|-|" + "-|-|" * len(RATES)]
     for way in WAYS:
         mine = [row for row in rows if row[1] == way]
-        times = [f"{1e6 * row[2]:,.0f} ({1e6 * row[3]:,.0f} to {1e6 * row[4]:,.0f})" for row in mine]
-        foretold = ", ".join(f"{1e6 * cost_model.seconds(costs, run) / (HOSTS * RANKS * SAMPLES):,.0f}" for run, _ in runs_of(mine))
-        cells = (way, f"{median(row[5] for row in mine) / 1e6:.1f}", f"{median(of_a_ring(mine)):.2f}", *times, foretold)
-        lines.append(f"| {' | '.join(cells)} |")
+        times = []
+        for (_, _, *measured, _), (run, _) in zip(mine, runs_of(mine)):
+            middle, low, high = (f"{1e6 * seconds:,.0f}" for seconds in measured)
+            times += [f"{middle} ({low} to {high})", f"{1e6 * cost_model.seconds(costs, run) / (HOSTS * RANKS * SAMPLES):,.0f}"]
+        lines.append(f"| {' | '.join((way, f'{median(row[5] for row in mine) / 1e6:.1f}', *times))} |")
     return lines
 
 
 def draw(rows: list[list], file: Path) -> None:
-    """Draw the time of a sample against the rate of the link: medians and ranges, and, dotted, what is foretold."""
+    """Draw the time of a sample against the rate of the link: medians and ranges, and, dotted, what is predicted."""
     from matplotlib.figure import Figure
 
-    costs = foretelling(rows)
+    costs = predicting(rows)
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, way in enumerate(WAYS):
@@ -174,10 +175,10 @@ def draw(rows: list[list], file: Path) -> None:
         errors = [[m - a for m, a in zip(middle, low)], [b - m for m, b in zip(middle, high)]]
         axes.errorbar(places, middle, errors, marker="o", capsize=3, color=f"C{i}", label=way)
         runs = [run for run, _ in runs_of(rows) if run.mode == way]
-        foretold = [1e6 * cost_model.seconds(costs, run) / (HOSTS * RANKS * SAMPLES) for run in runs]
-        axes.plot(places, foretold, ":", color=f"C{i}", alpha=0.6)
+        predicted = [1e6 * cost_model.seconds(costs, run) / (HOSTS * RANKS * SAMPLES) for run in runs]
+        axes.plot(places, predicted, ":", color=f"C{i}", alpha=0.6)
     axes.set(xscale="log", yscale="log", xlabel="rate of the link in Mbit/s", ylabel="µs for a sample",
-             title="Two hosts with two ranks each (dotted: foretold)")
+             title="Two hosts with two ranks each (dotted: predicted)")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
     figure.savefig(file, dpi=80)
@@ -200,7 +201,9 @@ def main(arguments: list[str]) -> None:
     if options.figure or not options.table:
         draw(rows, options.figure or FIGURE)
     print("\n".join(table(rows)))
-    print(f"\nForetold with an error of {cost_model.error_line(foretelling(rows), runs_of(rows))}.")
+    ratios = sorted(median(of_a_ring([row for row in rows if row[1] == way])) for way in WAYS)
+    print(f"\nBytes of rings: {ratios[0]:.2f} to {ratios[-1]:.2f} times as many.")
+    print(f"Predicted with an error of {cost_model.error_line(predicting(rows), runs_of(rows))}.")
 
 
 if __name__ == "__main__":
