@@ -26,6 +26,7 @@ from .checkpoint import save_checkpoint as save_checkpoint
 from .contrastive import make_grad_cache_step as make_grad_cache_step
 from .distributed.local import LocalUpdates as LocalUpdates
 from .distributed.reducers import DataParallel as DataParallel
+from .distributed.watch import ending_together as ending_together
 from .model import TrainOneStepCell as TrainOneStepCell
 from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step

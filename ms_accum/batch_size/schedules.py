@@ -97,10 +97,15 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     """Let the windows grow linearly with the microbatches seen, and scale the learning rate with them.
 
         factor(p) = min(1 + (largest - 1) * p // ramp, largest)    # largest = maximum // accumulate_step
-        # The rest is as in `seesaw`.
+        # A window that starts at the plain update p stands for n = min(factor(p), updates - p) plain updates:
+        length = factor(p) * accumulate_step
+        rate   = mean of their n rates * sqrt(n)    # "sqrt", for Adam; "linear", for SGD: * n
+
+    The *plain* run makes `updates` updates with windows of `accumulate_step` microbatches. The schedule uses the same
+    microbatches in fewer updates.
 
     The critical batch size is small early in training, where small batches reach the same loss with fewer samples.
-    See `seesaw` for the plain run, and for what MindSpore's optimizers require.
+    See `seesaw` for what MindSpore's optimizers require.
 
     Args:
         updates: Updates of the plain run, an int >= 1.

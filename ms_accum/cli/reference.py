@@ -5,7 +5,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import Field, fields, replace
 from functools import partial
 from glob import escape
@@ -88,8 +87,7 @@ def run(prepare: Callable[[argparse.Namespace], Task], parser: argparse.Argument
     except (ValueError, OSError) as error:
         parser.error(str(error))
     try:
-        watched = task.settings.ranks > 1
-        with ending_together(parser.prog, partial(_how_to_resume, options)) if watched else nullcontext():
+        with ending_together(partial(_how_to_resume, options), name=parser.prog):
             runs, results = train_all(task, options)
             if task.settings.rank == 0:
                 write_all(options, runs, results)

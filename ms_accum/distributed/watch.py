@@ -1,4 +1,4 @@
-"""Watching: if a rank dies or its network is cut, every other rank ends soon, with one line that says so.
+"""Watching: if a rank fails or dies, or its network is cut, every other rank ends soon, with one line that says so.
 
 Each rank keeps a TCP connection to rank 0 and sends nothing on it until it ends. The kernel closes the connection when
 the process dies, and asks the other host every second whether it is there. Heartbeats from Python would stop while
@@ -16,6 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 from threading import Lock, Thread
 from time import monotonic, sleep
+from typing import Optional, Union
 
 import numpy as np
 from mindspore.communication import get_rank
@@ -28,34 +29,58 @@ _ARRIVAL = 60  # seconds
 _ROW = 128  # bytes
 _WELCOME = b"."
 _GOODBYE = "goodbye\n"
+_UNLESS = "unless you fail, too: "
+_MOMENT = 1.0  # seconds, in which ranks fail together
 
 
 @contextmanager
-def ending_together(name: str, remedy: Callable[[], str]) -> Iterator[None]:
-    """Run the block on all ranks and wait for them; if one dies before that, end this process with status 1.
+def ending_together(
+    remedy: Union[str, Callable[[], str]] = "start all ranks again", *, name: Optional[str] = None,
+) -> Iterator[None]:
+    """Run the block on all ranks; if one is lost meanwhile, end the others with status 1 and one line on stderr.
 
-    A rank that is done, or that fails with an exception, waits for the others first. A process that hangs is not
-    noticed, because its kernel still answers.
+        with ending_together("start all ranks again with --resume"):
+            train()
+
+    A rank is lost if its process ends, if it raises an exception, or if its host has not answered for 10 seconds. The
+    line says which one it was. A rank that is done waits for the others. Ranks that raise exceptions together each
+    raise their own. Without several ranks, nothing is watched.
+
+    A process that hangs is not noticed, because its operating system still answers.
 
     Args:
-        name: What the line on stderr begins with.
-        remedy: Returns what to do, for the end of that line.
+        remedy: What to do, for the end of the line, or a function that returns it then.
+        name: What the line begins with; None: the name of the script.
+
+    Raises:
+        RuntimeError: If msrun started several ranks and `init()` was not called.
+
+    Source: torchrun ends all workers of a host if one fails; this also looks after the other hosts.
+
+    Example:
+        >>> from ms_accum import ending_together
+        >>> with ending_together():
+        ...     print("training")
+        training
     """
     if world_size() == 1:
         yield
         return
-    watch = _Watch(name, remedy)
+    watch = _Watch(Path(sys.argv[0]).name if name is None else name, remedy)
     try:
         yield
-    finally:
-        wait_for_all()
-        watch.stop()
+    except BaseException as error:
+        watch.fail(error)
+        raise
+    wait_for_all()
+    watch.stop()
 
 
 class _Watch:
-    def __init__(self, name: str, remedy: Callable[[], str]) -> None:
+    def __init__(self, name: str, remedy: Union[str, Callable[[], str]]) -> None:
         self._name, self._remedy, self._lock, self._stopped = name, remedy, Lock(), False
-        rank, address, token = get_rank(), _own_address(), token_hex(8)
+        self._rank = rank = get_rank()
+        address, token = _own_address(), token_hex(8)
         with socket.create_server((address, 0)) as server:
             row = f"{address} {server.getsockname()[1]} {token}".encode().ljust(_ROW)
             rows = [row.tobytes().decode().split() for row in gather(np.frombuffer(row, np.int32))]
@@ -77,8 +102,17 @@ class _Watch:
         self._stopped = True
         self._tell(_GOODBYE)
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank fails, and give them the time to end before msrun hears of it."""
+        self._stopped = True
+        self._tell(f"{_UNLESS}{self._who(self._rank)} has failed ({type(error).__name__}), see its log\n")
+        sleep(2 * _MOMENT)
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} (host {self._hosts[rank]})"
+
     def _listen(self, other: int, connection: socket.socket) -> None:
-        who = f"rank {other} (host {self._hosts[other]})"
+        who = self._who(other)
         try:
             with connection:
                 heard = connection.makefile(encoding="utf-8").readline() or (
@@ -87,13 +121,17 @@ class _Watch:
             heard = f"{who} has ended: it was killed"
         except OSError:
             heard = f"{who} has not answered for {SILENCE} s: its host is down or the network is cut"
+        if heard.startswith(_UNLESS):
+            sleep(_MOMENT)
+            heard = heard.removeprefix(_UNLESS)
         with self._lock:
             if heard != _GOODBYE and not self._stopped:
                 self._end(heard.strip())
 
     def _end(self, reason: str) -> None:
         self._tell(f"{reason}\n")
-        os.write(sys.__stderr__.fileno(), f"{self._name}: error: {reason}; {self._remedy()}\n".encode())
+        remedy = self._remedy if isinstance(self._remedy, str) else self._remedy()
+        os.write(sys.__stderr__.fileno(), f"{self._name}: error: {reason}; {remedy}\n".encode())
         _end_scheduler()  # before msrun, which looks each second, hears of the dead rank and kills this one
         sleep(0.5)  # msrun needs a moment to show that line before it hears of the end
         os._exit(1)

@@ -13,18 +13,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from ms_accum import ending_together
 from ms_accum.distributed import watch
 
-ENDED = ("scheduler", "moment", 1)  # the scheduler first, for msrun may kill this process in that moment
+FAILED = "rank 2 (host 10.0.0.3) has failed (ValueError), see its log"
+ENDED = ("scheduler", 0.5, 1)  # the scheduler first, for msrun may kill this process in that moment
 
 
 @pytest.fixture
 def ends(monkeypatch):
     """A queue of what the process would do at its end."""
     ends, done = SimpleQueue(), []
-    monkeypatch.setattr(watch.os, "_exit", lambda status: ends.put((*done, status)))
+    monkeypatch.setattr(watch.os, "_exit", lambda status: ends.put((*done[-2:], status)))
     monkeypatch.setattr(watch, "_end_scheduler", lambda: done.append("scheduler"))
-    monkeypatch.setattr(watch, "sleep", lambda _: done.append("moment"))
+    monkeypatch.setattr(watch, "sleep", done.append)
     monkeypatch.setattr(watch, "get_rank", lambda: 1)
     monkeypatch.setattr(watch, "world_size", lambda: 3)
     monkeypatch.setattr(watch, "wait_for_all", lambda: None)
@@ -54,6 +56,10 @@ def say_that_rank_2_died(connection):
     connection.sendall(b"rank 2 (host 10.0.0.3) has ended: it was killed\n")
 
 
+def say_that_rank_2_failed(connection):
+    connection.sendall(f"unless you fail, too: {FAILED}\n".encode())
+
+
 def reset(connection):
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
@@ -63,9 +69,10 @@ def reset(connection):
     (socket.socket.close, "rank 0 (host 127.0.0.1) has ended: it was killed or it failed, see its log"),
     (reset, "rank 0 (host 127.0.0.1) has ended: it was killed"),
     (say_that_rank_2_died, "rank 2 (host 10.0.0.3) has ended: it was killed"),
+    (say_that_rank_2_failed, "rank 2 (host 10.0.0.3) has failed (ValueError), see its log"),
 ])
 def test_a_lost_rank_ends_this_one_with_one_line(does, said, ends, rank_0, capfd):
-    with watch.ending_together("train.py", lambda: "start again"):
+    with ending_together(lambda: "start again", name="train.py"):
         connection = rank_0.accept()
         does(connection)
         assert ends.get(timeout=10) == ENDED
@@ -80,7 +87,7 @@ def wait_for_listeners():
 
 
 def test_a_rank_that_says_goodbye_ends_nobody(ends, rank_0, capfd):
-    with watch.ending_together("train.py", lambda: "start again"):
+    with ending_together(lambda: "start again", name="train.py"):
         connection = rank_0.accept()
         connection.sendall(b"goodbye\n")
         wait_for_listeners()
@@ -88,8 +95,19 @@ def test_a_rank_that_says_goodbye_ends_nobody(ends, rank_0, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_rank_that_failed_waits_for_the_others_and_says_goodbye(ends, rank_0, monkeypatch, capfd):
-    """What rank 0 does then ends nobody."""
+def test_a_rank_that_fails_tells_the_others(ends, rank_0, capfd):
+    """And gives them time. What rank 0 does then ends nobody: the error is raised."""
+    with suppress(ZeroDivisionError), ending_together(name="train.py"):
+        connection = rank_0.accept()
+        raise ZeroDivisionError
+    assert connection.recv(100) == b"unless you fail, too: rank 1 (host 127.0.0.1) has failed (ZeroDivisionError), see its log\n"
+    reset(connection)
+    wait_for_listeners()
+    assert ends.empty()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_is_done_waits_for_the_others_and_says_goodbye(ends, rank_0, monkeypatch):
     said = []
 
     def wait():
@@ -98,12 +116,22 @@ def test_a_rank_that_failed_waits_for_the_others_and_says_goodbye(ends, rank_0, 
         said.append("nothing")
 
     monkeypatch.setattr(watch, "wait_for_all", wait)
-    with suppress(ZeroDivisionError), watch.ending_together("train.py", lambda: "start again"):
+    with ending_together():
         connection = rank_0.accept()
-        raise ZeroDivisionError
     assert said == ["nothing"]
     assert connection.recv(100) == b"goodbye\n"
     reset(connection)
+    wait_for_listeners()
+    assert ends.empty()
+
+
+def test_ranks_that_fail_together_raise_their_own_errors(ends, rank_0, monkeypatch, capfd):
+    monkeypatch.setattr(watch, "sleep", lambda _: release.wait(10))
+    release = threading.Event()
+    with suppress(ZeroDivisionError), ending_together():
+        rank_0.accept().sendall(f"unless you fail, too: {FAILED}\n".encode())
+        monkeypatch.setattr(watch._Watch, "_tell", lambda *_: release.set())
+        raise ZeroDivisionError
     wait_for_listeners()
     assert ends.empty()
     assert capfd.readouterr().err == ""
@@ -122,7 +150,7 @@ def test_rank_0_tells_the_others_who_died(ends, monkeypatch, capfd):
     monkeypatch.setattr(watch, "get_rank", lambda: 0)
     monkeypatch.setattr(watch, "gather", gather)
     said = "rank 2 (host 10.0.0.3) has ended: it was killed or it failed, see its log"
-    with watch.ending_together("train.py", lambda: "start again"):
+    with ending_together(lambda: "start again", name="train.py"):
         assert [others[rank].recv(1) for rank in (1, 2, 3)] == [b"."] * 3
         others[2].close()
         assert ends.get(timeout=10) == ENDED
@@ -147,7 +175,7 @@ def test_a_rank_that_cannot_connect_says_so_and_goes_on(ends, rank_0, monkeypatc
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(watch.socket, "create_connection", refuse)
-    with watch.ending_together("train.py", lambda: "start again"):
+    with ending_together(lambda: "start again", name="train.py"):
         pass
     assert ends.empty()
     assert "train.py: rank 1 cannot watch all others ([Errno 111] Connection refused); if one dies" in capfd.readouterr().err
