@@ -661,11 +661,9 @@ class Accumulator:
             else:
                 unit = counted_in.of(factor)
                 factor = factor / unit
-            # What has no weight is 0, also where it is NaN: ranks may exchange it.
+            # What has no weight becomes 0, also where it is NaN: ranks may exchange it.
             if isinstance(weight, Tensor):
                 factor = ops.where(weight == 0, Tensor(0.0, ms.float32), factor)
-            elif weight == 0:
-                factor = 0.0
             units = (*units, unit)
             gradients = (*gradients, *mapped(weighted, factor, of_loss, self.buffer_dtypes))
         # Of several losses, what has no weight is 0 by now.

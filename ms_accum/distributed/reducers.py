@@ -111,8 +111,8 @@ class DataParallel:
             return OneDevice(layout)
         refused = [dtype for dtype in (ms.float64, ms.bfloat16) if dtype in layout.dtypes]
         if refused and ms.get_context("device_target") == "CPU":
-            raise ValueError(f"DataParallel with buffers of {refused[0]}: MindSpore's CPU backend exchanges none; give "
-                             "buffer_dtype=ms.float32")
+            raise ValueError(f"DataParallel with buffers of {str(refused[0]).lower()}: MindSpore's CPU backend "
+                             "exchanges none; give buffer_dtype=ms.float32")
         make_alike(layout, repr(self), self.broadcast)
         size = int(self.bucket_mib * MEBIBYTE)
         if self.sync == "node":

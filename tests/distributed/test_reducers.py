@@ -292,5 +292,5 @@ def test_bad_arguments_are_refused(error, message, arguments):
 @pytest.mark.parametrize("name", ["float64", "bfloat16"])
 def test_what_cpu_ranks_cannot_exchange_is_refused(name, monkeypatch):
     monkeypatch.setattr(reducers, "world_size", lambda: 2)
-    with pytest.raises(ValueError, match=rf"DataParallel with buffers of \w*{name}: .* give buffer_dtype=ms\.float32"):
+    with pytest.raises(ValueError, match=rf"DataParallel with buffers of {name}: .* give buffer_dtype=ms\.float32"):
         Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=getattr(ms, name), reducer=DataParallel())
