@@ -119,13 +119,14 @@ def logs_of(folder, count):
     return logs
 
 
-def test_a_killed_rank_ends_the_run(folder_of):
-    """With a message and a non-zero status, within the cluster's timeout, and nobody left behind."""
+def test_a_rank_that_fails_ends_the_run(folder_of):
+    """With the error in its log, a line in the log of the other, and nobody left behind."""
     end = json.loads((folder_of("fast") / "end.json").read_text(encoding="utf-8"))
     assert end["status"] not in (0, None)
-    assert "training" in logs_of(folder_of("fast"), 2)[1]
+    logs = logs_of(folder_of("fast"), 2)
+    assert "train.py: error: rank 1 (host 127.0.0.1) has failed (ValueError), see its log; start again" in logs[0].splitlines()
+    assert "ValueError: no more digits" in logs[1]
     assert re.search(r"Worker process \d+ exit with exception", end["output"]), end
-    assert "exception" in end["output"].lower(), end
     assert end["alive"] == []
 
 
