@@ -16,7 +16,7 @@ def world_size() -> int:
         return get_group_size()
     if int(os.environ.get("MS_WORKER_NUM") or 1) > 1:
         raise RuntimeError("msrun started several ranks, but communication is not initialised; call "
-                           "mindspore.communication.init() before the Accumulator is made")
+                           "mindspore.communication.init() first")
     return 1
 
 

@@ -6,6 +6,7 @@ MindSpore compiles, because it holds the GIL.
 """
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -17,10 +18,12 @@ from secrets import token_hex
 from threading import Lock, Thread
 from time import monotonic, sleep
 from typing import Optional, Union
+from weakref import WeakSet
 
 import numpy as np
 from mindspore.communication import get_rank
 
+from ..arguments import instance_of
 from .ranks import gather, wait_for_all, world_size
 
 SILENCE = 10  # seconds
@@ -53,6 +56,7 @@ def ending_together(
         name: What the line begins with; None: the name of the script.
 
     Raises:
+        TypeError: If `remedy` is neither a text nor a function.
         RuntimeError: If msrun started several ranks and `init()` was not called.
 
     Source: torchrun ends all workers of a host if one fails; this also looks after the other hosts.
@@ -63,6 +67,8 @@ def ending_together(
         ...     print("training")
         training
     """
+    if not isinstance(remedy, str):
+        instance_of("remedy", remedy, Callable, "a text, or a function that returns one")
     if world_size() == 1:
         yield
         return
@@ -100,12 +106,14 @@ class _Watch:
     def stop(self) -> None:
         """Say goodbye to the others. All have finished."""
         self._stopped = True
+        atexit.unregister(_end_scheduler)
         self._tell(_GOODBYE)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank fails, and give them the time to end before msrun hears of it."""
         self._stopped = True
         self._tell(f"{_UNLESS}{self._who(self._rank)} has failed ({type(error).__name__}), see its log\n")
+        atexit.register(_end_scheduler)  # but the script may catch the error and go on
         sleep(2 * _MOMENT)
 
     def _who(self, rank: int) -> str:
@@ -130,7 +138,12 @@ class _Watch:
 
     def _end(self, reason: str) -> None:
         self._tell(f"{reason}\n")
-        remedy = self._remedy if isinstance(self._remedy, str) else self._remedy()
+        remedy = self._remedy
+        if not isinstance(remedy, str):
+            try:
+                remedy = remedy()
+            except Exception as error:  # whatever it is, this process has to end
+                remedy = f"what to do is not known ({type(error).__name__}: {error})"
         os.write(sys.__stderr__.fileno(), f"{self._name}: error: {reason}; {remedy}\n".encode())
         _end_scheduler()  # before msrun, which looks each second, hears of the dead rank and kills this one
         sleep(0.5)  # msrun needs a moment to show that line before it hears of the end
@@ -174,6 +187,7 @@ def _connected(address: str, port: str, token: str, rank: int) -> socket.socket:
 
 def _probed(connection: socket.socket) -> socket.socket:
     """Let the kernel ask whether the other host is there."""
+    _connections.add(connection)
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _PROBES.items():
@@ -183,8 +197,21 @@ def _probed(connection: socket.socket) -> socket.socket:
 
 def _end_scheduler() -> None:
     """Kill the scheduler that msrun started beside this rank: msrun waits for it, and it would not end for a minute."""
+    names = ("MS_SCHED_HOST", "MS_SCHED_PORT")  # of this run: without --join, schedulers of others are siblings, too
+    mine = {b"MS_ROLE=MS_SCHED", *(f"{name}={os.environ.get(name)}".encode() for name in names)}
     siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
     with suppress(OSError):
         for pid in siblings.read_text(encoding="ascii").split():
-            if b"MS_ROLE=MS_SCHED" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if mine <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
                 os.kill(int(pid), signal.SIGKILL)
+
+
+def _close_in_child() -> None:
+    """Close what a forked process has inherited: while it lives, the others would not notice that this one died."""
+    for connection in _connections:
+        with suppress(OSError):  # it is closed
+            os.close(connection.detach())  # close() would wait for the listener, a thread that was not forked
+
+
+_connections: WeakSet[socket.socket] = WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)

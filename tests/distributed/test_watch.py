@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
+from time import sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -160,14 +161,47 @@ def test_rank_0_tells_the_others_who_died(ends, monkeypatch, capfd):
     assert capfd.readouterr().err == f"train.py: error: {said}; start again\n"
 
 
-def test_only_the_scheduler_is_killed(monkeypatch):
+def test_only_the_scheduler_of_this_run_is_killed(monkeypatch):
     monkeypatch.setattr(watch.os, "getppid", os.getpid)
-    scheduler, worker = (subprocess.Popen(["sleep", "60"], env={**os.environ, "MS_ROLE": role}) for role in ("MS_SCHED", "MS_WORKER"))
+    monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
+    monkeypatch.setenv("MS_SCHED_PORT", "8118")
+    scheduler, worker, other = (
+        subprocess.Popen(["sleep", "60"], env={**os.environ, "MS_ROLE": role, "MS_SCHED_PORT": port})
+        for role, port in (("MS_SCHED", "8118"), ("MS_WORKER", "8118"), ("MS_SCHED", "8119")))
     watch._end_scheduler()
     assert scheduler.wait(10) == -signal.SIGKILL
-    assert worker.poll() is None
-    worker.kill()
-    worker.wait()
+    for process in (worker, other):
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+
+
+def test_a_forked_process_closes_what_it_inherits():
+    """Or its mother's death would not be noticed while it lives."""
+    one, other = socket.socketpair()
+    watch._connections.add(one)
+    file = one.makefile()  # as the listener's
+    child = os.fork()
+    if child == 0:
+        sleep(60)
+    file.close()
+    one.close()
+    other.settimeout(10)
+    assert other.recv(1) == b""
+    other.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(("remedy", "said"), [
+    ("start again", "start again"), (lambda: 1 // 0, "what to do is not known (ZeroDivisionError: ")])
+def test_the_remedy(remedy, said, ends, rank_0, capfd):
+    with ending_together(remedy, name="train.py"):
+        rank_0.accept().close()
+        assert ends.get(timeout=10) == ENDED
+    assert f"see its log; {said}" in capfd.readouterr().err
+    with pytest.raises(TypeError, match="remedy is of type NoneType, expected a text, or a function"), ending_together(None):
+        pass
 
 
 def test_a_rank_that_cannot_connect_says_so_and_goes_on(ends, rank_0, monkeypatch, capfd):
