@@ -4,10 +4,11 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable
-from typing import Any, Union
+from math import nan
+from typing import Any, Optional, Union
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
 
 from .accumulator import Accumulator
@@ -93,12 +94,17 @@ class PerUpdate(Callback):
     remainder by it. `update_step` is read after each microbatch, which waits for the device. Put it after
     `FlushCallback`.
 
+    On several ranks, the learning rate has to change alike on all. A rank that runs out of data before the others takes
+    part in their updates at once, and the inner callback is called after the last of them: give every rank as many
+    microbatches, or the optimizer a schedule. `ReduceLROnPlateau` sees the loss of its rank alone: do not use it.
+
     Args:
         callback: A `mindspore.train.Callback`.
 
     Raises:
         TypeError: If `callback` is not a Callback.
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
+        RuntimeError: If the callback changes the learning rate on a rank that has made several updates at once.
 
     Source: optax and MindSpore's dynamic learning rates count updates; MindSpore's callbacks count microbatches.
 
@@ -138,10 +144,16 @@ class PerUpdate(Callback):
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Pass it on if there was an update since the last time."""
-        update_step = int(_only_cell(run_context, self).accumulator.update_step)
-        if update_step > self._update_step:
-            self._update_step = update_step
+        cell = _only_cell(run_context, self)
+        updates = int(cell.accumulator.update_step) - self._update_step
+        if updates > 0:
+            rate = _learning_rate(cell.optimizer)
+            self._update_step += updates
             self._pass_on("on_train_step_end", run_context)
+            if updates > 1 and cell.accumulator.reducer.ranks > 1 and _learning_rate(cell.optimizer) != rate:
+                raise RuntimeError(f"the learning rate was changed after {updates} updates, which this rank made at "
+                                   "once because it ran out of data before the others: ranks now hold different "
+                                   "parameters; give every rank as many microbatches, or the optimizer a schedule")
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Pass it on, after an update that a flush has just made."""
@@ -170,10 +182,14 @@ class WindowLog(Callback):
     mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (NaN without
     `clip_norm`); `skipped`, so far; with a loss scaler `loss_scale`; with a noise scale `noise_scale`; and with an
     `AdaptiveWindow` `next_length`, the microbatches in the next window. With several losses, `loss_1`, `loss_2` and so
-    on, each with a weight of its own, `weight_1` and so on. On several ranks, losses and weights are those
-    of this rank, but with `sync="microbatch"` weights are sums over all ranks. For a window that was open when the
-    training began, the loss is the mean over the microbatches that the callback has seen. It reads a few numbers before
-    and after each microbatch, which waits for the device. Put it after `FlushCallback`.
+    on, each with a weight of its own, `weight_1` and so on. For a window that was open when the training began, the
+    loss is the mean over the microbatches that the callback has seen. It reads a few numbers before and after each
+    microbatch, which waits for the device. Put it after `FlushCallback`.
+
+    On several ranks, losses and weights are those of this rank, but with `sync="microbatch"` and "node" weights are
+    sums over the ranks that count microbatches together. A window in which this rank has no microbatches has no row. A
+    rank that has run out of data takes part in the windows of others; if these close at the same time as its own last
+    one, the row has no `grad_norm` (NaN), nor weights that are sums.
 
     Args:
         to: A CSV file, which is overwritten, or a function of a dict, e.g. for TensorBoard
@@ -212,10 +228,13 @@ class WindowLog(Callback):
         self._weight = np.zeros(1)
         self._closed = 0
         self._place = (0, 0)
+        self._step: Optional[RunContext] = None  # whose loss was not taken yet
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and open the file."""
-        accumulator = _only_cell(run_context, self).accumulator
+        cell = _only_cell(run_context, self)
+        cell._before_flush.append(self._take)
+        accumulator = cell.accumulator
         self._losses, self._weight = [], _numbers(accumulator.weight_sum)
         self._closed = int(accumulator.closed_windows)
         if not callable(self._to):
@@ -224,15 +243,22 @@ class WindowLog(Callback):
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Log the window if something else closed it since, and forget it if something else reset it."""
-        accumulator = _only_cell(run_context, self).accumulator
+        accumulator, self._step = _only_cell(run_context, self).accumulator, run_context
         self._log_closed(accumulator)
         if (_numbers(accumulator.weight_sum) != self._weight).any():
             self._losses, self._weight = [], _numbers(accumulator.weight_sum)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Take the microbatch's loss, and log the window if it was closed."""
-        accumulator = _only_cell(run_context, self).accumulator
-        context = run_context.original_args()
+        self._take()
+        self._log_closed(_only_cell(run_context, self).accumulator)
+
+    def _take(self) -> None:
+        """Take the microbatch's loss, before a flush closes further windows, and log the window if it was closed."""
+        if self._step is None:
+            return
+        context, accumulator = self._step.original_args(), _only_cell(self._step, self).accumulator
+        self._step = None
         outputs = context.net_outputs
         losses = (outputs if isinstance(outputs, tuple) else (outputs,))[:accumulator.losses]
         self._place = context.cur_epoch_num, context.cur_step_num
@@ -249,30 +275,42 @@ class WindowLog(Callback):
     def on_train_end(self, run_context: RunContext) -> None:
         """Log what a flush has just closed, and close the file."""
         self.on_train_epoch_end(run_context)
+        _only_cell(run_context, self)._before_flush.remove(self._take)
         if self._file:
             self._file.close()
 
     def _log_closed(self, accumulator: Accumulator) -> None:
-        if int(accumulator.closed_windows) <= self._closed:
+        windows = int(accumulator.closed_windows) - self._closed
+        if windows <= 0:
             return
+        self._closed += windows
+        if self._losses or accumulator.reducer.ranks == 1:
+            self._write(self._row(accumulator, windows - 1), accumulator)
+        self._losses, self._weight = [], np.zeros(accumulator.losses)
+
+    def _row(self, accumulator: Accumulator, of_others: int) -> tuple:
+        """Return the row of this rank's window. After it, so many windows of other ranks were closed."""
         totals = weights = np.zeros(accumulator.losses)
         for losses, weight in self._losses:
             # A microbatch of weight 0 is ignored, even if its loss is NaN.
             totals, weights = totals + np.where(weight == 0, 0.0, losses) * weight, weights + weight
         means = totals / np.where(weights == 0, 1.0, weights)
-        row = (*self._place, int(accumulator.update_step), *means.tolist(),
-               *_numbers(accumulator.window_weight).tolist(), float(accumulator.grad_norm), int(accumulator.skipped))
+        weights, norm = _numbers(accumulator.window_weight), float(accumulator.grad_norm)
+        if of_others:
+            weights, norm = self._weight * (nan if accumulator.reducer.summed > 1 else 1.0), nan
+        row = (*self._place, int(accumulator.update_step) - of_others, *means.tolist(), *weights.tolist(), norm,
+               int(accumulator.skipped))
         scale = () if accumulator.loss_scaler is None else (float(accumulator.loss_scaler.scale_value),)
         noise = () if accumulator.noise_scale is None else (accumulator.noise_scale.scale(),)
         length = () if accumulator.window.adaptive is None else (accumulator.window_length,)
-        row = (*row, *scale, *noise, *length)
+        return (*row, *scale, *noise, *length)
+
+    def _write(self, row: tuple, accumulator: Accumulator) -> None:
         if self._file:
             csv.writer(self._file).writerow(row)
             self._file.flush()  # so that the file can be followed during a long run
         else:
             self._to(dict(zip(_columns(accumulator), row)))
-        self._losses, self._weight = [], np.zeros(accumulator.losses)
-        self._closed = int(accumulator.closed_windows)
 
 
 def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
@@ -293,6 +331,12 @@ def _only_cell(run_context: RunContext, callback: Callback) -> TrainOneStepCell:
         raise ValueError(f"{name} with dataset_sink_mode=True: single microbatches are not seen then; give "
                          "dataset_sink_mode=False")
     return cells[0]
+
+
+def _learning_rate(optimizer: nn.Cell) -> Optional[bytes]:
+    """Return the learning rate if it is a number that a callback can change."""
+    rate = getattr(optimizer, "learning_rate", None)
+    return rate.asnumpy().tobytes() if isinstance(rate, Tensor) else None
 
 
 def _numbers(weights: Tensor) -> np.ndarray:

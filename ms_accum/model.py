@@ -105,6 +105,7 @@ class TrainOneStepCell(nn.Cell):
         self.loss_scaler = loss_scaler
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self._flush = _Flush(accumulator)
+        self._before_flush: list[Callable[[], None]] = []  # what callbacks do first
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class. RuntimeError if an error left a part of a microbatch in the open window."""
@@ -150,6 +151,8 @@ class TrainOneStepCell(nn.Cell):
 
     def flush(self) -> Tensor:
         """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
+        for do in self._before_flush:
+            do()
         finished = self.accumulator._prepare()
         self.accumulator._count.forget()
         flushed = self._flush()

@@ -18,14 +18,20 @@ import pytest
 from conftest import MLP, mean_loss, tensors, values
 from mindspore import Tensor, amp, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
+from mindspore.dataset import GeneratorDataset
+from mindspore.train import Callback, LearningRateScheduler, Model
 from noisy_samples import Position, noisy
 
 from ms_accum import (
     Accumulator,
     AdaptiveWindow,
     DataParallel,
+    FlushCallback,
     GradientNoiseScale,
     LocalUpdates,
+    PerUpdate,
+    TrainOneStepCell,
+    WindowLog,
     avoid_busy_waiting,
     ending_together,
     load_checkpoint,
@@ -96,8 +102,8 @@ LAUNCHES = {  # ranks, cases
     # Every sync with each kind of sizes and each optimizer.
     "fast": (2, [*(case for i, case in enumerate(MATRIX) if (i + i // 3 + i // 9) % 3 == 0), *BAD, BAD[0] + ":fused", *BUDGET, *PAIR,
                  *(f"trained:{sync}:uneven:SGD:fused" for sync in WITHOUT_NODES), *NODES, *NOISE, *RESUME, *DEALT, *ADAPTIVE, *OUTER,
-                 "together:jit", "by_hand", "two_dtypes", "traffic:window", "traffic:microbatch", "traffic:nodes", "refusals",
-                 "compiled_before:jit", "mnist", "mnist_dealt_out", "failing"]),
+                 "together:jit", "by_hand", "two_dtypes", "logged:window", "logged:microbatch", "traffic:window", "traffic:microbatch",
+                 "traffic:nodes", "refusals", "compiled_before:jit", "mnist", "mnist_dealt_out", "failing"]),
     "compiled": (2, [*MATRIX, *(f"{case}:jit" for case in [*MATRIX[2::3], *BAD[:5], *BUDGET, *PAIR, *NODES, "mnist"]),
                      "trained:window:uneven:SGD:nan:skip_microbatch:jit", "trained:microbatch:unequal:SGD:fused:jit",
                      "trained:shard:uneven:Adam:fused:jit", *(f"trained:{sync}:uneven:SGD:graph" for sync in WITHOUT_NODES)]),
@@ -333,11 +339,36 @@ def two_dtypes(rank):
     return found
 
 
+def logged(rank, sync):
+    """What WindowLog writes where ranks have uneven data, each microbatch's loss, and what changing the learning rate says."""
+    rows, losses, said = [], [], []
+
+    class Recorder(Callback):
+        def on_train_step_end(self, run_context):
+            losses.append(float(run_context.original_args().net_outputs))
+
+    class Noted(PerUpdate):
+        def on_train_step_end(self, run_context):  # goes on, for rank 0 waits in flushes
+            said.append(said_by(super().on_train_step_end, run_context))
+
+    def train(*callbacks):
+        network = MLP(seed=0)
+        cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), nn.SGD(network.trainable_params(), 0.1), N,
+                                reducer=SYNCS[sync])
+        data = [(x.astype(np.float32), y.astype(np.int32)) for x, y in microbatches("uneven", rank)]
+        Model(cell).train(1, GeneratorDataset(data, ["x", "y"], shuffle=False), [FlushCallback(), *callbacks], dataset_sink_mode=False)
+
+    train(WindowLog(rows.append), Recorder())
+    train(Noted(LearningRateScheduler(lambda rate, step: rate / 2)))
+    rows = [[row[name] for name in ("microbatch", "update_step", "loss", "weight")] for row in rows]
+    return {"rows": rows, "losses": losses, "said": said}
+
+
 def said_by(function, *arguments, **keywords):
     """What a refusal says."""
     try:
         function(*arguments, **keywords)
-    except (TypeError, ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
 

@@ -4,10 +4,11 @@ import re
 from dataclasses import replace
 
 import mindspore as ms
+import numpy as np
 import pytest
 from conftest import MLP, difference, values
 from mindspore import nn
-from rank_cases import LAUNCHES, MNIST, cases_of, every_launch_of
+from rank_cases import LAUNCHES, MNIST, N, cases_of, every_launch_of, microbatches
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.cli import main as cli
@@ -65,6 +66,29 @@ def test_each_rank_resumes_bit_identically(left_by, launch):
 
 def test_the_first_generation_is_removed(folder_of):
     assert len(list(folder_of("fast").glob("resume-window.*"))) == 2
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["window", "microbatch"])
+def test_callbacks_where_ranks_have_uneven_data(left_by, sync):
+    """Rank 1 has 3 microbatches of 5: its flush takes part in the windows that rank 0 fills, and it logs its own."""
+    for rank, left in enumerate(left_by(f"logged:{sync}")):
+        sizes = [len(x) for x, _ in microbatches("uneven", rank)]
+        assert len(left["losses"]) == len(sizes) == 5 - 2 * rank
+        own = [slice(start, start + N) for start in range(0, len(sizes), N)]
+        expected = [[part.start + len(sizes[part]), i + 1, np.average(left["losses"][part], weights=sizes[part]), sum(sizes[part])]
+                    for i, part in enumerate(own)]
+        rows = np.array(left["rows"], float)
+        if sync == "window":
+            np.testing.assert_allclose(rows, expected, rtol=1e-5)
+        else:  # weights are sums
+            np.testing.assert_array_equal(rows[:, :2], np.array(expected)[:, :2])
+            assert np.isnan(rows[:, 3]).tolist() == [False, rank == 1, False][:len(expected)]
+        refused = [said for said in left["said"] if said != "accepted"]
+        assert len(refused) == rank
+        assert all(said.startswith("RuntimeError: the learning rate was changed after 2 updates, which this rank made") for said in refused)
 
 
 # --- ms-accum mnist ---------------------------------------------------------------------------------------------------
