@@ -5,6 +5,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import Field, fields, replace
 from functools import partial
 from glob import escape
@@ -87,7 +88,8 @@ def run(prepare: Callable[[argparse.Namespace], Task], parser: argparse.Argument
     except (ValueError, OSError) as error:
         parser.error(str(error))
     try:
-        with ending_together(partial(_how_to_resume, options), name=parser.prog):
+        several = task.settings.ranks > 1
+        with ending_together(partial(_how_to_resume, options), name=parser.prog) if several else nullcontext():
             runs, results = train_all(task, options)
             if task.settings.rank == 0:
                 write_all(options, runs, results)

@@ -38,7 +38,7 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
 
 def test_an_accumulator_before_init_is_refused(monkeypatch):
     monkeypatch.setenv("MS_WORKER_NUM", "2")
-    message = r"msrun started several ranks, .* call mindspore.communication.init\(\) before"
+    message = r"msrun started several ranks, .* call mindspore.communication\.init\(\) first"
     with pytest.raises(RuntimeError, match=message):
         Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reducer=DataParallel())
 
