@@ -234,7 +234,7 @@ class WindowLog(Callback):
         """Remember the state of the accumulator, and open the file."""
         cell = _only_cell(run_context, self)
         cell._before_flush.append(self._take)
-        accumulator = cell.accumulator
+        accumulator, self._step = cell.accumulator, None
         self._losses, self._weight = [], _numbers(accumulator.weight_sum)
         self._closed = int(accumulator.closed_windows)
         if not callable(self._to):

@@ -214,4 +214,5 @@ def _close_in_child() -> None:
 
 
 _connections: WeakSet[socket.socket] = WeakSet()
-os.register_at_fork(after_in_child=_close_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close_in_child)
