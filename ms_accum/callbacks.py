@@ -188,8 +188,8 @@ class WindowLog(Callback):
 
     On several ranks, losses and weights are those of this rank, but with `sync="microbatch"` and "node" weights are
     sums over the ranks that count microbatches together. A window in which this rank has no microbatches has no row. A
-    rank that has run out of data takes part in the windows of others; if these close at the same time as its own last
-    one, the row has no `grad_norm` (NaN), nor weights that are sums.
+    rank that has run out of data takes part in the windows of others. If these close in the same flush as its own last
+    one, that one's `grad_norm` is NaN, and so are weights that are sums.
 
     Args:
         to: A CSV file, which is overwritten, or a function of a dict, e.g. for TensorBoard

@@ -96,12 +96,16 @@ def test_a_rank_that_says_goodbye_ends_nobody(ends, rank_0, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_rank_that_fails_tells_the_others(ends, rank_0, capfd):
-    """And gives them time. What rank 0 does then ends nobody: the error is raised."""
+def test_a_rank_that_fails_tells_the_others(ends, rank_0, monkeypatch, capfd):
+    """And gives them time. What rank 0 does then ends nobody: the error is raised. At the end of the script, the scheduler ends."""
+    at_exit = []
+    monkeypatch.setattr(watch.atexit, "register", at_exit.append)
+    monkeypatch.setattr(watch.atexit, "unregister", at_exit.remove)
     with suppress(ZeroDivisionError), ending_together(name="train.py"):
         connection = rank_0.accept()
         raise ZeroDivisionError
     assert connection.recv(100) == b"unless you fail, too: rank 1 (host 127.0.0.1) has failed (ZeroDivisionError), see its log\n"
+    assert at_exit == [watch._end_scheduler]
     reset(connection)
     wait_for_listeners()
     assert ends.empty()
