@@ -18,7 +18,6 @@ from secrets import token_hex
 from threading import Lock, Thread
 from time import monotonic, sleep
 from typing import Optional, Union
-from weakref import WeakSet
 
 import numpy as np
 from mindspore.communication import get_rank
@@ -110,8 +109,9 @@ class _Watch:
         self._tell(_GOODBYE)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank fails, and give them the time to end before msrun hears of it."""
-        self._stopped = True
+        """Tell the others that this rank fails, and give them the time to say so before msrun hears of it."""
+        with self._lock:  # not while this rank ends because of another one
+            self._stopped = True
         self._tell(f"{_UNLESS}{self._who(self._rank)} has failed ({type(error).__name__}), see its log\n")
         atexit.register(_end_scheduler)  # but the script may catch the error and go on
         sleep(2 * _MOMENT)
@@ -122,9 +122,8 @@ class _Watch:
     def _listen(self, other: int, connection: socket.socket) -> None:
         who = self._who(other)
         try:
-            with connection:
-                heard = connection.makefile(encoding="utf-8").readline() or (
-                    f"{who} has ended: it was killed or it failed, see its log")
+            heard = connection.makefile(encoding="utf-8").readline() or (
+                f"{who} has ended: it was killed or it failed, see its log")
         except ConnectionResetError:
             heard = f"{who} has ended: it was killed"
         except OSError:
@@ -133,10 +132,13 @@ class _Watch:
             sleep(_MOMENT)
             heard = heard.removeprefix(_UNLESS)
         with self._lock:
-            if heard != _GOODBYE and not self._stopped:
-                self._end(heard.strip())
+            if heard == _GOODBYE:
+                connection.close()
+                _connections.discard(connection)
+            elif not self._stopped:  # a rank that fails leaves the connection open until it has printed its error
+                self._end(heard.strip(), connection)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, connection: socket.socket) -> None:
         self._tell(f"{reason}\n")
         remedy = self._remedy
         if not isinstance(remedy, str):
@@ -145,6 +147,9 @@ class _Watch:
             except Exception as error:  # whatever it is, this process has to end
                 remedy = f"what to do is not known ({type(error).__name__}: {error})"
         os.write(sys.__stderr__.fileno(), f"{self._name}: error: {reason}; {remedy}\n".encode())
+        with suppress(OSError):  # until the other one has ended: if this one did before, msrun would kill it
+            connection.settimeout(SILENCE)
+            connection.recv(1)
         _end_scheduler()  # before msrun, which looks each second, hears of the dead rank and kills this one
         sleep(0.5)  # msrun needs a moment to show that line before it hears of the end
         os._exit(1)
@@ -213,6 +218,6 @@ def _close_in_child() -> None:
             os.close(connection.detach())  # close() would wait for the listener, a thread that was not forked
 
 
-_connections: WeakSet[socket.socket] = WeakSet()
+_connections: set[socket.socket] = set()
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_close_in_child)

@@ -6,7 +6,8 @@ import struct
 import subprocess
 import threading
 from contextlib import suppress
-from queue import SimpleQueue
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from threading import Thread
 from time import sleep
 from types import SimpleNamespace
@@ -69,16 +70,32 @@ def reset(connection):
 @pytest.mark.parametrize(("does", "said"), [
     (socket.socket.close, "rank 0 (host 127.0.0.1) has ended: it was killed or it failed, see its log"),
     (reset, "rank 0 (host 127.0.0.1) has ended: it was killed"),
-    (say_that_rank_2_died, "rank 2 (host 10.0.0.3) has ended: it was killed"),
-    (say_that_rank_2_failed, "rank 2 (host 10.0.0.3) has failed (ValueError), see its log"),
 ])
 def test_a_lost_rank_ends_this_one_with_one_line(does, said, ends, rank_0, capfd):
     with ending_together(lambda: "start again", name="train.py"):
+        does(rank_0.accept())
+        assert ends.get(timeout=10) == ENDED
+    assert capfd.readouterr().err == f"train.py: error: {said}; start again\n"
+
+
+@pytest.mark.parametrize("silence", [0.1, 10])
+@pytest.mark.parametrize(("does", "said"), [
+    (say_that_rank_2_died, "rank 2 (host 10.0.0.3) has ended: it was killed"),
+    (say_that_rank_2_failed, "rank 2 (host 10.0.0.3) has failed (ValueError), see its log"),
+])
+def test_a_rank_that_hears_of_a_lost_one_says_so_and_ends_after_it(does, said, silence, ends, rank_0, monkeypatch, capfd):
+    """If it ended first, msrun would kill the one that fails before it has printed its error. But it does not wait for ever."""
+    monkeypatch.setattr(watch, "SILENCE", silence)
+    with ending_together(lambda: "start again", name="train.py"):
         connection = rank_0.accept()
         does(connection)
-        assert ends.get(timeout=10) == ENDED
+        if silence == 10:
+            with pytest.raises(Empty):
+                ends.get(timeout=0.5)
+            assert capfd.readouterr().err == f"train.py: error: {said}; start again\n"
+            connection.close()
+        assert ends.get(timeout=5) == ENDED
         connection.close()
-    assert capfd.readouterr().err == f"train.py: error: {said}; start again\n"
 
 
 def wait_for_listeners():
@@ -106,8 +123,11 @@ def test_a_rank_that_fails_tells_the_others(ends, rank_0, monkeypatch, capfd):
         raise ZeroDivisionError
     assert connection.recv(100) == b"unless you fail, too: rank 1 (host 127.0.0.1) has failed (ZeroDivisionError), see its log\n"
     assert at_exit == [watch._end_scheduler]
-    reset(connection)
+    connection.sendall(b"rank 1 (host 127.0.0.1) has failed (ZeroDivisionError), see its log\n")
     wait_for_listeners()
+    with pytest.raises(BlockingIOError):  # they take the end of the connection for the end of this rank
+        connection.recv(1, socket.MSG_DONTWAIT)
+    connection.close()
     assert ends.empty()
     assert capfd.readouterr().err == ""
 
@@ -172,6 +192,8 @@ def test_only_the_scheduler_of_this_run_is_killed(monkeypatch):
     scheduler, worker, other = (
         subprocess.Popen(["sleep", "60"], env={**os.environ, "MS_ROLE": role, "MS_SCHED_PORT": port})
         for role, port in (("MS_SCHED", "8118"), ("MS_WORKER", "8118"), ("MS_SCHED", "8119")))
+    while any(not Path(f"/proc/{process.pid}/environ").read_bytes() for process in (scheduler, worker, other)):
+        sleep(0.01)  # Popen returns before the kernel shows it
     watch._end_scheduler()
     assert scheduler.wait(10) == -signal.SIGKILL
     for process in (worker, other):
