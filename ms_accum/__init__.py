@@ -20,9 +20,9 @@ from .callbacks import PerUpdate as PerUpdate
 from .callbacks import WindowLog as WindowLog
 from .check.equivalence import check_equivalence as check_equivalence
 from .check.groupnorm import batchnorm_to_groupnorm as batchnorm_to_groupnorm
-from .checkpoint import CheckpointError as CheckpointError
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
+from .checkpoint_file import CheckpointError as CheckpointError
 from .contrastive import make_grad_cache_step as make_grad_cache_step
 from .distributed.local import LocalUpdates as LocalUpdates
 from .distributed.reducers import DataParallel as DataParallel

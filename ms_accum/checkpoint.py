@@ -1,21 +1,17 @@
-"""Checkpoints: everything that training in the middle of a window consists of, written atomically.
+"""Checkpoints: everything that training in the middle of a window consists of.
 
-A checkpoint is a file in one of MindSpore's own formats. The network's parameters have their own names in it, so that
-`mindspore.load_checkpoint` reads them. Beside them are "optimizer:<name>", "accumulator:<name>", and "ms_accum", which
-describes the entries as JSON and holds the SHA-256 of the file. With several ranks each rank has a file, and rank 0's
-file names the generation of the others.
+The network's parameters have their own names in the file, so that `mindspore.load_checkpoint` reads them. Beside them
+are "optimizer:<name>" and "accumulator:<name>".
 """
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from socket import gethostname
 from typing import Any, Union
 
 import mindspore as ms
@@ -24,34 +20,25 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from .accumulator import Accumulator
 from .arguments import instance_of
-from .distributed.ranks import gather
+from .checkpoint_file import (
+    ABOUT,
+    CheckpointError,
+    checked_path,
+    one_line,
+    path_of_rank,
+    read_file,
+    remove_generations,
+    rename_file,
+    write_file,
+)
+from .distributed.ranks import gather, together
 from .loss_scale import require_scale
 from .optimizers import state_of
 from .resharding import Arrays, Sharing, dealt, gathered, why_not_shared, why_other_lengths
 
-SUFFIXES = (".ckpt", ".safetensors")
-_ABOUT = "ms_accum"
-_VERSION = 2
-_MARK = b'{"ms_accum checkpoint, sha256": "'
-_DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 _OF_OTHERS = "0" * 16  # stands for a generation
-_BLANK = _MARK + b"0" * 64
 _INSTANCE = re.compile(r"^accumulator\d+\.")
 _ALIKE = "build network, optimizer and accumulator alike"
-
-
-def _here() -> str:
-    """Return 8 hexadecimal digits for this host. Containers that share its name count processes apart."""
-    with suppress(OSError):
-        return sha256(f"{gethostname()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
-    return sha256(gethostname().encode()).hexdigest()[:8]
-
-
-_HERE = _here()
-
-
-class CheckpointError(ValueError):
-    """A file that cannot be resumed from; nothing was loaded."""
 
 
 def save_checkpoint(
@@ -101,23 +88,23 @@ def save_checkpoint(
         >>> print(ms.load_checkpoint(path)["weight"].asnumpy())  # MindSpore reads the network's weights out of it
         [[1. 1.]]
     """
-    path = _checked_path(path)
+    path = checked_path(path)
     _require_network_and_accumulator(network, accumulator)
     rank, ranks = accumulator.reducer.rank, accumulator.reducer.ranks
     if ranks == 1:
-        _write(path, *_contents(network, accumulator, extra, 0, ""))
+        write_file(path, *_contents(network, accumulator, extra, 0, ""))
         return
     generation = _generation_of_rank_0(token_hex(8))
-    mine = _of_rank(path, rank, ranks, generation)
+    mine = path_of_rank(path, rank, ranks, generation)
     # Until rank 0's file has its name, the others belong to no checkpoint.
     part = path.with_name(f".{path.stem}.rank0of{ranks}-{generation}{path.suffix}") if rank == 0 else mine
     try:
-        _together(lambda: _write(part, *_contents(network, accumulator, extra, rank, generation)), OSError)
+        together(lambda: write_file(part, *_contents(network, accumulator, extra, rank, generation)), OSError)
     except Exception:
         part.unlink(missing_ok=True)  # it may be the last space of a full disk
         raise
-    _together(lambda: _rename(part, path) if rank == 0 else None, OSError)
-    _remove_generations(path, rank, ranks, mine)
+    together(lambda: rename_file(part, path) if rank == 0 else None, OSError)
+    remove_generations(path, rank, ranks, mine)
 
 
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Accumulator) -> Any:
@@ -164,17 +151,17 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         >>> print(load_checkpoint(path, network, accumulator))
         {'epoch': 3, 'position': 1200}
     """
-    path = _checked_path(path)
+    path = checked_path(path)
     _require_network_and_accumulator(network, accumulator)
     rank, ranks = accumulator.reducer.rank, accumulator.reducer.ranks
-    together = _together if ranks > 1 else _alone
-    first, generation = together(lambda: _read_first(path, accumulator) if rank == 0 else (None, ""))
+    run = partial(together, failure=CheckpointError) if ranks > 1 else _alone
+    first, generation = run(lambda: _read_first(path, accumulator) if rank == 0 else (None, ""))
     generation = _generation_of_rank_0(generation) if ranks > 1 else generation
     if generation == _OF_OTHERS:
-        loaded, about = together(lambda: _resharded(path, network, accumulator))
+        loaded, about = run(lambda: _resharded(path, network, accumulator))
     else:
-        mine = path if rank == 0 else _of_rank(path, rank, ranks, generation)
-        loaded, about = together(lambda: _checked(mine, *(first or _read(mine)), network, accumulator))
+        mine = path if rank == 0 else path_of_rank(path, rank, ranks, generation)
+        loaded, about = run(lambda: _checked(mine, *(first or read_file(mine)), network, accumulator))
     for name, parameter in _entries(network, accumulator).items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name] if name in loaded else ops.zeros_like(parameter))
@@ -207,8 +194,8 @@ def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]
         if name in entries:
             raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
         entries[name] = parameter
-    if _ABOUT in entries:
-        raise ValueError(f"a parameter of the network is called {_ABOUT}, which the checkpoint needs for itself; "
+    if ABOUT in entries:
+        raise ValueError(f"a parameter of the network is called {ABOUT}, which the checkpoint needs for itself; "
                          "rename it")
     return entries
 
@@ -240,14 +227,12 @@ def _contents(
         empty = _of_further_losses(accumulator)
         entries = {name: p for name, p in entries.items() if name not in empty}
     return entries, {
-        "version": _VERSION,
-        "mindspore": ms.__version__,
         **_settings(accumulator),
         "rank": rank,
         "generation": generation,
         "sharing": _described(_sharing(accumulator)),
         "entries": {name: [list(p.shape), str(p.dtype)] for name, p in entries.items()},
-        "extra": _extra_as_json(extra),
+        "extra": extra,
     }
 
 
@@ -277,138 +262,10 @@ def _described(sharing: Sharing) -> dict[str, Any]:
     return {"party": sharing.party, "buckets": sharing.buckets}
 
 
-def _extra_as_json(extra: Any) -> str:
-    try:
-        text = json.dumps(extra)
-        same = _same(json.loads(text), extra)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra cannot be written as JSON ({error}); give dicts, lists, str, numbers, bool and "
-                        "None") from error
-    if not same:
-        raise TypeError("extra would come back from JSON as something else; give lists for tuples, and str for keys")
-    return text
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and (one == other or one != one)
-
-
-def _checked_path(path: Union[str, os.PathLike]) -> Path:
-    path = Path(path).resolve()  # a link stays one, and what it points to is replaced
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, MindSpore's formats")
-    return path
-
-
-def _write(path: Path, entries: dict[str, Parameter], about: dict) -> None:
-    """Write a file beside `path` and flush it to the disk, then give it that name."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
-    _remove_dead_parts(path)
-    part = path.with_name(f"{_parts_of(path)}{os.getpid()}-{token_hex(4)}{path.suffix}")
-    text = _BLANK + b'"}' + json.dumps(about).encode()
-    saved = [{"name": name, "data": p} for name, p in entries.items()]
-    saved.append({"name": _ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
-    try:
-        try:
-            ms.save_checkpoint(saved, str(part), format=path.suffix[1:])
-        except Exception as error:  # for a full disk: an OSError, a RuntimeError or a SafetensorError
-            raise OSError(f"{path} cannot be written ({_one_line(error)})") from error
-        os.chmod(part, _usual_mode())  # MindSpore leaves it read-only, and a next one could not replace it everywhere
-        _seal(part)
-        _rename(part, path)
-    finally:
-        for left in (part, part.with_suffix(".tmp")):  # MindSpore's own unfinished file
-            left.unlink(missing_ok=True)
-
-
-def _seal(part: Path) -> None:
-    """Write the SHA-256 of a file in place of its blank, and flush it to the disk."""
-    with part.open("r+b") as file:
-        data = file.read()
-        file.seek(data.rindex(_BLANK) + len(_MARK))
-        file.write(sha256(data).hexdigest().encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _usual_mode() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
-
-
-def _rename(part: Path, path: Path) -> None:
-    os.replace(part, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # or the name may be lost with the power
-    finally:
-        os.close(folder)
-
-
-def _parts_of(path: Path) -> str:
-    """Return how the names of unfinished files for `path` begin; the process and a number of the call follow."""
-    return f".{path.stem.lstrip('.')}.part-{_HERE}-"
-
-
-def _remove_dead_parts(path: Path) -> None:
-    """Remove what processes of this host left that were killed while they wrote; others may be writing now."""
-    name = re.compile(rf"{re.escape(_parts_of(path))}(\d+)-[0-9a-f]{{8}}\.\w+")
-    for left in path.parent.iterdir():
-        found = name.fullmatch(left.name)
-        if found and not _lives(int(found[1])):
-            with suppress(OSError):
-                left.unlink()
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        pass
-    return True
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """Return the entries of a complete file, and what it says about them; else raise CheckpointError."""
-    data = path.read_bytes()
-    found = _DIGEST.search(data)
-    if found is None:
-        raise CheckpointError(f"{path} is truncated, or no checkpoint of ms_accum; give a file that save_checkpoint "
-                              "wrote")
-    blank = data[:found.start()] + _BLANK + data[found.end():]
-    if sha256(blank).hexdigest().encode() != found.group(1):
-        raise CheckpointError(f"{path} is damaged (SHA-256 mismatch); restore it from a copy")
-    try:
-        loaded = ms.load_checkpoint(str(path), format=path.suffix[1:])
-        text = loaded.pop(_ABOUT).asnumpy().tobytes()
-        about = json.loads(text[len(_BLANK) + 2:])
-        about["extra"] = json.loads(about["extra"])
-        version = about["version"]
-    # A file with a right checksum and wrong contents was forged, so any error refuses it.
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {_one_line(error)})") from error
-    if version != _VERSION:
-        raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that "
-                              "wrote it")
-    return loaded, about
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
 def _resharded(path: Path, network: nn.Cell, accumulator: Accumulator) -> tuple[dict[str, Tensor], dict]:
     """Read the files of all ranks of another run. Return the entries of this rank, and what rank 0's file says."""
     _require_seen(path)
-    loaded, about = _read(path)
+    loaded, about = read_file(path)
     ranks, reducer = about["ranks"], accumulator.reducer
     kinds = (about["reducer"], reducer.describe())
     if any(kind.startswith("LocalUpdates") for kind in kinds):
@@ -432,7 +289,7 @@ def _resharded(path: Path, network: nn.Cell, accumulator: Accumulator) -> tuple[
     except CheckpointError:
         raise
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} can only be resumed on {ranks} ranks as they were ({_one_line(error)}); start "
+        raise CheckpointError(f"{path} can only be resumed on {ranks} ranks as they were ({one_line(error)}); start "
                               "as many") from error
     refusal = why_not_shared(window, sharing, lengths)
     if refusal:
@@ -446,9 +303,9 @@ def _resharded(path: Path, network: nn.Cell, accumulator: Accumulator) -> tuple[
 
 def _read_of_rank(path: Path, rank: int, about: dict) -> dict[str, Tensor]:
     """Return the entries of a rank's file, of which rank 0's says this."""
-    found = _of_rank(path, rank, about["ranks"], about["generation"])
+    found = path_of_rank(path, rank, about["ranks"], about["generation"])
     _require_seen(found)
-    loaded, of_rank = _read(found)
+    loaded, of_rank = read_file(found)
     if any(of_rank.get(name) != value for name, value in
            {"rank": rank, "ranks": about["ranks"], "generation": about["generation"]}.items()):
         raise CheckpointError(f"{found} does not belong to {path.name}; restore both from one copy")
@@ -511,30 +368,12 @@ def _require_fitting(what: str, value: Tensor, wanted: Parameter) -> None:
         raise CheckpointError(f"{what} is of {value.dtype}, but this run's of {wanted.dtype}; {_ALIKE}")
 
 
-def _of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
-    return path.with_name(f"{path.stem}.rank{rank}of{ranks}-{generation}{path.suffix}")
-
-
-def _remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
-    """Remove what this rank's earlier generations left, those of killed runs included."""
-    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}(\.part-[0-9a-f-]+)?"
-                      rf"({re.escape(path.suffix)}|\.tmp)")
-    for old in path.parent.iterdir():
-        if name.fullmatch(old.name) and old != mine:
-            old.unlink(missing_ok=True)
-
-
 def _read_first(path: Path, accumulator: Accumulator) -> tuple[tuple[dict[str, Tensor], dict], str]:
     """Read rank 0's file. Return it and its generation: `_OF_OTHERS` if this run's ranks share windows otherwise."""
-    loaded, about = _read(path)
+    loaded, about = read_file(path)
     mine = {**_settings(accumulator), "sharing": _described(_sharing(accumulator))}
     same = all(about.get(name, mine[name]) == mine[name] for name in ("ranks", "reducer", "sharing"))
     return (loaded, about), about["generation"] if same else _OF_OTHERS
-
-
-def _generation_of_rank_0(mine: str) -> str:
-    """Return rank 0's generation on every rank: 16 hexadecimal digits."""
-    return gather(np.frombuffer((mine or "0" * 16).encode(), np.int32).copy())[0].tobytes().decode()
 
 
 def _alone(do: Callable[[], Any]) -> Any:
@@ -542,18 +381,6 @@ def _alone(do: Callable[[], Any]) -> Any:
     return do()
 
 
-def _together(do: Callable[[], Any], failure: type[Exception] = CheckpointError) -> Any:
-    """Return the result of `do` once every rank has called it. If one fails, all raise; the others `failure`."""
-    result, error = None, None
-    try:
-        result = do()
-    # Whatever it is, the other ranks must hear of it before it is raised: they wait.
-    except Exception as caught:
-        error = caught
-    failed = np.flatnonzero(gather(np.array([error is not None], np.int32))[:, 0])
-    if error is not None:
-        raise error
-    if len(failed):
-        raise failure(f"rank {', '.join(map(str, failed))} failed, and so nothing was done on this one; see its "
-                      "message")
-    return result
+def _generation_of_rank_0(mine: str) -> str:
+    """Return rank 0's generation on every rank: 16 hexadecimal digits."""
+    return gather(np.frombuffer((mine or "0" * 16).encode(), np.int32).copy())[0].tobytes().decode()

@@ -3,7 +3,7 @@ import numpy as np
 from conftest import MLP, mean_loss, tensors
 from mindspore import Tensor, nn
 
-from ms_accum import Accumulator, make_train_step
+from ms_accum import Accumulator, checkpoint_file, make_train_step
 from ms_accum import checkpoint as checkpoint_module
 
 GENERATION = "0123456789abcdef"
@@ -88,8 +88,8 @@ def save_as_four(path, sync, accumulate_step=4, counts=None, forget=None, extra=
             del about[key]
         if change:
             change(rank, entries, about)
-        file = path if rank == 0 else checkpoint_module._of_rank(path.resolve(), rank, 4, GENERATION)
-        checkpoint_module._write(file, {name: Tensor(np.asarray(value)) for name, value in entries.items()}, about)
+        file = path if rank == 0 else checkpoint_file.path_of_rank(path.resolve(), rank, 4, GENERATION)
+        checkpoint_file.write_file(file, {name: Tensor(np.asarray(value)) for name, value in entries.items()}, about)
 
 
 def _exchange(party, names):

@@ -17,7 +17,7 @@ from checkpointing import build, load_number, state, train
 from conftest import MLP, values
 from mindspore import Tensor, nn
 
-from ms_accum import Accumulator, CheckpointError, DataParallel, LocalUpdates, load_checkpoint, save_checkpoint
+from ms_accum import Accumulator, CheckpointError, DataParallel, LocalUpdates, checkpoint_file, load_checkpoint, save_checkpoint
 from ms_accum import checkpoint as checkpoint_module
 
 SUFFIXES = [".ckpt", ".safetensors"]
@@ -171,14 +171,14 @@ def test_links_modes_and_folders(tmp_path):
 def test_earlier_generations_of_a_rank_are_removed_and_nothing_else(tmp_path):
     """Also half-written ones, and if the name looks like a pattern."""
     path, new = tmp_path / "g[1].ckpt", "f" * 16
-    mine = checkpoint_module._of_rank(path, 1, 2, new)
+    mine = checkpoint_file.path_of_rank(path, 1, 2, new)
     old = [f"g[1].rank1of2-{'0' * 16}.ckpt", f".g[1].rank1of2-{'1' * 16}.part-0123abcd-4711-89abcdef.ckpt",
            f".g[1].rank1of2-{'1' * 16}.part-0123abcd-4711-89abcdef.tmp"]
     others = [mine.name, "g[1].ckpt", f"g[1].rank0of2-{new}.ckpt", f"g[1].rank1of4-{new}.ckpt", f"g1.rank1of2-{new}.ckpt",
               "g[1].rank1of2.ckpt"]
     for name in old + others:
         (tmp_path / name).touch()
-    checkpoint_module._remove_generations(path, 1, 2, mine)
+    checkpoint_file.remove_generations(path, 1, 2, mine)
     assert sorted(os.listdir()) == sorted(others)
 
 
@@ -211,7 +211,7 @@ class Malice:
 def test_a_made_up_file_executes_nothing():
     """A pickle under a right checksum is not opened as one."""
     network, acc, _ = build()
-    data = checkpoint_module._BLANK + b'"}' + pickle.dumps(Malice())
+    data = checkpoint_file._BLANK + b'"}' + pickle.dumps(Malice())
     for suffix in SUFFIXES:
         Path(f"c{suffix}").write_bytes(data.replace(b"0" * 64, sha256(data).hexdigest().encode()))
         with pytest.raises(CheckpointError, match="cannot be read"):
@@ -347,7 +347,7 @@ def test_what_a_dead_process_left_is_removed_by_the_next_save(tmp_path):
     """And nothing of a living one, of another host or of another path."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    parts = checkpoint_module._parts_of(tmp_path / "c.ckpt")
+    parts = checkpoint_file._parts_of(tmp_path / "c.ckpt")
     of_dead = [f"{parts}{dead.pid}-01234567{suffix}" for suffix in (".ckpt", ".tmp", ".safetensors")]
     others = [f"{parts}{os.getpid()}-01234567.ckpt", f"{parts}1-01234567.tmp",
               f".c.part-{'0' * 8}-{dead.pid}-01234567.ckpt", f".d{parts[2:]}{dead.pid}-01234567.ckpt"]

@@ -14,6 +14,7 @@ from ms_accum import (
     CheckpointError,
     LocalUpdates,
     TrainOneStepCell,
+    checkpoint_file,
     load_checkpoint,
     make_train_step,
     save_checkpoint,
@@ -387,5 +388,5 @@ def test_what_cannot_be_dealt_out_is_refused_and_nothing_loaded():
 def test_a_file_of_one_process_says_how_its_window_is_shared():
     network, acc, _ = build(4)
     save_checkpoint(PATH, network, acc)
-    _, about = checkpoint_module._read(PATH)
+    _, about = checkpoint_file.read_file(PATH)
     assert (about["version"], about["ranks"], about["sharing"]) == (2, 1, {"party": 1, "buckets": []})

@@ -17,7 +17,7 @@ import mindspore as ms
 
 from ..arguments import LARGEST_INT32
 from ..batch_size.planning import DEVICES
-from ..checkpoint import SUFFIXES, CheckpointError
+from ..checkpoint_file import SUFFIXES, CheckpointError
 from ..distributed.watch import ending_together
 from ..mnist.fetch import FetchError
 from ..reference import figures, train

@@ -1,9 +1,10 @@
-"""The ranks of a run: how many there are, whether they are alike, and what they exchange at the start."""
+"""The ranks of a run: how many there are, whether they are alike, and what they exchange around training."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from hashlib import sha256
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 from mindspore import Parameter, Tensor, ops
@@ -41,6 +42,23 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
 def wait_for_all() -> None:
     """Wait for every rank: one that ends while another still communicates makes that one fail."""
     gather(np.zeros(1, np.int32))
+
+
+def together(do: Callable[[], Any], failure: type[Exception]) -> Any:
+    """Return the result of `do` once every rank has called it. If one fails, all raise; the others `failure`."""
+    result, error = None, None
+    try:
+        result = do()
+    # Whatever it is, the other ranks must hear of it before it is raised: they wait.
+    except Exception as caught:
+        error = caught
+    failed = np.flatnonzero(gather(np.array([error is not None], np.int32))[:, 0])
+    if error is not None:
+        raise error
+    if len(failed):
+        raise failure(f"rank {', '.join(map(str, failed))} failed, and so nothing was done on this one; see its "
+                      "message")
+    return result
 
 
 def gather(numbers: np.ndarray) -> np.ndarray:

@@ -22,7 +22,8 @@ from ms_accum.batch_size.adaptive import AdaptiveWindow
 from ms_accum.batch_size.noise_scale import GradientNoiseScale
 from ms_accum.callbacks import FlushCallback
 from ms_accum.check.isolation import in_mode
-from ms_accum.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from ms_accum.checkpoint import load_checkpoint, save_checkpoint
+from ms_accum.checkpoint_file import CheckpointError
 from ms_accum.compiled import CompiledStep
 from ms_accum.distributed.ranks import gather
 from ms_accum.distributed.reducers import DataParallel
