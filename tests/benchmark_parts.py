@@ -217,6 +217,7 @@ def refusals():
          r"run\.py: error: argument --contestants: 'boost' is not in suite memory; choose from undivided, .*\n"),
         (report, "notes.json", r"report\.py: error: \S*notes\.json is no record of run\.py .*\n"),
         (cost_model, str(report.RECORDS / "mlp.json"), r"cost_model\.py: error: the record is of suite mlp, expected distributed\n"),
+        (cost_model, "--ranks 8 12", r"(?s).*argument --ranks: expected a multiple of --ranks-per-host 8, or fewer, got 12\n"),
         (cost_model, "--latency-us 0", r"(?s).*argument --latency-us: expected a number > 0, got '0'\n"),
     ]:
         with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:

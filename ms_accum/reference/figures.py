@@ -141,8 +141,9 @@ class Progress:
         lines = PROGRESS_LINES * done // self.size
         if self.lines < lines < PROGRESS_LINES:
             rate = (done - self.first) / (perf_counter() - self.start)
+            speed = f"  {rate:,.0f} {self.unit}/s" if rate else ""
             window = f"  window {accumulator.window_length}" if self.adaptive else ""
-            print(f"{epoch}  {done:,} {self.unit}  loss {float(loss.asnumpy()):.4f}{window}  {rate:,.0f} {self.unit}/s",
+            print(f"{epoch}  {done:,} {self.unit}  loss {float(loss.asnumpy()):.4f}{window}{speed}",
                   flush=True)
             self.lines = lines
 

@@ -154,7 +154,7 @@ class Checkpoints:
     save: Optional[Path] = None  # file to save to at the end
     every: Optional[int] = None  # also save after this many microbatches of a rank
     resume: Optional[Path] = None  # file to continue from
-    resumed: Callable[[int, int], None] = lambda epochs, microbatches: None  # called with what is done
+    resumed: Callable[[int, int], None] = lambda epochs, microbatches: None  # called with what all ranks have done
 
 
 def train(task: Task, on_microbatch: Callable[[Accumulator, int, int, Tensor], None] = lambda *_: None,
@@ -171,7 +171,7 @@ def train(task: Task, on_microbatch: Callable[[Accumulator, int, int, Tensor], N
     losses: list[float] = []  # of the open epoch's microbatches
     if checkpoints.resume:
         epochs, losses = _done(load_checkpoint(checkpoints.resume, task.network, accumulator), task)
-        checkpoints.resumed(len(epochs), len(losses))
+        checkpoints.resumed(len(epochs), int(of_all_ranks(np.array([len(losses)], np.int32), settings).sum()))
     yield from epochs
 
     def save() -> None:

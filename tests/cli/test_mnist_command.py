@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import Tensor
 from mnist_files import NAMES, embedded_set, random_set, write
 
 import ms_accum
@@ -195,6 +196,17 @@ def test_a_run_that_diverges_is_reported_in_valid_json(run):
     assert status == 0
     assert "loss nan" in out[-2]
     assert read("run.json")["loss"] is None is not read("run.json")["accuracy"]
+
+
+def test_progress_shows_a_speed_once_it_is_measured(capsys):
+    """A resumed run may begin where a line is due."""
+    settings = SimpleNamespace(epochs=1, adaptive=False)
+    progress = figures.Progress(SimpleNamespace(settings=settings, data=SimpleNamespace(size=100), words=SimpleNamespace(unit="digits")))
+    for done in (60, 90):
+        progress(None, 1, done, Tensor(0.5))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "epoch 1/1  60 digits  loss 0.5000"
+    assert re.fullmatch(r"epoch 1/1  90 digits  loss 0\.5000  [1-9][\d,]* digits/s", second)
 
 
 def test_killed_at_a_random_microbatch_and_resumed(digits, run):

@@ -86,6 +86,7 @@ def test_mnist_goes_on_with_another_number_of_ranks(left_by, folder_of, tmp_path
     """From one process to two, where a rank's window is full already, and from two to one: the same digits and updates."""
     for left, expected in zip(left_by("mnist_dealt_out"), (["stopped after 7", 0, "stopped after 7"], [0, "stopped after 7"])):
         assert left == expected
+    assert "0 epochs and 7 microbatches done" in (folder_of("fast") / "logs" / "worker_0.log").read_text(encoding="utf-8")
     folder = folder_of("fast") / "mnist-dealt-out"
     options = ["mnist", *MNIST_SHORT, "--mode", "pynative", "--accumulate-step", "8"]
     assert cli.main([*options, "--json", "whole.json"]) == 0

@@ -218,6 +218,10 @@ def main(arguments: list[str]) -> None:
     """Fit, check, and go on on paper."""
     parser = make_parser()
     options = parser.parse_args(arguments)
+    together = options.ranks_per_host
+    for ranks in options.ranks:
+        if ranks > together and ranks % together:
+            parser.error(f"argument --ranks: expected a multiple of --ranks-per-host {together}, or fewer, got {ranks}")
     try:
         rows = measured(records.read(options.record))
     except ValueError as error:
