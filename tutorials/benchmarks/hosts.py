@@ -2,59 +2,51 @@
 
     python tutorials/benchmarks/hosts.py          # records/hosts.json, guide/many-ranks.png, and a table; needs root, ip and tc
 
-The hosts are network namespaces of this machine (`tests/distributed/cluster.py`), so four ranks share its cores and only the link is
-that of two hosts. Each way to exchange is compiled once; then the link's rate is changed, and windows are timed. Bytes are counted at the
-interface. Beside each time is what `cost_model.py` predicts: its costs are fitted to runs on one host (`records/distributed.json`), and
-bytes go over the link as often as they were counted here.
+The hosts are network namespaces of this machine (`two_hosts.py`). Bytes are counted at the interface. Beside each time is what
+`cost_model.py` predicts: its costs are fitted to runs on one host (`records/distributed.json`), and bytes go over the link as often as
+they were counted here.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import cost_model
 import records
+import two_hosts
 from cost_model import Run
+from two_hosts import FOLDER, HOSTS, time_each
 
 RECORD = records.HERE / "records" / "hosts.json"
 FIGURE = records.HERE.parent / "guide" / "many-ranks.png"
 RATES = {"10 Gbit/s": 10_000, "1 Gbit/s": 1000, "100 Mbit/s": 100}  # Mbit/s
 WAYS = ("window", "microbatch", "shard", "node", "node-shard", "local")
-HOSTS, RANKS, SAMPLES, N, WINDOWS, ROUNDS = 2, 2, 32, 4, 4, 3
+RANKS, SAMPLES, N, WINDOWS, ROUNDS = 2, 32, 4, 4, 3
 GRADIENTS = 4 * (784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10)  # bytes
-FOLDER = "MS_ACCUM_HOSTS"  # where ranks write
-COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
-# --- what each rank does --------------------------------------------------------------------------------------------------
-
-
-def work(folder: Path) -> None:
-    """Train each way at each rate; rank 0 writes the seconds of a window, and the first rank of each host its bytes."""
+def work() -> None:
+    """On each rank: time each way at each rate."""
     import mindspore as ms
     import numpy as np
     from mindspore import Tensor, nn
     from mindspore.communication import get_rank, init
 
     from ms_accum import DataParallel, LocalUpdates, avoid_busy_waiting, make_train_step
-    from ms_accum.distributed.ranks import wait_for_all
     from ms_accum.mnist.network import Network, make_forward
 
     avoid_busy_waiting()
     init()
-    rank = get_rank()
     reducers = {"window": DataParallel(), "microbatch": DataParallel(sync="microbatch"),
                 "shard": DataParallel(sync="microbatch", shard=True), "node": DataParallel(sync="node", ranks_per_node=RANKS),
                 "node-shard": DataParallel(sync="node", shard=True, ranks_per_node=RANKS), "local": LocalUpdates(every=WINDOWS)}
-    rng = np.random.default_rng(rank)
+    rng = np.random.default_rng(get_rank())
     batch = Tensor(rng.random((SAMPLES, 784)), ms.float32), Tensor(rng.integers(0, 10, SAMPLES), ms.int32)
     steps = {}
     for way in WAYS:
@@ -65,59 +57,13 @@ def work(folder: Path) -> None:
         for _ in range(N * WINDOWS):
             loss = step(*batch)
         float(loss)
-        wait_for_all()
 
-    for way in WAYS:
-        train(steps[way])
-    rows = []
-    for rate in RATES:
-        if rank == 0:
-            (folder / f"want-{rate.replace('/', '-')}").touch()
-        while not (folder / f"have-{rate.replace('/', '-')}").exists():
-            time.sleep(0.05)
-        wait_for_all()
-        for _ in range(ROUNDS):
-            for way in WAYS:
-                wait_for_all()
-                sent, start = int(COUNTER.read_text(encoding="ascii")), time.perf_counter()
-                train(steps[way])
-                rows.append([rate, way, time.perf_counter() - start, int(COUNTER.read_text(encoding="ascii")) - sent])
-    if rank % RANKS == 0:
-        (folder / f"host{rank // RANKS}.json").write_text(json.dumps(rows), encoding="utf-8")
-    wait_for_all()
-
-
-# --- the cluster ----------------------------------------------------------------------------------------------------------
+    time_each(RATES, ROUNDS, {way: partial(train, step) for way, step in steps.items()})
 
 
 def measure() -> list[list]:
     """Return a row for each rate and way: medians of the seconds of a sample, and of the bytes of a host for a window."""
-    sys.path.append(str(records.HERE.parents[1] / "tests" / "distributed"))
-    from cluster import Cluster
-
-    programs = Path(sys.executable).parent
-    with TemporaryDirectory() as temporary, Cluster(HOSTS) as cluster:
-        folder = Path(temporary)
-        environment = {**os.environ, FOLDER: temporary, "GLOG_v": "4", "PATH": f"{programs}:{os.environ['PATH']}"}
-        runs = []
-        for host in cluster.hosts:
-            command = ["msrun", f"--worker_num={HOSTS * RANKS}", f"--local_worker_num={RANKS}", f"--master_addr={cluster.address(0)}",
-                       f"--node_rank={host}", "--join=True", f"--log_dir={folder / f'ranks{host}'}", "python", __file__]
-            runs.append(cluster.start(host, command, folder / f"{host}.log", cwd=folder, env=environment))
-        for rate, mbit in RATES.items():
-            name = rate.replace("/", "-")
-            while not (folder / f"want-{name}").exists():
-                if any(run.poll() is not None for run in runs):
-                    raise SystemExit((folder / "0.log").read_text(encoding="utf-8")[-3000:])
-                time.sleep(0.1)
-            for host in cluster.hosts:
-                # A burst of a millisecond; with less, the kernel's clock would limit fast links.
-                subprocess.run(["tc", "-n", cluster._names[host], "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", f"{mbit}mbit",
-                                "burst", f"{max(mbit, 100)}kbit", "latency", "400ms"], check=True)
-            (folder / f"have-{name}").touch()
-        for run in runs:
-            run.wait(600)
-        hosts = [json.loads((folder / f"host{host}.json").read_text(encoding="utf-8")) for host in cluster.hosts]
+    hosts = two_hosts.measure(__file__, RANKS, RATES)
     samples = HOSTS * RANKS * SAMPLES * N * WINDOWS
     rows = []
     for rate in RATES:
@@ -207,7 +153,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if FOLDER in os.environ:  # msrun would take an option for its own
-        work(Path(os.environ[FOLDER]))
+    if FOLDER in os.environ:
+        work()
     else:
         main(sys.argv[1:])
