@@ -7,15 +7,17 @@ MindSpore compiles, because it holds the GIL.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
-from threading import Lock, Thread
+from threading import Lock, Semaphore, Thread, Timer
 from time import monotonic, sleep
 from typing import Optional, Union
 
@@ -27,7 +29,7 @@ from .ranks import gather, wait_for_all, world_size
 
 SILENCE = 10  # seconds
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE - 2}
-_ARRIVAL = 60  # seconds
+_ARRIVAL = 20  # seconds
 _ROW = 128  # bytes
 _WELCOME = b"."
 _GOODBYE = "goodbye\n"
@@ -45,8 +47,8 @@ def ending_together(
             train()
 
     A rank is lost if its process ends, if it raises an exception, or if its host has not answered for 10 seconds. The
-    line says which one it was. A rank that is done waits for the others. Ranks that raise exceptions together each
-    raise their own. Without several ranks, nothing is watched.
+    line says which one it was. A rank that is done, also by `sys.exit(0)`, waits for the others. Ranks that raise
+    exceptions within a second each raise their own. Without several ranks, nothing is watched.
 
     A process that hangs is not noticed, because its operating system still answers.
 
@@ -75,15 +77,19 @@ def ending_together(
     try:
         yield
     except BaseException as error:
-        watch.fail(error)
+        if isinstance(error, SystemExit) and not error.code:
+            watch.stop()
+        else:
+            watch.fail(error)
         raise
-    wait_for_all()
     watch.stop()
 
 
 class _Watch:
     def __init__(self, name: str, remedy: Union[str, Callable[[], str]]) -> None:
         self._name, self._remedy, self._lock, self._stopped = name, remedy, Lock(), False
+        self._goodbyes = Semaphore(0)
+        self._failed = self._left = False  # whether this rank has failed, and others end because of it
         self._rank = rank = get_rank()
         address, token = _own_address(), token_hex(8)
         with socket.create_server((address, 0)) as server:
@@ -91,30 +97,52 @@ class _Watch:
             rows = [row.tobytes().decode().split() for row in gather(np.frombuffer(row, np.int32))]
             self._hosts = [row[0] for row in rows]
             self._others: dict[int, socket.socket] = {}
+            connected = 1
             try:
                 if rank == 0:
                     _accept(server, token, len(rows), self._others)
                 else:
                     self._others[0] = _connected(*rows[0], rank)
             except OSError as error:
+                connected = 0
                 print(f"{name}: rank {rank} cannot watch all others ({error}); if one dies, this one may wait "
                       "for about a minute", file=sys.stderr, flush=True)
-        for other, connection in self._others.items():
-            Thread(target=self._listen, args=(other, connection), daemon=True).start()
+        self._connected = gather(np.array([connected], np.int32)).all()
+        self._listeners = [Thread(target=self._listen, args=named, daemon=True) for named in self._others.items()]
+        for listener in self._listeners:
+            listener.start()
 
     def stop(self) -> None:
-        """Say goodbye to the others. All have finished."""
+        """Wait until all ranks are done. If one is lost meanwhile, this one ends."""
+        atexit.unregister(_end_scheduler_after)
+        if not self._connected:
+            wait_for_all()  # which fails on CPU after MindSpore's 30 s
+        elif self._rank == 0:
+            for _ in self._others:
+                self._goodbyes.acquire()
+        else:
+            self._tell(_GOODBYE)
+            self._goodbyes.acquire()
         self._stopped = True
-        atexit.unregister(_end_scheduler)
-        self._tell(_GOODBYE)
+        if self._rank == 0:
+            self._tell(_GOODBYE)
+        for connection in self._others.values():
+            with suppress(OSError):  # the other one was faster
+                connection.shutdown(socket.SHUT_RDWR)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank fails, and give them the time to say so before msrun hears of it."""
+        """Tell the others that this rank fails, and wait until they have said so, before msrun hears of it."""
         with self._lock:  # not while this rank ends because of another one
-            self._stopped = True
+            self._stopped = self._failed = True
         self._tell(f"{_UNLESS}{self._who(self._rank)} has failed ({type(error).__name__}), see its log\n")
-        atexit.register(_end_scheduler)  # but the script may catch the error and go on
-        sleep(2 * _MOMENT)
+        atexit.register(_end_scheduler_after, error)
+        end = monotonic() + SILENCE
+        for listener in self._listeners:
+            listener.join(max(end - monotonic(), 0))
+        if self._left:  # and they do not wait for long, if something holds the error back
+            printing = Timer(SILENCE / 2, traceback.print_exception, (type(error), error, error.__traceback__))
+            printing.daemon = True
+            printing.start()
 
     def _who(self, rank: int) -> str:
         return f"rank {rank} (host {self._hosts[rank]})"
@@ -122,37 +150,51 @@ class _Watch:
     def _listen(self, other: int, connection: socket.socket) -> None:
         who = self._who(other)
         try:
-            heard = connection.makefile(encoding="utf-8").readline() or (
-                f"{who} has ended: it was killed or it failed, see its log")
+            lines = connection.makefile(encoding="utf-8")
+            heard = lines.readline()
+            if heard == _GOODBYE:
+                self._stopped = self._stopped or self._rank > 0  # rank 0 says it when all have
+                self._goodbyes.release()
+                heard = lines.readline()
+            heard = heard or f"{who} has ended: it was killed or it failed, see its log"
         except ConnectionResetError:
             heard = f"{who} has ended: it was killed"
         except OSError:
             heard = f"{who} has not answered for {SILENCE} s: its host is down or the network is cut"
         if heard.startswith(_UNLESS):
-            sleep(_MOMENT)
             heard = heard.removeprefix(_UNLESS)
+            if not self._stopped:
+                sleep(_MOMENT)
+        elif self._failed:
+            self._left = True
         with self._lock:
-            if heard == _GOODBYE:
-                connection.close()
-                _connections.discard(connection)
-            elif not self._stopped:  # a rank that fails leaves the connection open until it has printed its error
+            if not self._stopped:
                 self._end(heard.strip(), connection)
+        if not self._failed:  # a rank that fails leaves its connections open until it has printed its error
+            connection.close()
+            _connections.discard(connection)
 
     def _end(self, reason: str, connection: socket.socket) -> None:
-        self._tell(f"{reason}\n")
-        remedy = self._remedy
-        if not isinstance(remedy, str):
-            try:
-                remedy = remedy()
-            except Exception as error:  # whatever it is, this process has to end
-                remedy = f"what to do is not known ({type(error).__name__}: {error})"
-        os.write(sys.__stderr__.fileno(), f"{self._name}: error: {reason}; {remedy}\n".encode())
-        with suppress(OSError):  # until the other one has ended: if this one did before, msrun would kill it
-            connection.settimeout(SILENCE)
-            connection.recv(1)
-        _end_scheduler()  # before msrun, which looks each second, hears of the dead rank and kills this one
-        sleep(0.5)  # msrun needs a moment to show that line before it hears of the end
-        os._exit(1)
+        try:
+            self._say(reason)
+            self._tell(f"{reason}\n")
+            with suppress(OSError):  # until the other one has ended: if this one did before, msrun would kill it
+                connection.settimeout(SILENCE)
+                connection.recv(1)
+            _end_scheduler()  # before msrun, which looks each second, hears of the dead rank and kills this one
+            for child in multiprocessing.active_children():
+                child.kill()
+            sleep(0.5)  # msrun needs a moment to show that line before it hears of the end
+        finally:
+            os._exit(1)
+
+    def _say(self, reason: str) -> None:
+        try:
+            remedy = self._remedy if isinstance(self._remedy, str) else self._remedy()
+        except BaseException as error:  # also SystemExit, which would end this thread alone
+            remedy = f"what to do is not known ({type(error).__name__}: {error})"
+        with suppress(OSError):  # nobody can read it
+            os.write(2, f"{self._name}: error: {reason}; {remedy}\n".encode(errors="backslashreplace"))
 
     def _tell(self, line: str) -> None:
         for connection in self._others.values():
@@ -198,6 +240,12 @@ def _probed(connection: socket.socket) -> socket.socket:
     for option, value in _PROBES.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return connection
+
+
+def _end_scheduler_after(error: BaseException) -> None:
+    """End the scheduler if errors end the script. If it has caught them, other ranks may still be at work."""
+    if isinstance(error, SystemExit) or hasattr(sys, "last_value"):
+        _end_scheduler()
 
 
 def _end_scheduler() -> None:

@@ -4,11 +4,13 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Thread, Timer
 from time import sleep
 from types import SimpleNamespace
 
@@ -25,8 +27,15 @@ ENDED = ("scheduler", 0.5, 1)  # the scheduler first, for msrun may kill this pr
 @pytest.fixture
 def ends(monkeypatch):
     """A queue of what the process would do at its end."""
-    ends, done = SimpleQueue(), []
-    monkeypatch.setattr(watch.os, "_exit", lambda status: ends.put((*done[-2:], status)))
+    ends, done, goodbyes = SimpleQueue(), [], threading.Semaphore(0)
+
+    def end(status):
+        ends.put((*done[-2:], status))
+        goodbyes.release(3)  # the block would wait for them
+
+    monkeypatch.setattr(watch.os, "_exit", end)
+    monkeypatch.setattr(watch, "Semaphore", lambda _: goodbyes)
+    monkeypatch.setattr(watch, "_connections", set())
     monkeypatch.setattr(watch, "_end_scheduler", lambda: done.append("scheduler"))
     monkeypatch.setattr(watch, "sleep", done.append)
     monkeypatch.setattr(watch, "get_rank", lambda: 1)
@@ -41,9 +50,14 @@ def ends(monkeypatch):
 def rank_0(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         row_0 = f"127.0.0.1 {server.getsockname()[1]} secret".encode().ljust(watch._ROW)
-        monkeypatch.setattr(watch, "gather", lambda row: np.stack([np.frombuffer(row_0, np.int32), row, row]))
+        monkeypatch.setattr(watch, "gather", gathers(lambda row: np.stack([np.frombuffer(row_0, np.int32), row, row])))
         Thread(target=welcome, args=(server, arrived := SimpleQueue()), daemon=True).start()
         yield SimpleNamespace(accept=lambda: arrived.get(timeout=10))
+
+
+def gathers(rows, connected=True):
+    """Return a `gather` that gives these rows first, and then whether all ranks are connected."""
+    return lambda row: rows(row) if len(row) > 1 else np.array([row, [connected]])
 
 
 def welcome(server, arrived):
@@ -104,68 +118,136 @@ def wait_for_listeners():
             thread.join(10)
 
 
-def test_a_rank_that_says_goodbye_ends_nobody(ends, rank_0, capfd):
-    with ending_together(lambda: "start again", name="train.py"):
+def answering(rank_0, *does):
+    """Return a queue of what rank 0 hears before it does each of these, half a second later."""
+    heard = SimpleQueue()
+
+    def answer():
         connection = rank_0.accept()
-        connection.sendall(b"goodbye\n")
-        wait_for_listeners()
-    assert ends.empty()
-    assert capfd.readouterr().err == ""
+        for do in does:
+            heard.put(connection.recv(100))
+            sleep(0.5)
+            heard.put("answer")
+            do(connection)
+        heard.put(connection)
+
+    Thread(target=answer).start()
+    return heard
 
 
-def test_a_rank_that_fails_tells_the_others(ends, rank_0, monkeypatch, capfd):
-    """And gives them time. What rank 0 does then ends nobody: the error is raised. At the end of the script, the scheduler ends."""
-    at_exit = []
-    monkeypatch.setattr(watch.atexit, "register", at_exit.append)
-    monkeypatch.setattr(watch.atexit, "unregister", at_exit.remove)
-    with suppress(ZeroDivisionError), ending_together(name="train.py"):
-        connection = rank_0.accept()
-        raise ZeroDivisionError
-    assert connection.recv(100) == b"unless you fail, too: rank 1 (host 127.0.0.1) has failed (ZeroDivisionError), see its log\n"
-    assert at_exit == [watch._end_scheduler]
-    connection.sendall(b"rank 1 (host 127.0.0.1) has failed (ZeroDivisionError), see its log\n")
+def say_goodbye(connection):
+    connection.sendall(b"goodbye\n")
+
+
+@pytest.mark.parametrize("leave", [lambda: None, sys.exit])
+def test_a_rank_that_is_done_waits_for_the_goodbye_of_rank_0(leave, ends, rank_0, capfd):
+    """For as long as it takes: MindSpore's own collectives would fail after 30 s. Nothing is left open."""
+    heard = answering(rank_0, say_goodbye)
+    with suppress(SystemExit), ending_together():
+        leave()
+    assert [heard.get_nowait() for _ in range(2)] == [b"goodbye\n", "answer"]
+    connection = heard.get(timeout=10)
+    assert connection.recv(100) == b""
     wait_for_listeners()
+    assert (ends.empty(), capfd.readouterr().err, watch._connections) == (True, "", set())
+
+
+def test_a_rank_that_is_done_may_hear_that_another_one_is_lost(ends, rank_0, capfd):
+    answering(rank_0, lambda connection: (say_that_rank_2_died(connection), connection.close()))
+    with ending_together("start again", name="train.py"):
+        pass
+    assert ends.get(timeout=10) == ENDED
+    assert capfd.readouterr().err == "train.py: error: rank 2 (host 10.0.0.3) has ended: it was killed; start again\n"
+
+
+def test_without_all_connections_ranks_meet_in_a_collective(ends, rank_0, monkeypatch):
+    met = []
+    monkeypatch.setattr(watch, "gather", gathers(watch.gather, connected=False))
+    monkeypatch.setattr(watch, "wait_for_all", lambda: met.append("all"))
+    with ending_together():
+        rank_0.accept()
+    assert met == ["all"]
+
+
+def say_that_this_rank_failed(connection):
+    connection.sendall(b"rank 1 (host 127.0.0.1) has failed (ZeroDivisionError), see its log\n")
+
+
+@pytest.fixture
+def at_exit(monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(watch.atexit, "register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr(watch.atexit, "unregister", lambda _: at_exit.clear())
+    return at_exit
+
+
+@pytest.mark.parametrize("failure", [ZeroDivisionError(), SystemExit(3)])
+def test_a_rank_that_fails_tells_the_others_and_waits_until_they_have_said_so(failure, at_exit, ends, rank_0, monkeypatch, capfd):
+    """What rank 0 does then ends nobody: the error is raised. If that takes long, it is printed before msrun kills this rank."""
+    timers = []
+    monkeypatch.setattr(watch, "Timer", lambda *call: timers.append(call) or SimpleNamespace(start=lambda: timers.append("started")))
+    heard = answering(rank_0, say_that_this_rank_failed)
+    with suppress(type(failure)), ending_together(name="train.py"):
+        raise failure
+    said = f"unless you fail, too: rank 1 (host 127.0.0.1) has failed ({type(failure).__name__}), see its log\n"
+    assert [heard.get_nowait() for _ in range(2)] == [said.encode(), "answer"]
+    assert at_exit == [(watch._end_scheduler_after, failure)]
+    (delay, prints, (_, error, _)), started = timers
+    assert (delay, prints, error, started) == (watch.SILENCE / 2, traceback.print_exception, failure, "started")
+    connection = heard.get(timeout=10)
     with pytest.raises(BlockingIOError):  # they take the end of the connection for the end of this rank
         connection.recv(1, socket.MSG_DONTWAIT)
     connection.close()
-    assert ends.empty()
-    assert capfd.readouterr().err == ""
+    wait_for_listeners()
+    assert (ends.empty(), capfd.readouterr().err) == (True, "")
 
 
-def test_a_rank_that_is_done_waits_for_the_others_and_says_goodbye(ends, rank_0, monkeypatch):
-    said = []
-
-    def wait():
-        with pytest.raises(BlockingIOError):
-            connection.recv(100, socket.MSG_DONTWAIT)
-        said.append("nothing")
-
-    monkeypatch.setattr(watch, "wait_for_all", wait)
-    with ending_together():
+def test_a_rank_that_fails_does_not_wait_for_ever(at_exit, ends, rank_0, monkeypatch):
+    monkeypatch.setattr(watch, "SILENCE", 0.2)
+    monkeypatch.setattr(watch, "Timer", None)
+    with suppress(ZeroDivisionError), ending_together():
         connection = rank_0.accept()
-    assert said == ["nothing"]
-    assert connection.recv(100) == b"goodbye\n"
-    reset(connection)
+        raise ZeroDivisionError
+    connection.close()
     wait_for_listeners()
     assert ends.empty()
 
 
-def test_ranks_that_fail_together_raise_their_own_errors(ends, rank_0, monkeypatch, capfd):
-    monkeypatch.setattr(watch, "sleep", lambda _: release.wait(10))
-    release = threading.Event()
+@pytest.mark.parametrize("first", ["this", "rank 0"])
+def test_ranks_that_fail_together_raise_their_own_errors(first, at_exit, ends, rank_0, monkeypatch, capfd):
+    monkeypatch.setattr(watch, "Timer", None)
+    monkeypatch.setattr(watch, "sleep", lambda _: failed.wait(10))
+    failed, tell = threading.Event(), watch._Watch._tell
+    monkeypatch.setattr(watch._Watch, "_tell", lambda self, line: (tell(self, line), failed.set()))
+    if first == "this":
+        answering(rank_0, say_that_rank_2_failed)
     with suppress(ZeroDivisionError), ending_together():
-        rank_0.accept().sendall(f"unless you fail, too: {FAILED}\n".encode())
-        monkeypatch.setattr(watch._Watch, "_tell", lambda *_: release.set())
+        if first == "rank 0":
+            say_that_rank_2_failed(rank_0.accept())
         raise ZeroDivisionError
     wait_for_listeners()
-    assert ends.empty()
-    assert capfd.readouterr().err == ""
+    assert (ends.empty(), capfd.readouterr().err) == (True, "")
 
 
-def test_rank_0_tells_the_others_who_died(ends, monkeypatch, capfd):
+@pytest.mark.parametrize(("error", "uncaught", "ended"), [
+    (SystemExit(3), False, True), (ZeroDivisionError(), True, True), (ZeroDivisionError(), False, False)])
+def test_the_scheduler_ends_with_a_script_that_fails(error, uncaught, ended, monkeypatch):
+    """But not with one that has caught the error: other ranks may still be at work, and it would take them down."""
+    done = []
+    monkeypatch.setattr(watch, "_end_scheduler", lambda: done.append("scheduler"))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    if uncaught:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+    watch._end_scheduler_after(error)
+    assert done == ["scheduler"] * ended
+
+
+@pytest.fixture
+def ranks_1_to_3(monkeypatch):
+    """Sockets, once this rank, which is rank 0, has begun to watch."""
     others = {}
 
-    def gather(row):
+    def rows(row):
         address, port, token = row.tobytes().decode().split()
         for rank in (3, 1, 2):
             others[rank] = socket.create_connection((address, int(port)), timeout=10)
@@ -173,16 +255,39 @@ def test_rank_0_tells_the_others_who_died(ends, monkeypatch, capfd):
         return np.stack([row, *(np.frombuffer((b"10.0.0.%d" % host).ljust(watch._ROW), np.int32) for host in (2, 3, 4))])
 
     monkeypatch.setattr(watch, "get_rank", lambda: 0)
-    monkeypatch.setattr(watch, "gather", gather)
+    monkeypatch.setattr(watch, "gather", gathers(rows))
+    return others
+
+
+def test_rank_0_tells_the_others_who_died(ends, ranks_1_to_3, capfd):
+    others = ranks_1_to_3
     said = "rank 2 (host 10.0.0.3) has ended: it was killed or it failed, see its log"
     with ending_together(lambda: "start again", name="train.py"):
         assert [others[rank].recv(1) for rank in (1, 2, 3)] == [b"."] * 3
+        say_goodbye(others[2])  # it may be done before
         others[2].close()
         assert ends.get(timeout=10) == ENDED
         assert [others[rank].makefile().readline() for rank in (1, 3)] == [f"{said}\n"] * 2
     for rank in (1, 3):
         others[rank].close()
     assert capfd.readouterr().err == f"train.py: error: {said}; start again\n"
+
+
+def test_rank_0_says_goodbye_when_all_have(ends, ranks_1_to_3):
+    with ending_together():
+        others = ranks_1_to_3
+        assert [others[rank].recv(1) for rank in (1, 2, 3)] == [b"."] * 3
+        say_goodbye(others[1])
+        say_goodbye(others[2])
+        late = Timer(0.5, lambda: (order.append("last"), say_goodbye(others[3])))
+        late.start()
+        order = []
+    assert order == ["last"]
+    for other in others.values():
+        assert (other.recv(100), other.recv(100)) == (b"goodbye\n", b"")
+        other.close()
+    wait_for_listeners()
+    assert (ends.empty(), watch._connections) == (True, set())
 
 
 def test_only_the_scheduler_of_this_run_is_killed(monkeypatch):
@@ -220,7 +325,8 @@ def test_a_forked_process_closes_what_it_inherits():
 
 
 @pytest.mark.parametrize(("remedy", "said"), [
-    ("start again", "start again"), (lambda: 1 // 0, "what to do is not known (ZeroDivisionError: ")])
+    ("start again", "start again"), (lambda: 1 // 0, "what to do is not known (ZeroDivisionError: "),
+    (lambda: sys.exit(2), "what to do is not known (SystemExit: 2)"), ("load d\udce9j.ckpt", "load d\\udce9j.ckpt")])
 def test_the_remedy(remedy, said, ends, rank_0, capfd):
     with ending_together(remedy, name="train.py"):
         rank_0.accept().close()
@@ -228,6 +334,20 @@ def test_the_remedy(remedy, said, ends, rank_0, capfd):
     assert f"see its log; {said}" in capfd.readouterr().err
     with pytest.raises(TypeError, match="remedy is of type NoneType, expected a text, or a function"), ending_together(None):
         pass
+
+
+def test_a_rank_ends_where_nobody_can_read_why(ends, rank_0, monkeypatch):
+    """And takes the processes that it started with it."""
+    def broken(*_):
+        raise BrokenPipeError
+
+    killed = []
+    monkeypatch.setattr(watch.os, "write", broken)
+    monkeypatch.setattr(watch.multiprocessing, "active_children", lambda: [SimpleNamespace(kill=lambda: killed.append("child"))])
+    with ending_together():
+        rank_0.accept().close()
+        assert ends.get(timeout=10) == ENDED
+    assert killed == ["child"]
 
 
 def test_a_rank_that_cannot_connect_says_so_and_goes_on(ends, rank_0, monkeypatch, capfd):
