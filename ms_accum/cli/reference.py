@@ -44,6 +44,7 @@ _NUMBERS = {
 }
 
 _SCHEDULER_PATIENCE = "20"  # seconds
+_PATIENCE = "3600"  # seconds that a rank waits for others in an exchange
 
 
 def add_options(training: Callable, output: Callable, settings: type[Settings], compare: str) -> None:
@@ -182,6 +183,7 @@ def join_ranks(settings: Settings) -> Settings:
 
     if os.environ["MS_ROLE"] == "MS_SCHED":
         _schedule(init)
+    os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", _PATIENCE)  # a rank that dies is noticed before
     init()
     settings = replace(settings, ranks=get_group_size(), rank=get_rank())
     if settings.rank > 0:
@@ -195,7 +197,8 @@ def _schedule(init: Callable[[], None]) -> NoReturn:
     try:
         init()
     except RuntimeError as error:
-        print(f"ms-accum: the scheduler stops: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        said = " ".join(str(error).split("\n\n")[0].split())  # MindSpore's call stack follows
+        print(f"ms-accum: the scheduler stops: {said}", file=sys.stderr, flush=True)
         sys.exit(1)
     sys.exit(0)
 

@@ -125,7 +125,7 @@ class Buckets:
         return self.sum(ops.concat((ops.zeros(before, part.dtype), part, ops.zeros(after, part.dtype))))
 
     def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
-        parts = [gradients[i].reshape(-1).astype(self.dtypes[i]) for i in members]
+        parts = [gradients[i].reshape(-1) for i in members]
         if padding:
             parts.append(ops.zeros(padding, self.dtypes[members[0]]))
         return ops.concat(tuple(parts))

@@ -397,12 +397,29 @@ def test_parts_of_a_checkpoint_without_that_of_rank_0_are_refused(run):
     assert "run.ckpt" in errors[0]
 
 
-def test_a_scheduler_that_loses_its_ranks_says_so_in_one_line(monkeypatch, capsys):
+def test_a_scheduler_that_stops_says_why_in_one_line(monkeypatch, capsys):
     def init():
-        raise RuntimeError("The total number of timed out node is 1.\n\n- C++ Call Stack")
+        raise RuntimeError("It may be one of the following reasons:\n1.MS_SCHED_PORT is occupied.\n\n- C++ Call Stack")
 
     monkeypatch.setenv("MS_NODE_TIMEOUT", "30")
     with pytest.raises(SystemExit) as end:
         reference._schedule(init)
     assert end.value.code == 1
-    assert capsys.readouterr().err == "ms-accum: the scheduler stops: The total number of timed out node is 1.\n"
+    assert capsys.readouterr().err == ("ms-accum: the scheduler stops: It may be one of the following reasons: "
+                                       "1.MS_SCHED_PORT is occupied.\n")
+
+
+def test_ranks_wait_for_each_other_for_longer_than_half_a_minute(monkeypatch):
+    """MindSpore reads the variable when communication begins."""
+    import mindspore.communication as communication
+
+    monkeypatch.setattr(communication, "init", lambda: waits.append(os.environ["MS_CPU_COMM_OP_TIMEOUT"]))
+    monkeypatch.setattr(communication, "get_group_size", lambda: 2)
+    monkeypatch.setattr(communication, "get_rank", lambda: 0)
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    monkeypatch.delenv("MS_CPU_COMM_OP_TIMEOUT", raising=False)
+    waits = []
+    assert reference.join_ranks(Settings()).ranks == 2
+    monkeypatch.setenv("MS_CPU_COMM_OP_TIMEOUT", "60")
+    reference.join_ranks(Settings())
+    assert waits == ["3600", "60"]
