@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread, Timer
@@ -152,6 +153,20 @@ def test_a_rank_that_is_done_waits_for_the_goodbye_of_rank_0(leave, ends, rank_0
     assert (ends.empty(), capfd.readouterr().err, watch._connections) == (True, "", set())
 
 
+def test_rank_0_may_end_at_once_after_its_goodbye(ends, rank_0, monkeypatch):
+    """Before this rank has noticed that all are done."""
+    class Late(threading.Semaphore):
+        def acquire(self):
+            super().acquire()
+            wait_for_listeners()
+
+    monkeypatch.setattr(watch, "Semaphore", Late)
+    answering(rank_0, lambda connection: (say_goodbye(connection), connection.close()))
+    with ending_together():
+        pass
+    assert ends.empty()
+
+
 def test_a_rank_that_is_done_may_hear_that_another_one_is_lost(ends, rank_0, capfd):
     answering(rank_0, lambda connection: (say_that_rank_2_died(connection), connection.close()))
     with ending_together("start again", name="train.py"):
@@ -185,15 +200,16 @@ def at_exit(monkeypatch):
 def test_a_rank_that_fails_tells_the_others_and_waits_until_they_have_said_so(failure, at_exit, ends, rank_0, monkeypatch, capfd):
     """What rank 0 does then ends nobody: the error is raised. If that takes long, it is printed before msrun kills this rank."""
     timers = []
-    monkeypatch.setattr(watch, "Timer", lambda *call: timers.append(call) or SimpleNamespace(start=lambda: timers.append("started")))
+    timer = SimpleNamespace(daemon=False, start=lambda: timers.append(timer.daemon))
+    monkeypatch.setattr(watch, "Timer", lambda *call: timers.append(call) or timer)
     heard = answering(rank_0, say_that_this_rank_failed)
     with suppress(type(failure)), ending_together(name="train.py"):
         raise failure
     said = f"unless you fail, too: rank 1 (host 127.0.0.1) has failed ({type(failure).__name__}), see its log\n"
     assert [heard.get_nowait() for _ in range(2)] == [said.encode(), "answer"]
     assert at_exit == [(watch._end_scheduler_after, failure)]
-    (delay, prints, (_, error, _)), started = timers
-    assert (delay, prints, error, started) == (watch.SILENCE / 2, traceback.print_exception, failure, "started")
+    (delay, prints, (_, error, _)), daemon = timers
+    assert (delay, prints, error, daemon) == (watch.SILENCE / 2, traceback.print_exception, failure, True)
     connection = heard.get(timeout=10)
     with pytest.raises(BlockingIOError):  # they take the end of the connection for the end of this rank
         connection.recv(1, socket.MSG_DONTWAIT)
@@ -216,17 +232,32 @@ def test_a_rank_that_fails_does_not_wait_for_ever(at_exit, ends, rank_0, monkeyp
 @pytest.mark.parametrize("first", ["this", "rank 0"])
 def test_ranks_that_fail_together_raise_their_own_errors(first, at_exit, ends, rank_0, monkeypatch, capfd):
     monkeypatch.setattr(watch, "Timer", None)
-    monkeypatch.setattr(watch, "sleep", lambda _: failed.wait(10))
-    failed, tell = threading.Event(), watch._Watch._tell
+    monkeypatch.setattr(watch, "sleep", lambda _: (heard.set(), failed.wait(10)))
+    heard, failed, tell = threading.Event(), threading.Event(), watch._Watch._tell
     monkeypatch.setattr(watch._Watch, "_tell", lambda self, line: (tell(self, line), failed.set()))
     if first == "this":
         answering(rank_0, say_that_rank_2_failed)
     with suppress(ZeroDivisionError), ending_together():
         if first == "rank 0":
             say_that_rank_2_failed(rank_0.accept())
+            heard.wait(10)
         raise ZeroDivisionError
     wait_for_listeners()
     assert (ends.empty(), capfd.readouterr().err) == (True, "")
+    assert heard.is_set() == (first == "rank 0"), "a rank that has failed has nothing to wait for"
+
+
+def test_a_block_that_ends_well_makes_up_for_one_that_failed(at_exit, ends, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        row_0 = f"127.0.0.1 {server.getsockname()[1]} secret".encode().ljust(watch._ROW)
+        monkeypatch.setattr(watch, "gather", gathers(lambda row: np.stack([np.frombuffer(row_0, np.int32), row, row])))
+        for answer in (say_that_rank_2_failed, say_goodbye):
+            Thread(target=welcome, args=(server, arrived := SimpleQueue()), daemon=True).start()
+            answering(SimpleNamespace(accept=partial(arrived.get, timeout=10)), answer)
+            with suppress(ZeroDivisionError), ending_together():
+                if answer is say_that_rank_2_failed:
+                    raise ZeroDivisionError
+            assert len(at_exit) == (answer is say_that_rank_2_failed)
 
 
 @pytest.mark.parametrize(("error", "uncaught", "ended"), [
@@ -348,6 +379,14 @@ def test_a_rank_ends_where_nobody_can_read_why(ends, rank_0, monkeypatch):
         rank_0.accept().close()
         assert ends.get(timeout=10) == ENDED
     assert killed == ["child"]
+
+
+def test_a_rank_ends_whatever_happens_on_the_way(ends, rank_0, monkeypatch):
+    monkeypatch.setattr(watch, "_end_scheduler", lambda: 1 // 0)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with ending_together():
+        rank_0.accept().close()
+        assert ends.get(timeout=10) == (1,)
 
 
 def test_a_rank_that_cannot_connect_says_so_and_goes_on(ends, rank_0, monkeypatch, capfd):
