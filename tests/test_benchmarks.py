@@ -86,6 +86,13 @@ def test_the_page_on_many_ranks_has_the_records_figures():
     assert [row for row in paper if row not in page] == []
 
 
+def test_the_notes_on_overlap_have_the_records_figures():
+    notes = (BENCHMARKS / "NOTES.md").read_text(encoding="utf-8")
+    rows = run("overlap.py", "--table").splitlines()
+    assert len(rows) == 2 + 3
+    assert [row for row in rows if row not in notes] == []
+
+
 def test_a_suite_and_its_report(tmp_path):
     """One contestant agrees, one disagrees, one has no package, and one brings its process down; the report needs the record alone."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')", encoding="utf-8")
