@@ -28,7 +28,8 @@ from ..arguments import instance_of
 from .ranks import gather, wait_for_all, world_size
 
 SILENCE = 10  # seconds
-_PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE - 2}
+_PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE - 2,
+           "TCP_USER_TIMEOUT": 1000 * SILENCE}  # while a line has not arrived, nothing is probed
 _ARRIVAL = 20  # seconds
 _ROW = 128  # bytes
 _WELCOME = b"."

@@ -26,6 +26,24 @@ PATIENCE = 300
 SEND = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=1).sendall(bytes(10**6))"
 RECEIVE = "import socket; c = socket.create_server(('', 7000)).accept()[0]; print('ready')\nwhile c.recv(10**6): pass"
 
+SAY_GOODBYE = """
+import socket, sys
+from pathlib import Path
+from time import monotonic, sleep
+from ms_accum.distributed.watch import _probed
+
+connection = _probed(socket.create_connection((sys.argv[1], 7000), timeout=5))
+Path("connected").touch()
+while not Path("cut").exists():
+    sleep(0.05)
+start = monotonic()
+connection.sendall(b"goodbye\\n")
+try:
+    connection.recv(1)
+except OSError as error:
+    print("waited", monotonic() - start, error)
+"""
+
 
 def wait_until(condition, seconds=PATIENCE):
     end = monotonic() + seconds
@@ -90,6 +108,22 @@ def test_nothing_is_left_after_errors_and_killed_runs():
     with pytest.raises(RuntimeError, match=r"`tc .* failed: "), Cluster(rate="fast"):
         pass
     assert f"-{os.getpid()}-" not in namespaces()
+
+
+@pytest.mark.slow
+def test_what_is_said_after_the_link_was_cut_does_not_wait_for_minutes():
+    """The kernel would send it again and again, and not ask whether the other host is there."""
+    with Cluster() as cluster:
+        python(cluster, 0, RECEIVE)
+        sleep(0.5)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        speaker = cluster.start(1, [sys.executable, "-c", SAY_GOODBYE, cluster.address(0)], Path("speaker"), env=environment)
+        wait_until(Path("connected").exists)
+        cluster.cut(1)
+        Path("cut").touch()
+        assert speaker.wait(30) == 0
+    (_, seconds, *_), = [line.split() for line in Path("speaker").read_text(encoding="utf-8").splitlines() if "waited" in line]
+    assert 5 < float(seconds) < 15
 
 
 # --- ms-accum mnist on it -------------------------------------------------------------------------------------------------
