@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -101,9 +102,13 @@ def save_checkpoint(
     try:
         together(lambda: write_file(part, *_contents(network, accumulator, extra, rank, generation)), OSError)
     except Exception:
-        part.unlink(missing_ok=True)  # it may be the last space of a full disk
+        _drop(part)
         raise
-    together(lambda: rename_file(part, path) if rank == 0 else None, OSError)
+    try:
+        together(lambda: rename_file(part, path) if rank == 0 else None, OSError)
+    except OSError:  # and no other error: it is rank 0's, which has renamed nothing
+        _drop(part)
+        raise
     remove_generations(path, rank, ranks, mine)
 
 
@@ -161,7 +166,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         loaded, about = run(lambda: _resharded(path, network, accumulator))
     else:
         mine = path if rank == 0 else path_of_rank(path, rank, ranks, generation)
-        loaded, about = run(lambda: _checked(mine, *(first or read_file(mine)), network, accumulator))
+        loaded, about = run(lambda: _checked(mine, *(first or read_file(mine)), generation, network, accumulator))
     for name, parameter in _entries(network, accumulator).items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(parameter, loaded[name] if name in loaded else ops.zeros_like(parameter))
@@ -169,6 +174,12 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     accumulator._count.start_over()
     accumulator._count.returned, accumulator._count.loaded = False, True
     return about["extra"]
+
+
+def _drop(part: Path) -> None:
+    """Remove a file that belongs to no checkpoint: it may be the last space of a full disk."""
+    with suppress(OSError):  # the error that is being raised says more
+        part.unlink(missing_ok=True)
 
 
 def _require_network_and_accumulator(network: object, accumulator: object) -> None:
@@ -323,10 +334,12 @@ def _as_arrays(loaded: dict[str, Tensor]) -> Arrays:
             for name, value in loaded.items()}
 
 
-def _checked(path: Path, loaded: dict[str, Tensor], about: dict, network: nn.Cell,
+def _checked(path: Path, loaded: dict[str, Tensor], about: dict, generation: str, network: nn.Cell,
              accumulator: Accumulator) -> tuple[dict[str, Tensor], dict]:
     """Return what was read. CheckpointError unless it is of this network, this accumulator and this rank."""
     _require_settings(path, about, {**_settings(accumulator), "rank": accumulator.reducer.rank})
+    if about["generation"] != generation:
+        raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
     _require_entries(path, loaded, network, accumulator)
     return loaded, about
 

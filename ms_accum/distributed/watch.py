@@ -75,22 +75,30 @@ def ending_together(
         yield
         return
     watch = _Watch(Path(sys.argv[0]).name if name is None else name, remedy)
+    leaving = None
     try:
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+            leaving = error
+        watch.stop()
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            watch.stop()
-        else:
-            watch.fail(error)
+        watch.fail(error)
         raise
-    watch.stop()
+    if leaving is not None:
+        raise leaving
 
 
 class _Watch:
     def __init__(self, name: str, remedy: Union[str, Callable[[], str]]) -> None:
         self._name, self._remedy, self._lock, self._stopped = name, remedy, Lock(), False
-        self._goodbyes = Semaphore(0)
+        self._goodbyes, self._process = Semaphore(0), os.getpid()
         self._failed = self._left = False  # whether this rank has failed, and others end because of it
+        atexit.unregister(_end_scheduler_after)  # of an earlier block, whose error was caught
+        while _failed:
+            _failed.pop()._close()
         self._rank = rank = get_rank()
         address, token = _own_address(), token_hex(8)
         with socket.create_server((address, 0)) as server:
@@ -115,7 +123,8 @@ class _Watch:
 
     def stop(self) -> None:
         """Wait until all ranks are done. If one is lost meanwhile, this one ends."""
-        atexit.unregister(_end_scheduler_after)
+        if os.getpid() != self._process:  # forked in the block: the listeners are not here
+            return
         if not self._connected:
             wait_for_all()  # which fails on CPU after MindSpore's 30 s
         elif self._rank == 0:
@@ -125,7 +134,7 @@ class _Watch:
             self._tell(_GOODBYE)
             self._goodbyes.acquire()
         self._stopped = True
-        if self._rank == 0:
+        if self._rank == 0 or not self._connected:
             self._tell(_GOODBYE)
         for connection in self._others.values():
             with suppress(OSError):  # the other one was faster
@@ -136,7 +145,8 @@ class _Watch:
         with self._lock:  # not while this rank ends because of another one
             self._stopped = self._failed = True
         self._tell(f"{_UNLESS}{self._who(self._rank)} has failed ({type(error).__name__}), see its log\n")
-        atexit.register(_end_scheduler_after, error)
+        atexit.register(_end_scheduler_after, error, self)
+        _failed.append(self)
         end = monotonic() + SILENCE
         for listener in self._listeners:
             listener.join(max(end - monotonic(), 0))
@@ -154,7 +164,8 @@ class _Watch:
             lines = connection.makefile(encoding="utf-8")
             heard = lines.readline()
             if heard == _GOODBYE:
-                self._stopped = self._stopped or self._rank > 0  # rank 0 says it when all have
+                # Rank 0 says it when all have, and without all connections, each does when all have met.
+                self._stopped = self._stopped or self._rank > 0 or not self._connected
                 self._goodbyes.release()
                 heard = lines.readline()
             heard = heard or f"{who} has ended: it was killed or it failed, see its log"
@@ -168,10 +179,15 @@ class _Watch:
                 sleep(_MOMENT)
         elif self._failed:
             self._left = True
-        with self._lock:
+        with self._lock, _ending:
             if not self._stopped:
                 self._end(heard.strip(), connection)
         if not self._failed:  # a rank that fails leaves its connections open until it has printed its error
+            connection.close()
+            _connections.discard(connection)
+
+    def _close(self) -> None:
+        for connection in self._others.values():
             connection.close()
             _connections.discard(connection)
 
@@ -243,9 +259,9 @@ def _probed(connection: socket.socket) -> socket.socket:
     return connection
 
 
-def _end_scheduler_after(error: BaseException) -> None:
-    """End the scheduler if errors end the script. If it has caught them, other ranks may still be at work."""
-    if isinstance(error, SystemExit) or hasattr(sys, "last_value"):
+def _end_scheduler_after(error: BaseException, watch: _Watch) -> None:
+    """End the scheduler if errors end the script. If all ranks have caught theirs, others may still be at work."""
+    if watch._left or isinstance(error, SystemExit) or hasattr(sys, "last_value"):
         _end_scheduler()
 
 
@@ -267,6 +283,8 @@ def _close_in_child() -> None:
             os.close(connection.detach())  # close() would wait for the listener, a thread that was not forked
 
 
+_ending = Lock()  # blocks may be nested
+_failed: list[_Watch] = []  # their connections are open, until the process ends or the next block begins
 _connections: set[socket.socket] = set()
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_close_in_child)

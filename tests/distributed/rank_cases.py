@@ -440,8 +440,24 @@ def resume(rank, sync, suffix):
         mine.write_bytes(mine.read_bytes()[:-1])
     before = everything()
     damaged = said_by(load_checkpoint, path, network, acc)
-    return {"mini_step": mini_step, "extra": extra, "same": same, "unsaved": unsaved, "damaged": damaged,
-            "files": files, "untouched": everything() == before}
+    swapped, earlier = path.with_name(f"swapped-{path.name}"), b""
+    for i in range(2):
+        save_checkpoint(swapped, network, acc, extra=i)
+        if rank == 1:
+            mine, = path.parent.glob(f"{swapped.stem}.rank1of*")
+            earlier = earlier or mine.read_bytes()
+    if rank == 1:
+        mine.write_bytes(earlier)
+    swapped = said_by(load_checkpoint, swapped, network, acc)
+    blocked = path.with_name(f"blocked-{path.name}")
+    if rank == 0:
+        blocked.mkdir()
+    wait_for_all()
+    unnamed = said_by(save_checkpoint, blocked, network, acc)
+    wait_for_all()
+    return {"mini_step": mini_step, "extra": extra, "same": same, "unsaved": unsaved, "damaged": damaged, "swapped": swapped,
+            "files": files, "untouched": everything() == before, "unnamed": unnamed,
+            "left": [str(file) for file in path.parent.glob(f"*{blocked.stem}.rank*")]}
 
 
 def dealt_out(rank, sync):

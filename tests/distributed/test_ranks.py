@@ -62,6 +62,8 @@ def test_each_rank_resumes_bit_identically(left_by, launch):
             assert "is truncated" in left["damaged"] or "is damaged" in left["damaged"]
         else:
             assert left["damaged"] == f"CheckpointError: {OTHER_RANK}"
+        assert (left["unnamed"].split(":")[0], left["left"]) == ("OSError" if rank else "IsADirectoryError", [])
+        assert "restore both from one copy" in left["swapped"] if rank == 1 else left["swapped"] == left["damaged"]
 
 
 def test_the_first_generation_is_removed(folder_of):

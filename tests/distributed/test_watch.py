@@ -37,6 +37,7 @@ def ends(monkeypatch):
     monkeypatch.setattr(watch.os, "_exit", end)
     monkeypatch.setattr(watch, "Semaphore", lambda _: goodbyes)
     monkeypatch.setattr(watch, "_connections", set())
+    monkeypatch.setattr(watch, "_failed", [])
     monkeypatch.setattr(watch, "_end_scheduler", lambda: done.append("scheduler"))
     monkeypatch.setattr(watch, "sleep", done.append)
     monkeypatch.setattr(watch, "get_rank", lambda: 1)
@@ -180,8 +181,59 @@ def test_without_all_connections_ranks_meet_in_a_collective(ends, rank_0, monkey
     monkeypatch.setattr(watch, "gather", gathers(watch.gather, connected=False))
     monkeypatch.setattr(watch, "wait_for_all", lambda: met.append("all"))
     with ending_together():
-        rank_0.accept()
+        connection = rank_0.accept()
     assert met == ["all"]
+    assert connection.recv(100) == b"goodbye\n"
+
+
+def test_without_all_connections_a_rank_may_be_faster_than_rank_0(ends, ranks_1_to_3, monkeypatch):
+    def meet():
+        for other in (1, 2):
+            say_goodbye(others[other])
+            others[other].close()
+        sleep(0.3)
+
+    others = ranks_1_to_3
+    monkeypatch.setattr(watch, "gather", gathers(watch.gather, connected=False))
+    monkeypatch.setattr(watch, "wait_for_all", meet)
+    with ending_together():
+        pass
+    others[3].close()
+    wait_for_listeners()
+    assert ends.empty()
+
+
+def test_an_error_while_a_rank_waits_is_told_to_the_others(at_exit, ends, rank_0, monkeypatch):
+    class Interrupted(threading.Semaphore):
+        def acquire(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "Semaphore", Interrupted)
+    monkeypatch.setattr(watch, "SILENCE", 0.2)
+    with suppress(KeyboardInterrupt), ending_together():
+        connection = rank_0.accept()
+    assert connection.makefile().readlines(2) == ["goodbye\n"]
+    assert at_exit
+
+
+def test_a_forked_process_does_not_wait(ends, rank_0, monkeypatch):
+    with ending_together():
+        connection = rank_0.accept()
+        monkeypatch.setattr(watch.os, "getpid", lambda: -1)
+    with pytest.raises(BlockingIOError):
+        connection.recv(100, socket.MSG_DONTWAIT)
+    reset(connection)
+    assert ends.get(timeout=10) == ENDED, "the listener is still there, in this test"
+
+
+def test_blocks_may_be_nested(ends, rank_0):
+    """One of them ends the process."""
+    with ending_together():
+        with watch._ending:
+            rank_0.accept().close()
+            with pytest.raises(Empty):
+                ends.get(timeout=0.3)
+        assert ends.get(timeout=10) == ENDED
 
 
 def say_that_this_rank_failed(connection):
@@ -196,7 +248,7 @@ def at_exit(monkeypatch):
     return at_exit
 
 
-@pytest.mark.parametrize("failure", [ZeroDivisionError(), SystemExit(3)])
+@pytest.mark.parametrize("failure", [ZeroDivisionError(), SystemExit(3), SystemExit("")])
 def test_a_rank_that_fails_tells_the_others_and_waits_until_they_have_said_so(failure, at_exit, ends, rank_0, monkeypatch, capfd):
     """What rank 0 does then ends nobody: the error is raised. If that takes long, it is printed before msrun kills this rank."""
     timers = []
@@ -207,7 +259,8 @@ def test_a_rank_that_fails_tells_the_others_and_waits_until_they_have_said_so(fa
         raise failure
     said = f"unless you fail, too: rank 1 (host 127.0.0.1) has failed ({type(failure).__name__}), see its log\n"
     assert [heard.get_nowait() for _ in range(2)] == [said.encode(), "answer"]
-    assert at_exit == [(watch._end_scheduler_after, failure)]
+    (after, error, its_watch), = at_exit
+    assert (after, error, its_watch._left) == (watch._end_scheduler_after, failure, True)
     (delay, prints, (_, error, _)), daemon = timers
     assert (delay, prints, error, daemon) == (watch.SILENCE / 2, traceback.print_exception, failure, True)
     connection = heard.get(timeout=10)
@@ -258,18 +311,21 @@ def test_a_block_that_ends_well_makes_up_for_one_that_failed(at_exit, ends, monk
                 if answer is say_that_rank_2_failed:
                     raise ZeroDivisionError
             assert len(at_exit) == (answer is say_that_rank_2_failed)
+            wait_for_listeners()
+            assert len(watch._connections) == len(watch._failed) == (answer is say_that_rank_2_failed)
 
 
-@pytest.mark.parametrize(("error", "uncaught", "ended"), [
-    (SystemExit(3), False, True), (ZeroDivisionError(), True, True), (ZeroDivisionError(), False, False)])
-def test_the_scheduler_ends_with_a_script_that_fails(error, uncaught, ended, monkeypatch):
-    """But not with one that has caught the error: other ranks may still be at work, and it would take them down."""
+@pytest.mark.parametrize(("error", "uncaught", "left", "ended"), [
+    (SystemExit(3), False, False, True), (ZeroDivisionError(), True, False, True), (ZeroDivisionError(), False, True, True),
+    (ZeroDivisionError(), False, False, False)])
+def test_the_scheduler_ends_with_a_script_that_fails(error, uncaught, left, ended, monkeypatch):
+    """But not where all ranks have caught their errors: others may still be at work, and it would take them down."""
     done = []
     monkeypatch.setattr(watch, "_end_scheduler", lambda: done.append("scheduler"))
     monkeypatch.delattr(sys, "last_value", raising=False)
     if uncaught:
         monkeypatch.setattr(sys, "last_value", error, raising=False)
-    watch._end_scheduler_after(error)
+    watch._end_scheduler_after(error, SimpleNamespace(_left=left))
     assert done == ["scheduler"] * ended
 
 
