@@ -133,7 +133,8 @@ class _Watch:
         else:
             self._tell(_GOODBYE)
             self._goodbyes.acquire()
-        self._stopped = True
+        with self._lock:  # not while this rank ends because of another one
+            self._stopped = True
         if self._rank == 0 or not self._connected:
             self._tell(_GOODBYE)
         for connection in self._others.values():

@@ -377,6 +377,20 @@ def test_rank_0_says_goodbye_when_all_have(ends, ranks_1_to_3):
     assert (ends.empty(), watch._connections) == (True, set())
 
 
+def test_a_rank_that_fails_after_its_goodbye_ends_rank_0(ends, ranks_1_to_3):
+    """It may have been interrupted while it waited."""
+    others = ranks_1_to_3
+    with ending_together():
+        for other in others.values():
+            say_goodbye(other)
+        others[1].sendall(b"unless you fail, too: rank 1 (host 10.0.0.2) has failed (KeyboardInterrupt), see its log\n")
+        assert others[2].makefile().readline().startswith(".rank 1 (host 10.0.0.2) has failed")
+        Timer(0.5, others[1].close).start()
+    assert ends.get_nowait() == ENDED
+    for rank in (2, 3):
+        others[rank].close()
+
+
 def test_only_the_scheduler_of_this_run_is_killed(monkeypatch):
     monkeypatch.setattr(watch.os, "getppid", os.getpid)
     monkeypatch.setenv("MS_SCHED_HOST", "127.0.0.1")
