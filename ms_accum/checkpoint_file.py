@@ -42,6 +42,7 @@ class CheckpointError(ValueError):
 
 
 def checked_path(path: Union[str, os.PathLike]) -> Path:
+    """Return the absolute path. ValueError unless it ends in one of `SUFFIXES`."""
     path = Path(path).resolve()  # a link stays one, and what it points to is replaced
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, MindSpore's formats")
@@ -111,6 +112,7 @@ def _usual_mode() -> int:
 
 
 def rename_file(part: Path, path: Path) -> None:
+    """Give a file its name, also on the disk."""
     os.replace(part, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -170,10 +172,12 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
 
 
 def one_line(error: Exception) -> str:
+    """Return what an error says, in one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
 def path_of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
+    """Return the path of the file of a rank other than 0, for a checkpoint at `path`."""
     return path.with_name(f"{path.stem}.rank{rank}of{ranks}-{generation}{path.suffix}")
 
 
