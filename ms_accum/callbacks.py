@@ -95,8 +95,9 @@ class PerUpdate(Callback):
     `FlushCallback`.
 
     On several ranks, the learning rate has to change alike on all. A rank that runs out of data before the others takes
-    part in their updates at once, and the inner callback is called after the last of them: give every rank as many
-    microbatches, or the optimizer a schedule. `ReduceLROnPlateau` sees the loss of its rank alone: do not use it.
+    part in their updates at once, and the inner callback is called after the last of them: give every rank the
+    same number of microbatches, or the optimizer a schedule. `ReduceLROnPlateau` sees the loss of its rank alone: do
+    not use it.
 
     Args:
         callback: A `mindspore.train.Callback`.
@@ -153,7 +154,8 @@ class PerUpdate(Callback):
             if updates > 1 and cell.accumulator.reducer.ranks > 1 and _learning_rate(cell.optimizer) != rate:
                 raise RuntimeError(f"the learning rate was changed after {updates} updates, which this rank made at "
                                    "once because it ran out of data before the others: ranks now hold different "
-                                   "parameters; give every rank as many microbatches, or the optimizer a schedule")
+                                   "parameters; give every rank the same number of microbatches, or the optimizer a "
+                                   "schedule")
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Pass it on, after an update that a flush has just made."""

@@ -338,7 +338,7 @@ def _checked(path: Path, loaded: dict[str, Tensor], about: dict, generation: str
              accumulator: Accumulator) -> tuple[dict[str, Tensor], dict]:
     """Return what was read. CheckpointError unless it is of this network, this accumulator and this rank."""
     _require_settings(path, about, {**_settings(accumulator), "rank": accumulator.reducer.rank})
-    if about["generation"] != generation:
+    if about.get("generation") != generation:
         raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
     _require_entries(path, loaded, network, accumulator)
     return loaded, about

@@ -3,6 +3,10 @@
 Each rank keeps a TCP connection to rank 0 and sends nothing on it until it ends. The kernel closes the connection when
 the process dies, and asks the other host every second whether it is there. Heartbeats from Python would stop while
 MindSpore compiles, because it holds the GIL.
+
+    rank 1: done ──► "goodbye" ──► rank 0, when all have said it ──► "goodbye" ──► every rank leaves the block
+    rank 1: fails ─► "unless you fail, too: rank 1 ..." ─┐
+    rank 1: dies ──► the connection closes ──────────────┴► rank 0 ──► "rank 1 ..." ──► every rank says so and ends
 """
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from .ranks import gather, wait_for_all, world_size
 SILENCE = 10  # seconds
 _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE - 2,
            "TCP_USER_TIMEOUT": 1000 * SILENCE}  # while a line has not arrived, nothing is probed
-_ARRIVAL = 20  # seconds
+_ARRIVAL = 20  # seconds; on CPU, those that have connected wait 30 in a collective
 _ROW = 128  # bytes
 _WELCOME = b"."
 _GOODBYE = "goodbye\n"
@@ -95,10 +99,10 @@ class _Watch:
     def __init__(self, name: str, remedy: Union[str, Callable[[], str]]) -> None:
         self._name, self._remedy, self._lock, self._stopped = name, remedy, Lock(), False
         self._goodbyes, self._process = Semaphore(0), os.getpid()
-        self._failed = self._left = False  # whether this rank has failed, and others end because of it
+        self._failed = self._others_end = False  # whether this rank has failed, and others end because of it
         atexit.unregister(_end_scheduler_after)  # of an earlier block, whose error was caught
-        while _failed:
-            _failed.pop()._close()
+        while _left_open:
+            _left_open.pop()._close()
         self._rank = rank = get_rank()
         address, token = _own_address(), token_hex(8)
         with socket.create_server((address, 0)) as server:
@@ -147,11 +151,11 @@ class _Watch:
             self._stopped = self._failed = True
         self._tell(f"{_UNLESS}{self._who(self._rank)} has failed ({type(error).__name__}), see its log\n")
         atexit.register(_end_scheduler_after, error, self)
-        _failed.append(self)
+        _left_open.append(self)
         end = monotonic() + SILENCE
         for listener in self._listeners:
             listener.join(max(end - monotonic(), 0))
-        if self._left:  # and they do not wait for long, if something holds the error back
+        if self._others_end:  # and they do not wait for long, if something holds the error back
             printing = Timer(SILENCE / 2, traceback.print_exception, (type(error), error, error.__traceback__))
             printing.daemon = True
             printing.start()
@@ -179,7 +183,7 @@ class _Watch:
             if not self._stopped:
                 sleep(_MOMENT)
         elif self._failed:
-            self._left = True
+            self._others_end = True
         with self._lock, _ending:
             if not self._stopped:
                 self._end(heard.strip(), connection)
@@ -262,7 +266,7 @@ def _probed(connection: socket.socket) -> socket.socket:
 
 def _end_scheduler_after(error: BaseException, watch: _Watch) -> None:
     """End the scheduler if errors end the script. If all ranks have caught theirs, others may still be at work."""
-    if watch._left or isinstance(error, SystemExit) or hasattr(sys, "last_value"):
+    if watch._others_end or isinstance(error, SystemExit) or hasattr(sys, "last_value"):
         _end_scheduler()
 
 
@@ -285,7 +289,7 @@ def _close_in_child() -> None:
 
 
 _ending = Lock()  # blocks may be nested
-_failed: list[_Watch] = []  # their connections are open, until the process ends or the next block begins
+_left_open: list[_Watch] = []  # their connections are open, until the process ends or the next block begins
 _connections: set[socket.socket] = set()
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_close_in_child)

@@ -37,7 +37,7 @@ def ends(monkeypatch):
     monkeypatch.setattr(watch.os, "_exit", end)
     monkeypatch.setattr(watch, "Semaphore", lambda _: goodbyes)
     monkeypatch.setattr(watch, "_connections", set())
-    monkeypatch.setattr(watch, "_failed", [])
+    monkeypatch.setattr(watch, "_left_open", [])
     monkeypatch.setattr(watch, "_end_scheduler", lambda: done.append("scheduler"))
     monkeypatch.setattr(watch, "sleep", done.append)
     monkeypatch.setattr(watch, "get_rank", lambda: 1)
@@ -260,7 +260,7 @@ def test_a_rank_that_fails_tells_the_others_and_waits_until_they_have_said_so(fa
     said = f"unless you fail, too: rank 1 (host 127.0.0.1) has failed ({type(failure).__name__}), see its log\n"
     assert [heard.get_nowait() for _ in range(2)] == [said.encode(), "answer"]
     (after, error, its_watch), = at_exit
-    assert (after, error, its_watch._left) == (watch._end_scheduler_after, failure, True)
+    assert (after, error, its_watch._others_end) == (watch._end_scheduler_after, failure, True)
     (delay, prints, (_, error, _)), daemon = timers
     assert (delay, prints, error, daemon) == (watch.SILENCE / 2, traceback.print_exception, failure, True)
     connection = heard.get(timeout=10)
@@ -312,7 +312,7 @@ def test_a_block_that_ends_well_makes_up_for_one_that_failed(at_exit, ends, monk
                     raise ZeroDivisionError
             assert len(at_exit) == (answer is say_that_rank_2_failed)
             wait_for_listeners()
-            assert len(watch._connections) == len(watch._failed) == (answer is say_that_rank_2_failed)
+            assert len(watch._connections) == len(watch._left_open) == (answer is say_that_rank_2_failed)
 
 
 @pytest.mark.parametrize(("error", "uncaught", "left", "ended"), [
@@ -325,7 +325,7 @@ def test_the_scheduler_ends_with_a_script_that_fails(error, uncaught, left, ende
     monkeypatch.delattr(sys, "last_value", raising=False)
     if uncaught:
         monkeypatch.setattr(sys, "last_value", error, raising=False)
-    watch._end_scheduler_after(error, SimpleNamespace(_left=left))
+    watch._end_scheduler_after(error, SimpleNamespace(_others_end=left))
     assert done == ["scheduler"] * ended
 
 
