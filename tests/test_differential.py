@@ -85,6 +85,14 @@ def test_narrow_draws(name, tmp_path_factory):
         follow(case, tmp_path_factory.mktemp("run"))
 
 
+def test_each_defect_can_be_put_back():
+    """A text that is gone, or is there twice, leaves its control without a defect to find."""
+    package = Path(__file__).parent.parent / "ms_accum"
+    changes = [(name, text) for _, changes in PUT_BACK.values() for name, text, _ in changes]
+    counts = {(name, text): (package / name).read_text(encoding="utf-8").count(text) for name, text in changes}
+    assert {change: count for change, count in counts.items() if count != 1} == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", PUT_BACK)
 def test_a_defect_that_is_put_back_is_found(defect, tmp_path):

@@ -71,14 +71,17 @@ NARROW = {
 
 # Each defect: the draw that has to find it, and how it is put back: (file of ms_accum, text, what it becomes).
 _WEIGHT_IN_LOSS = [
-    ("accumulate.py", "return loss_scale.multiply(loss), loss, aux", "return loss_scale.multiply(loss * piece[0].shape[0]), loss, aux"),
-    ("accumulate.py", "accumulator._add_piece(gradients, weight, weight)", "accumulator._add_piece(gradients, 1.0, weight)")]
+    ("accumulate.py", "return loss_scale.multiply(losses[0]), losses[0], aux",
+     "return loss_scale.multiply(losses[0] * piece[0].shape[0]), losses[0], aux"),
+    ("accumulate.py", "add(gradients, weights, weights), aux", "add(gradients, (1.0,), weights), aux"),
+    # A window of one microbatch in the graph that needs no buffers.
+    ("accumulator.py", "self._weighed(grads, weights, weights, 1.0)", "self._weighed(grads, (1.0,), weights, 1.0)")]
 PUT_BACK = {
     "the number of samples multiplies the loss": ("weight in the loss, 16 bits", _WEIGHT_IN_LOSS),
     "the number of samples reaches a bprop": ("weight in the loss, a bprop", _WEIGHT_IN_LOSS),
     "the loss scale is divided out after the norm": (
         "norm of scaled gradients",
-        [("accumulator.py", "gradients = self._loss_scale.divide(gradients)", "pass"),
+        [("accumulator.py", "return self._loss_scale.divide(gradients), unit, header", "return gradients, unit, header"),
          ("accumulator.py", "self._normaliser(unit, weight)\n",
           "self._normaliser(unit, weight) / (1.0 if self.loss_scaler is None else self.loss_scaler.scale_value)\n")]),
     "the spread is squared before the loss scale is divided out": (
@@ -90,13 +93,20 @@ PUT_BACK = {
     "pieces before an error stay": ("pieces before an error", [("accumulator.py", "if int(self._unfinished) != 0:", "if False:")]),
     "the window is divided by its microbatches": (
         "weights", [("accumulator.py", "self._normaliser(unit, weight)\n", "unit / self.mini_step\n")]),
-    "the weight sum is not emptied": ("weights", [("accumulator.py", "ops.assign(self.weight_sum, 0.0)", "pass")]),
+    # `reset` also multiplies the buffers by the sum that it has emptied; they become 0 all the same.
+    "the weight sum is not emptied": (
+        "weights",
+        [("accumulator.py", "self._set_weight_sum((0.0,) * self.losses)\n        zero = self._each(self.weight_sum)[0]\n",
+          "zero = self._each(self.weight_sum)[0] * 0.0\n")]),
     "loaded buffers keep the unit of another run": (
         "unit of the buffers", [("unit.py", "if unit and loaded and unit != loaded:", "if False:")]),
     "the norm is that of the sum": ("clipping", [("accumulator.py", "global_norm(gradients) * abs(factor)", "global_norm(gradients)")]),
     "a skipped microbatch counts": ("nonfinite", [("nonfinite.py", "        return taken\n", "        return Tensor(1, ms.int32)\n")]),
     "the loss of a batch is the sum of its pieces'": (
-        "pieces", [("accumulate.py", "loss = totals[0] / divisor", "loss = totals[0] / divisor * micro_size")]),
+        "pieces",
+        [("accumulate.py", "means, divisors = means_of(totals[:2 * count], count)\n",
+          "means, divisors = means_of(totals[:2 * count], count)\n        means = tuple([mean * micro_size for mean in means])\n"),
+         ("straight.py", "return (*means, *join_aux_of_all(", "return (*[mean * len(starts) for mean in means], *join_aux_of_all(")]),
     "the short last piece counts as a full one": (
         "pieces", [("split.py", "indices = ops.arange(full * rows, samples)", "indices = ops.arange(samples - rows, samples)")]),
 }
