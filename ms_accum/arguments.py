@@ -1,13 +1,15 @@
 """Argument checks. Each returns the checked value, or raises an error that says what, got, expected and remedy.
 
 Those that are a `constexpr` check what a graph is given: graph mode runs them while it compiles, so they cost nothing
-    afterwards.
+afterwards.
 """
 from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import wraps
 from math import inf
 from numbers import Real
 from operator import index
@@ -22,6 +24,7 @@ from mindspore.ops import constexpr
 from .gradients import Scalar
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable)
 _COMPLEX = (ms.complex64, ms.complex128)
 LARGEST_INT32 = 2**31 - 1  # counters are int32, and a larger constant would wrap around in a comparison with them
 
@@ -76,6 +79,32 @@ def instance_of(name: str, value: T, kinds: Union[type, tuple[type, ...]], expec
     return value
 
 
+def spelled(renamed: Mapping[str, str]) -> Callable[[F], F]:
+    """Return a decorator that answers an unknown keyword with the one that was meant: TypeError.
+
+    Args:
+        renamed: What to say of names that are gone.
+    """
+    def decorate(function: F) -> F:
+        known = tuple(name for name in inspect.signature(function).parameters if name != "self")
+
+        @wraps(function)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            for name in named:
+                if name in renamed:
+                    raise TypeError(f"{name} {renamed[name]}")
+                if name not in known:
+                    close = get_close_matches(name, known, 1)
+                    hint = f"; did you mean {close[0]}?" if close else f"; expected one of {', '.join(known)}"
+                    called = function.__qualname__.removesuffix(".__init__")
+                    raise TypeError(f"{called}() got an unexpected argument {name}{hint}")
+            return function(*arguments, **named)
+
+        return checked
+
+    return decorate
+
+
 def require_callable(name: str, function: object) -> None:
     """Refuse what cannot be called, or cannot be compiled: a lambda whose source MindSpore cannot read."""
     instance_of(name, function, Callable, "a function of the batch")
@@ -102,6 +131,17 @@ def _message(name: str, got: object, expected: str, remedy: str) -> str:
 
 
 # --- what a graph is given --------------------------------------------------------------------------------------------
+
+
+def checked_gradients(names: tuple[str, ...], expected: tuple, grads: Any) -> Any:
+    """Return gradients that belong to parameters of these names and shapes. TypeError or ValueError if they do not."""
+    if isinstance(grads, (tuple, list)):
+        shapes = tuple([g.shape if isinstance(g, Tensor) else None for g in grads])
+        dtypes = tuple([g.dtype if isinstance(g, Tensor) else None for g in grads])
+        require_gradients(names, expected, shapes, dtypes)
+    else:
+        require_gradients(names, expected, None, ())
+    return grads
 
 
 @constexpr
@@ -148,26 +188,6 @@ def as_weight(weight: Scalar) -> Scalar:
     require_weight_number(weight is None, weight)
     # A large int would become an int32 of the graph, and wrap around.
     return float(weight)
-
-
-def as_weights(weights: Any, losses: int) -> tuple[Scalar, ...]:
-    """Return a weight for each loss, each as from `as_weight`. TypeError or ValueError if there are not as many."""
-    if losses == 1:
-        require_entries("the weight", 1, len(weights) if isinstance(weights, (tuple, list)) else 1)
-        return (as_weight(weights),)
-    require_entries("the weight", losses, len(weights) if isinstance(weights, (tuple, list)) else None)
-    return tuple([as_weight(weight) for weight in weights])
-
-
-@constexpr
-def require_entries(name: str, losses: int, entries: Optional[int]) -> bool:
-    """Refuse what is no tuple with an entry for each loss."""
-    if entries != losses:
-        got = "no tuple" if entries is None else f"a tuple of {entries}"
-        expected = "one number or Tensor" if losses == 1 else f"a tuple of {losses}"
-        raise ValueError(f"{name} is {got}, expected {expected} because of losses={losses}, an entry for each; let "
-                         "weight_fn return as many weights, or give losses= (in a shell: --losses) as many")
-    return True
 
 
 _LARGEST_WEIGHT = 3.4028234e38  # of float32

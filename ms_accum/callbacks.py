@@ -7,7 +7,6 @@ from collections.abc import Callable
 from math import nan
 from typing import Any, Optional, Union
 
-import numpy as np
 from mindspore import Tensor, nn
 from mindspore.train import Callback, RunContext
 
@@ -62,24 +61,19 @@ class FlushCallback(Callback):
         """Flush after the last microbatch of an epoch."""
         context = run_context.original_args()
         if context.cur_step_num - self._begin == context.batch_num:
-            self._flush(run_context)
+            self.on_train_epoch_end(run_context)
 
     def on_eval_begin(self, run_context: RunContext) -> None:
         """Flush before `Model.fit` evaluates, which is before the end of the epoch."""
         if "train_network" in run_context.original_args():
-            self._flush(run_context)
+            self.on_train_epoch_end(run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Flush what an epoch that was stopped early has left."""
-        self._flush(run_context)
-
-    def on_train_end(self, run_context: RunContext) -> None:
-        """Flush what a training that was stopped early has left."""
-        self._flush(run_context)
-
-    def _flush(self, run_context: RunContext) -> None:
+        """Flush what an epoch or a training that was stopped early has left."""
         for cell in train_cells(run_context):
             cell.flush()
+
+    on_train_end = on_train_epoch_end
 
 
 class PerUpdate(Callback):
@@ -89,15 +83,13 @@ class PerUpdate(Callback):
 
     The inner callback gets `update_step` as `cur_step_num`, and the cell's optimizer, which `LearningRateScheduler` and
     `ReduceLROnPlateau` need. It is called at the end of updates (`on_train_step_end`) and at the begin and end of
-    epochs and of the training, not for evaluation or at the begin of a microbatch. `batch_num` still counts
-    microbatches, so the position in the epoch that `LossMonitor` prints and `ModelCheckpoint` puts into names is a
-    remainder by it. `update_step` is read after each microbatch, which waits for the device. Put it after
-    `FlushCallback`.
+    epochs and of the training. `batch_num` still counts microbatches, so the position in the epoch that `LossMonitor`
+    prints and `ModelCheckpoint` puts into names is a remainder by it. `update_step` is read after each microbatch,
+    which waits for the device. Put it after `FlushCallback`.
 
-    On several ranks, the learning rate has to change alike on all. A rank that runs out of data before the others takes
-    part in their updates at once, and the inner callback is called after the last of them: give every rank the
-    same number of microbatches, or the optimizer a schedule. `ReduceLROnPlateau` sees the loss of its rank alone: do
-    not use it.
+    On several ranks, the learning rate has to change alike on all. A rank that runs out of data takes part in the
+    updates of the others at once, and the inner callback is called after the last of them: give every rank the same
+    number of microbatches, or the optimizer a schedule. `ReduceLROnPlateau` sees the loss of its rank alone.
 
     Args:
         callback: A `mindspore.train.Callback`.
@@ -151,7 +143,7 @@ class PerUpdate(Callback):
             rate = _learning_rate(cell.optimizer)
             self._update_step += updates
             self._pass_on("on_train_step_end", run_context)
-            if updates > 1 and cell.accumulator.reducer.ranks > 1 and _learning_rate(cell.optimizer) != rate:
+            if updates > 1 and cell.accumulator.exchange.ranks > 1 and _learning_rate(cell.optimizer) != rate:
                 raise RuntimeError(f"the learning rate was changed after {updates} updates, which this rank made at "
                                    "once because it ran out of data before the others: ranks now hold different "
                                    "parameters; give every rank the same number of microbatches, or the optimizer a "
@@ -182,14 +174,12 @@ class WindowLog(Callback):
 
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
     mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (NaN without
-    `clip_norm`); `skipped`, so far; with a loss scaler `loss_scale`; with a noise scale `noise_scale`; and with an
-    `AdaptiveWindow` `next_length`, the microbatches in the next window. With several losses, `loss_1`, `loss_2` and so
-    on, each with a weight of its own, `weight_1` and so on. For a window that was open when the training began, the
-    loss is the mean over the microbatches that the callback has seen. It reads a few numbers before and after each
-    microbatch, which waits for the device. Put it after `FlushCallback`.
+    `clip_norm`); `skipped`, so far; with a loss scaler `loss_scale`; and with a noise scale `noise_scale`. For a window
+    that was open when the training began, the loss is the mean over the microbatches that the callback has seen. It
+    reads a few numbers before and after each microbatch, which waits for the device. Put it after `FlushCallback`.
 
     On several ranks, losses and weights are those of this rank, but with `sync="microbatch"` and "node" weights are
-    sums over the ranks that count microbatches together. A window in which this rank has no microbatches has no row. A
+    sums over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A
     rank that has run out of data takes part in the windows of others. If these close in the same flush as its own last
     one, that one's `grad_norm` is NaN, and so are weights that are sums.
 
@@ -225,50 +215,31 @@ class WindowLog(Callback):
     def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]]) -> None:
         super().__init__()
         instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
-        self._to, self._file = to, None
-        self._losses: list[tuple[np.ndarray, np.ndarray]] = []  # of each microbatch: losses and their weights
-        self._weight = np.zeros(1)
-        self._closed = 0
-        self._place = (0, 0)
-        self._step: Optional[RunContext] = None  # whose loss was not taken yet
+        self._to, self._file, self._place = to, None, (0, 0)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and open the file."""
         cell = _only_cell(run_context, self)
-        cell._before_flush.append(self._take)
-        accumulator, self._step = cell.accumulator, None
-        self._losses, self._weight = [], _numbers(accumulator.weight_sum)
-        self._closed = int(accumulator.closed_windows)
+        cell.before_flush.append(self._take)
+        accumulator = cell.accumulator
+        self._losses: list[tuple[float, float]] = []  # of each microbatch: its loss and weight
+        self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
+        self._step: Optional[RunContext] = None  # whose loss was not taken yet
         if not callable(self._to):
             self._file = open(self._to, "w", newline="", encoding="utf-8")
-            csv.writer(self._file).writerow(_columns(accumulator))
+            csv.writer(self._file).writerow(self._row(accumulator, 0))
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Log the window if something else closed it since, and forget it if something else reset it."""
         accumulator, self._step = _only_cell(run_context, self).accumulator, run_context
         self._log_closed(accumulator)
-        if (_numbers(accumulator.weight_sum) != self._weight).any():
-            self._losses, self._weight = [], _numbers(accumulator.weight_sum)
+        if float(accumulator.weight_sum) != self._weight:
+            self._losses, self._weight = [], float(accumulator.weight_sum)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Take the microbatch's loss, and log the window if it was closed."""
+        """Take the microbatch's loss, and log the window if it was closed, by it or by a flush."""
         self._take()
         self._log_closed(_only_cell(run_context, self).accumulator)
-
-    def _take(self) -> None:
-        """Take the microbatch's loss, before a flush closes further windows, and log the window if it was closed."""
-        if self._step is None:
-            return
-        context, accumulator = self._step.original_args(), _only_cell(self._step, self).accumulator
-        self._step = None
-        outputs = context.net_outputs
-        losses = (outputs if isinstance(outputs, tuple) else (outputs,))[:accumulator.losses]
-        self._place = context.cur_epoch_num, context.cur_step_num
-        closed = int(accumulator.closed_windows) > self._closed
-        weight = _numbers(accumulator.window_weight if closed else accumulator.weight_sum)
-        self._losses.append((np.array([float(loss) for loss in losses]), weight - self._weight))
-        self._weight = weight
-        self._log_closed(accumulator)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Log what a flush has just closed."""
@@ -277,42 +248,54 @@ class WindowLog(Callback):
     def on_train_end(self, run_context: RunContext) -> None:
         """Log what a flush has just closed, and close the file."""
         self.on_train_epoch_end(run_context)
-        _only_cell(run_context, self)._before_flush.remove(self._take)
+        _only_cell(run_context, self).before_flush.remove(self._take)
         if self._file:
             self._file.close()
+
+    def _take(self) -> None:
+        """Take the microbatch's loss, before a flush closes further windows, and log the window if it was closed."""
+        if self._step is None:
+            return
+        context, accumulator = self._step.original_args(), _only_cell(self._step, self).accumulator
+        self._step = None
+        outputs = context.net_outputs
+        self._place = context.cur_epoch_num, context.cur_step_num
+        closed = int(accumulator.closed_windows) > self._closed
+        weight = float(accumulator.window_weight if closed else accumulator.weight_sum)
+        self._losses.append((float(outputs[0] if isinstance(outputs, tuple) else outputs), weight - self._weight))
+        self._weight = weight
+        self._log_closed(accumulator)
 
     def _log_closed(self, accumulator: Accumulator) -> None:
         windows = int(accumulator.closed_windows) - self._closed
         if windows <= 0:
             return
         self._closed += windows
-        if self._losses or accumulator.reducer.ranks == 1:
-            self._write(self._row(accumulator, windows - 1), accumulator)
-        self._losses, self._weight = [], np.zeros(accumulator.losses)
+        if self._losses or accumulator.exchange.ranks == 1:
+            row = self._row(accumulator, windows - 1)
+            if self._file:
+                csv.writer(self._file).writerow(row.values())
+                self._file.flush()  # so that the file can be followed during a long run
+            else:
+                self._to(row)
+        self._losses, self._weight = [], 0.0
 
-    def _row(self, accumulator: Accumulator, of_others: int) -> tuple:
+    def _row(self, accumulator: Accumulator, of_others: int) -> dict[str, Union[int, float]]:
         """Return the row of this rank's window. After it, so many windows of other ranks were closed."""
-        totals = weights = np.zeros(accumulator.losses)
-        for losses, weight in self._losses:
-            # A microbatch of weight 0 is ignored, even if its loss is NaN.
-            totals, weights = totals + np.where(weight == 0, 0.0, losses) * weight, weights + weight
-        means = totals / np.where(weights == 0, 1.0, weights)
-        weights, norm = _numbers(accumulator.window_weight), float(accumulator.grad_norm)
+        # A microbatch of weight 0 is ignored, even if its loss is NaN.
+        counted = [(loss, weight) for loss, weight in self._losses if weight != 0]
+        total, weight = sum(loss * weight for loss, weight in counted), sum(weight for _, weight in counted)
+        row = {"epoch": self._place[0], "microbatch": self._place[1],
+               "update_step": int(accumulator.update_step) - of_others, "loss": total / (weight or 1.0),
+               "weight": float(accumulator.window_weight), "grad_norm": float(accumulator.grad_norm),
+               "skipped": int(accumulator.skipped)}
         if of_others:
-            weights, norm = self._weight * (nan if accumulator.reducer.summed > 1 else 1.0), nan
-        row = (*self._place, int(accumulator.update_step) - of_others, *means.tolist(), *weights.tolist(), norm,
-               int(accumulator.skipped))
-        scale = () if accumulator.loss_scaler is None else (float(accumulator.loss_scaler.scale_value),)
-        noise = () if accumulator.noise_scale is None else (accumulator.noise_scale.scale(),)
-        length = () if accumulator.window.adaptive is None else (accumulator.window_length,)
-        return (*row, *scale, *noise, *length)
-
-    def _write(self, row: tuple, accumulator: Accumulator) -> None:
-        if self._file:
-            csv.writer(self._file).writerow(row)
-            self._file.flush()  # so that the file can be followed during a long run
-        else:
-            self._to(dict(zip(_columns(accumulator), row)))
+            row.update(weight=self._weight if accumulator.exchange.inside == 1 else nan, grad_norm=nan)
+        if accumulator.loss_scaler is not None:
+            row["loss_scale"] = float(accumulator.loss_scaler.scale_value)
+        if accumulator.noise_scale is not None:
+            row["noise_scale"] = accumulator.noise_scale.scale()
+        return row
 
 
 def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
@@ -339,17 +322,3 @@ def _learning_rate(optimizer: nn.Cell) -> Optional[bytes]:
     """Return the learning rate if it is a number that a callback can change."""
     rate = getattr(optimizer, "learning_rate", None)
     return rate.asnumpy().tobytes() if isinstance(rate, Tensor) else None
-
-
-def _numbers(weights: Tensor) -> np.ndarray:
-    """Return `weight_sum`, or another such Tensor, as float64 `(losses,)`."""
-    return weights.asnumpy().astype(np.float64).reshape(-1)
-
-
-def _columns(accumulator: Accumulator) -> tuple[str, ...]:
-    numbers = [""] if accumulator.losses == 1 else [f"_{t + 1}" for t in range(accumulator.losses)]
-    columns = ("epoch", "microbatch", "update_step", *[f"loss{number}" for number in numbers],
-               *[f"weight{number}" for number in numbers], "grad_norm", "skipped")
-    further = {"loss_scale": accumulator.loss_scaler, "noise_scale": accumulator.noise_scale,
-               "next_length": accumulator.window.adaptive}
-    return (*columns, *[name for name, present in further.items() if present is not None])

@@ -21,20 +21,14 @@ from mindspore import Parameter, Tensor
 
 SUFFIXES = (".ckpt", ".safetensors")
 ABOUT = "ms_accum"
-_VERSION = 2
+_VERSION = 3
 _MARK = b'{"ms_accum checkpoint, sha256": "'
 _DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 _BLANK = _MARK + b"0" * 64
 
 
-def _here() -> str:
-    """Return 8 hexadecimal digits for this host. Containers that share its name count processes apart."""
-    with suppress(OSError):
-        return sha256(f"{gethostname()} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
-    return sha256(gethostname().encode()).hexdigest()[:8]
-
-
-_HERE = _here()
+# This host. Containers that share its name count processes apart.
+_HERE = sha256(f"{gethostname()} {Path('/proc/self/ns/pid').resolve().name}".encode()).hexdigest()[:8]
 
 
 class CheckpointError(ValueError):
@@ -52,21 +46,13 @@ def checked_path(path: Union[str, os.PathLike]) -> Path:
 def _as_json(extra: Any) -> str:
     try:
         text = json.dumps(extra)
-        same = _same(json.loads(text), extra)
+        same = repr(json.loads(text)) == repr(extra)  # where NaN is equal to NaN, and 1 is not to True
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"extra cannot be written as JSON ({error}); give dicts, lists, str, numbers, bool and "
                         "None") from error
     if not same:
         raise TypeError("extra would come back from JSON as something else; give lists for tuples, and str for keys")
     return text
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and (one == other or one != one)
 
 
 def write_file(path: Path, entries: dict[str, Parameter], about: dict) -> None:
@@ -87,7 +73,9 @@ def write_file(path: Path, entries: dict[str, Parameter], about: dict) -> None:
             ms.save_checkpoint(saved, str(part), format=path.suffix[1:])
         except Exception as error:  # for a full disk: an OSError, a RuntimeError or a SafetensorError
             raise OSError(f"{path} cannot be written ({one_line(error)})") from error
-        os.chmod(part, _usual_mode())  # MindSpore leaves it read-only, and a next one could not replace it everywhere
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(part, 0o666 & ~umask)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
         _seal(part)
         rename_file(part, path)
     finally:
@@ -103,12 +91,6 @@ def _seal(part: Path) -> None:
         file.write(sha256(data).hexdigest().encode())
         file.flush()
         os.fsync(file.fileno())
-
-
-def _usual_mode() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
 
 
 def rename_file(part: Path, path: Path) -> None:

@@ -7,27 +7,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional, Union
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from .accumulate import averaging, checked_micro_size, require_loss
 from .accumulator import Accumulator
-from .arguments import require_callable
+from .arguments import require_callable, spelled
 from .batch import positional
-from .compiled import CompiledStep, compiled
-from .gradients import FLOATS, Gradients
-from .split import over_pieces, select_rows
+from .differentiate import checked_loss
+from .gradients import FLOATS
+from .pieces import select_rows
+from .step import TrainStep
+from .straight import compiled, straight
+from .train_step import RENAMED, averaging, checked_pieces
+from .window import AccumulateStep
 
 
+@spelled(RENAMED)
 def make_grad_cache_step(
     encode_fn: Callable,
     loss_fn: Callable,
-    accumulator: Accumulator,
+    optimizer: Union[nn.Optimizer, Accumulator],
+    accumulate_step: Optional[AccumulateStep] = None,
     *,
-    micro_size: int,
+    pieces: int,
 ) -> GradCacheStep:
     """Build a compiled train step for a loss over a whole batch, such as InfoNCE, with the memory of one piece.
 
@@ -46,10 +51,11 @@ def make_grad_cache_step(
             layers that draw random numbers (Dropout) are refused when the step runs. BatchNorm in training mode sees
             pieces, so the gradient is that of a network that normalises each piece, and moving statistics move twice.
         loss_fn: `(*representations) -> loss` of the whole batch: float Tensor of shape `()`.
-        accumulator: An accumulator with `reduction="mean"`. A batch is one microbatch, with its samples as weight. The
-            optimizer may hold parameters of `loss_fn`, too (a temperature). With several ranks, each rank has the
-            negatives of its own batch.
-        micro_size: Number of pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
+        optimizer: An optimizer, or an accumulator with `reduction="mean"`, as in `make_train_step`. A batch is one
+            microbatch, with its samples as weight. The optimizer may hold parameters of `loss_fn`, too (a temperature).
+            With several ranks, each rank has the negatives of its own batch.
+        accumulate_step: Batches in a window, with an optimizer.
+        pieces: Number of pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
 
     Returns:
         `train_step(*batch) -> loss`, a float32 Tensor of shape `()`, with `epoch`, `flush`, `updated` and batches with
@@ -57,9 +63,9 @@ def make_grad_cache_step(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the accumulator has `reduction="sum"`, a loss scaler or a noise scale (a piece's gradient is no
-            estimate of the batch's), or may leave out single pieces (`on_nonfinite="skip_microbatch"`,
-            `sync="microbatch"`); or `micro_size` is out of range.
+        ValueError: If the accumulator has `reduction="sum"`, looks at single pieces (a noise scale,
+            `on_nonfinite="skip_microbatch"`), which are no estimates of the batch's gradient here, or exchanges them
+            between ranks (`sync="microbatch"`); or `pieces` is out of range.
 
     Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
     (https://arxiv.org/abs/2101.06983).
@@ -67,123 +73,137 @@ def make_grad_cache_step(
     Example:
         >>> import numpy as np, mindspore as ms
         >>> from mindspore import nn, ops
-        >>> from ms_accum import Accumulator, make_grad_cache_step
+        >>> from ms_accum import make_grad_cache_step
         >>> towers = nn.CellList([nn.Dense(3, 2, "ones"), nn.Dense(2, 2, "ones")])
         >>> left, right = towers
         >>> def encode(x, y):
         ...     return left(x), right(y)
         >>> def info_nce(x, y):
         ...     return ops.cross_entropy(ops.matmul(x, y.T), ops.arange(len(x)))
-        >>> accumulator = Accumulator(nn.SGD(towers.trainable_params(), 0.1), 1, reduction="mean")
-        >>> train_step = make_grad_cache_step(encode, info_nce, accumulator, micro_size=2)
+        >>> train_step = make_grad_cache_step(encode, info_nce, nn.SGD(towers.trainable_params(), 0.1), 1, pieces=2)
         >>> loss = train_step(ms.Tensor(np.zeros((4, 3)), ms.float32), ms.Tensor(np.zeros((4, 2)), ms.float32))
-        >>> print(f"{float(loss):.4f}", int(accumulator.update_step))  # ln 4
+        >>> print(f"{float(loss):.4f}", int(train_step.accumulator.update_step))  # ln 4
         1.3863 1
     """
     require_callable("encode_fn", encode_fn)
     require_callable("loss_fn", loss_fn)
-    averaging(accumulator)
-    micro_size = checked_micro_size(micro_size)
-    skips = accumulator.reducer.each_microbatch or accumulator.on_nonfinite == "skip_microbatch"
-    for given, what, remedy in (
-            (accumulator.loss_scaler, "a loss_scaler", "leave it out: representations in float32 need none"),
-            (accumulator.window.adaptive, "an AdaptiveWindow", "give a number: the noise scale needs gradients of "
-             "independent microbatches"),
-            (accumulator.noise_scale, "a noise_scale", "leave it out: it needs gradients of independent microbatches"),
-            (True if accumulator.losses > 1 else None, "several losses", "give losses=1: loss_fn returns one"),
-            (skips or None, 'sync="microbatch" or on_nonfinite="skip_microbatch"',
-             'give sync="window" and "skip_window"')):
-        if given is not None:
-            raise ValueError(f"the accumulator has {what}, which a loss over a whole batch does not allow; {remedy}")
-    return GradCacheStep(encode_fn, loss_fn, accumulator, micro_size)
+    accumulator, pieces = averaging(optimizer, accumulate_step), checked_pieces(pieces)
+    if (accumulator.observer.watches or accumulator.exchange.inside > 1
+            or accumulator.guard.judges_pieces):
+        raise ValueError('the accumulator looks at single pieces (noise_scale, AdaptiveWindow, "skip_microbatch", or '
+                         'sync="microbatch" or "node"), which are no estimates of the gradient of a batch here; give '
+                         '"skip_window" or sync="window"')
+    return GradCacheStep(encode_fn, loss_fn, accumulator, pieces)
 
 
-class GradCacheStep(CompiledStep):
-    """What `make_grad_cache_step` returns: see there.
+class GradCacheStep(TrainStep):
+    """What `make_grad_cache_step` returns: see there, and `TrainStep`."""
 
-    Attributes:
-        accumulator: The accumulator it feeds.
-        micro_size: Number of pieces that a batch is cut into.
-    """
+    def __init__(self, encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, pieces: int) -> None:
+        def microbatch_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> _Cached:
+            encode = _encoder(positional("encode_fn", encode_fn, len(cut), names))
+            return _Cached(encode, positional("loss_fn", loss_fn), accumulator, samples, cut, pieces)
 
-    def __init__(self, encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, micro_size: int) -> None:
-        accumulator._in_pieces = True
+        super().__init__(encode_fn, accumulator, pieces, microbatch_for)
 
-        def graph_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> Callable:
-            encode = positional("encode_fn", encode_fn, len(cut), names)
-            accumulate = _accumulate_fn(encode, positional("loss_fn", loss_fn), accumulator, micro_size)
 
-            def accumulate_and_update(*batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
-                result = accumulate(samples, cut, *batch)
-                return result, accumulator._close_if_due()
+class _Cached:
+    """A microbatch whose pieces are encoded twice: for the loss of the batch, and backward from its gradient."""
 
-            return compiled(accumulate_and_update)
+    alone = None
 
-        super().__init__(encode_fn, accumulator, micro_size, graph_for)
+    def __init__(self, encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int,
+                 cut: tuple[bool, ...], pieces: int) -> None:
+        rows = -(-samples // pieces)
+        self._starts = [(Tensor(start, ms.int32), min(rows, samples - start)) for start in range(0, samples, rows)]
+        self._encode, self._backward = {}, {}
+        for length in {rows for _, rows in self._starts}:
+            self._encode[length] = straight(_encode_fn(encode, cut, length), accumulator)
+            self._backward[length] = straight(_backward_fn(encode, accumulator, samples, cut, length), accumulator)
+        self._first = straight(_first_fn(encode, loss_fn, accumulator, samples, cut, rows), accumulator)
+        self._end = compiled(_end_fn(accumulator))
 
-    def __call__(self, *batch: Any, **named: Any) -> Tensor:
-        """Train on a batch, and return its loss.
+    def __call__(self, *batch: Any) -> Tensor:
+        """Add a microbatch. Return the loss.
 
         Raises:
-            TypeError, ValueError: If the batch, or what `encode_fn` and `loss_fn` return, does not fit.
             ValueError: If `encode_fn` returned other representations in the second pass. The batch is ignored then.
-            RuntimeError: If an error left a part of a batch in the open window.
         """
-        loss, same = super().__call__(*batch, **named)
+        cached = tuple([self._encode[rows](start, *batch) for start, rows in self._starts])
+        loss, same, cotangents = self._first(cached[0], ops.concat(cached), *batch)
         if not same:
+            self._end(Tensor(1, ms.int32))
             raise ValueError("encode_fn returned two different representations of the same rows, so the gradient would "
                              "be wrong: does it draw random numbers? Switch Dropout off (p=0, or "
                              "network.set_train(False)); the batch was ignored")
+        for start, rows in self._starts[1:]:
+            self._backward[rows](start, cotangents, *batch)
+        self._end(Tensor(len(self._starts), ms.int32))
         return loss
 
 
-def _accumulate_fn(encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, micro_size: int) -> Callable:
-    """Return `(samples, cut, *batch) -> (loss, whether both passes agreed)`: all of the step but the update."""
-    encode = _encoder(encode_fn)
-    first_grad_fn = ms.value_and_grad(_first_loss(encode, loss_fn), 0, accumulator.optimizer.parameters, has_aux=True)
-
-    def other_loss(cotangents: Tensor, *piece: Any) -> Tensor:
-        return (cotangents * _side_by_side(encode(*piece))).sum(-1).sum()
-
-    other_grad_fn = ms.value_and_grad(other_loss, None, accumulator.optimizer.parameters)
-
-    def accumulate(samples: int, cut: tuple[bool, ...], *batch: Any) -> tuple[Tensor, Tensor]:
-        def cache_piece(cached: Tensor, indices: Tensor, piece: tuple) -> Tensor:
-            return _with_rows(cached, indices, _side_by_side(encode(*piece)))
-
-        rows = ops.arange(-(-samples // micro_size))
-        first_piece = select_rows(rows, cut, batch)
-        # The first piece shows what is to be cached.
-        representations = encode(*first_piece)
+def _encode_fn(encode: Callable, cut: tuple[bool, ...], rows: int) -> Callable:
+    """Return `(start, *batch) -> representations of a piece, side by side`."""
+    def encode_piece(start: Tensor, *batch: Any) -> Tensor:
+        representations = encode(*select_rows(start + ops.arange(rows), cut, batch))
         shapes = tuple([r.shape if isinstance(r, Tensor) else None for r in representations])
         dtypes = tuple([r.dtype if isinstance(r, Tensor) else None for r in representations])
-        require_representations(rows.shape[0], shapes, dtypes)
-        once = _side_by_side(representations)
-        cached = _with_rows(ops.zeros((samples, once.shape[1]), ms.float32), rows, once)
-        cached = over_pieces(cache_piece, cached, 1, samples, micro_size, cut, batch)
+        require_representations(rows, shapes, dtypes)
+        return _side_by_side(representations)
 
-        accumulator._note_piece()
-        (loss, again), (cotangents, gradients) = first_grad_fn(cached, *first_piece)
-        same = _same(once, again, representations[0].dtype)
-        # If the two passes differ, the batch is ignored.
-        weight = ops.where(same, Tensor(rows.shape[0], ms.float32), Tensor(0.0, ms.float32))
+    return encode_piece
 
-        def add(gradients: Gradients, weight: Tensor) -> Tensor:
-            # The gradients of the pieces add up to that of the batch, so each is multiplied by the weight of the batch.
-            return accumulator._add_piece((gradients,), (float(samples),), (weight,))
 
-        def add_piece(taken: Tensor, indices: Tensor, piece: tuple) -> Tensor:
-            partial, gradients = other_grad_fn(ops.gather(cotangents, indices, 0), *piece)
-            weight_of_piece = weight * (indices.shape[0] / rows.shape[0])
-            # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-            return taken + ops.depend(add(gradients, weight_of_piece), partial)
+def _first_fn(encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int, cut: tuple[bool, ...],
+              rows: int) -> Callable:
+    """Return `(first, cached, *batch) -> (loss, whether both passes agreed, its gradient at the representations)`.
 
-        taken = add(gradients, weight)
-        taken = over_pieces(add_piece, taken, 1, samples, micro_size, cut, batch)
-        accumulator._end_microbatch(taken * same.astype(ms.int32), notes=1)
-        return loss.astype(ms.float32), same
+    Rows of the first piece are encoded again, the others are cached: one backward pass gives the gradients of the first
+    piece, of `loss_fn`'s own parameters, and at the representations. Gradients of pieces add up to that of the batch,
+    and each weighs its rows: so they are those of samples / rows times the loss.
+    """
+    def differentiated(cached: Tensor, *piece: Any) -> tuple:
+        representations = encode(*piece)
+        fresh = _side_by_side(representations)
+        whole = ops.concat((fresh, cached[rows:])) if rows < samples else fresh
+        loss = checked_loss(loss_fn(*_apart(whole, representations)), "loss_fn")
+        return accumulator.scaled(loss) * (samples / rows), loss, fresh
 
-    return accumulate
+    grad_fn = ms.value_and_grad(differentiated, 0, accumulator.optimizer.parameters, has_aux=True)
+
+    def first(once: Tensor, cached: Tensor, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        piece = select_rows(ops.arange(rows), cut, batch)
+        (total, loss, again), (cotangents, gradients) = grad_fn(cached, *piece)
+        same = _same(once, again)
+        weight = ops.where(same, Tensor(rows, ms.float32), Tensor(0.0, ms.float32))
+        taken = accumulator.add_piece(gradients, weight, same.astype(ms.int32))
+        return ops.depend(loss, (total, taken)).astype(ms.float32), same, cotangents * (rows / samples)
+
+    return first
+
+
+def _backward_fn(encode: Callable, accumulator: Accumulator, samples: int, cut: tuple[bool, ...],
+                 rows: int) -> Callable:
+    """Return `(start, cotangents, *batch)`, which adds the gradient of one piece."""
+    def differentiated(cotangents: Tensor, *piece: Any) -> Tensor:
+        return (cotangents * _side_by_side(encode(*piece))).sum(-1).sum() * (samples / rows)
+
+    grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters)
+
+    def backward(start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
+        indices = start + ops.arange(rows)
+        partial, gradients = grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
+        return ops.depend(partial, accumulator.add_piece(gradients, float(rows)))
+
+    return backward
+
+
+def _end_fn(accumulator: Accumulator) -> Callable:
+    def end(pieces: Tensor) -> Tensor:
+        accumulator.end_microbatch(pieces)
+        return accumulator.mini_step + 0
+
+    return end
 
 
 def _encoder(encode_fn: Callable) -> Callable:
@@ -193,25 +213,6 @@ def _encoder(encode_fn: Callable) -> Callable:
         return representations if isinstance(representations, tuple) else (representations,)
 
     return encode
-
-
-def _first_loss(encode: Callable, loss_fn: Callable) -> Callable:
-    """Return `(cached, *first piece) -> (loss of the batch, representations of the piece)`.
-
-    Rows of the first piece are encoded again, the others are cached: one backward pass gives the gradients of both.
-    """
-    def first_loss(cached: Tensor, *piece: Any) -> tuple[Tensor, Tensor]:
-        representations = encode(*piece)
-        fresh = _side_by_side(representations)
-        whole = ops.concat((fresh, cached[fresh.shape[0]:])) if fresh.shape[0] < cached.shape[0] else fresh
-        loss = loss_fn(*_apart(whole, representations))
-        if isinstance(loss, Tensor):
-            require_loss(loss.shape, loss.dtype, "loss_fn")
-        else:
-            require_loss(None, None, "loss_fn")
-        return loss, fresh
-
-    return first_loss
 
 
 def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
@@ -234,14 +235,9 @@ def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return parts
 
 
-def _with_rows(cached: Tensor, indices: Tensor, fresh: Tensor) -> Tensor:
-    return ops.tensor_scatter_update(cached, indices.reshape(-1, 1), fresh)
-
-
-def _same(once: Tensor, again: Tensor, dtype: ms.Type) -> Tensor:
-    """Return whether they agree up to rounding: bool Tensor of shape `()`. NaN agrees with anything."""
-    tolerance = 1e-3 if dtype in (ms.float32, ms.float64) else 2e-2
-    return ops.logical_not((once - again).abs().max() > tolerance * once.abs().max())
+def _same(once: Tensor, again: Tensor) -> Tensor:
+    """Return whether they agree up to rounding in 16 bits: bool Tensor of shape `()`. NaN agrees with anything."""
+    return ops.logical_not((once - again).abs().max() > 2e-2 * once.abs().max())
 
 
 @constexpr

@@ -10,7 +10,7 @@ from mindspore import Tensor, ops
 
 Gradients = tuple[Tensor, ...]
 Scalar = Union[float, Tensor]
-Header = tuple[Scalar, ...]  # numbers that travel with gradients
+Numbers = tuple[Scalar, ...]  # what travels with gradients: their weight and other sums
 FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
 _ENLARGED = 2.0**40
 multiply_no_nan = ops.MulNoNan()  # NaN * 0 is 0
@@ -57,9 +57,9 @@ def all_finite(gradients: Gradients) -> Tensor:
     """Return whether no element of any gradient is NaN or infinite: bool Tensor of shape `()`.
 
     Judged by the sum, in float32 at least: one NaN or infinity makes the sum NaN or infinite. Finite gradients fail
-        only if their
-    sum overflows (they are of about 1e35 then, and no update survives them). On CPU this takes 3 % of the time that a
-    test of each element would take. """
+    only if their sum overflows (they are of about 1e35 then, and no update survives them). On CPU this takes 3 % of the
+    time that a test of each element would take.
+    """
     total = 0.0
     for gradient in gradients:
         total = total + _sum(gradient.astype(wider(gradient.dtype, ms.float32))).astype(ms.float32)
@@ -89,30 +89,12 @@ def weighted(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
     return multiply_no_nan(gradient, factor.astype(gradient.dtype)).astype(dtype)
 
 
-def combined(sets: Gradients, factors: tuple[Scalar, ...], dtypes: tuple[ms.Type, ...]) -> Gradients:
-    """Return the sum of several sets of gradients (one after the other in `sets`), each times its factor."""
-    size = len(dtypes)
-    total = ()
-    for t, factor in enumerate(factors):
-        one = mapped(_widened, factor, sets[t * size:(t + 1) * size], dtypes)
-        total = one if t == 0 else mapped(_sum_of_two, None, total, one)
-    return mapped(scaled, 1.0, total, dtypes)
-
-
-def _widened(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
-    return scaled(factor, gradient, wider(dtype, ms.float32))
-
-
-def _sum_of_two(_: None, one: Tensor, other: Tensor) -> Tensor:
-    return one + other
-
-
 def wider(one: ms.Type, other: ms.Type) -> ms.Type:
     """Return the wider of two float dtypes; `other` if both have 16 bits."""
     return other if one in (ms.float16, ms.bfloat16) or other == ms.float64 else one
 
 
-def as_vector(scalars: Header) -> Tensor:
+def as_vector(scalars: Numbers) -> Tensor:
     """Return numbers and Tensors of one element as one float32 Tensor of shape `(n,)`."""
     elements = ()
     for scalar in scalars:

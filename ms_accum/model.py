@@ -4,17 +4,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Optional, Union
 
+import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
-from .accumulate import make_accumulate, prepared
 from .accumulator import Accumulator
-from .arguments import instance_of
+from .arguments import as_weight, instance_of, spelled
 from .batch import positional
+from .boundary import Boundary
+from .differentiate import make_gradients_of, weight_of
+from .distributed.exchange import DataParallel
+from .observer import Observer
 from .optimizers import require_same_parameters, state_of
-from .split import FLAT, layout, layout_of, with_storage_of_its_own
+from .pieces import FLAT, layout, layout_of, with_storage_of_its_own
+from .straight import compiled
+from .train_step import RENAMED, averaging, require_functions
 from .window import AccumulateStep
 
 _NESTED = f"a tuple, list or dict, {FLAT}"
+_TRAIN_STEP = "make_train_step, which schedules its graphs on the host; one graph cannot"
+_GONE = {**RENAMED, "micro_size": f"is gone from TrainOneStepCell; use {_TRAIN_STEP} (there it is called pieces)",
+         "pieces": f"is an option of {_TRAIN_STEP}", "losses": f"is an option of {_TRAIN_STEP}"}
 
 
 class TrainOneStepCell(nn.Cell):
@@ -34,27 +43,30 @@ class TrainOneStepCell(nn.Cell):
 
     Args:
         network: Returns the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`; e.g. an
-            `nn.WithLossCell`. With `losses=2`, a tuple of two; see `make_train_step`.
-        accumulator: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
-            An optimizer may also be given as `optimizer=`.
+            `nn.WithLossCell`.
+        optimizer: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
         accumulate_step: Microbatches in a window, with an optimizer; see `Accumulator`.
-        loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`; see `make_train_step`.
-        micro_size: Number of pieces that each microbatch is cut into, inside the graph; see `make_train_step`.
-        weight_fn: `(*piece) -> weight`: what the network's mean divides by; see `make_train_step`.
-        **options: With an optimizer, further arguments of `Accumulator`, such as `clip_norm`.
+        weight_fn: `(*batch) -> weight`: what the network's mean divides by; see `make_train_step`.
+        clip_norm: With an optimizer; see `Accumulator`. So are the following.
+        loss_scaler: See `Accumulator`.
+        on_nonfinite: See `Accumulator`.
+        reducer: See `Accumulator`.
+        after_update: See `Accumulator`.
+        noise_scale: See `Accumulator`.
+        buffer_dtype: See `Accumulator`.
 
     Inputs:
         The microbatch: Tensors, as for `make_train_step`.
 
     Outputs:
-        The undivided loss: float32 Tensor of shape `()`; with several losses, a tuple of them. With a loss scaler,
-        `(loss, overflow, scale)`, or `(loss, loss, ..., overflow, scale)`, as from
+        The undivided loss: float32 Tensor of shape `()`. With a loss scaler, `(loss, overflow, scale)`, as from
         `mindspore.nn.TrainOneStepWithLossScaleCell`: whether a window was closed and dropped here (bool, `()`), and the
         scale that the loss was multiplied by (float32, `()`).
 
     Attributes:
         accumulator: The accumulator that it feeds.
         optimizer: The accumulator's.
+        before_flush: Functions that `flush` calls first; for callbacks.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -79,68 +91,84 @@ class TrainOneStepCell(nn.Cell):
         3.0 [[1.5 1.5]]
     """
 
+    @spelled(_GONE)
     def __init__(
         self,
         network: nn.Cell,
-        accumulator: Union[nn.Optimizer, Accumulator, None] = None,
+        optimizer: Union[nn.Optimizer, Accumulator],
         accumulate_step: Optional[AccumulateStep] = None,
         *,
-        loss_scaler: Optional[amp.LossScaler] = None,
-        micro_size: int = 1,
         weight_fn: Optional[Callable] = None,
-        **options: Any,
+        clip_norm: Optional[float] = None,
+        loss_scaler: Optional[amp.LossScaler] = None,
+        on_nonfinite: str = "apply",
+        reducer: Optional[DataParallel] = None,
+        after_update: Optional[Callable] = None,
+        noise_scale: Optional[Observer] = None,
+        buffer_dtype: Optional[ms.Type] = None,
     ) -> None:
         # Without a prefix, the network's parameters keep their names.
         super().__init__(auto_prefix=False)
         instance_of("network", network, nn.Cell, "a Cell that returns the loss",
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
-        accumulator, micro_size = prepared(
-            network, accumulator, accumulate_step, options, micro_size, weight_fn, loss_scaler)
+        require_functions(network=network, weight_fn=weight_fn)
+        accumulator = averaging(
+            optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
+            reducer=reducer, after_update=after_update, noise_scale=noise_scale, buffer_dtype=buffer_dtype)
         require_same_parameters(network, accumulator.optimizer)
-        weigh = positional("weight_fn", weight_fn)
-        self.accumulate = make_accumulate(network, accumulator, micro_size, weigh, has_aux=False)
-        self.network = network
-        self.accumulator = accumulator
-        self.optimizer = accumulator.optimizer
-        self.loss_scaler = loss_scaler
+        self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
-        self._flush = _Flush(accumulator)
-        self._before_flush: list[Callable[[], None]] = []  # what callbacks do first
+        self.before_flush: list[Callable[[], None]] = []
+        self._gradients_of = make_gradients_of(network, accumulator, has_aux=False)
+        self._weight_fn = positional("weight_fn", weight_fn)
+        # In graph mode, everything is compiled, the end of a window as well.
+        self._boundaries = {ms.GRAPH_MODE: Boundary(accumulator, compiled), ms.PYNATIVE_MODE: Boundary(accumulator)}
+        # Whether the last call came to its end, and no checkpoint was loaded since, which may hold anything.
+        self._returned, self._loads = False, 0
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """See the class. RuntimeError if an error left a part of a microbatch in the open window."""
+        """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
         if named:
             raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
                             "in the order of the network's, or use make_train_step")
-        layout(batch)
-        count = self.accumulator._count
-        if not count.returned:
-            self.accumulator._prepare()
-        count.forget()
-        count.returned = False
+        samples = layout(batch)[0]
+        self.accumulator.buffers.fix_unit(float(samples))
+        countdown = self.accumulator.countdown
+        countdown.take()
+        if not self._returned or self._loads != countdown.loads:
+            self.accumulator.require_whole()
+            self._boundary_now().settle()
+        self._returned, self._loads = False, countdown.loads
         try:
             result = super().__call__(*map(with_storage_of_its_own, batch))
         except Exception:
             # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
             self.compile_cache.clear()
             raise
-        count.returned = True
+        self._returned = True
         return result
 
     def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class."""
         accumulator = self.accumulator
-        samples, cut = layout_of(tuple([_kind(argument) for argument in batch]))
-        if self.loss_scaler is None:
-            loss = self.accumulate(samples, cut, *batch)
-            return ops.depend(loss, accumulator._close_if_due())
+        if accumulator.loss_scaler is None:
+            loss = self._add(batch)
+            return ops.depend(loss, accumulator.close_if(accumulator.is_full()))
         # Sums, for what is read here must not change with the Parameters.
-        scale = self.loss_scaler.scale_value + 0.0
+        scale = accumulator.loss_scaler.scale_value + 0.0
         skipped = accumulator.skipped + 0
-        loss = ops.depend(self.accumulate(samples, cut, *batch), (scale, skipped))
-        loss = ops.depend(loss, accumulator._close_if_due())
-        losses = loss if accumulator.losses > 1 else (loss,)
-        return *losses, accumulator.skipped > skipped, scale
+        loss = ops.depend(self._add(batch), (scale, skipped))
+        loss = ops.depend(loss, accumulator.close_if(accumulator.is_full()))
+        return loss, accumulator.skipped > skipped, scale
+
+    def _add(self, batch: tuple) -> Tensor:
+        """Add a microbatch. Return its loss."""
+        samples, _ = layout_of(tuple([_kind(argument) for argument in batch]))
+        weight = weight_of(self._weight_fn, samples, batch)
+        loss, _, gradients = self._gradients_of(*batch)
+        self.accumulator.add(gradients, weight)
+        # A weight that is not finite shows.
+        return loss + as_weight(weight) * 0.0 if isinstance(weight, Tensor) else loss
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
         """Refuse to be differentiated: a `Model` with an `optimizer=` would update once more at each microbatch."""
@@ -149,29 +177,19 @@ class TrainOneStepCell(nn.Cell):
                              "trained by another step; give Model(TrainOneStepCell(...)) without an optimizer")
         return super().set_grad(False)
 
-    def flush(self) -> Tensor:
-        """Apply the incomplete window, if one is open. Return whether one was: bool Tensor of shape `()`."""
-        for do in self._before_flush:
+    def flush(self) -> bool:
+        """Apply the incomplete window, if one is open. Return whether one was closed: applied or dropped."""
+        for do in self.before_flush:
             do()
-        finished = self.accumulator._prepare()
-        self.accumulator._count.forget()
-        flushed = self._flush()
-        return Tensor(True) if finished else flushed
+        self._returned = False
+        return self._boundary_now().flush()
 
-
-class _Flush(nn.Cell):
-    """`Accumulator.flush` as a Cell: compiled in graph mode."""
-
-    def __init__(self, accumulator: Accumulator) -> None:
-        super().__init__(auto_prefix=False)
-        self.accumulator = accumulator
-
-    def construct(self) -> Tensor:
-        return self.accumulator.flush()
+    def _boundary_now(self) -> Boundary:
+        return self._boundaries[ms.get_context("mode")]
 
 
 def _kind(argument: Any) -> Any:
-    """What `split.layout_of` has to know of an argument."""
+    """What `pieces.layout_of` has to know of an argument."""
     if isinstance(argument, Tensor):
         return argument.shape
     return _NESTED if isinstance(argument, (tuple, list, dict)) else None

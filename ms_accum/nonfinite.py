@@ -1,4 +1,4 @@
-"""What to do with NaN and infinity in a gradient: apply them, or skip and count them."""
+"""What to do with NaN and infinity in a gradient: apply them, leave out a microbatch, or drop a window."""
 from __future__ import annotations
 
 from typing import Union
@@ -6,80 +6,58 @@ from typing import Union
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
-from .gradients import Gradients, Scalar, all_finite, mapped, multiply_no_nan
+from .gradients import Gradients, Scalar, all_finite
 
 
 @ms.jit_class
-class AnyMicrobatch:
-    """Take every microbatch, without looking at it."""
+class ApplyAll:
+    """Apply everything, without looking at it. The plain case, and the base of the others.
 
-    def bad(self, gradients: Gradients, weight: Scalar) -> Scalar:
-        """Return whether to skip a microbatch on this rank: 0, or a float32 Tensor of shape `()`."""
-        return 0.0
+    Attributes:
+        judges: Whether `accepts` may refuse a window.
+        judges_pieces: Whether `weight` may leave out a piece.
+    """
 
-    def take(self, bad: Scalar) -> Tensor:
-        """Return whether to add it, given the sum of `bad` over all ranks: int32 Tensor of shape `()`."""
-        return Tensor(1, ms.int32)
-
-    def kept(self, taken: Tensor, values: tuple[Scalar, ...]) -> tuple[Scalar, ...]:
-        """Return what to add of a microbatch: its values, or zeros if it is not taken."""
-        return values
-
-
-@ms.jit_class
-class FiniteMicrobatch:
-    """Skip a microbatch whose gradient is not finite; see `AnyMicrobatch` for the methods."""
+    judges = judges_pieces = False
 
     def __init__(self, skipped: Parameter) -> None:
         self.skipped = skipped
 
-    def bad(self, gradients: Gradients, weight: Scalar) -> Tensor:
-        """See `AnyMicrobatch`."""
-        return ops.logical_and(ops.logical_not(all_finite(gradients)), weight != 0).astype(ms.float32)
-
-    def take(self, bad: Tensor) -> Tensor:
-        """See `AnyMicrobatch`."""
-        taken = (bad == 0).astype(ms.int32)
-        ops.assign_add(self.skipped, 1 - taken)
-        return taken
-
-    def kept(self, taken: Tensor, values: tuple[Scalar, ...]) -> tuple[Tensor, ...]:
-        """See `AnyMicrobatch`. Multiplied, for a branch would make every graph wait here on an accelerator."""
-        return mapped(_if_taken, taken, values)
-
-
-@ms.jit_class
-class AnyWindow:
-    """Update with every window, without looking at it."""
-
-    judges = False
+    def weight(self, gradients: Gradients, weight: Scalar) -> tuple[Scalar, Scalar]:
+        """Return the weight that a piece of a microbatch counts with, and whether it is taken: 1 or 0."""
+        return weight, 1
 
     def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:
         """Return whether a window's gradient makes an update: True, or, if it `judges`, a bool Tensor of shape `()`."""
         return True
 
-    def count(self, finite: Union[bool, Tensor]) -> None:
-        """Count the window if it is dropped."""
+
+@ms.jit_class
+class SkipMicrobatch(ApplyAll):
+    """Give a microbatch (or a piece of one) that is not finite the weight 0, and count it in `skipped`.
+
+    A microbatch of which nothing is taken does not count in the window.
+    """
+
+    judges_pieces = True
+
+    def weight(self, gradients: Gradients, weight: Scalar) -> tuple[Tensor, Tensor]:
+        """See `ApplyAll`. What has the weight 0 already is ignored in any case, and is not looked at."""
+        weight = weight * ops.ones_like(self.skipped).astype(ms.float32)  # a Tensor, also of a number
+        taken = ops.logical_or(all_finite((*gradients, weight)), weight == 0)
+        ops.assign_add(self.skipped, 1 - taken.astype(ms.int32))
+        return ops.where(taken, weight, ops.zeros_like(weight)), taken.astype(ms.int32)
 
 
 @ms.jit_class
-class FiniteWindow:
-    """Drop a window whose gradient is not finite; see `AnyWindow` for the methods."""
+class SkipWindow(ApplyAll):
+    """Drop a window whose gradient is not finite. A loss scaler needs it, too."""
 
     judges = True
 
-    def __init__(self, skipped: Parameter) -> None:
-        self.skipped = skipped
-
     def accepts(self, gradients: Gradients) -> Tensor:
-        """See `AnyWindow`."""
+        """See `ApplyAll`."""
         return all_finite(gradients)
 
-    def count(self, finite: Union[bool, Tensor]) -> None:
-        """See `AnyWindow`."""
-        ops.assign_add(self.skipped, 1 - finite.astype(ms.int32) if isinstance(finite, Tensor) else 1 - int(finite))
 
-
-def _if_taken(taken: Tensor, value: Scalar) -> Tensor:
-    value = value if isinstance(value, Tensor) else Tensor(value, ms.float32)
-    return multiply_no_nan(value, taken.astype(value.dtype))
+GUARDS = {"apply": ApplyAll, "skip_microbatch": SkipMicrobatch, "skip_window": SkipWindow}

@@ -4,29 +4,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Union
+from typing import Optional, Union
 
 import mindspore as ms
-from mindspore import Tensor, ops
+import numpy as np
+from mindspore import Parameter, Tensor, ops
 
 from .arguments import LARGEST_INT32, instance_of, number, whole_number
-from .batch_size.adaptive import AdaptiveLength, AdaptiveWindow
-from .batch_size.schedules import Schedule
+from .observer import Observer
 
 
 @dataclass(frozen=True)
 class UntilWeight:
-    """What `until_weight` returns."""
+    """A weight that closes a window. What `until_weight` returns."""
 
     budget: float
     at_most: int
 
 
-AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight, AdaptiveWindow]
+AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight, "LengthChooser"]
 
-_FEW = 4  # more stages are looked up: a kernel for each would cost more
 _COMPARED = (0, *(2**i for i in range(17)))
-_CHECKED = sorted({*range(1001), *(2**i for i in range(31))})
 _REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, "
            "until_weight(65_536) or AdaptiveWindow()")
 
@@ -39,21 +37,20 @@ class Window:
                             = n of the largest start <= update_step              # {start: n}, piecewise constant
                             = max(accumulate_step(update_step), 1)               # callable
                             = at_most                                            # until_weight(budget, at_most)
-                            = what the noise scale asked for                     # AdaptiveWindow()
 
-    `update_step` only changes when a window closes, so a window keeps its length from its first
-    microbatch to its last. The dict form is Lightning's `GradientAccumulationScheduler`, counted in updates
-    instead of epochs; the callable is that of `optax.MultiSteps(every_k_schedule=...)`.
+    `update_step` only changes when a window closes, so a window keeps its length from its first microbatch to its
+    last. The dict form is Lightning's `GradientAccumulationScheduler`, counted in updates instead of epochs; the
+    callable is that of `optax.MultiSteps(every_k_schedule=...)`.
 
     Args:
-        accumulate_step: Microbatches in a window, each >= 1. A callable takes the number of updates done
-            (int32 Tensor of shape `()`) and returns an int or an integer Tensor of shape `()`. It is compiled here, to
-            refuse what graph mode cannot run, and called with 0 to 1000 and the powers of two up to 2**30, to refuse
-            lengths below 1. Elsewhere a length below 1 counts as 1.
+        accumulate_step: As in `Accumulator`. A callable is compiled here, to refuse what graph mode cannot run, and
+            called with 0 and the powers of two up to 2**16, to refuse lengths below 1. Elsewhere a length below 1
+            counts as 1.
 
     Attributes:
-        budget: The weight on each rank that closes the window before it has its length; None: no weight does.
-        adaptive: The state of an `AdaptiveWindow`; None without one.
+        description: The same text for the same lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
+        is_one: Whether each window holds one microbatch.
+        parameters: Its state: none.
 
     Raises:
         TypeError: If `accumulate_step`, or a key or value of it, is not an integer (bool and float included), or the
@@ -61,61 +58,121 @@ class Window:
         ValueError: If a length is below 1, a key is negative, either is above 2**31 - 1, or a dict lacks the key 0.
     """
 
+    parameters: tuple[Parameter, ...] = ()
+
     def __init__(self, accumulate_step: AccumulateStep) -> None:
-        self.schedule, self.samples = None, ()
-        self.stages, self.budget, self.adaptive = ((0, 1),), None, None
-        if accumulate_step is until_weight or accumulate_step is AdaptiveWindow:
-            raise TypeError(f"accumulate_step is {accumulate_step.__name__} itself, expected what it returns; give "
-                            f"{'until_weight(65_536)' if accumulate_step is until_weight else 'AdaptiveWindow()'}, say")
-        if isinstance(accumulate_step, Schedule):
-            raise TypeError("accumulate_step is a whole schedule, expected its lengths; give schedule.accumulate_step, "
-                            "and schedule.learning_rate to the optimizer")
+        self.schedule, self.budget, self.stages = None, None, ((0, 1),)
         if isinstance(accumulate_step, UntilWeight):
             self.stages, self.budget = ((0, accumulate_step.at_most),), accumulate_step.budget
-        elif isinstance(accumulate_step, AdaptiveWindow):
-            self.adaptive, self._choice = AdaptiveLength(accumulate_step), repr(accumulate_step)
+            self.description = f"until_weight({accumulate_step.budget:.9g}, at_most={accumulate_step.at_most})"
         elif isinstance(accumulate_step, Mapping):
             self.stages = _stages("accumulate_step", accumulate_step, _REMEDY)
+            self.description = str(dict(self.stages))
         elif callable(accumulate_step):
-            self.schedule, self.samples = accumulate_step, _sampled(accumulate_step)
+            self.schedule = accumulate_step
+            self.description = f"a function with lengths {_sampled(accumulate_step)}"
         else:
             self.stages = ((0, _length("accumulate_step", accumulate_step, _REMEDY)),)
-
-    def describe(self) -> str:
-        """Return the same text for the same lengths; functions are compared at 0, 1, 2, 4, 8, … 2**16 updates."""
-        if self.schedule is not None:
-            return f"a function with lengths {self.samples}"
-        if self.adaptive is not None:
-            return self._choice
-        if self.budget is not None:
-            return f"until_weight({self.budget:.9g}, at_most={self.stages[0][1]})"
-        return str(dict(self.stages) if len(self.stages) > 1 else self.stages[0][1])
-
-    @property
-    def is_one(self) -> bool:
-        """Whether each window holds one microbatch."""
-        return self.schedule is None and self.adaptive is None and self.stages == ((0, 1),)
+            self.description = str(self.stages[0][1])
+        self.is_one = self.schedule is None and self.stages == ((0, 1),)
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
         if self.schedule is not None:
             return ops.maximum(self.schedule(update_step), ops.ones_like(update_step))
-        if self.adaptive is not None:
-            return self.adaptive.length + 0
-        if len(self.stages) > _FEW:
-            starts, lengths = zip(*self.stages)
-            begun = (Tensor(starts, ms.int32) <= update_step).astype(ms.int32).sum(-1)
-            return ops.gather(Tensor(lengths, ms.int32), begun - 1, 0)
         length = self.stages[0][1]
         for start, stage_length in self.stages[1:]:
             length = ops.where(update_step >= start, stage_length, length)
         return length
 
+    def share(self, ranks: int) -> None:
+        """Let the weights of so many ranks count together: the budget is that of one of them."""
+        if self.budget is not None:
+            self.budget *= ranks
+
+    def is_full(self, mini_step: Tensor, update_step: Tensor, weight_sum: Tensor) -> Tensor:
+        """Return whether a window of so many microbatches and this weight is full: bool Tensor of shape `()`."""
+        full = mini_step >= self.length(update_step)
+        if self.budget is not None:
+            full = ops.logical_or(full, weight_sum >= self.budget)
+        return full
+
     def host_length(self, update_step: int) -> int:
-        """Return what `length` returns, as an int; a schedule is run op by op, and `adaptive` waits for the device."""
-        if self.schedule is not None or self.adaptive is not None:
+        """Return what `length` returns, as an int; a schedule is run op by op."""
+        if self.schedule is not None:
             return int(self.length(Tensor(update_step, ms.int32)))
         return next(length for start, length in reversed(self.stages) if start <= update_step)
+
+    def missing(self, mini_step: int, update_step: int, weight_sum: Parameter) -> int:
+        """Return how many microbatches a window needs, at least, until it is full; 0 if it is. For the host."""
+        missing = self.host_length(update_step) - mini_step
+        if self.budget is not None:  # any one may bring the weight; compared as the device does
+            missing = min(missing, int(weight_sum.asnumpy() < np.float32(self.budget)))
+        return max(missing, 0)
+
+    def closes_after(self, microbatches: int, update_step: int, weights: np.ndarray) -> bool:
+        """Return whether so many microbatches, made of pieces of these weights (float32), fill a window. For the host.
+        """
+        full = microbatches >= self.host_length(update_step)
+        return full or (self.budget is not None and bool(np.add.accumulate(weights)[-1] >= np.float32(self.budget)))
+
+    def length_after(self, update_step: int) -> Optional[int]:
+        """Return what an empty window needs, at least, after so many updates; None if only the device knows."""
+        return self.host_length(update_step) if self.budget is None else 1
+
+
+@ms.jit_class
+class HostLength:
+    """A window whose length the host chooses between windows; `AdaptiveWindow` makes one. See `Window`.
+
+    Attributes:
+        parameters: Its state.
+        chosen: The present length: int32 Parameter of shape `()`.
+    """
+
+    is_one, budget = False, None
+
+    def share(self, ranks: int) -> None:
+        """See `Window`: lengths count the microbatches of each rank."""
+
+    def is_full(self, mini_step: Tensor, update_step: Tensor, weight_sum: Tensor) -> Tensor:
+        """Refuse to decide in a graph, where the length would never change."""
+        raise RuntimeError(f"{self.description} lets the host choose the length of each window, which a graph cannot; "
+                           "give it to make_train_step")
+
+    def missing(self, mini_step: int, update_step: int, weight_sum: Parameter) -> int:
+        """See `Window`."""
+        return max(self.host_length(update_step) - mini_step, 0)
+
+    def closes_after(self, microbatches: int, update_step: int, weights: np.ndarray) -> bool:
+        """See `Window`."""
+        return microbatches >= self.host_length(update_step)
+
+    def length_after(self, update_step: int) -> None:
+        """See `Window`: to choose it now would wait for the update."""
+
+
+class LengthChooser:
+    """An `accumulate_step` that lets the host choose."""
+
+    def bind(self, noise_scale: Optional[Observer], prefix: str) -> tuple[HostLength, Observer]:
+        """Return the window of an accumulator, and the observer that it reads: the user's, if there is one."""
+        raise NotImplementedError
+
+
+def bind_window(accumulate_step: AccumulateStep, noise_scale: Optional[Observer],
+                prefix: str) -> tuple[Union[Window, HostLength], Observer]:
+    """Return the window of an accumulator, and the observer to bind. TypeError or ValueError if they are none."""
+    if noise_scale is not None:
+        instance_of("noise_scale", noise_scale, Observer, "a GradientNoiseScale, or None")
+    if isinstance(accumulate_step, type) or accumulate_step is until_weight:
+        raise TypeError(f"accumulate_step is {accumulate_step.__name__} itself, expected what it returns; call it "
+                        "with parentheses")
+    if isinstance(accumulate_step, LengthChooser):
+        window, observer = accumulate_step.bind(noise_scale, prefix)
+    else:
+        window, observer = Window(accumulate_step), noise_scale or Observer()
+    return window, observer
 
 
 def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
@@ -124,14 +181,12 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
     For microbatches of uneven weight (tokens, say): updates then stand for about the same number of tokens each, not of
     microbatches. The weights are those of `weight_fn`, or the numbers of samples; with several losses, those of the
     first one. A window holds at least one microbatch, and it is not cut: it may exceed the budget by less than its last
-    microbatch. Learning rates count updates, as always.
+    microbatch.
 
-    With several ranks, the budget is that of one rank. With `sync="window"`, each rank closes a window when its own
-    share is full, and the exchange makes one update of all; ranks may differ in their numbers of microbatches. With
-    `sync="microbatch"`, it closes when the weights of all ranks reach `budget` times their number; with `sync="node"`,
-    the same for the ranks of each node.
+    The budget is that of one rank. Where ranks exchange each microbatch, a window closes when their weights together
+    reach `budget` times their number; else each rank closes its share of a window when that is full.
 
-    With `strategy="split"`, the host reads the window's weight after each microbatch, which waits for the device.
+    A train step of `make_train_step` reads the window's weight after each microbatch, which waits for the device.
 
     Args:
         budget: Weight > 0.
@@ -139,9 +194,7 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If an argument is out of range. When the Accumulator is made, with `reduction="sum"`, which does not
-            add up weights, or on several ranks with `sync="window"` and `on_nonfinite="skip_microbatch"`, where ranks
-            have to close their windows after the same number of microbatches.
+        ValueError: If an argument is out of range.
 
     Example:
         >>> import numpy as np, mindspore as ms
@@ -171,11 +224,10 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
 def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
     """Convert a schedule of epochs to one of updates, for `Accumulator(accumulate_step=...)`.
 
-        accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # from the sixth epoch on, 4 microbatches in a
-        window
+        accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # windows of 4 from the sixth epoch on
 
-    It is exact if every epoch has `microbatches` microbatches on each rank and ends in a
-    flush, and as long as no window is skipped: a skipped window does not count as an update.
+    It is exact if every epoch has `microbatches` microbatches on each rank and ends in a flush, and as long as no
+    window is skipped: a skipped window does not count as an update.
 
     Args:
         schedule: `{epoch: n}`: from this epoch on (counted from 0), n microbatches in a window; holds 0.
@@ -232,8 +284,6 @@ def _sampled(schedule: Callable) -> tuple[int, ...]:
                         "define it with `def`, on tensors, without NumPy or print") from error
     if isinstance(first, Tensor) and first.shape != ():
         raise TypeError(f"{name} returned a Tensor of shape {first.shape} for update 0, expected shape (); {_REMEDY}")
-    for update in _CHECKED:  # op by op: a compiled branch takes 0.3 ms, on a busy machine 7
-        _scheduled(schedule, update, name)
     return tuple(_scheduled(compiled, update, name) for update in _COMPARED)
 
 

@@ -211,7 +211,7 @@ def refusals():
     for module, arguments, message in [
         (run, "--suite speed", r"run\.py: error: argument --suite: invalid choice: 'speed'.*\n"),
         (run, "--suite mlp --rounds 0", r"run\.py: error: argument --rounds: expected a whole number from 1, got '0'\n"),
-        (run, "--suite mlp --contestants fused,fast",
+        (run, "--suite mlp --contestants split,fast",
          r"run\.py: error: argument --contestants: unknown contestant 'fast'; choose from floor, .*\n"),
         (run, "--suite memory --contestants boost",
          r"run\.py: error: argument --contestants: 'boost' is not in suite memory; choose from undivided, .*\n"),

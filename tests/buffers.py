@@ -1,4 +1,4 @@
-"""Print how much emptying the buffers makes resident memory grow, over their size: by `reset`, by `zeros_like`; then names."""
+"""Print by how much emptying the buffers makes memory grow, over their size: by `reset`, `zeros_like`; then names."""
 import resource
 from pathlib import Path
 
@@ -13,7 +13,7 @@ small = nn.SGD([Parameter(Tensor([0.0]), name=f"w{i}") for i in range(2)], 0.1)
 names = [p.name for _ in range(2) for p in Accumulator(small, 2).parameters]
 weights = ParameterTuple([Parameter(Tensor(np.ones((16 + i) * 2**18), ms.float32), name=f"p{i}") for i in range(12)])
 accumulator = Accumulator(nn.SGD(weights, 0.1), 2)
-buffers = ParameterTuple([p for p in accumulator.parameters if p.name.partition(".")[2] in {w.name for w in weights}])
+buffers = accumulator.buffers.parameters
 for buffer in buffers:
     buffer.set_data(Tensor(np.ones(buffer.shape), buffer.dtype))  # touched: resident from here on
 
@@ -39,5 +39,5 @@ for empty in (reset, zeros_like):
     before = resident()
     for _ in range(4):
         empty().asnumpy()
-    print((resident() - before) / sum(p.size * 4 for p in weights))
+    print((resident() - before) / accumulator.buffers.nbytes)
 print(*names)

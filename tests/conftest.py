@@ -83,7 +83,7 @@ setattr(*_GRADIENT, _noting(getattr(*_GRADIENT)))
 
 
 def recover():
-    """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next one, but not the one after."""
+    """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next one, not the one after."""
     size = next(_sizes)
     with suppress(RuntimeError), pytest.MonkeyPatch.context() as patch:
         patch.delenv("MS_JIT", raising=False)  # 0 turns compilation off
@@ -135,10 +135,10 @@ def mode(request, mode_named):
     return mode_named(request.param)
 
 
-def in_modes(cases, compiled):
-    """Return pytest.params `(mode, *case)`: all op by op; compiled, those in `compiled`, and the others with -m slow."""
-    return [pytest.param(mode, *case, marks=[pytest.mark.slow] if mode == "jit" and case not in compiled else [])
-            for case in cases for mode in ("jit", "pynative")]
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Let what compiles itself run op by op, by MindSpore's own switch."""
+    monkeypatch.setenv("MS_JIT", "0")
 
 
 def compiled_graphs():
@@ -200,7 +200,7 @@ class Counting(nn.Cell):
     def __init__(self, weights):
         super().__init__()
         self.parameters = weights
-        self.seen = ParameterTuple([Parameter(Tensor(np.zeros(p.shape), p.dtype), name=f"seen.{p.name}") for p in weights])
+        self.seen = ParameterTuple([Parameter(Tensor(np.zeros(p.shape), p.dtype), f"seen.{p.name}") for p in weights])
         self.calls = Parameter(Tensor(0, ms.int32), name="calls")
 
     def construct(self, grads):

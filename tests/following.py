@@ -1,19 +1,15 @@
-"""A run of a driver that is held against the oracle at every call, and the small pieces that tests of drivers are made of."""
+"""What tests of drivers are made of: how they run, forward functions, and an optimizer that keeps what it was given."""
 import os
 from contextlib import contextmanager, nullcontext
 
-import mindspore as ms
 import numpy as np
 import pytest
-import reference
-from conftest import MLP, Counting, batches, difference, tensors, values
-from mindspore import ParameterTuple, Tensor, nn
+from conftest import Counting, values
+from mindspore import ParameterTuple, nn
 
-from ms_accum import Accumulator, TrainOneStepCell, make_train_step
+from ms_accum import Accumulator, make_train_step
 
-SIZES = [6, 6, 7, 6, 7, 6, 2]
-IGNORE = -100
-LOSS = nn.CrossEntropyLoss(ignore_index=IGNORE)
+LOSS = nn.CrossEntropyLoss()
 
 
 @contextmanager
@@ -25,72 +21,13 @@ def op_by_op():
 
 
 def run_as(mode):
-    """Compiled or not, for the names in `conftest.MODES`; "graph" is GRAPH_MODE, for Cells too."""
+    """Compiled or not, for the names in `conftest.MODES`."""
     assert mode == "pynative" or "MS_JIT" not in os.environ
     return op_by_op() if mode == "pynative" else nullcontext()
 
 
-def forward_of(network, aux=None):
-    """The forward function of a classifier: the loss, and with `aux` ("rows" or "tuple") something besides."""
-    def forward_fn(x, y):
-        logits = network(x)
-        loss, right = LOSS(logits, y), logits.argmax(1) == y
-        if aux == "tuple":
-            return loss, (logits, right.astype(ms.float32).mean(), x * 2, y, right)
-        return loss if aux is None else (loss, logits)
-
-    return forward_fn
-
-
-def make_driver(driver, network, acc, aux=None, **options):
-    """A train step of the strategy `driver`, or a TrainOneStepCell."""
-    if driver == "cell":
-        return TrainOneStepCell(nn.WithLossCell(network, LOSS), acc, **options)
-    return make_train_step(forward_of(network, aux), acc, strategy=driver, has_aux=aux is not None, **options)
-
-
-def require_aux(aux, parameters, x, y):
-    """Rows in the order of the batch, scalars as the mean over it, in the form and dtypes of a piece's aux."""
-    rows = aux if isinstance(aux, Tensor) else aux[0]
-    _, logits = reference.network(parameters, x)
-    np.testing.assert_allclose(rows.asnumpy(), logits, rtol=1e-5, atol=1e-5)  # MindSpore's tanh is off by up to 7e-6
-    if isinstance(aux, tuple):
-        expected = logits.argmax(1) == y
-        assert float(aux[1]) == pytest.approx(expected.mean(), rel=1e-6)
-        assert (aux[2].asnumpy() == x.astype(np.float32) * 2).all()
-        assert (aux[3].asnumpy().tolist(), aux[3].dtype) == (y.tolist(), ms.int32)
-        assert (aux[4].asnumpy().tolist(), aux[4].dtype) == (expected.tolist(), ms.bool_)
-
-
-def follow(driver="fused", sizes=SIZES, accumulate_step=2, clip_norm=0.7, epochs=1, aux=None, after_epoch=None, **options):
-    """Train with a driver and the oracle; compare losses, aux and counters at every call, return the parameters' difference."""
-    network = MLP()
-    acc = Accumulator(nn.Momentum(network.trainable_params(), 0.1, 0.9), accumulate_step, clip_norm, reduction="mean")
-    train_step = make_driver(driver, network, acc, aux, **options)
-    oracle = reference.Accumulation(values(network.trainable_params()), reference.SGD(0.1, 0.9), accumulate_step, "mean", clip_norm)
-    for _ in range(epochs):
-        for x, y in batches(sizes):
-            before = values(network.trainable_params())
-            result = train_step(*tensors(x, y))
-            loss = result[0] if isinstance(result, tuple) else result
-            if aux is not None:
-                require_aux(result[1], before, x, y)
-            expected, gradients = reference.loss_and_gradients(oracle.parameters, x, y)
-            oracle(gradients, len(x))
-            assert float(loss) == pytest.approx(expected, rel=1e-5)
-            assert (int(acc.mini_step), int(acc.update_step)) == (oracle.mini_step, oracle.update_step)
-        assert bool(train_step.flush()) == oracle.flush()
-        assert not bool(train_step.flush())
-        assert (int(acc.mini_step), int(acc.update_step)) == (0, oracle.update_step)
-        if after_epoch is not None:
-            after_epoch()
-    if clip_norm is not None:
-        assert float(acc.grad_norm) == pytest.approx(oracle.grad_norm, rel=1e-5, nan_ok=True)
-    return difference(values(network.trainable_params()), oracle.parameters)
-
-
 def counting(network, accumulate_step=1, **options):
-    """An accumulator whose optimizer keeps the gradient it was given."""
+    """An accumulator whose optimizer keeps the gradient it was given, and updates nothing."""
     options.setdefault("reduction", "mean")
     return Accumulator(Counting(ParameterTuple(network.trainable_params())), accumulate_step, **options)
 

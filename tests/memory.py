@@ -34,9 +34,9 @@ def growth(kind, samples, pieces, steps=1):
     before = peak()
     acc = Accumulator(nn.SGD(TOKEN.trainable_params(), 0.1), 1, reduction="mean")
     if kind == "cached":
-        step = make_grad_cache_step(encode, contrast, acc, micro_size=pieces)
+        step = make_grad_cache_step(encode, contrast, acc, pieces=pieces)
     else:
-        step = make_train_step(contrast_of, acc, micro_size=pieces)
+        step = make_train_step(contrast_of, acc, pieces=pieces)
     for _ in range(steps):
         float(step(Tensor(np.random.default_rng(0).random((samples, 64, 32), np.float32))))
     return peak() - before

@@ -7,7 +7,7 @@ from mindspore import nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
 
-from ms_accum import Accumulator, TrainOneStepCell
+from ms_accum import TrainOneStepCell
 
 SIZES = [6, 6, 6, 6, 2]
 RATES = [0.3, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001]
@@ -19,9 +19,15 @@ def rate_of(updates):
 
 def dataset(sizes=SIZES, broken=None):
     """The microbatches of `conftest.batches`, ragged as they are; the one numbered `broken` is NaN."""
-    rows = [(x.astype(np.float32), y.astype(np.int32)) for x, y in batches(sizes)]
+    rows = batches(sizes)
     if broken is not None:
         rows[broken][0][:] = np.nan
+    return dataset_of(rows)
+
+
+def dataset_of(rows):
+    """Microbatches as a dataset."""
+    rows = [(x.astype(np.float32), y.astype(np.int32)) for x, y in rows]
     return GeneratorDataset(rows, ["x", "y"], shuffle=False)
 
 
@@ -57,14 +63,14 @@ def make_cell(accumulate_step=2, clip_norm=0.7, learning_rate=0.1, on_nonfinite=
     network = MLP()
     optimizer = nn.Momentum(network.trainable_params(), learning_rate, 0.9)
     hook = None if after_update is None else after_update(network)
-    acc = Accumulator(optimizer, accumulate_step, clip_norm, reduction="mean", on_nonfinite=on_nonfinite, after_update=hook)
-    return network, TrainOneStepCell(nn.WithLossCell(network, LOSS), acc, **options)
+    return network, TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, accumulate_step, clip_norm=clip_norm,
+                                     on_nonfinite=on_nonfinite, after_update=hook, **options)
 
 
 def trained_oracle(network, epochs, sizes=SIZES, accumulate_step=2, clip_norm=0.7, learning_rate=0.1):
     """The oracle after the same epochs, and the losses of its microbatches."""
-    oracle = reference.Accumulation(values(network.trainable_params()), reference.SGD(learning_rate, 0.9), accumulate_step, "mean",
-                                    clip_norm)
+    optimizer = reference.SGD(learning_rate, 0.9)
+    oracle = reference.Accumulation(values(network.trainable_params()), optimizer, accumulate_step, "mean", clip_norm)
     losses = []
     for _ in range(epochs):
         for x, y in batches(sizes):

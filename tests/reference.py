@@ -127,7 +127,7 @@ class Accumulation:
 
 
 class LocalUpdates:
-    """Ranks that train by themselves, each an `Accumulation` with windows of one batch, and their outer steps (DiLoCo)."""
+    """Ranks that train by themselves, each an `Accumulation` with windows of one, and their outer steps (DiLoCo)."""
 
     def __init__(self, ranks, every, rate, momentum):
         self.ranks, self.every, self.rate, self.momentum = ranks, every, rate, momentum
@@ -135,7 +135,7 @@ class LocalUpdates:
         self.velocity = [np.zeros_like(p) for p in self.parameters]
 
     def epoch(self, batches):
-        """`batches`: those of each rank. A rank takes part in a round until it has made `every` updates or has no data."""
+        """`batches`: of each rank, which takes part in a round until it has made `every` updates or is at its end."""
         left = [list(batches_of_rank) for batches_of_rank in batches]
         while any(left):
             moved = []
@@ -159,8 +159,8 @@ class LocalUpdates:
 
 
 def noise_and_signal(windows, decay=1.0):
-    """S and |G|² of the gradient noise scale from windows of (gradient, weight), straight from the definitions: the weighted variance
-    of the gradients about their mean, and what of that mean's squared norm is not noise."""
+    """S and |G|² of the gradient noise scale from windows of (gradient, weight), straight from the definitions: the
+    weighted variance of the gradients about their mean, and what of that mean's squared norm is not noise."""
     totals = np.zeros(3)
     for window in windows:
         others = len(window) - 1
@@ -173,7 +173,7 @@ def noise_and_signal(windows, decay=1.0):
 
 
 class AdaptiveLength:
-    """The lengths of windows that follow the noise scale; `close` takes what `noise_and_signal` does, of one window of all ranks."""
+    """Lengths of windows that follow the noise scale; `close` takes one window of all ranks, as `noise_and_signal`."""
 
     def __init__(self, minimum, maximum, target):
         self.minimum, self.maximum, self.target = minimum, maximum, target

@@ -86,32 +86,25 @@ def test_the_page_on_many_ranks_has_the_records_figures():
     assert [row for row in paper if row not in page] == []
 
 
-def test_the_notes_on_overlap_have_the_records_figures():
-    notes = (BENCHMARKS / "NOTES.md").read_text(encoding="utf-8")
-    rows = run("overlap.py", "--table").splitlines()
-    assert len(rows) == 2 + 3
-    assert [row for row in rows if row not in notes] == []
-
-
 def test_a_suite_and_its_report(tmp_path):
     """One contestant agrees, one disagrees, one has no package, and one brings its process down; the report needs the record alone."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')", encoding="utf-8")
     (tmp_path / "jax.py").write_text("import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)",
                                      encoding="utf-8")
-    names = "fused,wrong-denominator,pytorch-eager,jax-scan"
+    names = "split,wrong-denominator,pytorch-eager,jax-scan"
     summary, record = quick("mlp", tmp_path, "--contestants", names, before=str(tmp_path))
     (group,) = summary["groups"].values()
     assert group["base"] in ("floor", "floor-branch")
-    assert group["ratios"]["fused"] > 0
+    assert group["ratios"]["split"] > 0
     assert {name: group["status"][name] for name in names.split(",")} == {
-        "fused": "agreed", "wrong-denominator": "disagreed", "pytorch-eager": "skipped", "jax-scan": "crashed"}
+        "split": "agreed", "wrong-denominator": "disagreed", "pytorch-eager": "skipped", "jax-scan": "crashed"}
     assert re.search(r"parameters differ by \S+ after 3 windows, allowed 1e-05", group["messages"]["wrong-denominator"])
     assert group["messages"]["pytorch-eager"] == "package torch is not installed"
     assert group["messages"]["jax-scan"] == "jax went wrong.so (exit status 7)"
     contestants = record["groups"][0]["contestants"]
-    assert contestants["fused"]["difference"] <= 1e-5
-    assert len(contestants["fused"]["samples"]) == 3
-    assert contestants["fused"]["state_bytes"] / contestants["fused"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
+    assert contestants["split"]["difference"] <= 1e-5
+    assert len(contestants["split"]["samples"]) == 3
+    assert contestants["split"]["state_bytes"] / contestants["split"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
     assert "samples" not in contestants["wrong-denominator"]
 
     assert {"date", "commit", "cores", "memory_gib", "versions", "command", "groups"} <= record.keys()
@@ -122,15 +115,15 @@ def test_a_suite_and_its_report(tmp_path):
     printed = run("report.py", tmp_path / "mlp.json", "--output", tmp_path)
     table = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert printed.strip() == table.strip()
-    assert re.search(r"^\|\*\*fused\*\*\|[\d.]+\|", table, re.MULTILINE)
+    assert re.search(r"^\|\*\*split\*\*\|[\d.]+\|", table, re.MULTILINE)
     assert "wrong-denominator: disagreed: parameters differ" in table
     assert not (tmp_path / "report.png").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("suite", "names"), [
-    ("memory", "fused"), ("strategies", "undivided,split,split-in-step"), ("mnist", "reference,tutorial-loop"),
-    ("scaling", "fused,update-only"),
+    ("memory", "split"), ("strategies", "undivided,split,split-in-step"), ("mnist", "reference,tutorial-loop"),
+    ("scaling", "split,update-only"),
     ("skipping", "skip-window,skip-microbatch"), ("distributed", "window,microbatch,shard,wrong-denominator")])
 def test_every_suite(tmp_path, suite, names):
     """All agree, but for a wrong divisor; the parts of the other suites are tested above."""
@@ -144,7 +137,7 @@ def test_every_suite(tmp_path, suite, names):
     if suite == "memory":  # a window as one batch grows the process at least by that batch
         undivided = first["undivided"]
         assert undivided["samples"][0] > undivided["data_bytes"] == 8 * 1024 * 784 * 4
-        assert all(group["contestants"]["fused"]["samples"][0] > 0 for group in record["groups"])
+        assert all(group["contestants"]["split"]["samples"][0] > 0 for group in record["groups"])
     elif suite == "strategies":
         weighed = next(group["contestants"] for group in record["groups"] if "piece" in group)
         assert weighed.keys() == {"undivided", "split", "split-in-step", "tutorial"}
@@ -153,10 +146,10 @@ def test_every_suite(tmp_path, suite, names):
         assert weighed["undivided"]["growth"][0] > weighed["undivided"]["data_bytes"] == 4 * 512 * 784 * 4
     elif suite == "scaling":
         printed = run("report.py", tmp_path / "scaling.json", "--output", tmp_path)
-        sampled = [[group["contestants"][name]["samples"][0] for name in ("fused", "update-only", group["base"])]
+        sampled = [[group["contestants"][name]["samples"][0] for name in ("split", "update-only", group["base"])]
                    for group in record["groups"][:2]]
-        shares = "|".join(f"{(fused - update) / base:.2f}" for fused, update, base in sampled)
-        assert f"|fused less update-only|{shares}|" in printed
+        shares = "|".join(f"{(split - update) / base:.2f}" for split, update, base in sampled)
+        assert f"|split less update-only|{shares}|" in printed
     elif suite == "distributed":  # a window's exchange is one of N; a shard is a half
         assert first["alone"]["collectives"] == 0
         window, microbatch, shard = (last[name] for name in ("window", "microbatch", "shard"))

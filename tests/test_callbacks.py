@@ -8,16 +8,117 @@ import numpy as np
 import pytest
 import reference
 from conftest import MLP, batches, difference, tensors, values
-from following import LOSS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mindspore import Tensor, amp, nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, LearningRateScheduler, LossMonitor, Model, ReduceLROnPlateau
-from model_runs import SIZES, Recorder, TwoCells, dataset, make_cell, train, trained_oracle
+from model_runs import SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
 
 COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped"]
-RAGGED = [6, 6, 7, 6, 2]
+
+
+class Oracle(reference.Accumulation):
+    """The oracle, which keeps the weight of the last window."""
+
+    def apply(self):
+        self.weight = sum(weight for weight, _ in self.window)
+        super().apply()
+
+
+class Meddling(Callback):
+    """Resets or flushes after some microbatches."""
+
+    def __init__(self, cell, acts):
+        self.acts, self.functions = acts, {"reset": cell.accumulator.reset, "flush": cell.flush}
+
+    def on_train_step_end(self, run_context):
+        act = self.acts.get(run_context.original_args().cur_step_num)
+        if act:
+            self.functions[act]()
+
+
+def expected_rows(oracle, epochs, acts):
+    """What `WindowLog` writes: the oracle's windows, and the mean loss of the microbatches that were seen."""
+    rows, seen, microbatch = [], [], 0
+    for epoch, data in enumerate(epochs, 1):
+        for i, (x, y) in enumerate(data, 1):
+            microbatch += 1
+            act = "flush" if i == len(data) else acts.get(microbatch)
+            loss, gradients = reference.loss_and_gradients(oracle.parameters, x, y)
+            if oracle.on_nonfinite != "skip_microbatch" or not np.isnan(loss):
+                seen.append((loss, len(x)))
+            if oracle(gradients, len(x)) or (act == "flush" and oracle.flush()):
+                losses, weights = zip(*seen or [(0, 1)])
+                rows.append([epoch, microbatch, oracle.update_step, np.average(losses, weights=weights), oracle.weight,
+                             oracle.grad_norm, oracle.skipped])
+                seen = []
+            elif act == "reset":
+                oracle.reset()
+                seen = []
+    return rows
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_a_row_for_each_window_and_a_call_for_each_update(data):
+    """As the oracle has them, with FlushCallback before or behind.
+
+    The window that is open when the training begins has its whole weight, and the mean loss of what was seen.
+    """
+    draw = data.draw
+    length = draw(st.sampled_from([1, 2, 3, {0: 2, 2: 3}]))
+    on_nonfinite = draw(st.sampled_from(["apply", "skip_microbatch", "skip_window"]))
+    _, cell = make_cell(length, on_nonfinite=on_nonfinite)
+    oracle = Oracle(values(cell.optimizer.parameters), reference.SGD(0.1, 0.9), length, "mean", 0.7, on_nonfinite)
+    for x, y in batches(draw(st.lists(st.integers(1, 7), max_size=3))):
+        cell(*tensors(x, y))
+        oracle(reference.loss_and_gradients(oracle.parameters, x, y)[1], len(x))
+    epoch = batches(draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)), seed=2)
+    if on_nonfinite != "apply":
+        epoch[draw(st.integers(0, len(epoch) - 1))][0][:] = np.nan
+    acts = draw(st.dictionaries(st.integers(1, 2 * len(epoch)), st.sampled_from(["reset", "flush"]), max_size=3))
+    inner, outer, rows, updates = Recorder(), Recorder(), [], oracle.update_step
+    callbacks = [FlushCallback(), WindowLog(rows.append)][::draw(st.sampled_from([1, -1]))]
+    train(cell, *callbacks, Meddling(cell, acts), PerUpdate(inner), outer, epochs=2, data=dataset_of(epoch))
+    expected = expected_rows(oracle, 2 * [epoch], acts)
+    assert all(list(row) == COLUMNS for row in rows)
+    np.testing.assert_allclose([list(row.values()) for row in rows], expected, rtol=1e-4)
+    assert difference(values(cell.optimizer.parameters), oracle.parameters) <= 1e-5
+    assert inner.steps == [*range(updates + 1, oracle.update_step + 1)]
+    assert outer.steps == [*range(1, 2 * len(epoch) + 1)], "the run's own count is put back"
+    assert inner.events == outer.events == ["begin", *2 * ["epoch begin", "epoch end"], "end"]
+
+
+def test_rows_of_a_file(mode_named):
+    """Compiled. Negative control of the test above: losses and norms differ from window to window."""
+    mode_named("graph")
+    train(make_cell()[1], FlushCallback(), WindowLog("windows.csv"), epochs=2)
+    with open("windows.csv", newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    assert header == COLUMNS
+    rows = np.array(rows, float)
+    assert rows[:, [0, 1, 2, 4]].tolist() == [[1, 2, 1, 12], [1, 4, 2, 12], [1, 5, 3, 2],
+                                              [2, 7, 4, 12], [2, 9, 5, 12], [2, 10, 6, 2]]
+    assert len({*rows[:, 3]}) == len({*rows[:, 5]}) == 6
+
+
+def test_a_loss_scale_is_a_column_and_rows_go_into_mindspores_summary_record():
+    rows = []
+    with ms.SummaryRecord("summary") as summary:
+        def write(row):
+            rows.append(row)
+            for name in ("loss", "grad_norm", "weight"):
+                summary.add_value("scalar", name, Tensor(row[name], ms.float32))
+            assert summary.record(row["update_step"])
+        train(make_cell(loss_scaler=amp.DynamicLossScaler(8.0, 2, 1))[1], WindowLog(write), data=dataset([4] * 4))
+    assert [list(row) for row in rows] == [[*COLUMNS, "loss_scale"]] * 2
+    assert [row["loss_scale"] for row in rows] == [16.0, 32.0]
+    (file,) = os.listdir("summary")
+    with open(f"summary/{file}", "rb") as events:
+        assert events.read().count(b"grad_norm") == 2
 
 
 def test_per_update_shows_the_optimizer():
@@ -34,17 +135,6 @@ def test_per_update_shows_the_optimizer():
     assert float(cell.optimizer.learning_rate) == 0.125
 
 
-@pytest.mark.parametrize("flush_first", [True, False])
-def test_per_update_calls_once_for_each_update(flush_first):
-    _, cell = make_cell(accumulate_step={0: 1, 2: 3})
-    inner, outer = Recorder(), Recorder()
-    callbacks = [FlushCallback(), PerUpdate(inner)]
-    train(cell, *(callbacks if flush_first else callbacks[::-1]), outer, epochs=2)
-    assert inner.steps == [1, 2, 3, 4, 5]
-    assert outer.steps == list(range(1, 11)), "the run's own count is put back"
-    assert inner.events == outer.events == ["begin", "epoch begin", "epoch end", "epoch begin", "epoch end", "end"]
-
-
 class StopAfterThree(Callback):
     """Stops in the middle of an epoch; notes what is in the open window at each test."""
 
@@ -59,24 +149,25 @@ class StopAfterThree(Callback):
         self.open_windows.append(int(self.cell.accumulator.mini_step))
 
 
-def test_flush_after_a_stop_in_mid_epoch_comes_before_the_test():
+@pytest.mark.parametrize("tested", [True, False])
+def test_flush_after_a_stop_in_mid_epoch(tested):
+    """Before the test, if there is one."""
     network, cell = make_cell()
     oracle, _ = trained_oracle(network, 1, sizes=SIZES[:3])
     stop = StopAfterThree(cell)
-    model = Model(cell, eval_network=nn.WithEvalCell(network, LOSS), eval_indexes=[0, 1, 2], metrics={"loss"})
-    model.fit(4, dataset(), dataset([8]), callbacks=[FlushCallback(), stop], dataset_sink_mode=False, valid_dataset_sink_mode=False)
-    assert stop.open_windows == [0]
+    model = Model(cell, eval_network=nn.WithEvalCell(network, nn.CrossEntropyLoss()), eval_indexes=[0, 1, 2],
+                  metrics={"loss"})
+    if tested:
+        model.fit(4, dataset(), dataset([8]), callbacks=[FlushCallback(), stop], dataset_sink_mode=False,
+                  valid_dataset_sink_mode=False)
+    else:
+        train(cell, FlushCallback(), stop, epochs=4)
+    assert stop.open_windows == [0] * tested
     assert int(cell.accumulator.update_step) == 2
     assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
-    cell(*tensors(*batches([6])[0]))  # negative control: a test of its own is none of the training's, and flushes nothing
+    cell(*tensors(*batches([6])[0]))  # negative control: a test of its own is none of the training's
     model.eval(dataset([8]), callbacks=[FlushCallback()], dataset_sink_mode=False)
     assert int(cell.accumulator.mini_step) == 1
-
-
-def test_flush_after_a_stop_without_a_test():
-    _, cell = make_cell()
-    train(cell, FlushCallback(), StopAfterThree(cell), epochs=4)
-    assert (int(cell.accumulator.update_step), int(cell.accumulator.mini_step)) == (2, 0)
 
 
 def test_flush_keeps_to_the_ends_of_epochs_that_differ_in_length():
@@ -104,28 +195,6 @@ def test_flush_keeps_to_the_ends_of_epochs_that_differ_in_length():
     assert all(epoch == [1, 0, 0][:len(epoch)] for epoch in epochs)
 
 
-def test_flush_finds_every_cell_and_per_update_refuses_two():
-    (_, one), (_, other) = make_cell(), make_cell(accumulate_step=4)
-    train(TwoCells(one, other), FlushCallback())
-    assert [int(cell.accumulator.update_step) for cell in (one, other)] == [3, 2]
-    with pytest.raises(ValueError, match="PerUpdate found 2 TrainOneStepCells, whose updates differ in number; expected one"):
-        train(TwoCells(one, other), PerUpdate(LossMonitor()))
-
-
-def test_models_that_do_not_fit_are_refused():
-    """Without the cell; or with an optimizer of their own, with which MindSpore would update at each microbatch, too."""
-    network, cell = make_cell()
-    plain = MLP()
-    model = Model(plain, LOSS, nn.SGD(plain.trainable_params(), 0.1))
-    before = values(plain.trainable_params())
-    for callback in (FlushCallback(), PerUpdate(LossMonitor()), WindowLog(print)):
-        with pytest.raises(ValueError, match=r"without a TrainOneStepCell of ms_accum in it; give Model\(TrainOneStepCell"):
-            model.train(1, dataset(), callbacks=[callback], dataset_sink_mode=False)
-    assert difference(values(plain.trainable_params()), before) == 0
-    with pytest.raises(ValueError, match=r"give Model\(TrainOneStepCell\(...\)\) without an optimizer"):
-        Model(cell, optimizer=nn.SGD(network.trainable_params(), 0.1))
-
-
 class Sunk:
     """A run context of sunk data, which no CPU run gives."""
 
@@ -136,108 +205,29 @@ class Sunk:
         return type("Context", (dict,), {"__getattr__": dict.__getitem__})(self.context)
 
 
-def test_per_update_refuses_sunk_data_and_what_is_no_callback():
-    _, cell = make_cell()
-    with pytest.raises(ValueError, match="PerUpdate with dataset_sink_mode=True: single microbatches are not seen then"):
-        PerUpdate(LossMonitor()).on_train_begin(Sunk(cell))
-    FlushCallback().on_train_begin(Sunk(cell))
-    with pytest.raises(TypeError, match=r"callback is of type builtin_function_or_method, expected a mindspore\.train\.Callback"):
+def test_what_does_not_fit_is_refused():
+    """Two cells, no cell, sunk data, no callback, no file; control: FlushCallback takes two cells, and sunk data."""
+    (network, one), (_, other) = make_cell(), make_cell(accumulate_step=4)
+    train(TwoCells(one, other), FlushCallback())
+    assert [int(cell.accumulator.update_step) for cell in (one, other)] == [3, 2]
+    FlushCallback().on_train_begin(Sunk(one))
+    plain = MLP()
+    model = Model(plain, nn.CrossEntropyLoss(), nn.SGD(plain.trainable_params(), 0.1))
+    before = values(plain.trainable_params())
+    for make in (lambda: PerUpdate(LossMonitor()), lambda: WindowLog(print)):
+        with pytest.raises(ValueError, match=r"(PerUpdate|WindowLog) found 2 TrainOneStepCells, whose updates differ"):
+            train(TwoCells(one, other), make())
+        with pytest.raises(ValueError, match=r"(PerUpdate|WindowLog) with dataset_sink_mode=True: single microbatches"):
+            make().on_train_begin(Sunk(one))
+    for callback in (FlushCallback(), PerUpdate(LossMonitor()), WindowLog(print)):
+        with pytest.raises(ValueError, match=r"without a TrainOneStepCell of ms_accum in it; give Model\(TrainOneStep"):
+            model.train(1, dataset(), callbacks=[callback], dataset_sink_mode=False)
+    assert difference(values(plain.trainable_params()), before) == 0
+    with pytest.raises(ValueError, match=r"give Model\(TrainOneStepCell\(...\)\) without an optimizer"):
+        Model(one, optimizer=nn.SGD(network.trainable_params(), 0.1))
+    with pytest.raises(TypeError, match=r"callback is of type builtin_function_or_method, expected a mindspore\.train"):
         PerUpdate(print)
-
-
-# --- WindowLog ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("mode", "order"), [pytest.param("graph", 1, marks=pytest.mark.slow), ("pynative", 1), ("pynative", -1)])
-def test_a_row_for_each_window(mode_named, mode, order):
-    """As the oracle computes it; with FlushCallback in front of the log and behind it."""
-    mode_named(mode)
-    _, cell = make_cell()
-    oracle = reference.Accumulation(values(cell.accumulator.optimizer.parameters), reference.SGD(0.1, 0.9), 2, "mean", 0.7)
-    expected, window = [], []
-    for microbatch, (x, y) in enumerate(2 * batches(RAGGED), 1):
-        loss, gradients = reference.loss_and_gradients(oracle.parameters, x, y)
-        window.append((loss, len(x)))
-        closed = oracle(gradients, len(x))
-        if microbatch % len(RAGGED) == 0:
-            oracle.flush()
-        if closed or microbatch % len(RAGGED) == 0:
-            losses, weights = zip(*window)
-            expected.append([1 + (microbatch - 1) // len(RAGGED), microbatch, oracle.update_step, np.average(losses, weights=weights),
-                             sum(weights), oracle.grad_norm, 0])
-            window = []
-    train(cell, *[FlushCallback(), WindowLog("windows.csv")][::order], epochs=2, data=dataset(RAGGED))
-    with open("windows.csv", newline="", encoding="utf-8") as file:
-        header, *rows = csv.reader(file)
-    assert header == COLUMNS
-    assert len(expected) == 6
-    np.testing.assert_allclose(np.array(rows, float), expected, rtol=1e-5)
-    assert len({row[COLUMNS.index("grad_norm")] for row in rows}) == 6
-
-
-def test_windows_that_others_close_or_reset():
-    """By a callback behind the log: reset after the second microbatch, closed after the sixth."""
-    (_, cell), losses, rows, sizes = make_cell(accumulate_step=3), [], [], [6, 5, 4, 3, 2, 1, 7, 8]
-
-    class Meddling(Callback):
-        def on_train_step_end(self, run_context):
-            context = run_context.original_args()
-            losses.append(float(context.net_outputs))
-            if context.cur_step_num == 2:
-                cell.accumulator.reset()
-            elif context.cur_step_num == 6:
-                cell.flush()
-
-    train(cell, FlushCallback(), WindowLog(rows.append), Meddling(), data=dataset(sizes))
-    parts = [slice(2, 5), slice(5, 6), slice(6, 8)]
-    assert [(row["microbatch"], row["update_step"], row["weight"]) for row in rows] == [
-        (part.stop, i + 1, sum(sizes[part])) for i, part in enumerate(parts)]
-    assert [row["loss"] for row in rows] == pytest.approx(
-        [np.average(losses[part], weights=sizes[part]) for part in parts], rel=1e-6)
-
-
-def test_a_window_that_was_open_when_the_training_began():
-    """A window was closed and one opened by hand; the row has the whole window's weight, and the loss of what was seen."""
-    _, cell = make_cell()
-    for x, y in batches([7, 7, 7]):
-        cell(*tensors(x, y))
-    rows, (x, y) = [], batches([6])[0]
-    loss, _ = reference.loss_and_gradients(values(cell.accumulator.optimizer.parameters), x, y)
-    train(cell, WindowLog(rows.append), data=dataset([6, 6, 5]))
-    assert [(row["microbatch"], row["update_step"], row["weight"]) for row in rows] == [(1, 2, 13), (3, 3, 11)]
-    assert rows[0]["loss"] == pytest.approx(loss, rel=1e-5)
-
-
-@pytest.mark.parametrize(("on_nonfinite", "closed_at"), [("skip_microbatch", [3, 5]), ("skip_window", [2, 4, 5])])
-def test_skipped_ones_show(on_nonfinite, closed_at):
-    """A skipped microbatch does not make its window's loss NaN; a dropped window has a row, with the loss it had."""
-    rows, (_, cell) = [], make_cell(on_nonfinite=on_nonfinite)
-    train(cell, FlushCallback(), WindowLog(rows.append), data=dataset([4] * 5, broken=0))
-    assert [row["microbatch"] for row in rows] == closed_at
-    assert [row["skipped"] for row in rows] == [1] * len(rows)
-    assert [bool(np.isnan(row["loss"])) for row in rows] == [on_nonfinite == "skip_window"] + [False] * (len(rows) - 1)
-
-
-def test_a_loss_scale_is_a_column_and_rows_go_into_mindspores_summary_record():
-    rows = []
-    with ms.SummaryRecord("summary") as summary:
-        def write(row):
-            rows.append(row)
-            for name in ("loss", "grad_norm", "weight"):
-                summary.add_value("scalar", name, Tensor(row[name], ms.float32))
-            assert summary.record(row["update_step"])
-        train(make_cell(loss_scaler=amp.DynamicLossScaler(8.0, 2, 1))[1], WindowLog(write), data=dataset([4] * 4))
-    assert [list(row) for row in rows] == [[*COLUMNS, "loss_scale"]] * 2
-    assert [row["loss_scale"] for row in rows] == [16.0, 32.0]
-    (file,) = os.listdir("summary")
-    with open(f"summary/{file}", "rb") as events:
-        assert events.read().count(b"grad_norm") == 2
-
-
-def test_what_cannot_be_logged_is_refused():
     with pytest.raises(TypeError, match="to is of type int, expected the path of a CSV file or a function of a dict"):
         WindowLog(3)
-    with pytest.raises(ValueError, match="WindowLog found 2 TrainOneStepCells"):
-        train(TwoCells(make_cell()[1], make_cell()[1]), WindowLog("a.csv"))
     with pytest.raises(FileNotFoundError, match=r"nowhere/a\.csv"):
-        train(make_cell()[1], WindowLog("nowhere/a.csv"))
+        train(one, WindowLog("nowhere/a.csv"))

@@ -46,10 +46,10 @@ def stratified():
     """Cases in which each compiled driver occurs once, each other one three times, and each amp level at least twice."""
     one_graph = {"event": "none", "front": "dense", "norm": "none", "shapes": (6, 6)}
     for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
-        cut = driver in ("fused", "fused-pynative", "ahead", "cell-pynative")
+        cut = driver in ("step", "step-pynative", "ahead")
         level = "none" if driver.startswith("ahead") else LEVELS[3 * i % len(LEVELS)]
         fixed = {**one_graph, **({} if driver == "ahead" else {"weight": "number"})} if driver in COMPILED else {}
-        yield drawn(i, driver=driver, level=level, large=False, count=6, micro_size=1 + cut, **fixed)
+        yield drawn(i, driver=driver, level=level, large=False, count=6, pieces=1 + cut, **fixed)
 
 
 @pytest.mark.parametrize("case", stratified(), ids=lambda case: f"{case.driver}-{case.level}")
@@ -108,9 +108,9 @@ def test_a_defect_that_is_put_back_is_found(defect, tmp_path):
 
 
 def exact_cases():
-    drivers = ("fused", "split", "cell-graph", "cell-pynative")
+    drivers = ("step", "cell-graph", "cell-pynative")
     for level, driver in product(LEVELS, drivers):
-        fast = driver == "cell-pynative" or (level, driver) in {("none", "fused"), ("O2", "split"), ("O1", "cell-graph"), ("half", "fused")}
+        fast = driver == "cell-pynative" or (level, driver) in {("none", "step"), ("O2", "step"), ("O1", "cell-graph"), ("half", "step")}
         yield pytest.param(level, driver, marks=[] if fast else [pytest.mark.slow])
 
 
@@ -124,7 +124,7 @@ def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, sampl
     """
     case = drawn(
         samples, driver=driver, level=level, front="dense", norm="none", backward_clip=False, loss="mean", factor=1.0, rates="number",
-        optimizer="nn.SGD" if level == "half" else "nn.Momentum", accumulate_step=1, clip_norm=None, micro_size=1, weight="samples",
+        optimizer="nn.SGD" if level == "half" else "nn.Momentum", accumulate_step=1, clip_norm=None, pieces=1, weight="samples",
         scaler=None, on_nonfinite="apply", noise_scale=False, event="none", nonfinite_at=None, sizes=(samples,) * UPDATES)
     print(case)
     loss = build_loss(case, case.seed)

@@ -1,112 +1,28 @@
-"""What an optimizer holds: every one of MindSpore's goes on bit-identically; names of state; its own loss scale."""
+"""What an optimizer holds: its state at any depth, with names of its own, also in one graph; which optimizers are refused.
+
+That each optimizer of MindSpore trains and goes on from a checkpoint exactly is drawn in test_differential.py.
+"""
 import inspect
 
 import mindspore as ms
 import numpy as np
 import pytest
 from conftest import Counting, compiled
-from mindspore import Parameter, Tensor, mint, nn, ops
+from differential.optimizers import OPTIMIZERS
+from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.experimental import optim
 
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
-from ms_accum import checkpoint as checkpoint_module
 from ms_accum.optimizers import describe, state_of
 
-MODULES = {"nn": nn, "experimental": optim, "mint": mint.optim}
-# Arguments without which state would stay what it was at first, or a step too small to see.
-ARGUMENTS = {
-    "nn.ASGD": {"lambd": 0.5, "t0": 1.0, "learning_rate": 0.1}, "nn.Adam": {"use_amsgrad": True, "learning_rate": 0.01},
-    "nn.Momentum": {"momentum": 0.9, "learning_rate": nn.exponential_decay_lr(0.1, 0.5, 100, 1, 1)},
-    "nn.RMSProp": {"centered": True, "momentum": 0.9, "use_locking": False}, "nn.SGD": {"momentum": 0.9},
-    "experimental.ASGD": {"lambd": 0.5, "t0": 1.0, "lr": 0.1}, "experimental.Adam": {"amsgrad": True, "lr": 0.01},
-    "experimental.Adagrad": {"lr_decay": 0.5}, "experimental.AdamW": {"amsgrad": True, "lr": 0.01},
-    "experimental.RMSprop": {"centered": True, "momentum": 0.9}, "experimental.SGD": {"lr": 0.1, "momentum": 0.9},
-    "mint.SGD": {"lr": 0.1, "momentum": 0.9},
-}
-# Base classes; kernels that CPU has not (MindSpore 2.10).
-OUT_OF_REACH = {"nn.Optimizer", "experimental.Optimizer", "nn.OptTFTWrapper", "nn.Lamb", "nn.LARS", "mint.AdamW",
-                "mint.FusedAdamW"}
-# Tensor.add_, with which they update, does nothing there op by op.
-ONLY_COMPILED = {"mint.Adam", "mint.SGD"}
-NEW = {"mint.FusedAdamW"}  # MindSpore 2.7 has none
-STATE_IN_LISTS = {"experimental.NAdam", "experimental.ASGD"}
-OPTIMIZERS = {f"{module}.{name}": made for module, of in MODULES.items() for name, made in vars(of).items()
-              if inspect.isclass(made) and issubclass(made, (nn.Optimizer, optim.Optimizer))}
+# Base classes, and wrappers and kernels that CPU has not (MindSpore 2.10).
+OUT_OF_REACH = {"nn.Optimizer", "optim.Optimizer", "nn.OptTFTWrapper", "nn.Lamb", "nn.LARS", "mint.AdamW", "mint.FusedAdamW"}
 
 
-def build(name, mode, seed=0):
-    """A network, its accumulator (parameters in two groups), and what trains on microbatches `first` to `last`."""
-    network = nn.Dense(3, 2)
-    parameters = network.trainable_params()
-    rng = np.random.default_rng(seed)
-    for parameter in parameters:
-        parameter.set_data(Tensor(rng.normal(size=parameter.shape), ms.float32))
-    optimizer = OPTIMIZERS[name]([{"params": [p]} for p in parameters], **ARGUMENTS.get(name, {}))
-    acc = Accumulator(optimizer, 3, reduction="mean")
-
-    def step(grads):
-        return acc(grads)
-
-    step = compiled(step, mode)
-
-    def train(first, last):
-        for i in range(first, last):
-            rng = np.random.default_rng(i)
-            step(tuple(Tensor(rng.normal(size=p.shape), ms.float32) for p in parameters))
-        return [p.asnumpy().copy() for p in parameters]
-
-    return network, acc, train
-
-
-def all_of(optimizer):
-    return state_of(optimizer)
-
-
-def named_alone(optimizer):
-    return [(p.name, p) for p in optimizer.get_parameters()]
-
-
-def none_of(optimizer):
-    return []
-
-
-def resumed(name, mode, monkeypatch, whats):
-    """Whether a run that was saved in mid-window goes on in fresh objects to the same bits, with each notion of an optimizer's state."""
-    network, acc, train = build(name, mode)
-    start = train(0, 3)
-    train(3, 8)
-    for what in whats:
-        monkeypatch.setattr(checkpoint_module, "state_of", what)
-        save_checkpoint(f"{what.__name__}.ckpt", network, acc)
-    uninterrupted, same = train(8, 12), []
-    assert all((a != b).any() for a, b in zip(start, uninterrupted))
-    for what in whats:
-        network, acc, train = build(name, mode, seed=7)
-        monkeypatch.setattr(checkpoint_module, "state_of", what)
-        load_checkpoint(f"{what.__name__}.ckpt", network, acc)
-        same.append(all((a == b).all() for a, b in zip(train(8, 12), uninterrupted)))
-    return same
-
-
-def test_no_optimizer_is_forgotten():
-    assert {*ARGUMENTS, *OUT_OF_REACH, *ONLY_COMPILED, *STATE_IN_LISTS} - NEW <= set(OPTIMIZERS)
-
-
-@pytest.mark.parametrize(("mode", "name"), [
-    *(("pynative", name) for name in sorted(set(OPTIMIZERS) - OUT_OF_REACH - ONLY_COMPILED)),
-    # 10 to 20 s each
-    *(pytest.param("jit", name, marks=pytest.mark.slow) for name in sorted(set(OPTIMIZERS) - OUT_OF_REACH))])
-def test_every_optimizer_goes_on_bit_identically(mode, name, monkeypatch):
-    """Control, op by op: without the optimizer's state in the file, or without what is in lists, it goes another way."""
-    controls = (none_of, named_alone)[:1 + (name in STATE_IN_LISTS)] if mode == "pynative" else ()
-    assert resumed(name, mode, monkeypatch, (all_of, *controls)) == [True, *[False] * len(controls)]
-
-
-def test_in_place_addition_does_nothing_op_by_op():
-    """So mint's optimizers update nothing there (MindSpore 2.10, CPU). If this fails one day, ONLY_COMPILED can go."""
-    value = Parameter(Tensor([1.0]), name="value")
-    value.add_(Tensor([1.0]))
-    assert value.asnumpy().item() == 1
+def test_no_optimizer_is_forgotten_by_the_fuzzer():
+    found = {f"{module}.{name}" for module, of in (("nn", nn), ("optim", optim), ("mint", mint.optim))
+             for name, made in vars(of).items() if inspect.isclass(made) and issubclass(made, (nn.Optimizer, optim.Optimizer))}
+    assert found - {"mint.FusedAdamW"} == ({*OPTIMIZERS} | OUT_OF_REACH) - {"mint.FusedAdamW"}  # 2.7 has none
 
 
 class Hoarder(nn.Cell):
@@ -145,10 +61,7 @@ def test_state_is_found_at_any_depth_and_has_a_name_of_its_own():
 
 
 def test_state_with_the_same_name_is_saved_and_compiled(mode):
-    """In one graph each name may be there once: of one optimizer's state, and of that of two.
-
-    All optimizers of mindspore.experimental call their learning rate learning_rate_group_0.
-    """
+    """In one graph each name may be there once. All of mindspore.experimental call theirs learning_rate_group_0."""
     def build():
         network = nn.Dense(3, 2, weight_init="zeros", bias_init="zeros")
         network.extra, network.other = (Parameter(Tensor([0.0]), name=name) for name in ("extra", "other"))
@@ -173,8 +86,38 @@ def test_state_with_the_same_name_is_saved_and_compiled(mode):
 @pytest.mark.parametrize("wrap", [lambda made: made, nn.LARS, lambda made: Hoarder(made.parameters, [made])],
                          ids=["bare", "LARS", "in a list"])
 def test_a_loss_scale_of_the_optimizers_own_is_refused(wrap):
-    """It would divide once more: 1,024 x too small. Control: with 1 all is well, as with the remedy, which test_train_step.py tries."""
+    """It would divide once more: 1,024 x too small. Control: with 1 all is well."""
     parameters = nn.Dense(3, 2).trainable_params()
     with pytest.raises(ValueError, match=r"has loss_scale=1024, expected 1: .*amp\.StaticLossScaler\(1024\) to make"):
         Accumulator(wrap(nn.Momentum(parameters, 1.0, 0.9, loss_scale=1024)), 1)
-    Accumulator(wrap(nn.Momentum(parameters, 1.0, 0.9, loss_scale=1)), 1)
+    assert Accumulator(wrap(nn.Momentum(parameters, 1.0, 0.9, loss_scale=1)), 1).loss_scaler is None
+
+
+class Plain:
+    """An optimizer that is no Cell and does nothing."""
+
+    def __init__(self, *parameters):
+        self.parameters = parameters
+
+    def __call__(self, grads):
+        return True
+
+
+def odd(value=(0.0, 0.0), dtype=ms.float32, requires_grad=True):
+    return Parameter(Tensor(value, dtype), name="odd", requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize(("error", "message", "optimizer"), [
+    *[(TypeError, r"optimizer is of type \w+, expected a MindSpore optimizer; give e\.g\. nn\.SGD", junk)
+      for junk in (None, "sgd", nn.Dense(2, 2), len, ParameterTuple([odd()]))],
+    (ValueError, r"optimizer holds no parameters, expected at least one", Plain()),
+    (ValueError, r"odd has shape \(0, 3\), expected at least one element", Plain(odd(np.zeros((0, 3))))),
+    *[(TypeError, rf"odd is a parameter of {dtype}, expected a float dtype; leave it out", Plain(odd((1, 0), dtype)))
+      for dtype in (ms.int32, ms.bool_, ms.complex64)],
+    (ValueError, r"odd has requires_grad=False, expected trainable parameters .* after freezing", Plain(odd(requires_grad=False))),
+    (ValueError, r"optimizer holds two parameters called odd, expected each one once", Plain(odd(), odd())),
+])
+def test_what_is_no_optimizer_or_cannot_accumulate_is_refused(error, message, optimizer):
+    assert Accumulator(Plain(odd()), 2).optimizer.parameters[0].name == "odd"
+    with pytest.raises(error, match=message):
+        Accumulator(optimizer, 2)

@@ -1,4 +1,4 @@
-"""The public door, the examples in README and docstrings, and what README says about the repository."""
+"""The public doors, the examples in README and docstrings, and what README says about the repository."""
 import doctest
 import importlib
 import inspect
@@ -13,24 +13,26 @@ import pytest
 from conftest import run_python
 
 import ms_accum
+from ms_accum import batch_size, distributed
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON_BLOCKS, PRINTED = (re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL) for kind in ("python", "text"))
 
 
-PUBLIC = sorted(name for name, value in vars(ms_accum).items() if inspect.isclass(value) or inspect.isfunction(value))
+PUBLIC = {name: value for door in (ms_accum, batch_size, distributed) for name, value in vars(door).items()
+          if inspect.isclass(value) or inspect.isfunction(value)}
 # An exception is documented where it is raised.
-EXCEPTIONS = [name for name in PUBLIC if inspect.isclass(getattr(ms_accum, name)) and issubclass(getattr(ms_accum, name), Exception)]
+EXCEPTIONS = [name for name, value in PUBLIC.items() if inspect.isclass(value) and issubclass(value, Exception)]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name):
-    text = inspect.getdoc(getattr(ms_accum, name))
+    text = inspect.getdoc(PUBLIC[name])
     if name not in EXCEPTIONS:
         assert "Example:" in text
         assert "Source:" in text
-    assert getattr(ms_accum, name).__module__.startswith("ms_accum.")
+    assert PUBLIC[name].__module__.startswith("ms_accum.")
 
 
 def test_every_module_says_what_it_is():
@@ -41,7 +43,7 @@ def test_every_module_says_what_it_is():
 
 def docstring_script(name):
     """The source of a public name's examples, and what they print."""
-    examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(ms_accum, name)))
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(PUBLIC[name]))
     assert any(example.want for example in examples), name
     return "".join(example.source for example in examples), "".join(example.want for example in examples)
 
@@ -57,7 +59,6 @@ def readme_scripts():
 from mindspore.train import Model
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step
 network_with_loss = nn.WithLossCell(network, loss_fn)
-accumulator = Accumulator(optimizer, 1, reduction="mean")
 encode_fn = network
 def built(step):
     assert step is not None

@@ -6,8 +6,7 @@ from ms_accum import avoid_busy_waiting
 
 def test_avoid_busy_waiting_sets_the_variable_and_respects_the_user(monkeypatch):
     monkeypatch.delenv("MS_DEV_HOST_BLOCKING_RUN", raising=False)
-    avoid_busy_waiting()
-    assert os.environ["MS_DEV_HOST_BLOCKING_RUN"] == "1"
-    monkeypatch.setenv("MS_DEV_HOST_BLOCKING_RUN", "0")
-    avoid_busy_waiting()
-    assert os.environ["MS_DEV_HOST_BLOCKING_RUN"] == "0"
+    for setting in ("1", "0"):
+        avoid_busy_waiting()
+        assert os.environ["MS_DEV_HOST_BLOCKING_RUN"] == setting
+        monkeypatch.setenv("MS_DEV_HOST_BLOCKING_RUN", "0")

@@ -251,8 +251,8 @@ def count_exchanges() -> list[int]:
 
     def counted(collective: Callable) -> Callable:
         class Counted:
-            def __init__(self) -> None:
-                self.collective = collective()
+            def __init__(self, *arguments: object, **options: object) -> None:
+                self.collective = collective(*arguments, **options)
 
             def __call__(self, x: Tensor) -> Tensor:
                 sent.append(x.nbytes)

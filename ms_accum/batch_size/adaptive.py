@@ -2,21 +2,23 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Optional
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import ops
 
 from ..arguments import LARGEST_INT32, number, whole_number
-from ..gradients import Scalar, as_vector
-from ..state import empty_parameter
+from ..buffers import empty_parameter
+from ..window import HostLength, LengthChooser
+from .noise_scale import GradientNoiseScale
 
-SMOOTHING = 0.95  # the decay of the means, unless the accumulator was given a noise scale
+_SMOOTHING = 0.95  # the decay of the means, unless the accumulator was given a noise scale
 _BAND = 2**0.75  # between 2**0.5, which is rounding to the nearest power of two, and 2, where both directions differ
 _PATIENCE = 8
 _PROBE = 8
 
 
-class AdaptiveWindow:
+class AdaptiveWindow(LengthChooser):
     """Let the length of windows follow the noise scale while training: `accumulate_step=AdaptiveWindow(maximum=32)`.
 
         S, G^2 = the means of `GradientNoiseScale`, over windows, with decay 0.95
@@ -40,9 +42,12 @@ class AdaptiveWindow:
     Shuffle the data: here its order changes the training, not only a number that is printed.
 
     A window of one microbatch on one device, not cut into pieces, measures nothing: of 8 such windows in a row, the
-    last one has two microbatches, unless `maximum` is 1. All ranks compute the same length, and it is part of
+    last one has two microbatches, unless `maximum` is 1. All ranks choose the same length, and it is part of
     checkpoints. The accumulator measures with `GradientNoiseScale(decay=0.95)`, or with the `noise_scale` that it was
-    given.
+    given. `train_step.accumulator.window.length` is the length of the open window, or of the next one.
+
+    The host chooses, between windows, so this is for `make_train_step`; by hand and in a `TrainOneStepCell`, where the
+    device closes windows, it raises a RuntimeError.
 
     Learning rates are left alone, and schedules count updates, of which longer windows make fewer: a schedule over the
     whole training does not come to its end.
@@ -54,8 +59,7 @@ class AdaptiveWindow:
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If one is out of range. When the Accumulator is made, with `reduction="sum"` or several losses,
-            where no noise scale is measured.
+        ValueError: If one is out of range.
 
     Source: the norm test bounds the noise of an update's gradient by a multiple of its norm, and lets the batch grow:
     Byrd et al., "Sample Size Selection in Optimization Methods for Machine Learning" (2012); Lau et al., arXiv
@@ -65,7 +69,8 @@ class AdaptiveWindow:
     Example:
         >>> import numpy as np, mindspore as ms
         >>> from mindspore import nn
-        >>> from ms_accum import AdaptiveWindow, make_train_step
+        >>> from ms_accum import make_train_step
+        >>> from ms_accum.batch_size import AdaptiveWindow
         >>> rng = np.random.default_rng(0)
         >>> network = nn.Dense(64, 1, has_bias=False)
         >>> def forward_fn(x):
@@ -74,7 +79,7 @@ class AdaptiveWindow:
         >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=AdaptiveWindow())
         >>> for _ in range(400):
         ...     loss = train_step(ms.Tensor(rng.normal(1 / 8, 1, (4, 64)), ms.float32))
-        >>> print(train_step.accumulator.window_length)  # noise scale 64 samples, microbatches of 4
+        >>> print(train_step.accumulator.window.length)  # noise scale 64 samples, microbatches of 4
         16
     """
 
@@ -91,48 +96,50 @@ class AdaptiveWindow:
     def __repr__(self) -> str:
         return f"AdaptiveWindow(minimum={self.minimum}, maximum={self.maximum}, target={self.target:.9g})"
 
+    def bind(self, noise_scale: Optional[GradientNoiseScale], prefix: str) -> tuple[AdaptiveLength, GradientNoiseScale]:
+        """See `LengthChooser`."""
+        noise_scale = noise_scale or GradientNoiseScale(_SMOOTHING)
+        return AdaptiveLength(self, noise_scale, prefix), noise_scale
+
 
 @ms.jit_class
-class AdaptiveLength:
-    """The length that an `AdaptiveWindow` has chosen. An accumulator calls the methods, also inside a graph."""
+class AdaptiveLength(HostLength):
+    """The length that an `AdaptiveWindow` lets the host choose from what a noise scale has measured.
 
-    def __init__(self, choice: AdaptiveWindow) -> None:
-        self.minimum, self.maximum, self.target = choice.minimum, choice.maximum, choice.target
-        self.chosen = empty_parameter("window_chosen", (), ms.int32, choice.minimum)
-        # The chosen one, or 2 to measure.
-        self.length = empty_parameter("window_length", (), ms.int32, choice.minimum)
-        # Measured since the last change, and, of the last ones, those that measured nothing.
-        self.windows = empty_parameter("window_measured", (2,), ms.int32)
-        self.weights = empty_parameter("window_weights", (2,), ms.float32)  # means of weights and of microbatches
-        self.parameters = (self.chosen, self.length, self.windows, self.weights)
+    What was measured only changes with an update, so a window keeps its length, and all ranks choose the same.
+    """
 
-    def follow(self, totals: Tensor, decay: float, compared: Scalar, weight: Scalar, microbatches: Scalar) -> None:
-        """Choose the length of the next window.
+    def __init__(self, bounds: AdaptiveWindow, noise_scale: GradientNoiseScale, prefix: str) -> None:
+        self.description, self._bounds, self._noise_scale = repr(bounds), bounds, noise_scale
+        self.chosen = empty_parameter(f"{prefix}.window_chosen", (), ms.int32, bounds.minimum)
+        self._measured = empty_parameter(f"{prefix}.window_measured", (), ms.int32)  # windows until the last change
+        self.parameters = (self.chosen, self._measured)
 
-        Args:
-            totals: Of S, of G^2, and of what windows count: float32 `(3,)`, as in `noise_scale.Meter`.
-            decay: Factor on earlier windows.
-            compared: Gradients that the window which has just ended compared.
-            weight: Its weight, of all ranks.
-            microbatches: Its microbatches, of one rank.
-        """
-        weights = self.weights * decay + as_vector((weight, microbatches))
-        ops.assign(self.weights, weights)
-        chosen = self.chosen + 0
-        noise = totals[0]
-        allowed = totals[1] * (self.target * weights[0] / weights[1]) * chosen.astype(ms.float32)
-        measured = (as_vector((compared,))[0] > 1).astype(ms.int32)
-        # Totals that hold this window alone are new ones.
-        earlier = (totals[2] > as_vector((compared,))[0] - 1).astype(ms.int32)
-        since, idle = self.windows[0] * earlier + measured, (self.windows[1] + 1) * (1 - measured)
+    @property
+    def length(self) -> int:
+        """Microbatches of the open window, or of the next one, which is chosen now: an int."""
+        chosen, before = int(self.chosen), int(self._measured)
+        measured, unmeasured = self._noise_scale.windows
+        if measured < before:  # the noise scale was reset
+            ops.assign(self._measured, 0)
+            before = 0
+        better = self._better(chosen) if measured - before >= _PATIENCE else chosen
+        if better != chosen:
+            chosen = better
+            ops.assign(self.chosen, chosen)
+            ops.assign(self._measured, measured)
+        return min(2, self._bounds.maximum) if chosen == 1 and unmeasured >= _PROBE - 1 else chosen
+
+    def host_length(self, update_step: int) -> int:
+        """See `Window`. That of another update is not known."""
+        return self.length
+
+    def _better(self, chosen: int) -> int:
+        noise, bounds = self._noise_scale.noise, self._bounds
+        allowed = self._noise_scale.gradient_squared * bounds.target * self._noise_scale.microbatch_weight * chosen
         # With NaN, both are false. Where noise hides the gradient (G^2 < 0), the window gets longer.
-        longer = ops.logical_and(noise > _BAND * allowed, chosen * 2 <= self.maximum)
-        shorter = ops.logical_and(_BAND * noise < allowed, chosen > self.minimum)
-        patient = since >= _PATIENCE
-        longer, shorter = ops.logical_and(patient, longer), ops.logical_and(patient, shorter)
-        chosen = ops.where(longer, chosen * 2, ops.where(shorter, chosen // 2, chosen))
-        since = ops.where(ops.logical_or(longer, shorter), ops.zeros_like(since), since)
-        probes = ops.logical_and(chosen == 1, idle >= _PROBE - 1)
-        ops.assign(self.chosen, chosen)
-        ops.assign(self.length, ops.where(probes, ops.minimum(chosen * 2, self.maximum), chosen))
-        ops.assign(self.windows, ops.stack((since, idle)))
+        if noise > _BAND * allowed and 2 * chosen <= bounds.maximum:
+            return 2 * chosen
+        if _BAND * noise < allowed and chosen > bounds.minimum:
+            return chosen // 2
+        return chosen

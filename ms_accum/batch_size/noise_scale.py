@@ -2,21 +2,21 @@
 from __future__ import annotations
 
 from math import inf, nan, sqrt
-from typing import Optional
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import instance_of, number, one_of
-from ..gradients import Gradients, Header, Scalar, as_vector, global_norm
-from ..loss_scale import LossScale
-from ..state import empty_parameter
+from ..buffers import empty_parameter
+from ..gradients import Gradients, Numbers, Scalar, as_vector, global_norm
+from ..loss_scale import NoLossScale
+from ..observer import Observer
 
 _RULES = ("linear", "sqrt")
 
 
-class GradientNoiseScale:
+@ms.jit_class
+class GradientNoiseScale(Observer):
     """Estimate how many samples an update can use before more of them stop helping.
 
         spread = sum of w_i * |g_i|^2                     # over the k microbatches of a window, each with weight w_i
@@ -32,7 +32,7 @@ class GradientNoiseScale:
     weights (samples, or tokens, treated as if each were independent of the others in its sequence). It grows while the
     loss falls.
 
-    A microbatch is what the accumulator is given at once: with `make_train_step(micro_size=...)`, one piece. Skipped
+    A microbatch is what the accumulator is given at once: with `make_train_step(pieces=...)`, one piece. Skipped
     microbatches and those of weight 0 are ignored, and so is a window of one microbatch, which has nothing to compare
     with. The microbatches of all ranks count alike, and every rank gets the same result.
 
@@ -46,7 +46,8 @@ class GradientNoiseScale:
     Example:
         >>> import mindspore as ms
         >>> from mindspore import Parameter, ParameterTuple, Tensor, nn
-        >>> from ms_accum import Accumulator, GradientNoiseScale
+        >>> from ms_accum import Accumulator
+        >>> from ms_accum.batch_size import GradientNoiseScale
         >>> weight = Parameter(Tensor([0.0, 0.0]), name="weight")
         >>> noise_scale = GradientNoiseScale()
         >>> accumulator = Accumulator(nn.SGD([weight], 0.1), 2, reduction="mean", noise_scale=noise_scale)
@@ -59,47 +60,69 @@ class GradientNoiseScale:
     appendix A.1. They use two batch sizes; here there may be any number of weights.
     """
 
+    watches = True
+
     def __init__(self, decay: float = 0.99) -> None:
         self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1",
                             "1 takes plain means")
-        self.meter = Meter(self.decay)
+        self._window = empty_parameter("noise_scale.window", (2,), ms.float32)  # the open one's spread and microbatches
+        self._totals = empty_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, of what windows count
+        self._sizes = empty_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and microbatches of one rank
+        self._counts = empty_parameter("noise_scale.counts", (2,), ms.int32)  # windows measured; since then, others
+        self.of_window, self.parameters = (self._window,), (self._totals, self._sizes, self._counts)
+
+    def __repr__(self) -> str:
+        return f"GradientNoiseScale(decay={self.decay:.9g})"
 
     @property
     def noise(self) -> float:
         """S, the variance of one sample's gradient, summed over all parameters; NaN before the first window."""
-        return self._means()[0]
+        return self._mean(0)
 
     @property
     def gradient_squared(self) -> float:
         """|G|², the squared norm of the true gradient; below 0 if noise hides it, NaN before the first window."""
-        return self._means()[1]
+        return self._mean(1)
+
+    @property
+    def microbatch_weight(self) -> float:
+        """Mean weight that the ranks add with one microbatch each; NaN before the first window."""
+        weight, microbatches = self._sizes.asnumpy().tolist()
+        return weight / microbatches if microbatches else nan
+
+    @property
+    def windows(self) -> tuple[int, int]:
+        """How many windows were measured, and how many since the last one had a single microbatch."""
+        measured, others = self._counts.asnumpy().tolist()
+        return measured, others
 
     def scale(self) -> float:
         """Return S / |G|², the critical batch size; infinity if noise hides |G|², NaN before the first window."""
-        noise, gradient_squared = self._means()
-        return inf if gradient_squared <= 0 else max(noise, 0.0) / gradient_squared
+        gradient_squared = self.gradient_squared
+        return inf if gradient_squared <= 0 else max(self.noise, 0.0) / gradient_squared
 
     def reset(self) -> None:
         """Forget all closed windows; the open one goes on."""
-        ops.assign(self.meter.totals, ops.zeros(3, ms.float32))
+        for parameter in self.parameters:
+            ops.assign(parameter, ops.zeros_like(parameter))
 
-    def _means(self) -> tuple[float, float]:
-        noise, gradient_squared, count = self.meter.totals.asnumpy().astype(np.float64).tolist()
-        return (noise / count, gradient_squared / count) if count else (nan, nan)
+    def _mean(self, index: int) -> float:
+        totals = self._totals.asnumpy().tolist()
+        return totals[index] / totals[2] if totals[2] else nan
 
+    # --- what an accumulator calls, also inside a graph ---------------------------------------------------------------
 
-@ms.jit_class
-class Meter:
-    """Measure what `GradientNoiseScale` describes. An accumulator calls the methods, also inside a graph."""
+    def bind(self, prefix: str) -> GradientNoiseScale:
+        """See `Observer`."""
+        if self._window.name != "noise_scale.window":
+            raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each "
+                             "accumulator its own")
+        for parameter in (*self.of_window, *self.parameters):
+            parameter.name = f"{prefix}.{parameter.name}"
+        return self
 
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.window = empty_parameter("noise_scale.window", (2,), ms.float32)  # the open one's spread and microbatches
-        self.totals = empty_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, and of what windows count
-        self.parameters = (self.window, self.totals)
-
-    def measure(self, gradients: Gradients, loss_scale: LossScale, weight: Scalar) -> Header:
-        """Return what one microbatch adds to a window: its spread, and 1 or, if its weight is 0, 0."""
+    def of_piece(self, gradients: Gradients, weight: Scalar, loss_scale: NoLossScale) -> Numbers:
+        """See `Observer`: the spread, and 1 or, if the weight is 0, 0."""
         if not isinstance(weight, Tensor) and weight == 0:
             return 0.0, 0.0
         spread = ops.square(global_norm(loss_scale.divide(gradients))) * weight
@@ -108,41 +131,33 @@ class Meter:
         present = weight != 0
         return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
 
-    def include(self, spread: Header) -> None:
-        """Add to the open window what `measure` returned."""
-        ops.assign_add(self.window, as_vector(spread))
+    def include(self, numbers: Numbers) -> None:
+        """See `Observer`."""
+        ops.assign_add(self._window, as_vector(numbers))
 
-    def open_window(self) -> Header:
-        """Return what the open window holds."""
-        window = self.window + 0.0
-        return window[0], window[1]
+    def open_window(self) -> Numbers:
+        """See `Observer`: spread, microbatches, and 1, which becomes the number of those that count microbatches."""
+        window = self._window + 0.0
+        return window[0], window[1], 1.0
 
-    def conclude(self, spread: Header, weight: Tensor, norm: Tensor) -> None:
-        """Add a window to the means: the spread of all ranks, the sum of the weights, the norm before clipping."""
-        total, count = spread
+    def of_update(self, gradients: Gradients, unit: Scalar, weight: Scalar, numbers: Numbers) -> None:
+        """See `Observer`."""
+        spread, count = numbers[2], numbers[3]
         others = count - 1.0
-        squared = ops.square(norm)
-        noise = total - weight * squared
+        squared = ops.square(global_norm(gradients) * (unit / weight))
+        noise = spread - weight * squared
         window = as_vector((noise, others * squared - noise / weight, others))
         # A NaN would stay in the means for ever.
         informative = ops.logical_and(others > 0, ops.isfinite(window.sum()))
-        ops.assign(self.totals, ops.where(informative, self.totals * self.decay + window, self.totals))
+        ops.assign(self._totals, ops.where(informative, self._totals * self.decay + window, self._totals))
+        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, numbers[0] / numbers[4])))
+        measured = (others > 0).astype(ms.int32)
+        counts = self._counts + 0
+        ops.assign(self._counts, ops.stack((counts[0] + measured, (counts[1] + 1) * (1 - measured))))
 
-    def forget_window(self) -> None:
-        """Empty the open window."""
-        ops.assign(self.window, ops.zeros(2, ms.float32))
-
-
-def meters_of(noise_scale: Optional[GradientNoiseScale], prefix: str) -> tuple[Meter, ...]:
-    """Name a meter's state after an accumulator's `prefix`, and return it, if any. ValueError if it has another one."""
-    if noise_scale is None:
-        return ()
-    if noise_scale.meter.window.name != "noise_scale.window":
-        raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each accumulator "
-                         "its own")
-    for parameter in noise_scale.meter.parameters:
-        parameter.name = f"{prefix}.{parameter.name}"
-    return (noise_scale.meter,)
+    def empty(self) -> None:
+        """See `Observer`."""
+        ops.assign(self._window, ops.zeros(2, ms.float32))
 
 
 def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
@@ -164,7 +179,7 @@ def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
         ValueError: If one of them is out of range, or `rule` is unknown.
 
     Example:
-        >>> from ms_accum import scale_lr
+        >>> from ms_accum.batch_size import scale_lr
         >>> print(scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt"))
         0.4 0.2
 
@@ -199,7 +214,7 @@ def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]
         ValueError: If a number is out of range, or `betas` does not hold two.
 
     Example:
-        >>> from ms_accum import scale_adam
+        >>> from ms_accum.batch_size import scale_adam
         >>> beta1, beta2 = scale_adam((0.9, 0.999), 8)
         >>> print(f"{beta1} {beta2:.6f}")
         0.9 0.992028

@@ -103,7 +103,7 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
 
     Example:
         >>> import numpy as np
-        >>> from ms_accum import plan_micro_batch
+        >>> from ms_accum.batch_size import plan_micro_batch
         >>> def make_step(microbatch):
         ...     return lambda: np.ones(microbatch * 2**27).sum()  # 1 GiB for each sample
         >>> if __name__ == "__main__":

@@ -21,6 +21,9 @@ class Schedule(NamedTuple):
     accumulate_step: dict[int, int]
     learning_rate: list[float]
 
+    def __repr__(self) -> str:  # short: given as a whole for one of the two, it stands in the error
+        return f"Schedule(accumulate_step=<{len(self.accumulate_step)}>, learning_rate=<{len(self.learning_rate)}>)"
+
 
 def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumulate_step: int = 1, maximum: int = 64,
            rule: str = "sqrt") -> Schedule:
@@ -62,7 +65,8 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
 
     Example:
         >>> from mindspore import nn
-        >>> from ms_accum import Accumulator, seesaw
+        >>> from ms_accum import Accumulator
+        >>> from ms_accum.batch_size import seesaw
         >>> network = nn.Dense(2, 1)
         >>> schedule = seesaw(6, [0.4, 0.4, 0.2, 0.2, 0.2, 0.2], accumulate_step=8, rule="linear")
         >>> print(schedule.accumulate_step, schedule.learning_rate)
@@ -124,7 +128,7 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
         ValueError: If a number is out of range, the list has not `updates` rates, or `rule` is unknown.
 
     Example:
-        >>> from ms_accum import batch_ramp
+        >>> from ms_accum.batch_size import batch_ramp
         >>> schedule = batch_ramp(12, 0.1, accumulate_step=2, maximum=8, ramp=9, rule="linear")
         >>> print(schedule.accumulate_step)
         {0: 2, 3: 4, 5: 6, 6: 8}

@@ -11,12 +11,9 @@ from time import perf_counter
 from typing import Optional
 
 import mindspore as ms
-from mindspore import Tensor, ops
 
 from ..arguments import whole_number
-from ..gradients import Header, as_vector
-from ..state import empty_parameter
-from .noise_scale import GradientNoiseScale, Meter, scale_lr
+from .noise_scale import GradientNoiseScale, scale_lr
 from .planning import Plan, PlanError, free_memory, size
 from .trial import MakeStep, in_a_process, made_step, pickled
 
@@ -196,35 +193,14 @@ def time_window(make_step: bytes, device_target: str, microbatch: int, accumulat
 
 def measure_noise(make_step: bytes, device_target: str, microbatch: int, accumulate_step: int, windows: int) -> float:
     """Return the noise scale in samples. ValueError if not as many windows closed as should have."""
-    noise_scale = _WeighedNoiseScale()
+    noise_scale = GradientNoiseScale(decay=1)
     step = made_step(make_step, microbatch, device_target, accumulate_step=accumulate_step, noise_scale=noise_scale)
     for _ in range(windows * accumulate_step):
         step()
-    weight, closed = noise_scale.meter.weight.asnumpy().tolist()
+    closed = noise_scale.windows[0]
     # A loss scaler may have dropped some.
     if not windows / 2 <= closed <= windows:
-        raise ValueError(f"{closed:.0f} windows were measured in {windows} * {accumulate_step} microbatches, expected "
+        raise ValueError(f"{closed} windows were measured in {windows} * {accumulate_step} microbatches, expected "
                          f"{windows}; make_step has to give accumulate_step and noise_scale to make_train_step or "
                          "Accumulator")
-    return noise_scale.scale() * closed * accumulate_step * microbatch / weight
-
-
-class _WeighedNoiseScale(GradientNoiseScale):
-    """One that also counts windows and their weights: what weights count need not be samples."""
-
-    def __init__(self) -> None:
-        super().__init__(decay=1)
-        self.meter = _WeighingMeter(1.0)
-
-
-@ms.jit_class
-class _WeighingMeter(Meter):
-    def __init__(self, decay: float) -> None:
-        super().__init__(decay)
-        self.weight = empty_parameter("noise_scale.weight", (2,), ms.float32)
-        self.parameters = (*self.parameters, self.weight)
-
-    def conclude(self, spread: Header, weight: Tensor, norm: Tensor) -> None:
-        """Also add up the weight."""
-        Meter.conclude(self, spread, weight, norm)
-        ops.assign_add(self.weight, as_vector((weight, 1.0)))
+    return noise_scale.scale() * microbatch / noise_scale.microbatch_weight  # what weights count need not be samples

@@ -33,10 +33,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ..accumulate import require_loss
-from ..arguments import as_weights
+from ..arguments import as_weight
+from ..differentiate import require_loss
 from ..gradients import FLOATS
-from ..split import layout, select_rows
+from ..pieces import layout, select_rows
 from .isolation import watched, write
 
 CONFIDENCE = 4.0
@@ -100,15 +100,15 @@ class Comparison:
 class Division:
     """A batch, its pieces and their weights; evaluates `forward_fn` on them, op by op."""
 
-    def __init__(self, forward_fn: Callable, network: nn.Cell, batch: tuple, micro_size: int,
+    def __init__(self, forward_fn: Callable, network: nn.Cell, batch: tuple, pieces: int,
                  weight_fn: Optional[Callable]) -> None:
         self.forward_fn, self.weight_fn, self.batch = forward_fn, weight_fn, batch
         self.parameters = network.trainable_params()
         self.samples, cut = layout(batch)
-        rows = -(-self.samples // micro_size)
+        rows = -(-self.samples // pieces)
         spans = [range(start, min(start + rows, self.samples)) for start in range(0, self.samples, rows)]
         self.pieces = [select_rows(ops.arange(span.start, span.stop), cut, batch) for span in spans]
-        weights = [float(as_weights(len(span) if weight_fn is None else weight_fn(*piece), 1)[0])
+        weights = [float(as_weight(len(span) if weight_fn is None else weight_fn(*piece)))
                    for span, piece in zip(spans, self.pieces)]
         if not sum(weights) > 0:
             raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return what "
@@ -142,7 +142,7 @@ class Division:
                             f"give losses={len(loss)} (in a shell: --losses {len(loss)}) if these are losses")
         if not isinstance(loss, Tensor):
             raise TypeError(f"forward_fn returned {type(loss).__name__}, expected the loss: a float Tensor of shape ()")
-        require_loss(loss.shape, loss.dtype)
+        require_loss(loss.shape, loss.dtype, "forward_fn")
         return loss
 
     @cached_property

@@ -9,9 +9,10 @@ from typing import Any, Optional, Union
 import numpy as np
 from mindspore import nn
 
-from ..arguments import instance_of, whole_number
+from ..arguments import instance_of, spelled, whole_number
 from ..batch import as_arguments, named_values, ordered, positional
-from ..split import layout
+from ..pieces import layout
+from ..train_step import PIECES
 from . import causes
 from .causes import Cause as Cause
 from .comparison import Comparison, Division
@@ -78,18 +79,19 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
+@spelled(PIECES)
 def check_equivalence(
     forward_fn: Callable,
     network: nn.Cell,
     batch: Union[tuple, dict[str, Any]],
-    micro_size: int,
+    pieces: int = 4,
     *,
     weight_fn: Optional[Callable] = None,
     losses: int = 1,
 ) -> Report:
     """Compare the gradient of a batch with the one accumulated over its pieces, and name the causes of a difference.
 
-        report = check_equivalence(forward_fn, network, (data, label), 4)
+        report = check_equivalence(forward_fn, network, (data, label), pieces=4)
         print(report)  # a verdict, the largest difference, and each cause with its remedy
         assert report.ok
 
@@ -106,11 +108,11 @@ def check_equivalence(
             `set_train()` first.
         batch: The arguments of `forward_fn`, as for a train step: a tuple, or a dict that is matched by name, with at
             least one Tensor of two rows. NumPy arrays become Tensors.
-        micro_size: Number of pieces that the batch is cut into, as in `make_train_step`; at least 2. If it exceeds the
+        pieces: Number of pieces that the batch is cut into, as in `make_train_step`; at least 2. If it exceeds the
             number of samples, each piece is one sample.
         weight_fn: `(*piece) -> weight`, as for `make_train_step`. None: the number of samples.
-        losses: Number of losses that `forward_fn` returns, as for `Accumulator`; each is checked by itself, with its
-            own weights, and a cause that lies in one names it ("forward_fn, loss 2"). One that does not add up is a
+        losses: Number of losses that `forward_fn` returns, as for `make_train_step`; each is checked by itself, with
+            its own weights, and a cause that lies in one names it ("forward_fn, loss 2"). One that does not add up is a
             router's loss, for example: a product of two means over a batch is no mean over its pieces.
 
     Returns:
@@ -148,30 +150,30 @@ def check_equivalence(
     batch = (*arguments, *[named[name] for name in names])
     if layout(batch)[0] < 2:
         raise ValueError("the batch has 1 sample, which cannot be cut; give at least 2")
-    micro_size = whole_number("micro_size", micro_size, "give the number of pieces to cut the batch into", minimum=2)
+    pieces = whole_number("pieces", pieces, "give the number of pieces to cut the batch into", minimum=2)
     cells = cells_of(network, forward_fn, weight_fn)
     if named:
         forward_fn = _by_position("forward_fn", forward_fn, batch, names)
         weight_fn = weight_fn and _by_position("weight_fn", weight_fn, batch, names)
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
     if losses == 1:
-        return _checked(forward_fn, network, batch, micro_size, weight_fn, cells)
+        return _checked(forward_fn, network, batch, pieces, weight_fn, cells)
     reports = []
     for t in range(losses):
         forward, weigh = (function and _entry(name, function, t, losses)
                           for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn)))
         try:
-            reports.append(_checked(forward, network, batch, micro_size, weigh, cells))
+            reports.append(_checked(forward, network, batch, pieces, weigh, cells))
         except ValueError as error:
             raise ValueError(f"loss {t + 1}: {error}") from error
     return _together(reports)
 
 
-def _checked(forward_fn: Callable, network: nn.Cell, batch: tuple, micro_size: int, weight_fn: Optional[Callable],
+def _checked(forward_fn: Callable, network: nn.Cell, batch: tuple, pieces: int, weight_fn: Optional[Callable],
              cells: dict[str, nn.Cell]) -> Report:
     with untouched(cells.values()):
         dropout = causes.switch_off_dropout(cells)
-        division = Division(forward_fn, network, batch, micro_size, weight_fn)
+        division = Division(forward_fn, network, batch, pieces, weight_fn)
         called = division.look(cells.values())
         found = causes.named({n: cell for n, cell in dropout.items() if id(cell) in called}, *causes.SWITCHED_OFF)
         comparison = division.compare()

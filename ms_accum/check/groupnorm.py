@@ -55,7 +55,7 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
     num_groups = whole_number("num_groups", num_groups, "give the groups of channels, e.g. 32")
     places = [(parent, name, child, f"{path}.{name}" if path else name)
               for path, parent in network.cells_and_names() if not isinstance(parent, BATCH_NORMS)
-              for name, child in parent._cells.items()
+              for name, child in _children(parent).items()
               if isinstance(child, BATCH_NORMS) and statistics_of(child).use_batch_statistics is not False]
     # All layers are made before the first is replaced, so an error replaces nothing.
     layers = {}
@@ -99,9 +99,14 @@ def groups_for(channels: int, num_groups: int, alone: bool) -> int:
     return max(fitting, default=1)
 
 
+def _children(parent: nn.Cell) -> dict[str, nn.Cell]:
+    # `name_cells()` leaves out the second name of a shared layer.
+    return vars(parent)["_cells"]
+
+
 def _replace(parent: nn.Cell, name: str, layer: nn.Cell) -> None:
     if isinstance(parent, (nn.SequentialCell, nn.CellList)):
-        parent[list(parent._cells).index(name)] = layer
+        parent[list(_children(parent)).index(name)] = layer
     elif isinstance(parent, nn.CellDict):
         parent[name] = layer
     else:

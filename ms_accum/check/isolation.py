@@ -1,12 +1,12 @@
 """Run a user's network op by op, watch its layers, and restore everything afterwards."""
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Optional
@@ -14,6 +14,7 @@ from typing import Any, Optional
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.seed import _KERNEL_SEED as KERNEL_SEEDS  # functional random ops take their seeds from it
 
 
 def cells_of(network: nn.Cell, *functions: Optional[Callable]) -> dict[str, nn.Cell]:
@@ -90,19 +91,16 @@ def in_mode(mode: int) -> Iterator[None]:
 
 
 def _keep_random_state(cells: list[nn.Cell], afterwards: ExitStack) -> None:
-    # Functional random ops take their seeds from this table. A random primitive has its own state, so a copy of it
-    # draws.
-    seeds = importlib.import_module("mindspore.common.seed")._KERNEL_SEED
-    afterwards.callback(seeds.update, dict(seeds))
-    afterwards.callback(seeds.clear)  # callbacks run in reverse order
+    afterwards.callback(KERNEL_SEEDS.update, dict(KERNEL_SEEDS))
+    afterwards.callback(KERNEL_SEEDS.clear)  # callbacks run in reverse order
     afterwards.callback(ms.set_rng_state, ms.get_rng_state())
     afterwards.callback(np.random.set_state, np.random.get_state())
     afterwards.callback(random.setstate, random.getstate())
     for cell in cells:
-        for name, primitive in list(cell._primitives.items()):
-            if primitive is not None and any(attribute.lower().startswith("seed") for attribute in primitive.attrs):
-                afterwards.callback(setattr, cell, name, primitive)
-                setattr(cell, name, primitive._clone())
+        for name, value in list(vars(cell).items()):
+            if isinstance(value, ops.Primitive) and any(key.lower().startswith("seed") for key in value.attrs):
+                afterwards.callback(setattr, cell, name, value)
+                setattr(cell, name, deepcopy(value))  # a random primitive has its own state, so a copy of it draws
 
 
 def _restore_flag(cell: nn.Cell, name: str, value: object) -> None:

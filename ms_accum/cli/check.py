@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..check.equivalence import Report, check_equivalence
 from .files import require_outputs, write_json
-from .options import add_command, count, imported, number
+from .options import add_command, add_renamed, count, imported, number
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 DESCRIPTION = """\
@@ -27,15 +27,16 @@ Exit status: 0 if accumulation is exact up to rounding, 1 if it is not, 2 if it 
 EXAMPLES = """\
 examples:
   ms-accum check train:make_case        # train.py holds def make_case(): return forward_fn, network, (data, label)
-  ms-accum check my_package.models:resnet --micro-size 8 --json report.json"""
+  ms-accum check my_package.models:resnet --pieces 8 --json report.json"""
 
 
 def add_parser(subcommands: argparse._SubParsersAction) -> None:
     """Add `check` to the commands of `ms-accum`."""
     parser = add_command(subcommands, "check", run, "is accumulation exact for your network?", DESCRIPTION, EXAMPLES)
     parser.add_argument("case", metavar="MODULE:FUNCTION", help="a function that returns forward_fn, network and batch")
-    parser.add_argument("--micro-size", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4,
+    parser.add_argument("--pieces", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4,
                         metavar="K", help="number of pieces that the batch is cut into (default: %(default)s)")
+    add_renamed(parser.add_argument, "--micro-size", "--pieces")
     parser.add_argument("--losses", type=count, default=1, metavar="N",
                         help="number of losses that forward_fn returns, each with a weight of its own (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
@@ -51,8 +52,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     report = _report(parser, options, function)
     print(report, flush=True)
     if options.json:
-        write_json(options.json, {"case": options.case, "micro_size": options.micro_size, "verdict": report.verdict,
-                                  **asdict(report)})
+        write_json(options.json, {"case": options.case, "verdict": report.verdict, **asdict(report)})
     if not report.ok:
         parser.exit(1)
 
@@ -70,7 +70,7 @@ def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, functi
         parser.error(f"{options.case} returned {got}, expected (forward_fn, network, batch) or "
                      "(forward_fn, network, batch, weight_fn)")
     try:
-        return check_equivalence(*case[:3], options.micro_size, weight_fn=case[3] if len(case) == 4 else None,
+        return check_equivalence(*case[:3], options.pieces, weight_fn=case[3] if len(case) == 4 else None,
                                  losses=options.losses)
     except BrokenPipeError:
         raise

@@ -7,6 +7,7 @@ from functools import partial
 from ..mnist import data
 from ..mnist.settings import Settings
 from ..mnist.train import Task
+from ..reference.settings import ADAPTIVE
 from . import reference
 from .options import add_command
 from .reference import refuse
@@ -61,8 +62,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
     refuse({
         "momentum: adam takes none; leave it out, or choose --optimizer sgd or momentum":
             options.optimizer == "adam" and options.momentum is not None,
-        "strategy: a Model trains one Cell, which is one graph; leave out --strategy split or --api model":
-            options.api == "model" and options.strategy == "split",
+        "api: a Model trains one graph, which cuts no microbatch; leave out --pieces, or train with --api functional":
+            options.api == "model" and options.pieces > 1,
+        f"api: a Model trains one graph, which cannot choose lengths; leave out --accumulate-step {ADAPTIVE}, or train "
+        "with --api functional": options.api == "model" and options.accumulate_step == ADAPTIVE,
     })
     # No float64 on Ascend's matrix units.
     comparable = options.compare and options.device_target != "Ascend"

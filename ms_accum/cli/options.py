@@ -21,6 +21,14 @@ def add_command(subcommands: argparse._SubParsersAction, name: str, run: Callabl
     return parser
 
 
+def add_renamed(add: Callable, old: str, new: str) -> None:
+    """Refuse the old name of an option with the new one."""
+    def refuse(text: str) -> None:
+        raise argparse.ArgumentTypeError(f"is now called {new}")
+
+    add(old, type=refuse, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
 def number(convert: Callable[[str], float], accepts: Callable[[float], bool], expected: str, text: str) -> float:
     """Return the number that `text` spells. ArgumentTypeError unless `convert` and `accepts` take it."""
     try:

@@ -5,7 +5,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import Field, fields, replace
 from functools import partial
 from glob import escape
@@ -18,14 +17,14 @@ import mindspore as ms
 from ..arguments import LARGEST_INT32
 from ..batch_size.planning import DEVICES
 from ..checkpoint_file import SUFFIXES, CheckpointError
-from ..distributed.watch import ending_together
+from ..distributed.ranks import wait_for_all
 from ..mnist.fetch import FetchError
 from ..reference import figures, train
 from ..reference.network import largest_difference
 from ..reference.settings import ADAPTIVE, Settings
 from ..reference.train import Checkpoints, Epoch, Task, nothing_logged
 from .files import printable, require_outputs, say_written, write_json, write_png
-from .options import count, number
+from .options import add_renamed, count, number
 
 
 def _length(text: str) -> Union[int, str]:
@@ -44,7 +43,6 @@ _NUMBERS = {
 }
 
 _SCHEDULER_PATIENCE = "20"  # seconds
-_PATIENCE = "3600"  # seconds that a rank waits for others in an exchange
 
 
 def add_options(training: Callable, output: Callable, settings: type[Settings], compare: str) -> None:
@@ -52,6 +50,7 @@ def add_options(training: Callable, output: Callable, settings: type[Settings], 
     for setting in fields(settings):
         if setting.metadata:
             training(f"--{setting.name.replace('_', '-')}", **_described(setting))
+    add_renamed(training, "--micro-size", "--pieces")
     training("--device-target", choices=DEVICES, default="CPU", help="(default: %(default)s)")
     training("--compare", action="store_true", help=compare)
     output("--json", type=Path, metavar="FILE", help="write all figures and options")
@@ -61,7 +60,8 @@ def add_options(training: Callable, output: Callable, settings: type[Settings], 
     output("--save-every", type=count, metavar="K", help="also write it after every K microbatches")
     output("--resume", type=Path, metavar="FILE.ckpt",
            help="continue from a checkpoint as if the run had never stopped; give the same options (--epochs may be "
-                "larger; with another number of ranks, ranks x --accumulate-step has to stay)")
+                "larger). On another number of ranks, with any --accumulate-step, if it was saved between two windows: "
+                "at the end, or with K a multiple of --accumulate-step")
 
 
 def _described(setting: Field) -> dict[str, Any]:
@@ -89,24 +89,15 @@ def run(prepare: Callable[[argparse.Namespace], Task], parser: argparse.Argument
     except (ValueError, OSError) as error:
         parser.error(str(error))
     try:
-        several = task.settings.ranks > 1
-        with ending_together(partial(_how_to_resume, options), name=parser.prog) if several else nullcontext():
-            runs, results = train_all(task, options)
-            if task.settings.rank == 0:
-                write_all(options, runs, results)
+        runs, results = train_all(task, options)
+        if task.settings.rank == 0:
+            write_all(options, runs, results)
+        if task.settings.ranks > 1:
+            wait_for_all()  # where one exits, others that still communicate fail
     except BrokenPipeError:
         raise  # `main` handles a closed stdout
     except (CheckpointError, OSError) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
-
-
-def _how_to_resume(options: argparse.Namespace) -> str:
-    """Return what to do after a rank was lost."""
-    for path in (options.save, options.resume):
-        if path and _is_saved(path):
-            return f"start all ranks again with --resume {printable(path)}"
-    return ("nothing was saved; start all ranks again, with --save FILE.ckpt --save-every K to be able to resume the "
-            "next time")
 
 
 def _is_saved(path: Path) -> bool:
@@ -123,8 +114,6 @@ def settings_named(kind: type[Settings], options: argparse.Namespace, **others: 
         "shard: requires --sync microbatch or node, because a rank keeps whole gradients until they are exchanged":
             options.shard and options.sync == "window",
         "ranks-per-node: requires --sync node": options.ranks_per_node and options.sync != "node",
-        f"micro-size: ranks that exchange each microbatch cannot cut it; leave out --sync {options.sync}, or choose a "
-        "smaller --batch-size": options.micro_size > 1 and options.sync != "window",
         "save-every: requires --save FILE.ckpt": options.save_every and not options.save,
         "compare: trains twice and cannot be resumed; leave out --save-every and --resume":
             options.compare and (resume or options.save_every),
@@ -155,8 +144,8 @@ def refuse_sizes(task: Task, rows: int) -> None:
     settings, of = task.settings, task.words.rows
     refuse({
         "noise-scale: compares the microbatches of a window, which holds only one; give --accumulate-step 2 or more, "
-        "or --micro-size 2":
-            settings.noise_scale and settings.accumulate_step == settings.micro_size == settings.ranks == 1,
+        "or --pieces 2":
+            settings.noise_scale and settings.accumulate_step == settings.pieces == settings.ranks == 1,
         f"batch-size: a microbatch of {settings.batch_size} {of} cannot be filled from {rows}; choose at most {rows}":
             settings.batch_size > rows,
     })
@@ -183,7 +172,6 @@ def join_ranks(settings: Settings) -> Settings:
 
     if os.environ["MS_ROLE"] == "MS_SCHED":
         _schedule(init)
-    os.environ.setdefault("MS_CPU_COMM_OP_TIMEOUT", _PATIENCE)  # a rank that dies is noticed before
     init()
     settings = replace(settings, ranks=get_group_size(), rank=get_rank())
     if settings.rank > 0:

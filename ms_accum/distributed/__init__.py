@@ -1,1 +1,2 @@
-"""Ranks: how the gradients of several become one."""
+"""Ranks: how the gradients or the updates of several become one."""
+from .local import LocalUpdates as LocalUpdates

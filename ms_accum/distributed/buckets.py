@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm
 
-from ..gradients import Gradients, Header, as_vector
+from ..gradients import Gradients, Numbers, as_vector
 
 MEBIBYTE = 2**20
 
@@ -20,9 +20,7 @@ class Layout:
 
     parameters: tuple[Parameter, ...]
     dtypes: tuple[ms.Type, ...]  # of the buffers
-    flags: bool  # whether ranks have to agree about each microbatch (`on_nonfinite="skip_microbatch"`)
     settings: dict[str, str]  # what has to be the same on every rank, by name
-    losses: int = 1
 
 
 @ms.jit_class
@@ -30,22 +28,24 @@ class Buckets:
     """Gradients of one dtype one after another, padded to a multiple of the ranks, and their exchange.
 
     Args:
-        layout: The gradients.
+        parameters: What the gradients belong to.
+        dtypes: Their dtypes.
         size: Bytes in a bucket, at most.
         rank, ranks: Which rank of the group this is, of how many.
         group: Those that exchange; "" stands for all.
     """
 
-    def __init__(self, layout: Layout, size: int, rank: int, ranks: int, group: str = "") -> None:
+    def __init__(self, parameters: tuple[Parameter, ...], dtypes: tuple[ms.Type, ...], size: int, rank: int, ranks: int,
+                 group: str = "") -> None:
         self.rank, self.ranks = rank, ranks
-        self.shapes = tuple(tuple(p.shape) for p in layout.parameters)
-        self.dtypes = layout.dtypes
+        self.shapes = tuple(tuple(p.shape) for p in parameters)
+        self.dtypes = dtypes
         self.sizes = tuple(prod(shape) for shape in self.shapes)
-        self.members = _filled(self.sizes, layout.dtypes, size)
+        self.members = _filled(self.sizes, dtypes, size)
         places = [i for members in self.members for i in members]
         self.order = tuple(places.index(i) for i in range(len(places)))
-        self.bucket_dtypes = tuple(layout.dtypes[members[0]] for members in self.members)
-        self.carries_header = self.bucket_dtypes[0] == ms.float32
+        self.bucket_dtypes = tuple(dtypes[members[0]] for members in self.members)
+        self.carries_numbers = self.bucket_dtypes[0] == ms.float32
         self.totals = tuple(sum(self.sizes[i] for i in members) for members in self.members)
         self.lengths = tuple(-(-total // ranks) * ranks for total in self.totals)
         self.padding = tuple(length - total for length, total in zip(self.lengths, self.totals))
@@ -60,28 +60,28 @@ class Buckets:
     # Each collective waits for the one before: left to themselves, those of one graph may start in another order on
     # another rank.
 
-    def all_reduce(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """Return the sums over all ranks. The header travels behind the first bucket, if that is of float32."""
-        if self.carries_header:
+    def all_reduce(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
+        """Return the sums over all ranks. The numbers travel behind the first bucket, if that is of float32."""
+        if self.carries_numbers:
             first = self.members[0]
-            sums = self.sum(ops.concat((self._flat(gradients, first, 0), as_vector(header))))
-            header = _as_header(sums[self.totals[0]:], len(header))
+            sums = self.sum(ops.concat((self._flat(gradients, first, 0), as_vector(numbers))))
+            numbers = _as_numbers(sums[self.totals[0]:], len(numbers))
             summed = self._split(sums, first)
             others = self.members[1:]
         else:
-            sums = self.sum(as_vector(header))
-            header = _as_header(sums, len(header))
+            sums = self.sum(as_vector(numbers))
+            numbers = _as_numbers(sums, len(numbers))
             summed = ()
             others = self.members
         for members in others:
             sums = self.sum(ops.depend(self._flat(gradients, members, 0), sums))
             summed = (*summed, *self._split(sums, members))
-        return tuple([summed[i] for i in self.order]), header
+        return tuple([summed[i] for i in self.order]), numbers
 
-    def reduce_scatter(self, gradients: Gradients, header: Header) -> tuple[Gradients, Header]:
-        """Return this rank's part of the sums over all ranks, a flat Tensor per bucket, and the sums of the header."""
-        sums = self.sum(as_vector(header))
-        header = _as_header(sums, len(header))
+    def reduce_scatter(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
+        """Return this rank's part of the sums over all ranks, a flat Tensor per bucket, and the sums of the numbers."""
+        sums = self.sum(as_vector(numbers))
+        numbers = _as_numbers(sums, len(numbers))
         parts = ()
         for members, length, padding in zip(self.members, self.lengths, self.padding):
             flat = ops.depend(self._flat(gradients, members, padding), sums)
@@ -93,7 +93,7 @@ class Buckets:
                 sums = self.sum(flat)
                 part = sums[self.rank * share:(self.rank + 1) * share]
             parts = (*parts, part)
-        return parts, header
+        return parts, numbers
 
     def all_gather(self, parts: Gradients) -> Gradients:
         """Return whole gradients from the parts of all ranks."""
@@ -112,9 +112,9 @@ class Buckets:
             found = (*found, self._flat(gradients, members, padding)[self.rank * share:(self.rank + 1) * share])
         return found
 
-    def sum_header(self, header: Header) -> Header:
-        """Return the sums over all ranks of a header alone."""
-        return _as_header(self.sum(as_vector(header)), len(header))
+    def sum_numbers(self, numbers: Numbers) -> Numbers:
+        """Return the sums over all ranks of numbers alone."""
+        return _as_numbers(self.sum(as_vector(numbers)), len(numbers))
 
     def _gathered(self, part: Tensor) -> Tensor:
         if self.gather is not None:
@@ -154,5 +154,5 @@ def _filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> 
     return tuple(map(tuple, buckets))
 
 
-def _as_header(sums: Tensor, length: int) -> Header:
+def _as_numbers(sums: Tensor, length: int) -> Numbers:
     return tuple([sums[i] for i in range(length)])

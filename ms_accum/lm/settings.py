@@ -23,8 +23,6 @@ class Settings(AnySettings):
     lr: float = option(1e-3, "learning rate of Adam")
     optimizer: str = "adam"
     clip_norm: Optional[float] = option(1.0, "clip the accumulated gradient to this global norm, once per update")
-    strategy: str = option("split", "split: graphs without branches, scheduled by the host; fused: one graph",
-                           "split", "fused")
     noise_scale: bool = option(False, NOISE_SCALE.format("bytes"))
     weigh_bytes: bool = True
 

@@ -54,8 +54,8 @@ class Task(train.Task):
         optimizer = make_adam(self.network, settings.lr)
         length = until_weight(settings.budget, at_most=AT_MOST) if settings.budget else settings.accumulate_step
         return make_train_step(
-            BitsPerByte(self.network), make_accumulator(optimizer, settings, length), micro_size=settings.micro_size,
-            weight_fn=count_bytes if settings.weigh_bytes else count_one, strategy=settings.strategy)
+            BitsPerByte(self.network), make_accumulator(optimizer, settings, length), pieces=settings.pieces,
+            weight_fn=count_bytes if settings.weigh_bytes else count_one)
 
     def order(self, epoch: int) -> list[np.ndarray]:
         """Return the rows of each microbatch of an epoch: of one width each, in seeded order."""

@@ -25,11 +25,9 @@ class Settings(AnySettings):
         None, "clip the accumulated gradient to this global norm, once per update (default: no clipping)")
     api: str = option("functional", "functional: a loop over make_train_step; model: mindspore.train.Model with "
                       "callbacks. Both train the same parameters", "functional", "model")
-    strategy: str = option("fused", "split: graphs without branches, scheduled by the host; fused: one graph",
-                           "fused", "split")
     noise_scale: bool = option(False, NOISE_SCALE.format("digits"))
 
     def undivided(self) -> Settings:
         """Return the same run with each window's digits as one batch, in one process."""
-        return replace(self, batch_size=self.effective_batch, accumulate_step=1, micro_size=1, strategy="fused",
-                       ranks=1, rank=0, noise_scale=False)
+        return replace(self, batch_size=self.effective_batch, accumulate_step=1, pieces=1, ranks=1, rank=0,
+                       noise_scale=False)

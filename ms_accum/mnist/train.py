@@ -56,8 +56,9 @@ class Task(train.Task):
             network = Network(seed=0, dtype=ms.float64)
             optimizer = Float64Optimizer(optimizer, network)
         accumulator = make_accumulator(optimizer, settings, settings.accumulate_step)
-        make = TrainOneStepCell if settings.api == "model" else partial(make_train_step, strategy=settings.strategy)
-        return make(make_forward(network), accumulator, micro_size=settings.micro_size)
+        if settings.api == "model":
+            return TrainOneStepCell(make_forward(network), accumulator)
+        return make_train_step(make_forward(network), accumulator, pieces=settings.pieces)
 
     def order(self, epoch: int) -> list[np.ndarray]:
         """Return the rows of each microbatch of an epoch, in seeded order; the last one may be smaller.

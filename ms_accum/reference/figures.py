@@ -41,8 +41,7 @@ def header(task: Task, device: str) -> str:
     settings = task.settings
     names = ", ".join(f"{name} {version}" for name, version in versions().items())
     clipped = "" if settings.clip_norm is None else f", clipped to norm {settings.clip_norm:g}"
-    cut = "" if settings.micro_size == 1 else f", each microbatch in {settings.micro_size:,} pieces"
-    strategy = "" if settings.strategy == type(settings).strategy else f", strategy {settings.strategy}"
+    cut = "" if settings.pieces == 1 else f", each microbatch in {settings.pieces:,} pieces"
     shards = " in shards" if settings.shard else ""
     often = "microbatch in a node and each window between nodes" if settings.sync == "node" else settings.sync
     exchange = "" if settings.ranks == 1 else f", gradients exchanged each {often}{shards}"
@@ -51,7 +50,7 @@ def header(task: Task, device: str) -> str:
         f"device     {device}, {os.cpu_count()} CPU cores, {settings.mode} mode, {_API[settings.api]}, "
         f"gradients in {settings.gradients}",
         f"data       {task.describe_data()}",
-        f"batch      {task.describe_batch()}{cut}{strategy}{exchange}",
+        f"batch      {task.describe_batch()}{cut}{exchange}",
         f"optimizer  {settings.optimizer}, learning rate {settings.lr:g}{clipped}, seed {settings.seed}",
     ))
 
@@ -97,8 +96,7 @@ def figures(task: Task, epochs: list[Epoch]) -> dict[str, Any]:
     lines = [{score if name == "score" else name: value for name, value in vars(epoch).items()
               if name != "microbatch_losses"} for epoch in epochs]
     chosen = (
-        "batch_size", "accumulate_step", "micro_size", "api", "strategy", "ranks", "sync", "shard", "ranks_per_node",
-        "effective_batch")
+        "batch_size", "accumulate_step", "pieces", "api", "ranks", "sync", "shard", "ranks_per_node", "effective_batch")
     return {
         **{name: lines[-1][name] for name in (score, "loss", "update_step", "noise_scale")},
         **{name: sum(line[name] for line in lines) for name in ("train_seconds", "test_seconds")},
@@ -132,7 +130,7 @@ class Progress:
                             dynamic_ncols=True, file=sys.stdout)
         # Reading the loss waits for the device, so it is read only when the bar is drawn.
         if self.bar.update(done - self.bar.n):
-            window = {"window": accumulator.window_length} if self.adaptive else {}
+            window = {"window": accumulator.window.length} if self.adaptive else {}
             self.bar.set_postfix(loss=f"{float(loss.asnumpy()):.3f}", **window, refresh=False)
 
     def _print(self, accumulator: Accumulator, epoch: str, done: int, loss: Tensor) -> None:
@@ -142,7 +140,7 @@ class Progress:
         if self.lines < lines < PROGRESS_LINES:
             rate = (done - self.first) / (perf_counter() - self.start)
             speed = f"  {rate:,.0f} {self.unit}/s" if rate else ""
-            window = f"  window {accumulator.window_length}" if self.adaptive else ""
+            window = f"  window {accumulator.window.length}" if self.adaptive else ""
             print(f"{epoch}  {done:,} {self.unit}  loss {float(loss.asnumpy()):.4f}{window}{speed}",
                   flush=True)
             self.lines = lines

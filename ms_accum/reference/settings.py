@@ -29,9 +29,8 @@ class Settings:
     seed: int = option(42, "seed of the initial weights and the order of the data")
     mode: str = option("graph", "graph: jitted functions; pynative: op by op", "graph", "pynative")
     api: str = "functional"  # a loop over make_train_step, or "model": mindspore.train.Model
-    strategy: str
-    micro_size: int = option(1, "number of pieces that each microbatch is cut into inside the compiled function; peak "
-                             "activation memory is that of one piece")
+    pieces: int = option(1, "number of pieces that each microbatch is cut into; peak activation memory is that of one "
+                         "piece")
     sync: str = option("window", "with several ranks (see the examples), exchange gradients once per window, at each "
                        "microbatch, or at each microbatch inside a node and once per window between nodes", "window",
                        "microbatch", "node")

@@ -18,23 +18,22 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.train import LambdaCallback, Model
 
 from ms_accum.accumulator import Accumulator
-from ms_accum.batch_size.adaptive import AdaptiveWindow
-from ms_accum.batch_size.noise_scale import GradientNoiseScale
+from ms_accum.batch_size import AdaptiveWindow, GradientNoiseScale
 from ms_accum.callbacks import FlushCallback
 from ms_accum.check.isolation import in_mode
 from ms_accum.checkpoint import load_checkpoint, save_checkpoint
 from ms_accum.checkpoint_file import CheckpointError
-from ms_accum.compiled import CompiledStep
+from ms_accum.distributed.exchange import DataParallel
 from ms_accum.distributed.ranks import gather
-from ms_accum.distributed.reducers import DataParallel
 from ms_accum.model import TrainOneStepCell
+from ms_accum.step import TrainStep
 from ms_accum.window import AccumulateStep
 
 from .settings import Settings
 
-# What another number of ranks may change. `load_checkpoint` compares the microbatches of an update, of all ranks.
+# What another number of ranks may change.
 _OF_RANKS = ("ranks", "rank", "accumulate_step", "sync", "shard", "ranks_per_node")
-AnyStep = Union[CompiledStep, TrainOneStepCell]
+AnyStep = Union[TrainStep, TrainOneStepCell]
 
 
 class Data(Protocol):
@@ -170,16 +169,17 @@ def train(task: Task, on_microbatch: Callable[[Accumulator, int, int, Tensor], N
     epochs: list[Epoch] = []
     losses: list[float] = []  # of the open epoch's microbatches
     if checkpoints.resume:
-        epochs, losses = _done(load_checkpoint(checkpoints.resume, task.network, accumulator), task)
-        checkpoints.resumed(len(epochs), int(of_all_ranks(np.array([len(losses)], np.int32), settings).sum()))
+        epochs, of_all = _done(load_checkpoint(checkpoints.resume, task.network, accumulator), task)
+        losses = of_all[settings.rank::settings.ranks]
+        checkpoints.resumed(len(epochs), len(of_all))
     yield from epochs
 
     def save() -> None:
         done = [{**vars(epoch), "microbatch_losses": epoch.microbatch_losses.tolist()} for epoch in epochs]
-        extra = {"run": _identity(task), "epochs": done, "losses": losses}
-        if settings.ranks > 1:  # in the order of the data; all ranks have as many
-            extra["losses_of_all"] = of_all_ranks(np.array(losses), settings).T.ravel().tolist() if losses else []
-        save_checkpoint(checkpoints.save, task.network, accumulator, extra=extra)
+        # In the order of the data; all ranks have as many.
+        of_all = of_all_ranks(np.array(losses), settings).T.ravel().tolist() if losses else []
+        save_checkpoint(checkpoints.save, task.network, accumulator,
+                        extra={"run": _identity(task), "epochs": done, "losses": of_all})
 
     test = task.make_test()
     for epoch in range(len(epochs) + 1, settings.epochs + 1):
@@ -203,7 +203,7 @@ def train(task: Task, on_microbatch: Callable[[Accumulator, int, int, Tensor], N
             update_step=int(accumulator.update_step.asnumpy()),
             microbatch_losses=np.array(losses),
             noise_scale=accumulator.noise_scale and accumulator.noise_scale.scale(),
-            window_length=accumulator.window_length if settings.adaptive else None,
+            window_length=accumulator.window.length if settings.adaptive else None,
         ))
         losses.clear()
         yield epochs[-1]
@@ -219,7 +219,7 @@ def _identity(task: Task) -> dict:
 
 
 def _done(extra: object, task: Task) -> tuple[list[Epoch], list[float]]:
-    """Return the epochs and the open epoch's losses in a checkpoint. CheckpointError if it is from another run."""
+    """Return the epochs, and the open epoch's losses of all ranks. CheckpointError if it is from another run."""
     if not isinstance(extra, dict) or not {"run", "epochs", "losses"} <= extra.keys():
         raise CheckpointError(f"the checkpoint is not from `ms-accum {task.command}`; give one that --save wrote")
     settings = task.settings
@@ -233,8 +233,6 @@ def _done(extra: object, task: Task) -> tuple[list[Epoch], list[float]]:
                               f"{task.settings.epochs}; give more --epochs")
     epochs = [Epoch(**{**epoch, "microbatch_losses": np.array(epoch["microbatch_losses"])})
               for epoch in extra["epochs"]]
-    if dealt_out:
-        return epochs, extra.get("losses_of_all", extra["losses"])[settings.rank::settings.ranks]
     return epochs, extra["losses"]
 
 
@@ -309,7 +307,7 @@ def train_epoch(train_step: AnyStep, data: Data, microbatches: Sequence[np.ndarr
     read()
 
 
-def _in_a_loop(train_step: CompiledStep, batches: Iterable[tuple], took: Callable[[Tensor], None]) -> None:
+def _in_a_loop(train_step: TrainStep, batches: Iterable[tuple], took: Callable[[Tensor], None]) -> None:
     for batch in batches:
         took(train_step(*map(Tensor, batch)))
     train_step.flush()

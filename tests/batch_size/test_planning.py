@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ms_accum import PlanError, plan_micro_batch
-from ms_accum.batch_size import planning
+from ms_accum.batch_size import PlanError, plan_micro_batch, planning
 from ms_accum.batch_size.planning import Plan, Trial
 from ms_accum.batch_size.trial import Outcome
 
@@ -110,7 +109,7 @@ def test_functions_that_cannot_be_imported_are_refused():
         with pytest.raises(ValueError, match=r"make_step is .*<locals>.* cannot import .*; define it with `def` at the top level"):
             plan_micro_batch(function, 4)
     typed = subprocess.run([sys.executable, "-"], capture_output=True, text=True, check=False, input=(
-        "from ms_accum import plan_micro_batch\ndef make_step(n):\n    return int\nplan_micro_batch(make_step, 4)\n"))
+        "from ms_accum.batch_size import plan_micro_batch\ndef make_step(n):\n    return int\nplan_micro_batch(make_step, 4)\n"))
     assert "ValueError: make_step is make_step, defined in an interactive session, which the processes of the trials" in typed.stderr
 
 

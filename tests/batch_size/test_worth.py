@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from ms_accum import Accumulator, PlanError, make_train_step
-from ms_accum.batch_size import worth
+from ms_accum import Accumulator, make_train_step
+from ms_accum.batch_size import PlanError, worth
 from ms_accum.batch_size.planning import Plan
 from ms_accum.batch_size.trial import Outcome, pickled
 from ms_accum.batch_size.worth import measure_noise, measure_windows, time_window
@@ -65,7 +65,7 @@ def raising(microbatch, accumulate_step=None, noise_scale=None):
 
 def test_a_known_noise_scale_is_found_in_samples_whatever_the_weights_count():
     for function, spread in ((make_step, 1.0), (partial(make_step, spread=0.5), 0.5), (partial(make_step, weight_fn=seven_tokens), 1.0),
-                             (partial(make_step, strategy="fused"), 1.0), (unweighted, 1.0)):
+                             (partial(make_step, pieces=2), 1.0), (unweighted, 1.0)):
         noise = measure_noise(pickled(function), "CPU", 4, 2, 200)
         assert noise == pytest.approx((spread / MEAN)**2, rel=0.1), function
         assert not noise == pytest.approx((1.5 * spread / MEAN)**2, rel=0.1), "control"

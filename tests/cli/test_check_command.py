@@ -21,15 +21,15 @@ def test_the_command_answers_by_its_status(check):
     status, out, err = check("check_cases:exact")
     assert (status, err) == (0, "")
     assert out.startswith("Accumulation is exact for this network, loss and batch (8 samples in 4 pieces).")
-    status, out, err = check("check_cases:inexact", "--micro-size", "3", "--json", "report.json")
+    status, out, err = check("check_cases:inexact", "--pieces", "3", "--json", "report.json")
     assert (status, err) == (1, "")
     assert "NOT exact" in out
     assert "total (function): wrong normalisation" in out
     report = json.loads(Path("report.json").read_text())
-    assert (report["ok"], report["pieces"], report["micro_size"]) == (False, 3, 3)
+    assert (report["ok"], report["pieces"]) == (False, 3)
     assert report["causes"][0].keys() == {"layer", "type", "what", "remedy"}
     assert report["max_relative_difference"] == max(report["per_parameter"].values())
-    assert [check("check_cases:weighted", "--micro-size", pieces)[0] for pieces in ("4", "3")] == [0, 1]
+    assert [check("check_cases:weighted", "--pieces", pieces)[0] for pieces in ("4", "3")] == [0, 1]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -44,7 +44,8 @@ def test_the_command_answers_by_its_status(check):
      "No module named 'no_such_module'); run ms-accum in"),
     (["train.py:make_case"], "argument MODULE:FUNCTION: got 'train.py:make_case', expected e.g. train:make_case"),
     (["json"], "argument MODULE:FUNCTION: got 'json'"),
-    (["json:loads", "--micro-size", "1"], "argument --micro-size: expected a whole number from 2, got '1'"),
+    (["json:loads", "--micro-size", "1"], "argument --micro-size: is now called --pieces"),
+    (["json:loads", "--pieces", "1"], "argument --pieces: expected a whole number from 2, got '1'"),
     (["json:loads", "--json", "no/such/folder.json"], "argument --json: cannot write"),
     ([], "the following arguments are required: MODULE:FUNCTION")])
 def test_the_command_refuses_in_one_line(check, arguments, message):
@@ -61,4 +62,4 @@ def test_the_command_refuses_in_one_line(check, arguments, message):
 def test_the_command_has_help(check):
     status, out, _ = check("--help")
     assert status == 0
-    assert all(word in out for word in ("MODULE:FUNCTION", "--micro-size K", "--json FILE", "Exit status: 0", "examples:"))
+    assert all(word in out for word in ("MODULE:FUNCTION", "--pieces K", "--json FILE", "Exit status: 0", "examples:"))

@@ -77,9 +77,9 @@ def test_every_option_arrives_in_the_settings(monkeypatch):
     tiny.shrink(monkeypatch)
     assert settings("") == Settings()
     assert settings("--batch-size 8 --accumulate-step 3 --epochs 4 --lr 0.5 --clip-norm inf --seed 0 --mode pynative "
-                    "--strategy fused --micro-size 2 --noise-scale --budget 100") == Settings(
-        batch_size=8, accumulate_step=3, epochs=4, lr=0.5, clip_norm=float("inf"), seed=0, mode="pynative", strategy="fused",
-        micro_size=2, noise_scale=True, budget=100)
+                    "--pieces 2 --noise-scale --budget 100") == Settings(
+        batch_size=8, accumulate_step=3, epochs=4, lr=0.5, clip_norm=float("inf"), seed=0, mode="pynative", pieces=2,
+        noise_scale=True, budget=100)
 
 
 def test_compare_trains_with_the_mean_of_means_too(run, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_run_that_stopped_in_an_epoch_resumes_bit_identically(run, monkeypatch
     for name in trained:
         if name != "ms_accum":  # which holds the seconds that epochs took
             assert trained[name].asnumpy().tobytes() == whole[name].asnumpy().tobytes(), name
-    for options, message in [(["--budget", "100"], "was saved with accumulate_step"),
+    for options, message in [(["--budget", "100"], "from a run with budget None, but this run has 100"),
                              (["--lr", "0.5"], "from a run with lr 0.01, but this run has 0.5; give the same options and rows")]:
         status, _, err = run("--resume", "c.ckpt", *options)
         assert (status, len(err)) == (1, 1)

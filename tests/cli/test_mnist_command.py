@@ -24,6 +24,7 @@ from ms_accum.mnist.network import CountCorrect, Network
 from ms_accum.mnist.settings import Settings
 from ms_accum.mnist.train import Task, evaluate
 from ms_accum.reference import figures, train
+from ms_accum.update import Mean
 
 # Op by op: each graph takes seconds to compile.
 QUICK = ("--mode", "pynative", "--batch-size", "16", "--accumulate-step", "4", "--epochs", "2")
@@ -103,7 +104,7 @@ def test_a_run_prints_and_writes_every_figure_and_option(run, digits):
     for seconds in ("train_seconds", "test_seconds"):
         assert result.pop(seconds) == pytest.approx(sum(epoch[seconds] for epoch in epochs))
     assert result.pop("versions").keys() == {"ms_accum", "mindspore", "numpy", "python"}
-    options = {"batch_size": 16, "accumulate_step": 4, "micro_size": 1, "api": "functional", "strategy": "fused",
+    options = {"batch_size": 16, "accumulate_step": 4, "pieces": 1, "api": "functional",
                "sync": "window", "shard": False, "ranks_per_node": None}
     assert result.pop("options") == {
         **options, "data": digits, "epochs": 2, "lr": 0.05, "momentum": 0.5, "optimizer": "sgd", "clip_norm": 5.0, "seed": 7,
@@ -146,9 +147,9 @@ def test_every_option_arrives_in_the_settings():
     assert settings("") == Settings()
     assert settings(
         "--batch-size 8 --accumulate-step 3 --epochs 4 --lr 0.5 --momentum 0.25 --optimizer momentum --clip-norm inf --seed 0 "
-        "--mode pynative --strategy split --micro-size 2 --noise-scale") == Settings(
+        "--mode pynative --pieces 2 --noise-scale") == Settings(
             batch_size=8, accumulate_step=3, epochs=4, lr=0.5, momentum=0.25, optimizer="momentum", clip_norm=float("inf"),
-            seed=0, mode="pynative", strategy="split", micro_size=2, noise_scale=True)
+            seed=0, mode="pynative", pieces=2, noise_scale=True)
     assert settings("--api model --sync microbatch --shard") == Settings(api="model", sync="microbatch", shard=True)
     assert settings("--compare") == Settings(gradients="float64")
     assert settings("--compare --device-target Ascend") == Settings()
@@ -183,10 +184,7 @@ def test_compare_agrees_with_the_undivided_batch(run, options, drawn):
 
 
 def test_compare_shows_a_wrong_divisor(run, monkeypatch):
-    def divided_twice(self, unit, weight):
-        return unit / (weight * self.accumulate_step)
-
-    monkeypatch.setattr(ms_accum.Accumulator, "_normaliser", divided_twice)
+    monkeypatch.setattr(Mean, "factor", lambda self, unit, weight: 1.0)
     assert run("--compare", "--json", "run.json")[0] == 0
     assert read("run.json")["max_parameter_difference"] > 1e-3
 
@@ -268,7 +266,7 @@ def test_what_cannot_be_resumed_is_refused(run, tmp_path):
     digits = r"digits 90 \+ 50 with the SHA-256"
     for options, changed, message in [
         (["--lr", "0.5"], {}, r"checkpoint is from a run with lr 0\.01, but this run has 0\.5; give the same options"),
-        (["--accumulate-step", "3"], {}, "was saved with accumulate_step"),
+        (["--accumulate-step", "3"], {}, "checkpoint is from a run with accumulate_step 4, but this run has 3"),
         (["--epochs", "1"], {}, "the checkpoint holds 2 epochs, but this run has only 1; give more --epochs"),
         ([], {"data": others}, rf"from a run with {digits} \w{{64}}, but this run has {digits[7:]} \w{{64}}; give the same"),
     ]:
@@ -308,7 +306,9 @@ def test_what_cannot_be_resumed_is_refused(run, tmp_path):
     ("--save c.ckpt --save-every 3 --compare", "argument --compare: trains twice and cannot be resumed"),
     ("--resume none.ckpt", r"argument --resume: there is no file none\.ckpt; give one that --save wrote"),
     (f"--resume {__file__}", r"argument --resume: .* does not end in \.ckpt or \.safetensors; give a file that"),
-    ("--api model --strategy split", "argument --strategy: a Model trains one Cell, which is one graph; leave out"),
+    ("--api model --pieces 2", "argument --api: a Model trains one graph, which cuts no microbatch; leave out --pieces"),
+    ("--api model --accumulate-step adaptive", "argument --api: a Model trains one graph, which cannot choose lengths; leave out"),
+    ("--micro-size 2", "argument --micro-size: is now called --pieces"),
     ("--noise-scale --accumulate-step 1", "argument --noise-scale: compares the microbatches of a window, which holds only"),
     ("--data nowhere", r"nowhere/train/train-images-idx3-ubyte .* is missing; expected a folder"),
     ("--unknown", r"unrecognized arguments: --unknown"),
@@ -378,18 +378,6 @@ def test_a_terminal_shows_a_bar_with_loss_and_rate(run, monkeypatch):
 # --- several ranks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("files", "remedy"), [
-    (["run.ckpt"], "start all ranks again with --resume run.ckpt"),
-    (["run.rank1of2-0123456789abcdef.ckpt"], "start all ranks again with --resume run.ckpt"),
-    (["old.ckpt"], "start all ranks again with --resume old.ckpt"),
-    ([], "nothing was saved; start all ranks again, with --save FILE.ckpt --save-every K to be able to resume the next time"),
-])
-def test_who_loses_a_rank_is_told_how_to_resume(files, remedy):
-    for name in files:
-        Path(name).touch()
-    assert reference._how_to_resume(SimpleNamespace(save=Path("run.ckpt"), resume=Path("old.ckpt"))) == remedy
-
-
 def test_parts_of_a_checkpoint_without_that_of_rank_0_are_refused(run):
     Path("run.rank1of2-0123456789abcdef.ckpt").touch()
     status, _, errors = run("--resume", "run.ckpt")
@@ -407,19 +395,3 @@ def test_a_scheduler_that_stops_says_why_in_one_line(monkeypatch, capsys):
     assert end.value.code == 1
     assert capsys.readouterr().err == ("ms-accum: the scheduler stops: It may be one of the following reasons: "
                                        "1.MS_SCHED_PORT is occupied.\n")
-
-
-def test_ranks_wait_for_each_other_for_longer_than_half_a_minute(monkeypatch):
-    """MindSpore reads the variable when communication begins."""
-    import mindspore.communication as communication
-
-    monkeypatch.setattr(communication, "init", lambda: waits.append(os.environ["MS_CPU_COMM_OP_TIMEOUT"]))
-    monkeypatch.setattr(communication, "get_group_size", lambda: 2)
-    monkeypatch.setattr(communication, "get_rank", lambda: 0)
-    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    monkeypatch.delenv("MS_CPU_COMM_OP_TIMEOUT", raising=False)
-    waits = []
-    assert reference.join_ranks(Settings()).ranks == 2
-    monkeypatch.setenv("MS_CPU_COMM_OP_TIMEOUT", "60")
-    reference.join_ranks(Settings())
-    assert waits == ["3600", "60"]

@@ -65,7 +65,7 @@ def test_the_command_predicts_what_the_run_then_uses(capsys, monkeypatch):
 def test_functions_of_a_script_need_a_guard():
     """With one, they work: as a script runs the docstring's example in test_package.py."""
     Path("unguarded.py").write_text("""
-from ms_accum import plan_micro_batch
+from ms_accum.batch_size import plan_micro_batch
 def make_step(microbatch):
     return int
 plan_micro_batch(make_step, 2, memory_limit=2**40)

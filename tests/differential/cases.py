@@ -8,8 +8,8 @@ from ms_accum import until_weight
 from .networks import FEATURES, FLOAT32_LEVELS, FRONTS, LEVELS, LOSSES, NORMS, WORDS, outputs
 from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 
-COMPILED = ("hand-jit", "fused", "split", "ahead", "cell-graph", "model-graph")
-OP_BY_OP = ("hand-pynative", "fused-pynative", "split-pynative", "ahead-pynative", "cell-pynative", "model-pynative")
+COMPILED = ("hand-jit", "step", "ahead", "cell-graph", "model-graph")
+OP_BY_OP = ("hand-pynative", "step-pynative", "ahead-pynative", "cell-pynative", "model-pynative")
 DRIVERS = (*COMPILED, *OP_BY_OP)
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
 BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float", "half"))}
@@ -22,7 +22,7 @@ def growing(update_step):
 
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
-        "reduction", "accumulate_step", "clip_norm", "micro_size", "weight", "scaler", "on_nonfinite", "noise_scale",
+        "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
         "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed"))):
     """One run. Everything random in it comes from `seed`."""
 
@@ -102,8 +102,8 @@ def compose(choose, **fixed):
     optimizer = pick("optimizer", _optimizers(level, compiled))
     scale_free = optimizer in SCALE_FREE
     front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (scale_free and f == "mha")])
-    # Rounding to 16 bits is bounded for one loss only.
-    losses = [kind for kind in LOSSES if not (front == "tied" and kind == "mse") and (exact or kind != "pair")]
+    # Two losses are for the step that knows a window before; rounding to 16 bits is bounded for one loss only.
+    losses = [kind for kind in LOSSES if not (front == "tied" and kind == "mse") and kind != "pair"]
     loss = pick("loss", ("pair",) if ahead else losses)
     pick("norm", NORMS)
     backward_clip = pick("backward_clip", (False, False, True) if loss in ("mean", "smoothed") else (False,))
@@ -116,13 +116,13 @@ def compose(choose, **fixed):
     unit = factor * (40.0 if loss == "mse" else 1.0)
     small = 1.0 if factor < 1 else unit * (0.5 if level == "half" else 0.1)  # 1e-6 in the clip formula is not small beside a tiny norm
     pick("clip_norm", (None, small, 100.0 * unit if factor >= 1 else 1e-6, float("inf")))
-    micro_size = pick("micro_size", (1,) if by_hand else (1, 2, 3))
+    pieces = pick("pieces", (1, 2, 3) if driver.split("-")[0] in ("step", "ahead") else (1,))
     mixed = () if driver.startswith("model") else ("mixed",)  # numbers and Tensors in turn: the accumulator sees both kinds
     pick("weight", ("tensor",) if loss in ("masked", "pair") else ("samples", "number", "tensor", *mixed))
     on_nonfinite = pick("on_nonfinite", ("apply", "skip_window") if ahead else ("apply", "skip_microbatch", "skip_window"))
-    pick("scaler", _scalers(exact, backward_clip or by_hand or on_nonfinite == "skip_microbatch" or factor > 1))
+    pick("scaler", _scalers(exact, backward_clip or on_nonfinite == "skip_microbatch" or factor > 1))
     narrow = front == "dense" and loss == "mse" and not backward_clip
-    least = 4 * micro_size if backward_clip else 2
+    least = 4 * pieces if backward_clip else 2
     large = pick("large", (False, True) if narrow else (False,))
     # Each graph takes seconds to compile: anew for each shape, after a load and after an error.
     events = ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both")
@@ -138,15 +138,15 @@ def compose(choose, **fixed):
     others = (least + 1, 4 * least) if event == "shapes" or not compiled else ()
     shapes = [(4096, 1000 if others else 4096)] if large else [(n, m) for n in (least + 4, least + 5) for m in (n, *others)]
     # A piece of fewer than 4 rows may have a gradient that the layer clips.
-    one, other = pick("shapes", [pair for pair in shapes if not backward_clip or min(_last_piece(n, micro_size) for n in pair) >= 4])
+    one, other = pick("shapes", [pair for pair in shapes if not backward_clip or min(_last_piece(n, pieces) for n in pair) >= 4])
     count = pick("count", (6, 7, 8))
     pick("sizes", [tuple(other if reduction == "mean" and i % 3 == 1 else one for i in range(count))])
     pick("seed", range(1000))
     return Case(**{name: values[name] for name in Case._fields})
 
 
-def _last_piece(samples, micro_size):
-    rows = -(-samples // micro_size)
+def _last_piece(samples, pieces):
+    rows = -(-samples // pieces)
     return samples % rows or rows
 
 

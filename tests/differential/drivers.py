@@ -10,12 +10,12 @@ from mindspore.train import Callback, Model
 from ms_accum import (
     Accumulator,
     FlushCallback,
-    GradientNoiseScale,
     TrainOneStepCell,
     load_checkpoint,
     make_train_step,
     save_checkpoint,
 )
+from ms_accum.batch_size import GradientNoiseScale
 
 from .networks import build_loss
 from .optimizers import build_optimizer
@@ -57,8 +57,7 @@ class Accumulating:
             self.scaler = amp.StaticLossScaler(2.0**exponent) if kind == "static" else amp.DynamicLossScaler(2.0**exponent, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
         self.accumulator = Accumulator(self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction,
-                                       on_nonfinite=case.on_nonfinite, noise_scale=self.noise_scale,
-                                       losses=2 if case.loss == "pair" else 1)
+                                       on_nonfinite=case.on_nonfinite, noise_scale=self.noise_scale, loss_scaler=self.scaler)
         self.calls = 0
         self.build_step()
 
@@ -71,10 +70,9 @@ class Accumulating:
         driver = case.driver.split("-")[0]
         if driver == "hand":
             return self._by_hand(weight_fn)
-        if driver in ("fused", "split", "ahead"):
-            return make_train_step(self._forward(), acc, micro_size=case.micro_size, weight_fn=weight_fn, loss_scaler=self.scaler,
-                                   strategy="fused" if driver == "fused" else "split")
-        return TrainOneStepCell(self.loss, acc, loss_scaler=self.scaler, micro_size=case.micro_size, weight_fn=weight_fn)
+        if driver in ("step", "ahead"):
+            return make_train_step(self._forward(), acc, pieces=case.pieces, weight_fn=weight_fn, losses=2 if case.ahead else 1)
+        return TrainOneStepCell(self.loss, acc, weight_fn=weight_fn)
 
     def _forward(self):
         loss = self.loss
@@ -85,13 +83,17 @@ class Accumulating:
 
     def _by_hand(self, weight_fn):
         acc, case = self.accumulator, self.case
-        if case.loss == "pair":
-            return self._pair_by_hand(weight_fn)
-        grad_fn = ms.value_and_grad(self._forward(), None, acc.optimizer.parameters)
+        forward = self._forward()
+
+        def scaled(*batch):
+            loss = forward(*batch)
+            return acc.scaled(loss), loss
+
+        grad_fn = ms.value_and_grad(scaled, None, acc.optimizer.parameters, has_aux=True)
         divisor = float(case.accumulate_step) if case.reduction == "sum" else 1.0
 
         def train_step(x, ids, target, mask):
-            loss, grads = grad_fn(x, ids, target, mask)
+            (_, loss), grads = grad_fn(x, ids, target, mask)
             if divisor != 1:
                 return ops.depend(loss, acc(tuple([g / divisor for g in grads])))
             if weight_fn is None:
@@ -100,28 +102,10 @@ class Accumulating:
 
         return ms.jit(train_step) if case.compiled else train_step
 
-    def _pair_by_hand(self, weight_fn):
-        acc, loss = self.accumulator, self.loss
-
-        def one(*batch):
-            return loss(*batch)[0]
-
-        def other(*batch):
-            return loss(*batch)[1]
-
-        grad_fns = [ms.value_and_grad(fn, None, acc.optimizer.parameters) for fn in (one, other)]
-
-        def train_step(*batch):
-            (first, grads), (second, other_grads) = grad_fns[0](*batch), grad_fns[1](*batch)
-            closed = acc((grads, other_grads), weight_fn(*batch))
-            return ops.depend(first, closed), second
-
-        return ms.jit(train_step) if self.case.compiled else train_step
-
     def __enter__(self):
         case = self.case
         ms.set_context(mode=ms.GRAPH_MODE if case.driver.endswith("graph") else ms.PYNATIVE_MODE)
-        if case.driver in ("fused-pynative", "split-pynative", "ahead-pynative"):
+        if case.driver in ("step-pynative", "ahead-pynative"):
             os.environ["MS_JIT"] = "0"
         return self
 
@@ -137,7 +121,7 @@ class Accumulating:
             Model(self.steps[0]).train(1, dataset, callbacks=callbacks, dataset_sink_mode=False)
             return
         if self.case.ahead:
-            for losses in self.steps[0].epoch(batches, lookahead=True):
+            for losses in self.steps[0].epoch(batches):
                 after(self._value(losses))
             return
         for batch in batches:
@@ -152,10 +136,13 @@ class Accumulating:
     def flush(self):
         if not self.case.by_hand:
             return bool(self.steps[0].flush())
+        if self.case.compiled:
+            accumulator = self.accumulator
 
-        def flush():
-            return self.accumulator.flush()
-        return bool(ms.jit(flush)() if self.case.compiled else flush())
+            def flush():
+                return accumulator.close_if(accumulator.mini_step > 0)
+            return bool(ms.jit(flush)())
+        return self.accumulator.flush()
 
     def save(self, path, position):
         save_checkpoint(path, self.loss, self.accumulator, extra={"position": position})

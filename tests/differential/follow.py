@@ -184,5 +184,5 @@ class _Follow:
 
 
 def _open_window(accumulator):
-    state = (*accumulator.buffers, accumulator.weight_sum, accumulator.mini_step)
+    state = (*accumulator.buffers.parameters, accumulator.weight_sum, accumulator.mini_step)
     return [p.asnumpy().tobytes() for p in state]

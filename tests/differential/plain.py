@@ -37,7 +37,7 @@ class Plain:
         self.optimizer = build_optimizer(case, self.loss.trainable_params())
         self.update = ms.jit(self.optimizer) if case.optimizer in COMPILED_ONLY else self.optimizer
         self.mini_step = self.update_step = self.skipped = 0
-        self.grad_norm, self.window_weight = np.nan, self._nothing
+        self.grad_norm, self.window_weight = np.nan, 0.0
         self.window = []
         self.scale, self.finite_windows = 1.0, 0
         if case.scaler is not None:
@@ -53,13 +53,21 @@ class Plain:
 
     @property
     def weight_sum(self):
-        return sum([weight for _, weight in self.window], self._nothing) if self.case.reduction == "mean" else 0.0
+        """The weights in the window; of a pair, how many of its pieces have any."""
+        if self.case.loss == "pair":
+            return float(sum(np.any(weight) for _, weight in self.window))
+        return float(sum(weight for _, weight in self.window))
+
+    @property
+    def first_weight(self):
+        """What a budget counts."""
+        return sum(np.ravel(weight)[0] for _, weight in self.window)
 
     def microbatch(self, batch):
         """Take a microbatch: its loss, and whether the window is full."""
         case = self.case
         n = len(batch[0])
-        rows = -(-n // case.micro_size)
+        rows = -(-n // case.pieces)
         pieces = [tuple(part[i:i + rows] for part in batch) for i in range(0, n, rows)]
         taken, losses = 0, []
         for piece in pieces:
@@ -72,7 +80,7 @@ class Plain:
             taken = 1
             self.window.append((piece, weight))
         self.mini_step += taken
-        if case.micro_size == 1:
+        if case.pieces == 1 and case.loss != "pair":
             loss = self.value(batch)
         else:
             total = sum(w for w, _ in losses)
@@ -82,7 +90,7 @@ class Plain:
     def _full(self):
         if self.case.budget is None:
             return self.mini_step >= reference.window_length(self.case.schedule, self.update_step)
-        return self.mini_step >= self.case.accumulate_step[2] or np.ravel(self.weight_sum)[0] >= self.case.budget
+        return self.mini_step >= self.case.accumulate_step[2] or self.first_weight >= self.case.budget
 
     def weight(self, piece):
         if self.case.loss == "masked":

@@ -1,6 +1,6 @@
 """A cluster in a box: hosts that are network namespaces of this machine, joined by a switch whose links have a rate.
 
-Nothing here imports MindSpore or pytest, so that a benchmark can use this file as it is. It needs root, `ip` and `tc`.
+Benchmarks use it, too. It needs root, `ip` and `tc`.
 """
 from __future__ import annotations
 
@@ -23,12 +23,8 @@ _numbers = count()
 class Cluster:
     """Hosts with the addresses 10.0.0.1, 10.0.0.2, ..., as a context manager. Everything in them ends with the block.
 
-    Args:
-        hosts: Their number.
-        rate: What each host can send at most, as `tc` writes it: "10mbit". None: as fast as the machine is.
-
-    Raises:
-        RuntimeError: If the machine refuses: not root, no `ip` or `tc`, or no network namespaces.
+    `rate` is what each host can send at most, as `tc` writes it: "10mbit"; None: as fast as the machine is.
+    RuntimeError if the machine refuses.
     """
 
     def __init__(self, hosts: int = 2, rate: Optional[str] = None) -> None:
@@ -39,7 +35,6 @@ class Cluster:
         self._switch = f"{name}-switch"
 
     def __enter__(self) -> Cluster:
-        _remove(_left_over())
         try:
             self._build()
         except BaseException:
@@ -112,12 +107,6 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
-
-
-def _left_over() -> list[str]:
-    """Return the namespaces of processes that were killed before they could clean up."""
-    names = [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.startswith(f"{_PREFIX}-")]
-    return [name for name in names if not Path("/proc", name.removeprefix(f"{_PREFIX}-").split("-")[0]).exists()]
 
 
 def _remove(names: list[str]) -> None:

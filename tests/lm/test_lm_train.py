@@ -87,9 +87,8 @@ def test_a_window_of_ragged_microbatches_is_one_undivided_batch_and_the_mean_of_
         means = parameters_after(window, tiny.task(**settings, weigh_bytes=False))
         if mode == "pynative":
             accumulated = parameters_after(window, tiny.task(**settings))
-            for strategy in ("split", "fused"):
-                pieces = parameters_after(window, tiny.task(**settings, micro_size=2, strategy=strategy))
-                assert largest_difference(pieces, undivided) < 1e-5
+            pieces = parameters_after(window, tiny.task(**settings, pieces=2))
+            assert largest_difference(pieces, undivided) < 1e-5
     if mode == "graph":
         accumulated = parameters_after(window, tiny.task(**settings))
     assert largest_difference(accumulated, Network(42)) > 1e-2

@@ -25,7 +25,8 @@ import numpy as np
 import records
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_accum import Accumulator, AdaptiveWindow, avoid_busy_waiting, batch_ramp, make_train_step, scale_lr, seesaw
+from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
+from ms_accum.batch_size import AdaptiveWindow, batch_ramp, scale_lr, seesaw
 from ms_accum.lm import data as text_data
 from ms_accum.lm.network import BitsPerByte, count_bytes
 from ms_accum.lm.settings import Settings as TextSettings
@@ -110,8 +111,7 @@ class Contestant:
         self.rates = rate if isinstance(rate, Parameter) else rate.learning_rate  # of a list, MindSpore keeps a Cell
         self.accumulator = Accumulator(self.optimizer, window, problem.clip_norm, reduction="mean")
         loss = problem.make_loss(self.task.network)
-        # One graph for each shape, whatever the length of the window.
-        self.step = make_train_step(loss, self.accumulator, strategy="fused", weight_fn=problem.weight_fn)
+        self.step = make_train_step(loss, self.accumulator, weight_fn=problem.weight_fn)
         self.loss = ms.jit(loss)
         state = {id(p): p for p in (*self.optimizer.get_parameters(), *self.accumulator.parameters)}
         self.start = [(p, Tensor(p.asnumpy().copy())) for p in state.values()]
@@ -159,7 +159,7 @@ class Contestant:
         for done, batch in enumerate(self.batches):
             if self.name == "adaptive" and int(accumulator.mini_step) == 0:
                 # As the others: the plain rates that the window stands for, scaled to it.
-                length = accumulator.window_length
+                length = accumulator.window.length
                 lengths.append(length)
                 rates = self.plain[done:done + length]
                 ops.assign(self.rates, Tensor(fmean(rates) * scale_lr(1.0, len(rates), self.problem.rule), ms.float32))

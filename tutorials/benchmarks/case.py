@@ -24,7 +24,7 @@ class Case:
         lr: Learning rate of plain SGD.
         seed: Of the data and the initial weights.
         ranks: Processes that share a window, each with `accumulate_step` microbatches of its own.
-        micro_size: Pieces that a microbatch is cut into, by who can; 1: who cuts gets a window as one batch.
+        cut: Pieces that a microbatch is cut into, by who can; 1: who cuts gets a window as one batch.
     """
 
     network: str
@@ -33,7 +33,7 @@ class Case:
     lr: float = 1e-2
     seed: int = 0
     ranks: int = 1
-    micro_size: int = 1
+    cut: int = 1
 
     @property
     def kind(self) -> str:

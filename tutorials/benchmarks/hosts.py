@@ -38,20 +38,23 @@ def work() -> None:
     from mindspore import Tensor, nn
     from mindspore.communication import get_rank, init
 
-    from ms_accum import DataParallel, LocalUpdates, avoid_busy_waiting, make_train_step
+    from ms_accum import DataParallel, avoid_busy_waiting, make_train_step
+    from ms_accum.distributed import LocalUpdates
     from ms_accum.mnist.network import Network, make_forward
 
     avoid_busy_waiting()
     init()
     reducers = {"window": DataParallel(), "microbatch": DataParallel(sync="microbatch"),
                 "shard": DataParallel(sync="microbatch", shard=True), "node": DataParallel(sync="node", ranks_per_node=RANKS),
-                "node-shard": DataParallel(sync="node", shard=True, ranks_per_node=RANKS), "local": LocalUpdates(every=WINDOWS)}
+                "node-shard": DataParallel(sync="node", shard=True, ranks_per_node=RANKS)}
     rng = np.random.default_rng(get_rank())
     batch = Tensor(rng.random((SAMPLES, 784)), ms.float32), Tensor(rng.integers(0, 10, SAMPLES), ms.int32)
     steps = {}
     for way in WAYS:
         network = Network(0)
-        steps[way] = make_train_step(make_forward(network), nn.SGD(network.trainable_params(), 0.01), N, reducer=reducers[way])
+        local = LocalUpdates(network.trainable_params(), every=WINDOWS) if way == "local" else None
+        steps[way] = make_train_step(make_forward(network), nn.SGD(network.trainable_params(), 0.01), N, reducer=reducers.get(way),
+                                     after_update=local)
 
     def train(step: object) -> None:
         for _ in range(N * WINDOWS):

@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 RECORDS = Path(__file__).with_name("records")
+# Records hold ways that are gone since: fused, in-step.
 OURS = ("fused", "split", "in-step", "split-in-step", "bare", "reference")
 HIGHLIGHT, PLAIN = "tab:orange", "tab:blue"
 MEBIBYTE = 2**20

@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
                     epilog="contestants: " + ", ".join(MODULES) + "\n\nThen: python tutorials/benchmarks/report.py")
     parser.add_argument("--suite", required=True, choices=SUITES,
                         help="mlp: every contestant on one MLP; memory: growth of peak memory; scaling: window lengths and networks; "
-                             "strategies: one graph, a graph scheduled by the host, and the ways in use; "
+                             "strategies: ours and the ways in use, microbatches whole and cut; "
                              "skipping: on_nonfinite; distributed: 1, 2 and 4 ranks; mnist: a whole epoch")
     parser.add_argument("--quick", action="store_true", help="tiny networks and few rounds: does everything work? Its figures say nothing")
     parser.add_argument("--rounds", type=_count, metavar="N",

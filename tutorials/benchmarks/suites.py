@@ -11,10 +11,10 @@ from case import Case, EpochCase, samples
 
 FLOOR = ("floor", "floor-branch")
 LIMITS = ("write-only", "add-only", "update-only", "loop-add-only", "one-buffer", "one-buffer-mean")
-OURS = ("fused", "split", "in-step")
-WAYS = ("undivided", "fused", "split", "tutorial", "boost", "parallel-nn")
-CUTTERS = ("in-step", "split-in-step")
-MEMORY = ("undivided", "in-step", "unrolled", "parallel-nn", "fused", "tutorial")
+OURS = ("split", "split-in-step")
+WAYS = ("undivided", "split", "tutorial", "boost", "parallel-nn")
+CUTTER = "split-in-step"
+MEMORY = ("undivided", "split-in-step", "unrolled", "parallel-nn", "split", "tutorial")
 MINDSPORE = (*FLOOR, "forward", *LIMITS, *OURS, "bare", "undivided", "unrolled", "tutorial", "boost", "parallel-nn",
              "mindcv-style", "mindone-style")
 PEERS = ("pytorch-eager", "pytorch-compiled", "jax-multisteps", "jax-scan")
@@ -70,12 +70,12 @@ def memory(quick: bool, digits: Path) -> list[Group]:
     """Growth of peak RSS from a batch of 16 samples to one of 16,384, in 8 pieces, and of ever more pieces of the same size."""
     network, piece = ("mlp-784-32-32-32-10", 1024) if quick else ("mlp-784-512-512-512-10", 2048)
     groups = [_weighed("8 pieces", Case(network, 2, 8), MEMORY, piece)]
-    return groups + [_weighed(f"N = {n}", Case(network, 2, n), ("fused", "in-step"), piece) for n in ((16,) if quick else (1, 4, 16, 64))]
+    return groups + [_weighed(f"N = {n}", Case(network, 2, n), OURS, piece) for n in ((16,) if quick else (1, 4, 16, 64))]
 
 
 def scaling(quick: bool, digits: Path) -> list[Group]:
     """The cost of a microbatch against the window's length, and on other networks."""
-    names = ("fused", "in-step") if quick else (*OURS, "tutorial")
+    names = OURS if quick else (*OURS, "tutorial")
     parts = ("add-only", "update-only")
     network = "mlp-784-32-32-10" if quick else "mlp-784-512-512-10"
     groups = [_timed(f"MLP, N = {n}", oracle.clearest(Case(network, 32, n), SEEDS, WINDOWS), (*FLOOR, *parts, *names), quick)
@@ -83,12 +83,12 @@ def scaling(quick: bool, digits: Path) -> list[Group]:
     others = [("CNN", "cnn-8x1", 1), ("transformer", "transformer-32x1", 2)] if quick else [
         # A quarter of ResNet-18's channels: at 64, a microbatch of 4 takes 9 s (Conv2d on CPU: 440 ms, PyTorch's 1 ms).
         ("CNN", "cnn-16x2", 2), ("transformer", "transformer-384x6", 4)]
-    names = (REFEREE, "floor", "fused") if quick else (REFEREE, *FLOOR, *names)
+    names = (REFEREE, "floor", "split") if quick else (REFEREE, *FLOOR, *names)
     return groups + [_timed(f"{label}, N = 4", Case(other, batch), names, quick) for label, other, batch in others]
 
 
 def strategies(quick: bool, digits: Path) -> list[Group]:
-    """Graphs scheduled by the host, one graph for all, and the ways in use; microbatches whole and cut in 8.
+    """Graphs scheduled by the host, and the ways in use; microbatches whole and cut in 8.
 
     A microbatch that can be cut is 8 times as large; who cannot cut takes it whole. Of N = 4 memory is taken, too.
     """
@@ -104,21 +104,21 @@ def strategies(quick: bool, digits: Path) -> list[Group]:
     for label, network, batch, piece, windows in networks:
         names = (*WAYS, "pytorch-eager") if label == "MLP" else WAYS
         for n, cut in windows:
-            case = Case(network, cut * batch, n, micro_size=cut)
+            case = Case(network, cut * batch, n, cut=cut)
             if label == "MLP":
                 case = oracle.clearest(case, SEEDS, WINDOWS)
             group = _timed(f"{label}, N = {n}, {f'cut in {cut}' if cut > 1 else 'whole'}", case,
-                           (*names, *CUTTERS) if cut > 1 else names, quick, ("tutorial",))
+                           (*names, CUTTER) if cut > 1 else names, quick, ("tutorial",))
             groups.append(replace(group, small=cut, piece=piece) if (n, cut) == WEIGHED and piece else group)
     return groups
 
 
 def skipping(quick: bool, digits: Path) -> list[Group]:
-    """What it costs to look for NaN and infinity; "fused" twice, to show what two processes of the same code differ by."""
+    """What it costs to look for NaN and infinity; "split" twice, to show what two processes of the same code differ by."""
     cases = [("MLP", "mlp-784-32-32-10", 32), ("CNN", "cnn-8x1", 1)] if quick else [
         ("MLP", "mlp-784-512-512-10", 32), ("CNN", "cnn-16x2", 2), ("transformer", "transformer-384x6", 4)]
-    names = ("fused", "fused-again", "skip-window", "skip-microbatch")
-    return [_timed(f"{label}, N = 4", Case(network, batch), names if label == "MLP" else (REFEREE, *names), quick, ("fused",))
+    names = ("split", "split-again", "skip-window", "skip-microbatch")
+    return [_timed(f"{label}, N = 4", Case(network, batch), names if label == "MLP" else (REFEREE, *names), quick, ("split",))
             for label, network, batch in cases]
 
 

@@ -1,6 +1,6 @@
 """A process with one contestant in it: reads a command per line on stdin, answers with a line of JSON on stdout.
 
-    python worker.py '{"contestant": "fused", "case": {"network": "mlp-784-512-10", "batch": 32}}'
+    python worker.py '{"contestant": "split", "case": {"network": "mlp-784-512-10", "batch": 32}}'
 
 It builds the contestant and says {"ready": true}; from then on it sleeps until it is asked:
 

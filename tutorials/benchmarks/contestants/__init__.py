@@ -6,8 +6,7 @@ from importlib import import_module
 
 _MODULES = {
     "mindspore_": ("floor", "floor-branch", "forward", "write-only", "add-only", "update-only", "loop-add-only", "one-buffer",
-                   "one-buffer-mean", "fused", "fused-again", "skip-window", "skip-microbatch", "split", "in-step",
-                   "split-in-step", "bare", "undivided",
+                   "one-buffer-mean", "split", "split-again", "skip-window", "skip-microbatch", "split-in-step", "bare", "undivided",
                    "unrolled", "tutorial", "boost", "parallel-nn", "mindcv-style", "mindone-style", "wrong-denominator"),
     "mindspore_ranks": ("alone", "window", "microbatch", "shard"),
     "pytorch_": ("pytorch-eager", "pytorch-compiled"),

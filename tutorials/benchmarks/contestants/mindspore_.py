@@ -24,7 +24,7 @@ class Start(NamedTuple):
     forward_fn: Callable
     optimizer: nn.Optimizer
     pieces: int
-    micro_size: int
+    cut: int
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -62,7 +62,7 @@ class MindSpore(Contestant):
             return loss_fn(network(x), y)
 
         optimizer = nn.SGD(network.trainable_params(), case.lr)
-        self.way = way(Start(network, forward_fn, optimizer, case.accumulate_step, case.micro_size))
+        self.way = way(Start(network, forward_fn, optimizer, case.accumulate_step, case.cut))
         self.trained = network.trainable_params()
         self.whole_window = self.way.whole_window
         self.smallest = min(self.trained, key=lambda p: p.size)
@@ -271,23 +271,17 @@ def one_buffer_mean(start: Start) -> Way:
 # --- ours ------------------------------------------------------------------------------------------------------------------
 
 
-def fused(start: Start, on_nonfinite: str = "apply") -> Way:
+def split(start: Start, on_nonfinite: str = "apply") -> Way:
     acc = Accumulator(start.optimizer, start.pieces, reduction="mean", on_nonfinite=on_nonfinite)
-    return Way(make_train_step(start.forward_fn, acc, strategy="fused"), tuple(acc.parameters))
+    return Way(make_train_step(start.forward_fn, acc), tuple(acc.parameters))
 
 
-def split(start: Start) -> Way:
-    acc = Accumulator(start.optimizer, start.pieces, reduction="mean")
-    return Way(make_train_step(start.forward_fn, acc, strategy="split"), tuple(acc.parameters))
-
-
-def in_step(start: Start, strategy: str = "fused") -> Way:
-    """Cut inside the step: each microbatch if the case says into how many pieces, or else the window as one batch."""
-    whole_window = start.micro_size == 1
-    pieces, micro_size = (1, start.pieces) if whole_window else (start.pieces, start.micro_size)
-    acc = Accumulator(start.optimizer, pieces, reduction="mean")
-    train_step = make_train_step(start.forward_fn, acc, micro_size=micro_size, strategy=strategy)
-    return Way(train_step, tuple(acc.parameters), whole_window)
+def split_in_step(start: Start) -> Way:
+    """Cut each microbatch if the case says into how many pieces, or else the window as one batch."""
+    whole_window = start.cut == 1
+    accumulate_step, pieces = (1, start.pieces) if whole_window else (start.pieces, start.cut)
+    acc = Accumulator(start.optimizer, accumulate_step, reduction="mean")
+    return Way(make_train_step(start.forward_fn, acc, pieces=pieces), tuple(acc.parameters), whole_window)
 
 
 def bare(start: Start) -> Way:
@@ -505,13 +499,11 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "loop-add-only": loop_add_only,
     "one-buffer": one_buffer,
     "one-buffer-mean": one_buffer_mean,
-    "fused": fused,
-    "fused-again": fused,
-    "skip-window": partial(fused, on_nonfinite="skip_window"),
-    "skip-microbatch": partial(fused, on_nonfinite="skip_microbatch"),
     "split": split,
-    "in-step": in_step,
-    "split-in-step": partial(in_step, strategy="split"),
+    "split-again": split,
+    "skip-window": partial(split, on_nonfinite="skip_window"),
+    "skip-microbatch": partial(split, on_nonfinite="skip_microbatch"),
+    "split-in-step": split_in_step,
     "bare": bare,
     "undivided": undivided,
     "unrolled": unrolled,

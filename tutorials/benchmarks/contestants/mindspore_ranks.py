@@ -16,16 +16,16 @@ class Rank(MindSpore):
     """Trains on every `case.ranks`-th sample."""
 
     def __init__(self, reducer: DataParallel | None, case: Case) -> None:
-        super().__init__(partial(_fused, reducer), case)
+        super().__init__(partial(_ours, reducer), case)
 
     def samples(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         inputs, labels = samples(self.case, count * self.case.ranks)
         return inputs[get_rank()::self.case.ranks], labels[get_rank()::self.case.ranks]
 
 
-def _fused(reducer: DataParallel | None, start: Start) -> Way:
+def _ours(reducer: DataParallel | None, start: Start) -> Way:
     acc = Accumulator(start.optimizer, start.pieces, reduction="mean", reducer=reducer)
-    return Way(make_train_step(start.forward_fn, acc, strategy="fused"), tuple(acc.parameters))
+    return Way(make_train_step(start.forward_fn, acc), tuple(acc.parameters))
 
 
 CONTESTANTS = {name: partial(Rank, reducer) for name, reducer in {

@@ -1,7 +1,6 @@
-"""A batch and its pieces: which arguments are cut, the rows of a piece, and how the pieces' aux becomes the batch's."""
+"""A batch and its pieces: which arguments are cut, the rows of a piece, and what the pieces return together."""
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Optional, Union
 
 import mindspore as ms
@@ -76,74 +75,6 @@ def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
     return inputs
 
 
-def over_pieces(
-    turn: Callable,
-    totals: tuple,
-    first: int,
-    samples: int,
-    micro_size: int,
-    cut: tuple[bool, ...],
-    batch: tuple,
-) -> tuple:
-    """Fold `totals = turn(totals, indices, piece)` over the pieces of a batch, from the piece numbered `first` on.
-
-    Args:
-        turn: Takes the totals, the rows of a piece (int Tensor of shape `(m,)`), and the arguments of the piece.
-        totals: Tensors that keep their shapes and dtypes.
-        first: Number of the first piece, 0 or 1.
-        samples, cut: As from `layout`.
-        micro_size: Number of pieces; they have ceil(samples / micro_size) rows, the last one fewer if that does not
-            divide `samples`.
-        batch: All arguments.
-    """
-    rows = -(-samples // micro_size)
-    full = samples // rows
-    piece = Tensor(first, ms.int32)
-    # A loop over a tensor stays a loop in the graph. Unrolled, all pieces' activations are alive at once.
-    while piece < full:
-        indices = piece * rows + ops.arange(rows)
-        totals = turn(totals, indices, select_rows(indices, cut, batch))
-        piece = piece + 1
-    if full * rows < samples:
-        indices = ops.arange(full * rows, samples)
-        totals = turn(totals, indices, select_rows(indices, cut, batch))
-    return totals
-
-
-def empty_aux(aux: Aux, samples: int, rows: int) -> tuple[Tensor, ...]:
-    """Return what `join_aux` starts from: zeros for a batch of `samples`, like the aux of a piece of `rows`."""
-    totals = ()
-    require_aux_values(len(aux_values(aux)))
-    for value in aux_values(aux):
-        require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows)
-        shape, dtype = ((samples, *value.shape[1:]), _carried(value.dtype)) if value.ndim else ((), ms.float32)
-        totals = (*totals, ops.zeros(shape, dtype))
-    return totals
-
-
-def join_aux(totals: tuple[Tensor, ...], aux: Aux, rows: Tensor, weight: Scalar) -> tuple[Tensor, ...]:
-    """Return the totals with the aux of one piece: its rows in their place, its scalars added, each times `weight`."""
-    joined = ()
-    # By index: for zip in graph mode, a tuple that went through a loop has an unknown length.
-    for i, value in enumerate(aux_values(aux)):
-        total = totals[i]
-        require_aux_shape(value.shape, rows.shape[0])
-        if value.ndim:
-            value = value.astype(_carried(value.dtype))
-            joined = (*joined, ops.tensor_scatter_update(total, rows.reshape(-1, 1), value))
-        else:
-            joined = (*joined, total + counted(value, weight))
-    return joined
-
-
-def whole_aux(totals: tuple[Tensor, ...], aux: Aux, divisor: Tensor) -> Aux:
-    """Return the batch's aux in the form of a piece's: all rows, and the scalars' weighted means."""
-    whole = ()
-    for i, value in enumerate(aux_values(aux)):
-        whole = (*whole, totals[i].astype(value.dtype) if value.ndim else totals[i] / divisor)
-    return whole if isinstance(aux, tuple) else whole[0]
-
-
 def checked_aux(aux: Aux, rows: int) -> Aux:
     """Return the aux of a piece of `rows`. TypeError or ValueError if it cannot be joined to that of other pieces."""
     require_aux_values(len(aux_values(aux)))
@@ -152,7 +83,7 @@ def checked_aux(aux: Aux, rows: int) -> Aux:
     return aux
 
 
-def join_aux_of_all(results: tuple[Tensor, ...], pieces: int, divisor: Tensor) -> tuple[Tensor, ...]:
+def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor) -> tuple[Tensor, ...]:
     """Return the Tensors of a batch's aux: all rows, and the scalars' weighted means.
 
     Args:
@@ -164,9 +95,8 @@ def join_aux_of_all(results: tuple[Tensor, ...], pieces: int, divisor: Tensor) -
     joined = ()
     for place in range(1, values):
         parts = results[place::values]
-        dtype = parts[0].dtype
         if parts[0].ndim:
-            whole = ops.concat(tuple([part.astype(_carried(dtype)) for part in parts])).astype(dtype)
+            whole = ops.concat(tuple(parts))
         else:
             whole = 0.0
             for i, part in enumerate(parts):
@@ -187,14 +117,9 @@ def aux_values(aux: Aux) -> tuple[Tensor, ...]:
     return aux if isinstance(aux, tuple) else (aux,)
 
 
-def _carried(dtype: ms.Type) -> ms.Type:
-    """Return the dtype in which rows go through the loop: graph mode carries no bool and no small int through one."""
-    return ms.int32 if dtype in (ms.bool_, ms.int8, ms.uint8, ms.int16, ms.uint16) else dtype
-
-
 @constexpr
 def require_aux_values(count: int) -> bool:
-    """Refuse an empty aux, which graph mode cannot hand out of a loop."""
+    """Refuse an empty aux: there is nothing to join."""
     if count == 0:
         raise ValueError("forward_fn returned an empty aux; return the loss alone, without has_aux=True")
     return True
@@ -203,7 +128,7 @@ def require_aux_values(count: int) -> bool:
 @constexpr
 def require_aux_shape(shape: Optional[tuple], rows: int) -> bool:
     """Refuse aux that is neither a scalar nor a row per sample: it cannot be joined to that of the whole batch."""
-    remedy = "return Tensors of shape () or with one row for each sample, or give micro_size=1"
+    remedy = "return Tensors of shape () or with one row for each sample, or give pieces=1"
     if shape is None:
         raise TypeError(f"forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {remedy}")
     if len(shape) and shape[0] != rows:

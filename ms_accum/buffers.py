@@ -1,0 +1,123 @@
+"""The buffers: one for each parameter, in units of the first weight, so that equal microbatches cost no multiplication.
+
+    buffer += weight / unit * gradient        # weight / unit is the constant 1 for pieces of equal weight
+    gradient = buffer * (unit / sum of the weights)
+"""
+from __future__ import annotations
+
+from math import prod
+from typing import Optional
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, ops
+from mindspore.common.initializer import initializer
+
+from .gradients import FLOATS, Gradients, Scalar, mapped, multiply_no_nan, scaled, weighted
+
+
+def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
+    """Return a Parameter that is state and not trained, filled with `value`."""
+    return Parameter(initializer(value, shape, dtype), name=name, requires_grad=False)
+
+
+@ms.jit_class
+class Buffers:
+    """What a window has accumulated so far.
+
+    The unit is a number that the host fixes before the first graph is compiled, so a weight divided by it is a constant
+    of the graph, and between the backward pass and `AssignAdd` stands at most a cast. Without a driver it is 1.
+
+    Args:
+        prefix: What the names of the buffers begin with.
+        shapes: Name and shape of each buffer.
+        dtypes: Their dtypes.
+        gradient_dtypes: dtypes of the gradients that `weighed` returns, one for each parameter.
+        unit: What they count in, if that is fixed from the start.
+
+    Attributes:
+        parameters: The buffers.
+        unit: What they count in: a float, or None before anything has fixed it.
+        held_unit: The same on the device, 0 before: float32 Parameter of shape `()`.
+        state: The buffers and `held_unit`.
+    """
+
+    def __init__(self, prefix: str, shapes: list[tuple[str, tuple]], dtypes: tuple[ms.Type, ...],
+                 gradient_dtypes: tuple[ms.Type, ...], unit: Optional[float] = None) -> None:
+        self.parameters = ParameterTuple([empty_parameter(f"{prefix}.{name}", shape, dtype)
+                                          for (name, shape), dtype in zip(shapes, dtypes)])
+        self.gradient_dtypes = gradient_dtypes
+        self.unit = unit
+        self.held_unit = empty_parameter(f"{prefix}.weight_unit", (), ms.float32, unit or 0.0)
+        self.state = (*self.parameters, self.held_unit)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(prod(p.shape) * p.itemsize for p in self.parameters)
+
+    def weighed(self, gradients: Gradients, weight: Scalar) -> Gradients:
+        """Return `weight / unit * gradients` in the buffers' dtypes; 0 where the weight is 0, NaN included."""
+        if self.unit is None:
+            ops.assign(self.held_unit, 1.0)
+            factor = weight
+        else:
+            factor = weight / self.unit
+        return mapped(weighted, factor, gradients, self.gradient_dtypes)
+
+    def add(self, gradients: Gradients) -> None:
+        """Add what `weighed` returned, or what an exchange made of it."""
+        mapped(_add_to, None, self.parameters, gradients)
+
+    def empty(self, zero: Tensor) -> None:
+        """Set all buffers to 0, given a float32 Tensor that is 0.
+
+        By `buffer * 0`, where NaN * 0 is 0: for `zeros_like(buffer)`, a constant, graph mode keeps a second copy of all
+        buffers (258 MB measured), and so it does for a broadcast 0, which is also 3 x slower.
+        """
+        mapped(_clear, zero, self.parameters)
+
+    def fix_unit(self, weight: float) -> None:
+        """Count in units of `weight` from now on, unless the unit is fixed already. For the host.
+
+        Once something was added in a unit, compiled graphs may hold it as a constant: it stays.
+        """
+        if self.unit is None:
+            unit = float(self.held_unit) or weight
+            ops.assign(self.held_unit, unit)
+            self.unit = unit
+
+    def adopt(self, before: float) -> None:
+        """Go on with loaded buffers. `before`: the unit of this run before it loaded them, 0 without one. For the host.
+
+        Compiled graphs may hold that one as a constant: the buffers are converted to it.
+        """
+        loaded = float(self.held_unit)
+        if before and loaded and before != loaded:
+            for buffer in self.parameters:
+                ops.assign(buffer, scaled(loaded / before, buffer, buffer.dtype))
+        unit = before or loaded
+        if unit:
+            self.unit = unit
+        ops.assign(self.held_unit, unit)
+
+
+def _add_to(_: None, buffer: Parameter, gradient: Tensor) -> None:
+    gradient = gradient.astype(buffer.dtype)
+    if buffer.dtype in (ms.float16, ms.bfloat16):
+        # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
+        ops.assign(buffer, buffer + gradient)
+    else:
+        ops.assign_add(buffer, gradient)
+
+
+def _clear(zero: Tensor, buffer: Parameter) -> None:
+    ops.assign(buffer, multiply_no_nan(buffer, zero.astype(buffer.dtype)))
+
+
+def buffer_dtype_of(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:
+    """Return the dtype of a parameter's buffer: as asked for, or the parameter's own, but float32 for 16 bits."""
+    if buffer_dtype is None:
+        return ms.float32 if parameter_dtype in (ms.float16, ms.bfloat16) else parameter_dtype
+    if buffer_dtype not in FLOATS:
+        raise ValueError(f"buffer_dtype is {buffer_dtype}, expected a float dtype such as ms.float32, or None")
+    return buffer_dtype

@@ -1,0 +1,108 @@
+"""What the device knows of a window: how many microbatches it holds, what they weigh, and whether it is whole."""
+from __future__ import annotations
+
+from typing import Optional
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from .buffers import empty_parameter
+from .gradients import Scalar
+
+_UPDATING = -2**30
+_TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
+               "others; expected whole batches: call accumulator.reset(), which drops the open window, and go on with "
+               "the next batch")
+_TORN_UPDATE = ("an error or an interrupt stopped an update, of which the parameters may hold a part; expected whole "
+                "updates: load a checkpoint, or call accumulator.reset(), which drops the window, and go on")
+
+
+@ms.jit_class
+class Counters:
+    """The Parameters that own the window; see `Accumulator` for what is public.
+
+    A microbatch or an update that is stopped in the middle leaves a trace in `torn`: a small number for a microbatch, a
+    large negative one for an update. MindSpore may report an error after later calls, so each piece notes its begin and
+    its end, and the end of the microbatch takes all of these back: what is missing in between shows.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.mini_step, self.closed_windows, self.skipped, self.torn, self.taken = (
+            empty_parameter(f"{prefix}.{name}", (), ms.int32)
+            for name in ("mini_step", "closed_windows", "skipped", "unfinished", "taken"))
+        self.weight_sum, self.window_weight = (
+            empty_parameter(f"{prefix}.{name}", (), ms.float32) for name in ("weight_sum", "window_weight"))
+        self.of_window = (self.mini_step, self.torn, self.taken, self.weight_sum)
+        self.kept = (self.closed_windows, self.skipped, self.window_weight)
+
+    def note(self, change: int) -> None:
+        """Note the begin or the end of something that must not be stopped in the middle."""
+        ops.assign_add(self.torn, change)
+
+    def begin_update(self, after: Tensor) -> None:
+        """Note that parameters are about to change, once `after` is known: an error before that has changed nothing.
+
+        A window that is applied twice is worse than one that is refused.
+        """
+        ops.assign(self.torn, ops.depend(Tensor(_UPDATING, ms.int32), after))
+
+    def end_update(self) -> None:
+        """Note that they have changed, and the window is empty."""
+        ops.assign(self.torn, 0)
+
+    def count(self, taken: Scalar) -> None:
+        """Count a microbatch, if a piece of it was taken on this rank or on one that it exchanges microbatches with."""
+        ops.assign_add(self.mini_step, ops.minimum(taken, 1).astype(ms.int32) if isinstance(taken, Tensor) else taken)
+
+    def take(self, taken: Scalar) -> None:
+        """Remember whether a piece was taken."""
+        ops.assign_add(self.taken, taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
+
+    def end_microbatch(self, pieces: int) -> None:
+        """Count a microbatch of so many pieces, and take their notes back."""
+        self.count(self.taken + 0)
+        ops.assign(self.taken, 0)
+        self.note(-2 * pieces)
+
+    def close(self, weight: Scalar) -> None:
+        """Count a window of this weight that was applied or dropped."""
+        ops.assign(self.window_weight, weight)
+        ops.assign_add(self.closed_windows, 1)
+
+    def empty(self) -> None:
+        """Empty the open window, and forget what was stopped."""
+        ops.assign(self.mini_step, 0)
+        ops.assign(self.taken, 0)
+        ops.assign(self.torn, 0)
+
+    def require_whole(self) -> None:
+        """Raise RuntimeError if something was stopped in the middle. For the host."""
+        torn = int(self.torn)
+        if torn:
+            raise RuntimeError(_TORN_UPDATE if torn <= _UPDATING // 2 else _TORN_BATCH)
+
+
+class Countdown:
+    """What the host knows of the open window without asking the device; shared by all who close windows on the host.
+
+    Attributes:
+        held: Microbatches in the open window.
+        remaining: How many it needs, at least, until it is full; None: ask the device.
+        loads: How often a checkpoint has changed everything.
+    """
+
+    def __init__(self) -> None:
+        self.held, self.remaining, self.loads = 0, None, 0
+
+    def forget(self) -> None:
+        """Note that a checkpoint was loaded."""
+        self.remaining, self.loads = None, self.loads + 1
+
+    def set(self, held: int, remaining: Optional[int]) -> None:
+        """Remember what the device said, or what follows from it."""
+        self.held, self.remaining = held, remaining
+
+    def take(self) -> tuple[int, Optional[int]]:
+        """Return `(held, remaining)`, and forget it until somebody sets it again: whatever happens, it is not stale."""
+        remaining, self.remaining = self.remaining, None
+        return self.held, remaining

@@ -1,0 +1,274 @@
+"""Several losses, each with a denominator of its own: the window's totals are known before it is trained.
+
+    batches of a window ─ weigh each piece ─► totals of all ranks: W_t for each loss t, P pieces
+                                                   │
+    each piece: value_and_grad of  sum over t of  (w_t / W_t) * P * loss_t,  added with weight 1
+                                                   │
+    the accumulator's mean over P pieces is the gradient of  sum over t of  (sum of w_t * loss_t) / W_t
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Optional
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+from .accumulator import Accumulator
+from .arguments import as_weight
+from .batch import as_arguments
+from .differentiate import checked_loss, parted
+from .gradients import Numbers, as_vector
+from .microbatch import Functions
+from .pieces import aux_values, checked_aux, counted, join_aux, select_rows
+from .step import TrainStep
+from .straight import compiled, straight
+
+_SINGLE = ("a train step with losses={} has to know a window before it trains it, expected no single calls with "
+           "accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "
+           "accumulate_step=1 and cut the batch into pieces")
+_OPEN = ("the open window was weighed as a whole, and not all of it was trained, expected whole windows: call "
+         "accumulator.reset(), which drops it; to leave a loop without that, leave it when train_step.updated is true")
+_CHANGED = ("the open window was closed or dropped in the middle of an epoch that weighed it as a whole; expected no "
+            "flush(), apply() or reset() inside the loop: leave the loop first, then call accumulator.reset()")
+
+
+class KnownWindow(NamedTuple):
+    """A window that is known before it is trained.
+
+    Attributes:
+        batches: Key and arguments of each microbatch.
+        weights: Of the pieces of each microbatch: float64 `(pieces, losses)`.
+        updates: Updates done before it.
+    """
+
+    batches: list[tuple]
+    weights: list[np.ndarray]
+    updates: int
+
+
+class SeveralLossesStep(TrainStep):
+    """A train step whose `forward_fn` returns several losses; see `make_train_step`."""
+
+    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
+                 losses: int) -> None:
+        if accumulator.exchange.inside > 1:
+            raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so that '
+                             'windows cannot be weighed before; give sync="window"')
+        if accumulator.guard.judges_pieces:
+            raise ValueError(f'got losses={losses} with on_nonfinite="skip_microbatch", which changes the weight of a '
+                             'window after it was weighed; give "skip_window"')
+
+        def microbatch_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> WeighedPieces:
+            return WeighedPieces(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
+
+        super().__init__(function, accumulator, pieces, microbatch_for)
+        self._losses = losses
+        self._nothing = Tensor(np.zeros(losses + 1), ms.float32)
+        accumulator.buffers.fix_unit(1.0)
+
+    def epoch(self, batches: Iterable) -> Iterator[Any]:
+        """See `TrainStep`: it reads the batches of a window before it trains the first of them."""
+        self._require_closed()
+        window = self._new_window()
+        for batch in batches:
+            if self._read(window, *as_arguments(batch)):
+                yield from self._train_window(window)
+                window = self._new_window()
+        if window.batches:
+            yield from self._train_window(window)
+        updated = self.updated and bool(window.batches)  # of the incomplete last window
+        self.flush()
+        self.updated = self.updated or updated
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """See `TrainStep`: the batch is a window of its own. RuntimeError unless `accumulate_step=1`."""
+        if not self.accumulator.window.is_one:
+            step = self.accumulator.fingerprint()["accumulate_step"]
+            raise RuntimeError(_SINGLE.format(self._losses, step))
+        self._require_closed()
+        window = self._new_window()
+        self._read(window, batch, named)
+        result, = self._train_window(window)
+        return result
+
+    def flush(self) -> bool:
+        """See `TrainStep`. RuntimeError if a window is open."""
+        self._require_closed()
+        return super().flush()
+
+    def forget_graphs(self) -> None:
+        """See `TrainStep`."""
+        exchange = self.accumulator.exchange
+
+        def announce(weights: Tensor) -> Tensor:
+            return as_vector(exchange.total(_numbers(weights)))
+
+        super().forget_graphs()
+        self._announce = compiled(announce)
+
+    def before_exchange(self) -> None:
+        """Weigh the windows of the ranks that still have data together with them."""
+        self._announce(self._nothing)
+
+    def _require_closed(self) -> None:
+        """Refuse an open window, which was weighed as a whole. RuntimeError."""
+        self.accumulator.require_whole()
+        if int(self.accumulator.mini_step) > 0:
+            raise RuntimeError(_OPEN)
+
+    def _new_window(self) -> KnownWindow:
+        return KnownWindow([], [], int(self.accumulator.update_step))
+
+    def _read(self, window: KnownWindow, batch: tuple, named: dict) -> bool:
+        """Add a batch to a window and weigh it, without training. Return whether the window is full."""
+        key, arguments = self.prepared(batch, named)
+        window.batches.append((key, arguments))
+        with self.forgetting_graphs():
+            window.weights.append(self.microbatch(key).weigh(*arguments))
+        first = np.concatenate(window.weights)[:, 0].astype(np.float32)
+        return self.accumulator.window.closes_after(len(window.batches), window.updates, first)
+
+    def _train_window(self, window: KnownWindow) -> Iterator[Any]:
+        """Train on the microbatches of a window, and close it with the last one."""
+        own = np.concatenate(window.weights)
+        with self.forgetting_graphs():
+            totals = self._announce(Tensor([*own.sum(0), (own != 0).any(1).sum()], ms.float32))
+        self._length = len(window.batches)
+        self.accumulator.countdown.set(0, self._length)
+        for (key, batch), weights in zip(window.batches, window.weights):
+            if self.accumulator.countdown.remaining is None:
+                raise RuntimeError(_CHANGED)
+            yield self.train(partial(self.microbatch, key), (totals, weights, *batch))
+
+    def _after_microbatch(self, held: int, remaining: int) -> tuple[int, Optional[int], bool]:
+        """See `TrainStep`: a window ends where its batches end."""
+        if remaining > 0:
+            return held, remaining, False
+        self.accumulator.require_whole()
+        if int(self.accumulator.mini_step) != self._length:
+            raise RuntimeError(_CHANGED)
+        return 0, None, self._boundary.close()
+
+
+class WeighedPieces:
+    """A microbatch, whole or in pieces, of a window whose totals are known. A whole one is a single piece."""
+
+    alone = None
+
+    def __init__(self, functions: Functions, accumulator: Accumulator, losses: int, samples: int,
+                 cut: tuple[bool, ...], pieces: int) -> None:
+        rows = -(-samples // pieces)
+        self._functions, self._accumulator, self._losses, self._cut = functions, accumulator, losses, cut
+        self._starts = [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
+        self._graphs: dict[tuple, Callable] = {}
+        self._weigh = compiled(self._weigh_fn())
+        self._end = compiled(self._end_fn())
+
+    def weigh(self, *batch: Any) -> np.ndarray:
+        """Return the weights of the pieces, without training on them: float64 `(pieces, losses)`. It waits for them."""
+        return self._weigh(*batch).asnumpy().astype(np.float64)
+
+    def __call__(self, totals: Tensor, weights: np.ndarray, *batch: Any) -> Any:
+        """Add a microbatch. Return the losses, or `(losses, aux)`."""
+        sums, results = Tensor(np.zeros(self._losses), ms.float32), []
+        for (start, rows), of_piece in zip(self._starts, weights):
+            key = rows, tuple((of_piece != 0).tolist())
+            if key not in self._graphs:
+                self._graphs[key] = straight(self._piece_fn(*key), self._accumulator)
+            sums = self._graphs[key](Tensor(start, ms.int32), Tensor(of_piece, ms.float32), totals, sums, *batch)
+            if self._functions.has_aux:
+                sums, weight, aux = sums
+                results += [weight, *aux_values(aux)]
+        joined = self._end(sums, Tensor(weights.sum(0), ms.float32), *results)
+        losses = joined[:self._losses]
+        if not self._functions.has_aux:
+            return losses
+        return losses, (joined[self._losses:] if isinstance(aux, tuple) else joined[self._losses])
+
+    def _weigh_fn(self) -> Callable:
+        weight_fn, starts, cut, losses = self._functions.weight_fn, self._starts, self._cut, self._losses
+
+        def weigh(*batch: Any) -> Tensor:
+            weights = ()
+            for start, rows in starts:
+                inputs = select_rows(ops.arange(start, start + rows), cut, batch)
+                of_piece = (float(rows),) * losses if weight_fn is None else weight_fn(*inputs)
+                require_entries("weight", losses, len(of_piece) if isinstance(of_piece, tuple) else None)
+                weights = (*weights, as_vector(tuple([as_weight(weight) for weight in of_piece])))
+            return ops.stack(weights)
+
+        return weigh
+
+    def _piece_fn(self, rows: int, present: tuple[bool, ...]) -> Callable:
+        """Return what adds a piece. A loss that has no weight in it is left out: as a mean over nothing it is 0/0."""
+        (forward_fn, _, has_aux), accumulator, cut, count = self._functions, self._accumulator, self._cut, self._losses
+        counts = [t for t in range(count) if present[t]]
+
+        def differentiated(shares: Tensor, *piece: Any) -> tuple:
+            returned, aux = parted(forward_fn(*piece), has_aux)
+            losses = _checked_losses(returned, count)
+            total = Tensor(0.0, ms.float32)
+            for t in counts:
+                total = total + shares[t] * losses[t].astype(ms.float32)
+            return accumulator.scaled(total), as_vector(losses), aux
+
+        # The shares are no parameters.
+        grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
+
+        def piece(start: Tensor, weights: Tensor, totals: Tensor, sums: Tensor, *batch: Any) -> Any:
+            inputs = select_rows(start + ops.arange(rows), cut, batch)
+            of_window = totals[:count]
+            shares = weights * totals[count] / ops.where(of_window == 0, ops.ones_like(of_window), of_window)
+            (total, losses, aux), gradients = grad_fn(shares, *inputs)
+            aux = checked_aux(aux, rows) if has_aux else aux
+            taken = accumulator.add_piece(gradients, 1.0 if counts else 0.0)
+            sums = sums + ops.depend(counted(losses, weights), (total, taken))
+            return (sums, weights[:1], aux) if has_aux else sums
+
+        return piece
+
+    def _end_fn(self) -> Callable:
+        accumulator, pieces = self._accumulator, len(self._starts)
+
+        def end(sums: Tensor, weights: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+            accumulator.end_microbatch(pieces)
+            divisors = ops.where(weights == 0, ops.ones_like(weights), weights)
+            return (*_numbers(sums / divisors), *join_aux(results, pieces, divisors[0]))
+
+        return end
+
+
+def _numbers(vector: Tensor) -> Numbers:
+    return tuple([vector[i] for i in range(vector.shape[0])])
+
+
+def _checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:
+    if isinstance(returned, tuple):
+        require_losses(len(returned), count)
+        return tuple([checked_loss(loss) for loss in returned])
+    require_losses(None, count)
+    return (returned,)
+
+
+@constexpr
+def require_losses(length: Optional[int], count: int) -> bool:
+    """Refuse what is not a tuple of as many losses as were announced."""
+    if length != count:
+        got = "no tuple of losses" if length is None else f"{length} losses"
+        raise TypeError(f"forward_fn returned {got}, expected a tuple of {count} because of losses={count}; with "
+                        "has_aux=True, ((loss, loss), aux)")
+    return True
+
+
+@constexpr
+def require_entries(name: str, losses: int, entries: Optional[int]) -> bool:
+    """Refuse what is no tuple with an entry for each loss."""
+    if entries != losses:
+        got = "no tuple" if entries is None else f"a tuple of {entries}"
+        raise ValueError(f"{name} is {got}, expected a tuple of {losses} because of losses={losses}, an entry for "
+                         "each; let weight_fn return as many weights, or give losses= (in a shell: --losses) as many")
+    return True

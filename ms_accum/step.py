@@ -1,0 +1,170 @@
+"""A train step of straight graphs, scheduled by the host: one adds a microbatch or a piece of it, one updates.
+
+    host:    count down what the window needs            at 0: ask the device; full? close it, and count anew
+                     │                                                  │
+    device:  add, straight: gather rows,                 update, straight: exchange, normalise, clip, optimizer, clear
+             value_and_grad, add
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Optional
+
+from .accumulator import Accumulator
+from .batch import as_arguments, named_values, ordered
+from .boundary import Boundary
+from .pieces import layout, with_storage_of_its_own
+from .straight import straight
+
+_REBUILT = ("forward_fn and the optimizer use different Parameters of the same name, expected those of one network; if "
+            "the network was built again (in a notebook, say), build the optimizer and the train step again, too, and "
+            "give two networks names of their own with Cell.update_parameters_name")
+
+
+class TrainStep:
+    """A step over a batch, scheduled by the host. What `make_train_step` returns.
+
+    Args:
+        function: The function whose parameters order a batch with names.
+        accumulator: The accumulator that it feeds.
+        pieces: Number of pieces that a batch is cut into.
+        microbatch_for: `(samples, which arguments are cut, names) -> ` what adds one microbatch when it is called: see
+            `microbatch.Whole`.
+
+    Attributes:
+        accumulator: The accumulator that it feeds.
+        pieces: Number of pieces that a batch is cut into.
+        updated: Whether the last call closed a window with an update: a bool. After an epoch, it tells of the
+            incomplete last window.
+    """
+
+    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, microbatch_for: Callable) -> None:
+        self.accumulator, self.pieces, self.updated = accumulator, pieces, False
+        self._function, self._microbatch_for = function, microbatch_for
+        self._orders: dict[frozenset, tuple[str, ...]] = {}
+        self.forget_graphs()
+
+    def forget_graphs(self) -> None:
+        """Compile everything again from now on."""
+        self._microbatches: dict[tuple, Any] = {}
+        self._boundary = Boundary(self.accumulator, partial(straight, accumulator=self.accumulator))
+
+    def epoch(self, batches: Iterable) -> Iterator[Any]:
+        """Train on each of `batches`, yield what each call returns, and apply the incomplete last window at the end.
+
+        Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
+        applies it, `accumulator.reset()` drops it. With several ranks, the data may be uneven: a rank at its end takes
+        part in the windows of the others with weight 0.
+
+        Args:
+            batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
+                `dataset.create_dict_iterator()`). NumPy arrays become Tensors.
+
+        Yields:
+            The loss, or `(loss, aux)`, of each microbatch.
+
+        Raises:
+            RuntimeError: With several losses, if the last loop left a window open.
+        """
+        for batch in batches:
+            arguments, named = as_arguments(batch)
+            yield self(*arguments, **named)
+        self.flush()
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """Train on one microbatch, given by position or by name. Return the loss, or `(loss, aux)`.
+
+        Raises:
+            TypeError: If an argument is a tuple, list or dict, or `forward_fn` has no parameter of that name.
+            ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
+            RuntimeError: If an error left a part of a batch in the open window, or stopped an update.
+        """
+        key, batch = self.prepared(batch, named)
+        return self.train(lambda: self.microbatch(key), batch)
+
+    def flush(self) -> bool:
+        """Apply the incomplete window, if one is open. Return whether a window was closed: applied or dropped.
+
+        On several ranks, take part in the windows of the others until none has data: every rank has to call it.
+        """
+        updates = int(self.accumulator.update_step)
+        with self.forgetting_graphs():
+            closed = self._boundary.flush(self.pieces, self.before_exchange)
+        self.updated = int(self.accumulator.update_step) > updates
+        return closed
+
+    def before_exchange(self) -> None:
+        """Do what the ranks do together before they exchange windows."""
+
+    def prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
+        """Return the key of the graphs that a batch needs, and its arguments by position."""
+        names = ()
+        if named:
+            # One order for each set of names, so that it is compiled once.
+            named = named_values(self._function, named)
+            if frozenset(named) not in self._orders:
+                self._orders[frozenset(named)] = ordered(self._function, named)
+            names = self._orders[frozenset(named)]
+            batch = (*batch, *[named[name] for name in names])
+        # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
+        return (*layout(batch), names), tuple(map(with_storage_of_its_own, batch)) if self.pieces > 1 else batch
+
+    def microbatch(self, key: tuple) -> Any:
+        """Return what adds a microbatch with this key. The first one fixes the unit of weights."""
+        if key not in self._microbatches:
+            self.accumulator.buffers.fix_unit(float(-(-key[0] // self.pieces)))
+            self._microbatches[key] = self._microbatch_for(*key)
+        return self._microbatches[key]
+
+    def train(self, graphs: Callable, batch: tuple) -> Any:
+        """Add a microbatch by what `graphs()` returns, and close the window if it is full. Return what that returned.
+
+        Whatever stops this, the host has forgotten by then what the window needs, and asks the device.
+        """
+        self.updated = False
+        held, remaining = self.accumulator.countdown.take()
+        if remaining is None:
+            self.accumulator.require_whole()
+        with self.forgetting_graphs():
+            microbatch = graphs()
+            if remaining is None or (remaining == 1 and held == 0 and microbatch.alone):
+                held, remaining = self._boundary.settle()
+            if remaining == 1 and held == 0 and microbatch.alone:
+                result, updated = microbatch.alone(*batch), True
+                known = 0, 1 if self.accumulator.window.is_one else None
+            else:
+                result = microbatch(*batch)
+                *known, updated = self._after_microbatch(held + 1, remaining - 1)
+        self.accumulator.countdown.set(*known)
+        self.updated = updated
+        return result
+
+    @contextmanager
+    def forgetting_graphs(self) -> Iterator[None]:
+        """Forget all graphs after an error: one in which a kernel failed fails in all its later calls (MindSpore 2.10).
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self.forget_graphs()
+            if "already exists. Please set a unique name" in str(error):
+                raise ValueError(_REBUILT) from error
+            raise
+        except Exception:
+            self.forget_graphs()
+            raise
+
+    def _after_microbatch(self, held: int, remaining: int) -> tuple[int, Optional[int], bool]:
+        """Close the window if it is full. Return what the open one holds and needs, and whether one was applied."""
+        if remaining > 0:
+            return held, remaining, False
+        accumulator = self.accumulator
+        accumulator.require_whole()
+        held, remaining = accumulator.position()
+        if remaining > 0:  # one was skipped
+            return held, remaining, False
+        updates = int(accumulator.update_step)
+        updated = self._boundary.close()
+        return 0, accumulator.window.length_after(updates + updated), updated

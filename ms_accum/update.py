@@ -1,0 +1,147 @@
+"""One update: normalise, clip, optimizer, hooks. What a window's gradient goes through, from top to bottom.
+
+    gradient = sum of weight * gradient / contributors          # reduction="sum"
+             = sum of weight * gradient / sum of the weights    # reduction="mean"
+    gradient *= min(1, clip_norm / (norm + 1e-6))               # if clip_norm is given
+    optimizer(gradient)
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import nan
+from typing import Any, Optional, Union
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+
+from .arguments import instance_of, number
+from .buffers import empty_parameter
+from .gradients import Gradients, Numbers, Scalar, clip_factor, global_norm, mapped, scaled
+from .observer import Observer
+from .optimizers import state_of
+
+REDUCTIONS = ("sum", "mean")
+
+
+# A window of all ranks, exchanged and without a loss scale. A plain tuple: graph mode runs a named one in Python.
+#   gradients: a Tensor for each parameter
+#   unit:      what they count in
+#   numbers:   sums over the ranks: the weight, the microbatches, how many ranks have data, and what the observer counts
+#   finite:    whether the guard accepts them: True, or a bool Tensor of shape () if it judges
+Reduced = tuple[Gradients, Scalar, Numbers, Union[bool, Tensor]]
+
+
+@ms.jit_class
+class Mean:
+    """Divide by the weights."""
+
+    def factor(self, unit: Scalar, weight: Scalar) -> Scalar:
+        """Return what makes a sum in this unit of weights the gradient. A window without weight is 0, not 0/0."""
+        if not isinstance(weight, Tensor):
+            return unit / weight if weight else 0.0
+        return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+
+
+@ms.jit_class
+class Sum:
+    """Divide by the ranks alone, as PyTorch's DistributedDataParallel does: the script divides its loss."""
+
+    def __init__(self, contributors: int) -> None:
+        self.contributors = contributors
+
+    def factor(self, unit: Scalar, weight: Scalar) -> Scalar:
+        """See `Mean`."""
+        return unit / self.contributors
+
+
+@ms.jit_class
+class NoClip:
+    """Leave the gradient as it is."""
+
+    def clipped(self, gradients: Gradients, factor: Scalar) -> Scalar:
+        """Return the factor on the gradients after clipping."""
+        return factor
+
+
+@ms.jit_class
+class Clip:
+    """Clip the norm of the gradient, and keep what it was in `grad_norm`."""
+
+    def __init__(self, clip_norm: float, grad_norm: Parameter) -> None:
+        self.clip_norm, self.grad_norm = clip_norm, grad_norm
+
+    def clipped(self, gradients: Gradients, factor: Scalar) -> Scalar:
+        """See `NoClip`."""
+        norm = global_norm(gradients) * abs(factor)  # negative weights can make the factor negative
+        ops.assign(self.grad_norm, norm)
+        return factor * clip_factor(norm, self.clip_norm)
+
+
+@ms.jit_class
+class Update:
+    """What an accumulator does with the gradient of a window.
+
+    Args:
+        optimizer: The optimizer.
+        dtypes: dtypes of its parameters.
+        normaliser: `Mean` or `Sum`.
+        clip_norm: As in `Accumulator`.
+        after_update: As in `Accumulator`.
+        observer: What sees each update.
+        prefix: What the names of its state begin with.
+
+    Attributes:
+        step: Updates done: int32 Parameter of shape `()`.
+        grad_norm: Norm of the last gradient before clipping: float32 Parameter of shape `()`; NaN if not measured.
+        parameters: Its state, that of a hook included.
+    """
+
+    def __init__(self, optimizer: Callable, dtypes: tuple[ms.Type, ...], normaliser: Any, clip_norm: Optional[float],
+                 after_update: Optional[Callable], observer: Observer, prefix: str) -> None:
+        self.optimizer, self.dtypes, self.normaliser, self.observer = optimizer, dtypes, normaliser, observer
+        self.hooks = () if after_update is None else (after_update,)
+        self.step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
+        self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
+        self.clip = NoClip() if clip_norm is None else Clip(clip_norm, self.grad_norm)
+        self.parameters = (self.step, self.grad_norm, *_state_of_hook(after_update, optimizer))
+
+    def __call__(self, reduced: Reduced) -> None:
+        """Update once."""
+        gradients, unit, numbers = reduced[0], reduced[1], reduced[2]  # unpacked, what is not used makes MindSpore warn
+        weight = numbers[0]
+        factor = self.normaliser.factor(unit, weight)
+        self.observer.of_update(gradients, unit, weight, numbers[1:])
+        factor = self.clip.clipped(gradients, factor)
+        self.optimizer(mapped(scaled, factor, gradients, self.dtypes))
+        ops.assign_add(self.step, 1)
+        for hook in self.hooks:
+            hook()
+
+
+def normaliser_of(reduction: str, contributors: int) -> Any:
+    """Return the normaliser for `reduction`, one of `REDUCTIONS`."""
+    return Mean() if reduction == "mean" else Sum(contributors)
+
+
+def checked_clip_norm(clip_norm: object) -> Optional[float]:
+    """Return `clip_norm` as a float, or None. TypeError or ValueError if it is no number > 0."""
+    if clip_norm is None:
+        return None
+    return number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0",
+                  'give a norm > 0, float("inf") to measure without clipping, or None')
+
+
+def checked_hook(after_update: object) -> Optional[Callable]:
+    """Return `after_update`. TypeError if it cannot be called."""
+    if after_update is None:
+        return None
+    return instance_of("after_update", after_update, Callable, "a function without arguments, a Cell, or None")
+
+
+def _state_of_hook(hook: Optional[Callable], optimizer: Callable) -> tuple[Parameter, ...]:
+    """Return the Parameters of a hook that is a Cell or a method of one, without the network's and the optimizer's."""
+    cell = getattr(hook, "__self__", hook)
+    if not isinstance(cell, nn.Cell):
+        return ()
+    others = {id(p) for p in (*optimizer.parameters, *(p for _, p in state_of(optimizer)))}
+    return tuple(p for p in cell.get_parameters() if id(p) not in others)

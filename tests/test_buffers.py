@@ -1,0 +1,157 @@
+"""The buffers: their dtypes, their unit of weights, and how they are emptied."""
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from conftest import MLP, Counting, batches, compiled, difference, mean_loss, run_python, tensors, values
+from following import counting
+from mindspore import Parameter, ParameterTuple, Tensor, nn
+
+from ms_accum import Accumulator, TrainOneStepCell, make_train_step
+from ms_accum.buffers import Buffers
+
+INF, NAN = float("inf"), float("nan")
+
+
+def mixed(prefix):
+    """Parameters of every float dtype, one of them a scalar."""
+    kinds = ((ms.float16, [0.0]), (ms.float32, 0.0), (ms.float64, [0.0]))
+    return ParameterTuple([Parameter(Tensor(value, dtype), name=f"{prefix}{dtype}") for dtype, value in kinds])
+
+
+def test_dtypes_of_parameters_and_buffers(mode):
+    """Several microbatches in one function; each gradient in its parameter's dtype; a reset also clears NaN."""
+    asked_for = (None, ms.float16, ms.float32, ms.float64)
+    accumulators = tuple([Accumulator(Counting(mixed(f"{i}.")), 9, INF, reduction="mean", buffer_dtype=dtype)
+                          for i, dtype in enumerate(asked_for)])
+    assert [b.dtype for b in accumulators[0].buffers.parameters] == [ms.float32, ms.float32, ms.float64]
+    for accumulator, dtype in zip(accumulators[1:], asked_for[1:]):
+        assert {b.dtype for b in accumulator.buffers.parameters} == {dtype}
+
+    def step(half, single, double):
+        for accumulator in accumulators:
+            for factor in (1, 0.25, 0.25):
+                accumulator.add((half * factor, single * factor, double * factor))
+        return accumulators[0].mini_step + 0
+
+    def reset():
+        for accumulator in accumulators:
+            accumulator.reset()
+        return accumulators[0].mini_step + 0
+
+    step, reset = compiled(step, mode), compiled(reset, mode)
+    for value in (NAN, INF, 0.1):
+        assert int(step(Tensor([value], ms.float16), Tensor(value, ms.float32), Tensor([value], ms.float64))) == 3
+        if value != 0.1:
+            assert int(reset()) == 0
+            assert not any(np.any(b.asnumpy()) for accumulator in accumulators for b in accumulator.buffers.parameters)
+    for accumulator in accumulators:
+        assert accumulator.flush()
+        seen = accumulator.optimizer.seen
+        assert [s.dtype for s in seen] == [ms.float16, ms.float32, ms.float64]
+        assert [s.asnumpy().item() for s in seen] == pytest.approx([0.05] * 3, rel=2e-3)
+    for accumulator in (accumulators[0], accumulators[3]):
+        assert accumulator.optimizer.seen[2].asnumpy().item() == pytest.approx(0.05, rel=1e-7)
+
+
+# --- the unit of weights ----------------------------------------------------------------------------------------------
+
+
+def buffers_of(unit, dtype=ms.float32):
+    buffers = Buffers("unit", [("w", (2,))], (dtype,), (dtype,))
+    if unit is not None:
+        buffers.fix_unit(unit)
+    return buffers
+
+
+def added(buffers, *pairs):
+    for value, weight in pairs:
+        buffers.add(buffers.weighed((Tensor([value, value], ms.float32),), weight))
+    return buffers.parameters[0].asnumpy().tolist(), float(buffers.held_unit)
+
+
+def test_the_unit_is_fixed_once_and_makes_large_weights_small():
+    assert added(buffers_of(None), (1.0, 6), (2.0, Tensor(2.0))) == ([10, 10], 1)
+    assert added(buffers_of(2.0), (1.0, 6), (2.0, Tensor(2.0)), (NAN, 0)) == ([5, 5], 2)
+    assert added(buffers_of(70_000.0, ms.float16), (1.0, 70_000), (1.0, 70_000)) == ([2, 2], 70_000)
+    assert added(buffers_of(None, ms.float16), (1.0, 70_000))[0] == [INF, INF]  # the control
+    buffers = buffers_of(None)
+    added(buffers, (1.0, 6))
+    buffers.fix_unit(4.0)  # something was added: it stays
+    assert (buffers.unit, added(buffers, (1.0, 2))) == (1.0, ([8, 8], 1))
+
+
+@pytest.mark.parametrize("before", [2.0, 4.0, 0.0])
+def test_loaded_buffers_are_converted_to_the_unit_that_graphs_hold(before):
+    """12 was saved in units of 4. 0: this run has no unit yet, and takes the loaded one."""
+    buffers = buffers_of(before or None)
+    ms.ops.assign(buffers.parameters[0], Tensor([12.0, 12.0]))
+    ms.ops.assign(buffers.held_unit, 4.0)
+    buffers.adopt(before)
+    unit = before or 4.0
+    assert buffers.unit == unit
+    assert added(buffers, (1.0, 8)) == ([48 / unit + 8 / unit] * 2, unit)
+
+
+DATA = batches([4, 8, 8, 4, 8, 8])
+
+
+def shared_windows(driver, order):
+    """The gradient of the second of two windows of three microbatches, one of which a compiled graph adds by hand."""
+    network = MLP()
+    acc, forward_fn = counting(network, 9), mean_loss(network)
+    grad_fn = ms.value_and_grad(forward_fn, None, acc.optimizer.parameters)
+
+    @ms.jit
+    def by_hand(x, y):
+        acc.add(grad_fn(x, y)[1], x.shape[0])
+        return acc.mini_step + 0
+
+    step = (make_train_step(forward_fn, acc) if driver == "step"
+            else TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc))
+    for i, (x, y) in enumerate(DATA):
+        (by_hand if i % 3 == (order == "driver first") else step)(*tensors(x, y))
+        assert i % 3 < 2 or step.flush()
+    return values(acc.optimizer.seen)
+
+
+def undivided():
+    x, y = (np.concatenate(part) for part in zip(*DATA[3:]))
+    network = MLP()
+    return values(ms.grad(mean_loss(network), None, network.trainable_params())(*tensors(x, y)))
+
+
+@pytest.mark.parametrize(("driver", "order"), [
+    ("step", "hand first"), ("step", "driver first"), ("cell", "hand first"), ("cell", "driver first")])
+def test_a_graph_by_hand_and_a_driver_share_a_window(mode_named, driver, order):
+    """Microbatches have other sizes; whichever is compiled first, the other counts in its unit."""
+    if driver == "cell":
+        mode_named("graph")
+    assert difference(shared_windows(driver, order), undivided()) < 1e-5
+
+
+def test_a_driver_that_takes_its_own_unit_is_noticed(monkeypatch):
+    """Negative control of the test above."""
+    monkeypatch.setattr(Buffers, "fix_unit", lambda self, weight: vars(self).update(unit=self.unit or weight))
+    assert difference(shared_windows("step", "hand first"), undivided()) > 1e-2
+
+
+# --- emptying ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_emptying_the_buffers_holds_no_second_copy_of_them():
+    """Growth over the buffers' size; the control is `zeros_like`, which graph mode turns into constants.
+
+    In the same new process: names start at accumulator0, in this one too when it began.
+    """
+    script = (Path(__file__).parent / "buffers.py").read_text(encoding="utf-8")
+    ours, zeros_like, names = run_python(script).splitlines()
+    assert float(ours) < 0.5
+    assert float(zeros_like) > float(ours) + 0.5
+    accumulator = Accumulator(nn.SGD([Parameter(Tensor([0.0]), name=f"w{i}") for i in range(2)], 0.1), 2)
+    prefix = accumulator.mini_step.name.partition(".")[0]
+    expected = [p.name.replace(prefix, f"accumulator{i}") for i in range(2) for p in accumulator.parameters]
+    assert names.split() == expected
