@@ -18,7 +18,7 @@ from .arguments import require_callable, spelled
 from .batch import positional
 from .differentiate import checked_loss
 from .gradients import FLOATS
-from .pieces import select_rows
+from .pieces import select_rows, starts_of
 from .step import TrainStep
 from .straight import compiled, straight
 from .train_step import RENAMED, averaging, checked_pieces
@@ -114,10 +114,11 @@ class _Cached:
 
     def __init__(self, encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int,
                  cut: tuple[bool, ...], pieces: int) -> None:
-        rows = -(-samples // pieces)
-        self._starts = [(Tensor(start, ms.int32), min(rows, samples - start)) for start in range(0, samples, rows)]
+        starts = starts_of(samples, pieces)
+        rows = starts[0][1]
+        self._starts = [(Tensor(start, ms.int32), rows) for start, rows in starts]
         self._encode, self._backward = {}, {}
-        for length in {rows for _, rows in self._starts}:
+        for length in {rows for _, rows in starts}:
             self._encode[length] = straight(_encode_fn(encode, cut, length), accumulator)
             self._backward[length] = straight(_backward_fn(encode, accumulator, samples, cut, length), accumulator)
         self._first = straight(_first_fn(encode, loss_fn, accumulator, samples, cut, rows), accumulator)

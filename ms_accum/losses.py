@@ -22,10 +22,10 @@ from .arguments import as_weight
 from .batch import as_arguments
 from .differentiate import checked_loss, parted
 from .gradients import Numbers, as_vector
-from .microbatch import Functions
-from .pieces import aux_values, checked_aux, counted, join_aux, select_rows
+from .microbatch import Functions, Pieces
+from .pieces import checked_aux, counted, select_rows
 from .step import TrainStep
-from .straight import compiled, straight
+from .straight import compiled
 
 _SINGLE = ("a train step with losses={} has to know a window before it trains it, expected no single calls with "
            "accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "
@@ -154,58 +154,27 @@ class SeveralLossesStep(TrainStep):
         return 0, None, self._boundary.close()
 
 
-class WeighedPieces:
+class WeighedPieces(Pieces):
     """A microbatch, whole or in pieces, of a window whose totals are known. A whole one is a single piece."""
-
-    alone = None
 
     def __init__(self, functions: Functions, accumulator: Accumulator, losses: int, samples: int,
                  cut: tuple[bool, ...], pieces: int) -> None:
-        rows = -(-samples // pieces)
-        self._functions, self._accumulator, self._losses, self._cut = functions, accumulator, losses, cut
-        self._starts = [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
-        self._graphs: dict[tuple, Callable] = {}
+        self.count = losses
+        super().__init__(functions, accumulator, samples, cut, pieces)
         self._weigh = compiled(self._weigh_fn())
-        self._end = compiled(self._end_fn())
 
     def weigh(self, *batch: Any) -> np.ndarray:
         """Return the weights of the pieces, without training on them: float64 `(pieces, losses)`. It waits for them."""
         return self._weigh(*batch).asnumpy().astype(np.float64)
 
-    def __call__(self, totals: Tensor, weights: np.ndarray, *batch: Any) -> Any:
-        """Add a microbatch. Return the losses, or `(losses, aux)`."""
-        sums, results = Tensor(np.zeros(self._losses), ms.float32), []
-        for (start, rows), of_piece in zip(self._starts, weights):
-            key = rows, tuple((of_piece != 0).tolist())
-            if key not in self._graphs:
-                self._graphs[key] = straight(self._piece_fn(*key), self._accumulator)
-            sums = self._graphs[key](Tensor(start, ms.int32), Tensor(of_piece, ms.float32), totals, sums, *batch)
-            if self._functions.has_aux:
-                sums, weight, aux = sums
-                results += [weight, *aux_values(aux)]
-        joined = self._end(sums, Tensor(weights.sum(0), ms.float32), *results)
-        losses = joined[:self._losses]
-        if not self._functions.has_aux:
-            return losses
-        return losses, (joined[self._losses:] if isinstance(aux, tuple) else joined[self._losses])
+    def __call__(self, window: Tensor, weights: np.ndarray, *batch: Any) -> Any:
+        """Add a microbatch of a window with these totals. Return the losses, or `(losses, aux)`."""
+        keys = [(rows, tuple((of_piece != 0).tolist())) for (_, rows), of_piece in zip(self.starts, weights)]
+        return self.run(keys, [(Tensor(of_piece, ms.float32), window) for of_piece in weights], batch)
 
-    def _weigh_fn(self) -> Callable:
-        weight_fn, starts, cut, losses = self._functions.weight_fn, self._starts, self._cut, self._losses
-
-        def weigh(*batch: Any) -> Tensor:
-            weights = ()
-            for start, rows in starts:
-                inputs = select_rows(ops.arange(start, start + rows), cut, batch)
-                of_piece = (float(rows),) * losses if weight_fn is None else weight_fn(*inputs)
-                require_entries("weight", losses, len(of_piece) if isinstance(of_piece, tuple) else None)
-                weights = (*weights, as_vector(tuple([as_weight(weight) for weight in of_piece])))
-            return ops.stack(weights)
-
-        return weigh
-
-    def _piece_fn(self, rows: int, present: tuple[bool, ...]) -> Callable:
+    def graph_for(self, rows: int, present: tuple[bool, ...]) -> Callable:
         """Return what adds a piece. A loss that has no weight in it is left out: as a mean over nothing it is 0/0."""
-        (forward_fn, _, has_aux), accumulator, cut, count = self._functions, self._accumulator, self._cut, self._losses
+        (forward_fn, _, has_aux), accumulator, cut, count = self.functions, self.accumulator, self.cut, self.count
         counts = [t for t in range(count) if present[t]]
 
         def differentiated(shares: Tensor, *piece: Any) -> tuple:
@@ -219,27 +188,32 @@ class WeighedPieces:
         # The shares are no parameters.
         grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
 
-        def piece(start: Tensor, weights: Tensor, totals: Tensor, sums: Tensor, *batch: Any) -> Any:
+        def piece(start: Tensor, totals: Tensor, weights: Tensor, window: Tensor, *batch: Any) -> Any:
             inputs = select_rows(start + ops.arange(rows), cut, batch)
-            of_window = totals[:count]
-            shares = weights * totals[count] / ops.where(of_window == 0, ops.ones_like(of_window), of_window)
+            of_window = window[:count]
+            shares = weights * window[count] / ops.where(of_window == 0, ops.ones_like(of_window), of_window)
             (total, losses, aux), gradients = grad_fn(shares, *inputs)
             aux = checked_aux(aux, rows) if has_aux else aux
             taken = accumulator.add_piece(gradients, 1.0 if counts else 0.0)
-            sums = sums + ops.depend(counted(losses, weights), (total, taken))
-            return (sums, weights[:1], aux) if has_aux else sums
+            losses = ops.depend(counted(losses, weights), (total, taken))
+            totals = totals + ops.concat((losses, weights))
+            return (totals, weights[:1], aux) if has_aux else totals
 
         return piece
 
-    def _end_fn(self) -> Callable:
-        accumulator, pieces = self._accumulator, len(self._starts)
+    def _weigh_fn(self) -> Callable:
+        weight_fn, starts, cut, losses = self.functions.weight_fn, self.starts, self.cut, self.count
 
-        def end(sums: Tensor, weights: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-            accumulator.end_microbatch(pieces)
-            divisors = ops.where(weights == 0, ops.ones_like(weights), weights)
-            return (*_numbers(sums / divisors), *join_aux(results, pieces, divisors[0]))
+        def weigh(*batch: Any) -> Tensor:
+            weights = ()
+            for start, rows in starts:
+                inputs = select_rows(ops.arange(start, start + rows), cut, batch)
+                of_piece = (float(rows),) * losses if weight_fn is None else weight_fn(*inputs)
+                require_entries("weight", losses, len(of_piece) if isinstance(of_piece, tuple) else None)
+                weights = (*weights, as_vector(tuple([as_weight(weight) for weight in of_piece])))
+            return ops.stack(weights)
 
-        return end
+        return weigh
 
 
 def _numbers(vector: Tensor) -> Numbers:

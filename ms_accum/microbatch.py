@@ -17,7 +17,7 @@ from .arguments import as_weight
 from .boundary import nothing_of
 from .differentiate import make_gradients_of, weight_of
 from .gradients import as_vector
-from .pieces import aux_values, checked_aux, counted, join_aux, select_rows
+from .pieces import aux_values, checked_aux, counted, join_aux, select_rows, starts_of
 from .straight import compiled, straight
 
 
@@ -73,23 +73,53 @@ class Pieces:
 
     The sums go from piece to piece. Keeping what each returned would cut MindSpore's pool of memory into parts, and the
     peak would grow with their number (48 pieces: 286 MB instead of 84).
+
+    Attributes:
+        starts: First row and rows of each piece.
+        count: How many losses `forward_fn` returns. `totals` are the sums of weight * loss, then those of the weights:
+            float32 `(2 * count,)`.
     """
 
     alone = None
+    count = 1
 
     def __init__(self, functions: Functions, accumulator: Accumulator, samples: int, cut: tuple[bool, ...],
                  pieces: int) -> None:
-        rows = -(-samples // pieces)
-        self._functions, self._accumulator, self._cut = functions, accumulator, cut
-        self._starts = [(Tensor(start, ms.int32), min(rows, samples - start)) for start in range(0, samples, rows)]
-        self._graphs = {rows: self._graph_for(rows) for rows in {rows for _, rows in self._starts}}
+        self.functions, self.accumulator, self.cut = functions, accumulator, cut
+        self.starts = starts_of(samples, pieces)
+        self._graphs: dict[tuple, Callable] = {}
         # Ranks that sum each piece have to add as many.
-        self._missing = pieces - len(self._starts) if accumulator.exchange.inside > 1 else 0
+        self._missing = pieces - len(self.starts) if accumulator.exchange.inside > 1 else 0
         self._nothing = straight(nothing_of(accumulator), accumulator)
-        self._end = compiled(_end_of(accumulator, len(self._starts), self._missing))
+        self._end = compiled(_end_of(accumulator, self.count, len(self.starts), self._missing))
 
-    def _graph_for(self, rows: int) -> Callable:
-        (forward_fn, weight_fn, has_aux), accumulator, cut = self._functions, self._accumulator, self._cut
+    def __call__(self, *batch: Any) -> Any:
+        """Add a microbatch. Return the loss, or `(loss, aux)`: the mean over the pieces."""
+        return self.run([(rows,) for _, rows in self.starts], [()] * len(self.starts), batch)
+
+    def run(self, keys: list[tuple], inputs: list[tuple], batch: tuple) -> Any:
+        """Add each piece by the graph of its key, given its inputs. Return as in a call."""
+        has_aux, count = self.functions.has_aux, self.count
+        totals, results = Tensor(np.zeros(2 * count), ms.float32), []
+        for (start, _), key, own in zip(self.starts, keys, inputs):
+            if key not in self._graphs:
+                self._graphs[key] = straight(self.graph_for(*key), self.accumulator)
+            totals = self._graphs[key](Tensor(start, ms.int32), totals, *own, *batch)
+            if has_aux:
+                totals, weight, aux = totals
+                results += [weight, *aux_values(aux)]
+        for _ in range(self._missing):
+            self._nothing()
+        joined = self._end(totals, *results)
+        losses = joined[0] if count == 1 else joined[:count]
+        if not has_aux:
+            return losses
+        return losses, (joined[count:] if isinstance(aux, tuple) else joined[count])
+
+    def graph_for(self, rows: int) -> Callable:
+        """Return `(start, totals, *batch) -> totals`, or `(totals, weight, aux)`, which adds a piece of so many rows.
+        """
+        (forward_fn, weight_fn, has_aux), accumulator, cut = self.functions, self.accumulator, self.cut
         gradients_of = make_gradients_of(forward_fn, accumulator, has_aux)
 
         def piece(start: Tensor, totals: Tensor, *batch: Any) -> Any:
@@ -102,29 +132,20 @@ class Pieces:
             totals = totals + as_vector((counted(loss, weight), ops.depend(weight, present)))
             return (totals, as_vector((weight,)), aux) if has_aux else totals
 
-        return straight(piece, accumulator)
-
-    def __call__(self, *batch: Any) -> Any:
-        """Add a microbatch. Return the loss, or `(loss, aux)`: the mean over the pieces."""
-        totals, results = Tensor(np.zeros(2), ms.float32), []
-        for start, rows in self._starts:
-            totals = self._graphs[rows](start, totals, *batch)
-            if self._functions.has_aux:
-                totals, weight, aux = totals
-                results += [weight, *aux_values(aux)]
-        for _ in range(self._missing):
-            self._nothing()
-        joined = self._end(totals, *results)
-        if not self._functions.has_aux:
-            return joined[0]
-        return joined[0], (joined[1:] if isinstance(aux, tuple) else joined[1])
+        return piece
 
 
-def _end_of(accumulator: Accumulator, pieces: int, missing: int) -> Callable:
-    """Return `(totals, *results) -> (loss, *aux)`, which ends a microbatch of so many pieces."""
+def _end_of(accumulator: Accumulator, count: int, pieces: int, missing: int) -> Callable:
+    """Return `(totals, *results) -> (*losses, *aux)`, which ends a microbatch of so many pieces."""
     def end(totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
         accumulator.end_microbatch(pieces + missing)
-        divisor = ops.where(totals[1] == 0, Tensor(1.0, ms.float32), totals[1])
-        return (totals[0] / divisor, *join_aux(results, pieces, divisor))
+        losses = ()
+        for t in range(count):
+            losses = (*losses, totals[t] / _divisor(totals[count + t]))
+        return (*losses, *join_aux(results, pieces, _divisor(totals[count])))
 
     return end
+
+
+def _divisor(weight: Tensor) -> Tensor:
+    return ops.where(weight == 0, Tensor(1.0, ms.float32), weight)

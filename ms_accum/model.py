@@ -15,7 +15,7 @@ from .differentiate import make_gradients_of, weight_of
 from .distributed.exchange import DataParallel
 from .observer import Observer
 from .optimizers import require_same_parameters, state_of
-from .pieces import FLAT, layout, layout_of, with_storage_of_its_own
+from .pieces import FLAT, layout, layout_of
 from .straight import compiled
 from .train_step import RENAMED, averaging, require_functions
 from .window import AccumulateStep
@@ -140,7 +140,7 @@ class TrainOneStepCell(nn.Cell):
             self._boundary_now().settle()
         self._returned, self._loads = False, countdown.loads
         try:
-            result = super().__call__(*map(with_storage_of_its_own, batch))
+            result = super().__call__(*batch)
         except Exception:
             # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
             self.compile_cache.clear()

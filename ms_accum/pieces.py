@@ -54,17 +54,10 @@ def _kind(argument: Any) -> Union[tuple, str, None]:
     return None
 
 
-def with_storage_of_its_own(argument: Any) -> Any:
-    """A copy of a Tensor that is a view (a slice, a transposed one), for a graph that loops over pieces; anything else
-    as it is.
-
-    In a graph with a loop, MindSpore 2.10 takes rows of what a view was made of for those of the view.
-    """
-    if not isinstance(argument, Tensor):
-        return argument
-    if not argument.is_contiguous():
-        argument = argument.contiguous()
-    return argument.copy() if argument.untyped_storage().nbytes() != argument.nbytes else argument
+def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
+    """Return the first row of each piece of a batch, and its rows. The last piece may be shorter, or missing."""
+    rows = -(-samples // pieces)
+    return [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
 
 
 def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:

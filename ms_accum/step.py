@@ -15,7 +15,7 @@ from typing import Any, Optional
 from .accumulator import Accumulator
 from .batch import as_arguments, named_values, ordered
 from .boundary import Boundary
-from .pieces import layout, with_storage_of_its_own
+from .pieces import layout
 from .straight import straight
 
 _REBUILT = ("forward_fn and the optimizer use different Parameters of the same name, expected those of one network; if "
@@ -109,7 +109,7 @@ class TrainStep:
             names = self._orders[frozenset(named)]
             batch = (*batch, *[named[name] for name in names])
         # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
-        return (*layout(batch), names), tuple(map(with_storage_of_its_own, batch)) if self.pieces > 1 else batch
+        return (*layout(batch), names), batch
 
     def microbatch(self, key: tuple) -> Any:
         """Return what adds a microbatch with this key. The first one fixes the unit of weights."""

@@ -122,31 +122,19 @@ class Window:
 
 
 @ms.jit_class
-class HostLength:
+class HostLength(Window):
     """A window whose length the host chooses between windows; `AdaptiveWindow` makes one. See `Window`.
 
     Attributes:
-        parameters: Its state.
         chosen: The present length: int32 Parameter of shape `()`.
     """
 
     is_one, budget = False, None
 
-    def share(self, ranks: int) -> None:
-        """See `Window`: lengths count the microbatches of each rank."""
-
     def is_full(self, mini_step: Tensor, update_step: Tensor, weight_sum: Tensor) -> Tensor:
         """Refuse to decide in a graph, where the length would never change."""
         raise RuntimeError(f"{self.description} lets the host choose the length of each window, which a graph cannot; "
                            "give it to make_train_step")
-
-    def missing(self, mini_step: int, update_step: int, weight_sum: Parameter) -> int:
-        """See `Window`."""
-        return max(self.host_length(update_step) - mini_step, 0)
-
-    def closes_after(self, microbatches: int, update_step: int, weights: np.ndarray) -> bool:
-        """See `Window`."""
-        return microbatches >= self.host_length(update_step)
 
     def length_after(self, update_step: int) -> None:
         """See `Window`: to choose it now would wait for the update."""
@@ -155,13 +143,13 @@ class HostLength:
 class LengthChooser:
     """An `accumulate_step` that lets the host choose."""
 
-    def bind(self, noise_scale: Optional[Observer], prefix: str) -> tuple[HostLength, Observer]:
+    def bind(self, noise_scale: Optional[Observer], prefix: str) -> tuple[Window, Observer]:
         """Return the window of an accumulator, and the observer that it reads: the user's, if there is one."""
         raise NotImplementedError
 
 
 def bind_window(accumulate_step: AccumulateStep, noise_scale: Optional[Observer],
-                prefix: str) -> tuple[Union[Window, HostLength], Observer]:
+                prefix: str) -> tuple[Window, Observer]:
     """Return the window of an accumulator, and the observer to bind. TypeError or ValueError if they are none."""
     if noise_scale is not None:
         instance_of("noise_scale", noise_scale, Observer, "a GradientNoiseScale, or None")
@@ -169,10 +157,8 @@ def bind_window(accumulate_step: AccumulateStep, noise_scale: Optional[Observer]
         raise TypeError(f"accumulate_step is {accumulate_step.__name__} itself, expected what it returns; call it "
                         "with parentheses")
     if isinstance(accumulate_step, LengthChooser):
-        window, observer = accumulate_step.bind(noise_scale, prefix)
-    else:
-        window, observer = Window(accumulate_step), noise_scale or Observer()
-    return window, observer
+        return accumulate_step.bind(noise_scale, prefix)
+    return Window(accumulate_step), noise_scale or Observer()
 
 
 def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
