@@ -8,13 +8,13 @@ from mindspore.mint import optim as mint_optim
 def _options(eps):
     """What each optimizer is given beside parameters and learning rate."""
     return {
-        # The decay is multiplied by the rate, which undoes the size of the gradients.
+        # A decay (lambd) is multiplied by the rate, which undoes the size of the gradients.
         "nn.SGD": {"momentum": 0.9, "weight_decay": 0.1 * eps}, "nn.Momentum": {"momentum": 0.9}, "nn.Adam": {"eps": eps},
         "nn.AdamWeightDecay": {"eps": eps, "weight_decay": 0.01}, "nn.LazyAdam": {"eps": eps}, "nn.AdamOffload": {"eps": eps},
-        "nn.ASGD": {}, "nn.Rprop": {}, "nn.FTRL": {}, "nn.RMSProp": {}, "nn.ProximalAdagrad": {}, "nn.Adagrad": {},
+        "nn.ASGD": {"lambd": 0.1 * eps}, "nn.Rprop": {}, "nn.FTRL": {}, "nn.RMSProp": {}, "nn.ProximalAdagrad": {}, "nn.Adagrad": {},
         "nn.AdaFactor": {"scale_parameter": False, "relative_step": False}, "nn.AdaMax": {"eps": eps},
         "nn.Adadelta": {"epsilon": eps}, "optim.SGD": {"momentum": 0.9}, "optim.Adam": {"eps": eps}, "optim.AdamW": {"eps": eps},
-        "optim.Adamax": {"eps": eps}, "optim.NAdam": {"eps": eps}, "optim.RAdam": {"eps": eps}, "optim.ASGD": {},
+        "optim.Adamax": {"eps": eps}, "optim.NAdam": {"eps": eps}, "optim.RAdam": {"eps": eps}, "optim.ASGD": {"lambd": 0.1 * eps},
         "optim.Adadelta": {"eps": eps}, "optim.Adagrad": {"eps": eps}, "optim.RMSprop": {"eps": eps}, "optim.Rprop": {},
         "mint.SGD": {"momentum": 0.9}, "mint.Adam": {"eps": eps},
     }
