@@ -1,26 +1,27 @@
 """The accumulator: one buffer for each parameter, filled by microbatches and emptied by an update."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import count
 from typing import Optional
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, ops
 
+from .adding import Add
 from .arguments import as_weight, checked_gradients, instance_of, one_of, require_condition, spelled
 from .boundary import Boundary
 from .buffers import Buffers, buffer_dtype_of
 from .counters import Countdown, Counters
 from .distributed.buckets import Layout
 from .distributed.exchange import DataParallel, OneDevice
-from .gradients import Gradients, Numbers, Scalar, mapped, weighted
+from .gradients import Gradients, Scalar, mapped, weighted
 from .loss_scale import LossScale, NoLossScale, checked_loss_scaler
 from .nonfinite import GUARDS, SkipWindow
 from .observer import Observer
 from .optimizers import checked_parameters, describe, name_state
-from .update import REDUCTIONS, Reduced, Update, checked_clip_norm, checked_hook, normaliser_of
-from .window import AccumulateStep, bind_window
+from .update import REDUCTIONS, Reduce, Reduced, Update, checked_clip_norm, checked_hook, normaliser_of
+from .window import AccumulateStep, Window, bind_window
 
 _instances = count()
 
@@ -137,7 +138,6 @@ class Accumulator:
     ) -> None:
         parameters = checked_parameters(optimizer)
         names, shapes, dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in parameters))
-        self._expected = names, shapes
         clip_norm, guard = checked_clip_norm(clip_norm), GUARDS[one_of("on_nonfinite", on_nonfinite, tuple(GUARDS))]
         self.optimizer, self.countdown, after_update = optimizer, Countdown(), checked_hook(after_update)
         self.reduction = one_of("reduction", reduction, REDUCTIONS)
@@ -161,10 +161,11 @@ class Accumulator:
         self.skipped, self.update_step, self.grad_norm = counters.skipped, self._update.step, self._update.grad_norm
         self.loss_scale = NoLossScale() if loss_scaler is None else LossScale(loss_scaler, self, prefix)
         self.guard = (guard if loss_scaler is None else SkipWindow)(self.skipped)
-        of_window = (*self.buffers.state, *counters.of_window, *self.observer.of_window, *self.window.parameters)
-        self.parameters = ParameterTuple([*of_window, *self._update.parameters, *counters.kept,
-                                          *self.loss_scale.parameters, *self.observer.parameters])
-        self.state, self.open_state = _by_name(self.parameters, prefix), set(_by_name(of_window, prefix))
+        self._add = Add((names, shapes), self.guard, self.observer, self.loss_scale, self.exchange, self.buffers,
+                        self.weight_sum)
+        self._reduce = Reduce(self.exchange, self.loss_scale, self.guard)
+        self.parameters, self.state, self.open_state = _named_state(
+            prefix, self.buffers, counters, self.observer, self.window, self._update, self.loss_scale)
 
     # --- by hand ------------------------------------------------------------------------------------------------------
 
@@ -187,8 +188,10 @@ class Accumulator:
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
-        self.counters.count(self._add(grads, weight, 1)[1])
-        self.counters.note(-1)
+        grads, weight = checked_gradients(*self._add.expected, grads), as_weight(weight)
+        # Without the dependency, Ascend would add a matrix product in place, also the one that `begin` waits for.
+        grads = mapped(_after, self.counters.begin(grads[-1]), grads)
+        self.counters.end_whole(self._add.in_turn(grads, weight, 1)[1])
 
     def apply(self) -> None:
         """Close the window now, whatever it holds: exchange, normalise, clip, optimizer, clear.
@@ -224,8 +227,23 @@ class Accumulator:
         """Return what to differentiate: the loss, times the loss scale if there is one."""
         return self.loss_scale.multiply(loss)
 
+    def begun(self, loss: Tensor) -> Tensor:
+        """Note that a microbatch or a piece begins, and return the loss, of which no gradient is made before the note.
+
+        So an error in the forward pass changes nothing, and one after it shows. Nothing stands between a gradient and
+        its buffer: a dependency there would keep Ascend from adding a matrix product in place.
+        """
+        return loss * ops.depend(Tensor(1, loss.dtype), self.counters.begin(loss))
+
+    def add_microbatch(self, grads: Gradients, weight: Scalar = 1.0) -> None:
+        """Add a microbatch whose loss went through `begun`, in a graph that does not close the window.
+
+        Arguments and errors as in a call.
+        """
+        self.counters.end_whole(self._add(grads, weight, 1)[1])
+
     def add_piece(self, grads: Gradients, weight: Scalar = 1.0, present: int = 1) -> Scalar:
-        """Add a piece of a microbatch; `end_microbatch` follows the last one. Arguments as in a call.
+        """Add a piece of a microbatch: see `add_microbatch`. `end_microbatch` follows the last one.
 
         Return the sum of `present` over the ranks that exchange microbatches: how many of them have data.
         """
@@ -264,18 +282,18 @@ class Accumulator:
     def reduced(self, asking: Scalar = 1.0) -> Reduced:
         """Return the window of all ranks, for `update_with` or `drop`. `asking`: 1 from a rank that has data."""
         numbers = (self.weight_sum + 0.0, self.mini_step + 0, asking, *self.observer.open_window())
-        return self._reduced(self.buffers.parameters, self.buffers.held_unit + 0.0, numbers)
+        return self._reduce(self.buffers.parameters, self.buffers.held_unit + 0.0, numbers)
 
     def update_alone(self, grads: Gradients, weight: Scalar) -> None:
         """Update with a window of one microbatch, without buffers: for an empty window, where nothing is left out.
 
         Only if the guard is `ApplyAll`, the observer does not watch, and ranks do not sum each microbatch.
         """
-        grads, weight = checked_gradients(*self._expected, grads), as_weight(weight)
+        grads, weight = checked_gradients(*self._add.expected, grads), as_weight(weight)
         if isinstance(weight, Tensor) or weight == 0:  # what has no weight is ignored, NaN included
             grads = mapped(weighted, weight != 0, grads, self.buffer_dtypes)
         self.counters.begin_update(grads[-1])
-        self._update(self._reduced(grads, weight, (weight, 1, 1.0)))
+        self._update(self._reduce(grads, weight, (weight, 1, 1.0)))
         self.counters.close(weight)
         self.counters.end_update()
 
@@ -308,33 +326,18 @@ class Accumulator:
         """Return what has to be alike in a run that resumes in the middle of a window."""
         return {**self._settings, "reducer": self.exchange.describe()}
 
-    # --- one window ---------------------------------------------------------------------------------------------------
 
-    def _add(self, grads: Gradients, weight: Scalar, present: int) -> Numbers:
-        """Add gradients of each rank. Return sums over those that exchange them: weight, taken, `present`, others.
-
-        Note that it has begun, after the backward pass has: an error in the forward pass changes nothing.
-        """
-        grads, weight = checked_gradients(*self._expected, grads), as_weight(weight)
-        self.counters.note(ops.depend(Tensor(1, ms.int32), grads[-1]))
-        weight, taken = self.guard.weight(grads, weight)
-        numbers = (weight, taken * present, present, *self.observer.of_piece(grads, weight, self.loss_scale))
-        gradients, numbers = self.exchange.microbatch(self.buffers.weighed(grads, weight), numbers)
-        self.buffers.add(gradients)
-        if len(numbers) > 3:  # what the observer measured
-            self.observer.include(numbers[3:])
-        ops.assign_add(self.weight_sum, numbers[0])
-        return numbers
-
-    def _reduced(self, gradients: Gradients, unit: Scalar, numbers: Numbers) -> Reduced:
-        gradients, unit, numbers = self.exchange.window(gradients, unit, numbers)
-        # Before anything is measured: norms and sums of scaled gradients would overflow where the gradients do not.
-        gradients = self.loss_scale.divide(gradients)
-        return gradients, unit, numbers, self.guard.accepts(gradients)
+def _after(token: Tensor, gradient: Tensor) -> Tensor:
+    return ops.depend(gradient, token)
 
 
-def _by_name(parameters: Iterable[Parameter], prefix: str) -> dict[str, Parameter]:
-    return {p.name.removeprefix(f"{prefix}."): p for p in parameters}
+def _named_state(prefix: str, buffers: Buffers, counters: Counters, observer: Observer, window: Window, update: Update,
+                 loss_scale: NoLossScale) -> tuple[ParameterTuple, dict[str, Parameter], set[str]]:
+    """Return all state, the same by name, and the names of what belongs to the open window."""
+    of_window = (*buffers.state, *counters.of_window, *observer.of_window, *window.parameters)
+    kept = (*update.parameters, *counters.kept, *loss_scale.parameters, *observer.parameters)
+    state, open_state = ({p.name.removeprefix(f"{prefix}."): p for p in some} for some in (of_window + kept, of_window))
+    return ParameterTuple(of_window + kept), state, set(open_state)
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, dtypes: tuple, settings: dict) -> OneDevice:

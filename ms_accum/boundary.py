@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from .gradients import Scalar, as_vector
+from .gradients import as_tensor, as_vector
 
 if TYPE_CHECKING:
     from .accumulator import Accumulator
@@ -139,8 +139,9 @@ def _graphs(accumulator: Accumulator) -> dict[str, Callable]:
 
 def nothing_of(accumulator: Accumulator) -> Callable:
     """Return `() -> ranks that have data`, which takes part in the exchange of a piece without one."""
-    def nothing() -> Scalar:
-        # With weight 0, any Tensors of the right shapes are ignored.
-        return accumulator.add_piece(accumulator.optimizer.parameters, 0.0, 0)
+    def nothing() -> Tensor:
+        # With weight 0, any Tensors of the right shapes are ignored. None is made of this loss.
+        begun = accumulator.begun(Tensor(0.0, ms.float32))
+        return ops.depend(as_tensor(accumulator.add_piece(accumulator.optimizer.parameters, 0.0, 0)), begun)
 
     return nothing

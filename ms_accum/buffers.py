@@ -14,6 +14,8 @@ from mindspore.common.initializer import initializer
 
 from .gradients import FLOATS, Gradients, Scalar, mapped, multiply_no_nan, scaled, weighted
 
+_HALF = (ms.float16, ms.bfloat16)
+
 
 def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
     """Return a Parameter that is state and not trained, filled with `value`."""
@@ -45,6 +47,7 @@ class Buffers:
                  gradient_dtypes: tuple[ms.Type, ...], unit: Optional[float] = None) -> None:
         self.parameters = ParameterTuple([empty_parameter(f"{prefix}.{name}", shape, dtype)
                                           for (name, shape), dtype in zip(shapes, dtypes)])
+        self.large = max(prod(shape) for _, shape in shapes) // 64
         self.gradient_dtypes = gradient_dtypes
         self.unit = unit
         self.held_unit = empty_parameter(f"{prefix}.weight_unit", (), ms.float32, unit or 0.0)
@@ -64,9 +67,24 @@ class Buffers:
             factor = weight / self.unit
         return mapped(weighted, factor, gradients, self.gradient_dtypes)
 
-    def add(self, gradients: Gradients) -> None:
-        """Add what `weighed` returned, or what an exchange made of it."""
-        mapped(_add_to, None, self.parameters, gradients)
+    def add(self, gradients: Gradients) -> Gradients:
+        """Add what `weighed` returned, or what an exchange made of it, for a graph that does not read the buffers.
+
+        Each gradient is added as soon as it is made. Side effects of a graph run in the order of the program, and those
+        in the order of the parameters would keep all gradients in memory: the backward pass makes the gradient of the
+        last one first (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the peak instead of 6.5).
+
+        Return what the next side effect has to wait for.
+        """
+        return mapped(_add_anytime, None, self.parameters, gradients)
+
+    def add_in_turn(self, gradients: Gradients) -> None:
+        """The same for any graph: one after the other, as side effects, roughly in the order of the backward pass.
+
+        Small ones come last: MindSpore lets one side effect run for each operator of a path through the graph.
+        """
+        mapped(_add_large, self.large, self.parameters[::-1], gradients[::-1])
+        mapped(_add_small, self.large, self.parameters[::-1], gradients[::-1])
 
     def empty(self, zero: Tensor) -> None:
         """Set all buffers to 0, given a float32 Tensor that is 0.
@@ -101,13 +119,30 @@ class Buffers:
         ops.assign(self.held_unit, unit)
 
 
-def _add_to(_: None, buffer: Parameter, gradient: Tensor) -> None:
+# AssignAdd without its mark of a side effect, and without a signature that says that it writes, which is a mark, too.
+_add_unmarked = ops.Primitive("AssignAdd")
+
+
+def _add_anytime(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
+    if buffer.dtype in _HALF:
+        return _add_in_turn(0, buffer, gradient)
+    return _add_unmarked(buffer, gradient.astype(buffer.dtype))
+
+
+def _add_in_turn(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
     gradient = gradient.astype(buffer.dtype)
-    if buffer.dtype in (ms.float16, ms.bfloat16):
+    if buffer.dtype in _HALF:
         # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
-        ops.assign(buffer, buffer + gradient)
-    else:
-        ops.assign_add(buffer, gradient)
+        return ops.assign(buffer, buffer + gradient)
+    return ops.assign_add(buffer, gradient)
+
+
+def _add_large(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:
+    return _add_in_turn(None, buffer, gradient) if buffer.size >= size else gradient
+
+
+def _add_small(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:
+    return _add_in_turn(None, buffer, gradient) if buffer.size < size else gradient
 
 
 def _clear(zero: Tensor, buffer: Parameter) -> None:

@@ -168,7 +168,7 @@ def _first_fn(encode: Callable, loss_fn: Callable, accumulator: Accumulator, sam
         fresh = _side_by_side(representations)
         whole = ops.concat((fresh, cached[rows:])) if rows < samples else fresh
         loss = checked_loss(loss_fn(*_apart(whole, representations)), "loss_fn")
-        return accumulator.scaled(loss) * (samples / rows), loss, fresh
+        return accumulator.begun(accumulator.scaled(loss)) * (samples / rows), loss, fresh
 
     grad_fn = ms.value_and_grad(differentiated, 0, accumulator.optimizer.parameters, has_aux=True)
 
@@ -187,7 +187,7 @@ def _backward_fn(encode: Callable, accumulator: Accumulator, samples: int, cut: 
                  rows: int) -> Callable:
     """Return `(start, cotangents, *batch)`, which adds the gradient of one piece."""
     def differentiated(cotangents: Tensor, *piece: Any) -> Tensor:
-        return (cotangents * _side_by_side(encode(*piece))).sum(-1).sum() * (samples / rows)
+        return accumulator.begun((cotangents * _side_by_side(encode(*piece))).sum(-1).sum() * (samples / rows))
 
     grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters)
 

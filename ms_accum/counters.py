@@ -35,9 +35,13 @@ class Counters:
         self.of_window = (self.mini_step, self.torn, self.taken, self.weight_sum)
         self.kept = (self.closed_windows, self.skipped, self.window_weight)
 
-    def note(self, change: int) -> None:
-        """Note the begin or the end of something that must not be stopped in the middle."""
-        ops.assign_add(self.torn, change)
+    def note(self, change: Scalar) -> Tensor:
+        """Note the begin or the end of something that must not be stopped in the middle. Return what to wait for."""
+        return ops.assign_add(self.torn, change)
+
+    def begin(self, after: Tensor) -> Tensor:
+        """Note that a microbatch begins, once `after` is known: an error before that has changed nothing."""
+        return self.note(ops.depend(Tensor(1, ms.int32), after))
 
     def begin_update(self, after: Tensor) -> None:
         """Note that parameters are about to change, once `after` is known: an error before that has changed nothing.
@@ -57,6 +61,11 @@ class Counters:
     def take(self, taken: Scalar) -> None:
         """Remember whether a piece was taken."""
         ops.assign_add(self.taken, taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
+
+    def end_whole(self, taken: Scalar) -> None:
+        """Count a microbatch that is not cut, and take its note back."""
+        self.count(taken)
+        self.note(-1)
 
     def end_microbatch(self, pieces: int) -> None:
         """Count a microbatch of so many pieces, and take their notes back."""

@@ -12,15 +12,17 @@ from .accumulator import Accumulator
 from .gradients import FLOATS, Gradients, Scalar
 
 
-def make_gradients_of(forward_fn: Callable, accumulator: Accumulator, has_aux: bool) -> Callable:
+def make_gradients_of(forward_fn: Callable, accumulator: Accumulator, has_aux: bool, begins: bool = True) -> Callable:
     """Return `(*piece) -> (loss, aux, gradients)`, uncompiled: of the loss times the loss scale.
 
-    `forward_fn` is a function of the piece by position, as from `batch.positional`.
+    `forward_fn` is a function of the piece by position, as from `batch.positional`. `begins` says whether the gradients
+    are added to the open window, which is noted before they are made.
     """
     def differentiated(*piece: Any) -> tuple:
         returned, aux = parted(forward_fn(*piece), has_aux)
         loss = checked_loss(returned)
-        return accumulator.scaled(loss), loss, aux
+        total = accumulator.scaled(loss)
+        return (accumulator.begun(total) if begins else total), loss, aux
 
     grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
 

@@ -94,6 +94,11 @@ def wider(one: ms.Type, other: ms.Type) -> ms.Type:
     return other if one in (ms.float16, ms.bfloat16) or other == ms.float64 else one
 
 
+def as_tensor(scalar: Scalar) -> Tensor:
+    """Return a number as a float32 Tensor of shape `()`; a Tensor as it is."""
+    return scalar if isinstance(scalar, Tensor) else Tensor(scalar, ms.float32)
+
+
 def as_vector(scalars: Numbers) -> Tensor:
     """Return numbers and Tensors of one element as one float32 Tensor of shape `(n,)`."""
     elements = ()

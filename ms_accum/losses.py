@@ -183,7 +183,7 @@ class WeighedPieces(Pieces):
             total = Tensor(0.0, ms.float32)
             for t in counts:
                 total = total + shares[t] * losses[t].astype(ms.float32)
-            return accumulator.scaled(total), as_vector(losses), aux
+            return accumulator.begun(accumulator.scaled(total)), as_vector(losses), aux
 
         # The shares are no parameters.
         grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)

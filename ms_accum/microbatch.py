@@ -16,7 +16,7 @@ from .accumulator import Accumulator
 from .arguments import as_weight
 from .boundary import nothing_of
 from .differentiate import make_gradients_of, weight_of
-from .gradients import as_vector
+from .gradients import as_tensor, as_vector
 from .pieces import aux_values, checked_aux, counted, join_aux, select_rows, starts_of
 from .straight import compiled, straight
 
@@ -39,9 +39,10 @@ class Whole:
 
     def __init__(self, functions: Functions, accumulator: Accumulator, samples: int) -> None:
         forward_fn, weight_fn, has_aux = functions  # a graph cannot read a named tuple
-        gradients_of = make_gradients_of(forward_fn, accumulator, has_aux)
+        accumulated = make_gradients_of(forward_fn, accumulator, has_aux)
+        straightaway = make_gradients_of(forward_fn, accumulator, has_aux, begins=False)
 
-        def differentiated(batch: tuple) -> tuple:
+        def differentiated(gradients_of: Callable, batch: tuple) -> tuple:
             weight = weight_of(weight_fn, samples, batch)
             loss, aux, gradients = gradients_of(*batch)
             if isinstance(weight, Tensor):
@@ -49,12 +50,12 @@ class Whole:
             return ((loss, aux) if has_aux else loss), gradients, weight
 
         def add(*batch: Any) -> Any:
-            result, gradients, weight = differentiated(batch)
-            accumulator.add(gradients, weight)
+            result, gradients, weight = differentiated(accumulated, batch)
+            accumulator.add_microbatch(gradients, weight)
             return result
 
         def alone(*batch: Any) -> Any:
-            result, gradients, weight = differentiated(batch)
+            result, gradients, weight = differentiated(straightaway, batch)
             accumulator.update_alone(gradients, weight)
             return result
 
@@ -129,7 +130,7 @@ class Pieces:
             loss, aux, gradients = gradients_of(*inputs)
             aux = checked_aux(aux, rows) if has_aux else aux
             present = accumulator.add_piece(gradients, weight)
-            totals = totals + as_vector((counted(loss, weight), ops.depend(weight, present)))
+            totals = totals + as_vector((counted(loss, weight), ops.depend(as_tensor(weight), present)))
             return (totals, as_vector((weight,)), aux) if has_aux else totals
 
         return piece

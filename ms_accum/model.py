@@ -119,7 +119,7 @@ class TrainOneStepCell(nn.Cell):
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self.before_flush: list[Callable[[], None]] = []
-        self._gradients_of = make_gradients_of(network, accumulator, has_aux=False)
+        self._gradients_of = make_gradients_of(network, accumulator, has_aux=False, begins=False)
         self._weight_fn = positional("weight_fn", weight_fn)
         # In graph mode, everything is compiled, the end of a window as well.
         self._boundaries = {ms.GRAPH_MODE: Boundary(accumulator, compiled), ms.PYNATIVE_MODE: Boundary(accumulator)}

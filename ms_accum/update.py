@@ -16,7 +16,9 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from .arguments import instance_of, number
 from .buffers import empty_parameter
+from .distributed.exchange import OneDevice
 from .gradients import Gradients, Numbers, Scalar, clip_factor, global_norm, mapped, scaled
+from .loss_scale import NoLossScale
 from .observer import Observer
 from .optimizers import state_of
 
@@ -75,6 +77,21 @@ class Clip:
         norm = global_norm(gradients) * abs(factor)  # negative weights can make the factor negative
         ops.assign(self.grad_norm, norm)
         return factor * clip_factor(norm, self.clip_norm)
+
+
+@ms.jit_class
+class Reduce:
+    """What makes one window of those of all ranks: exchange, divide by the loss scale, judge."""
+
+    def __init__(self, exchange: OneDevice, loss_scale: NoLossScale, guard: Any) -> None:
+        self.exchange, self.loss_scale, self.guard = exchange, loss_scale, guard
+
+    def __call__(self, gradients: Gradients, unit: Scalar, numbers: Numbers) -> Reduced:
+        """Return the window of all ranks, given that of this one."""
+        gradients, unit, numbers = self.exchange.window(gradients, unit, numbers)
+        # Before anything is measured: norms and sums of scaled gradients would overflow where the gradients do not.
+        gradients = self.loss_scale.divide(gradients)
+        return gradients, unit, numbers, self.guard.accepts(gradients)
 
 
 @ms.jit_class

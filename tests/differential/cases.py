@@ -101,6 +101,8 @@ def compose(choose, **fixed):
     exact = level in FLOAT32_LEVELS
     optimizer = pick("optimizer", _optimizers(level, compiled))
     scale_free = optimizer in SCALE_FREE
+    # The gradient of a bias of keys is 0 but for its rounding.
+    scale_free = scale_free or (ahead and optimizer not in LINEAR)
     front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (scale_free and f == "mha")])
     # Two losses are for the step that knows a window before; rounding to 16 bits is bounded for one loss only.
     losses = [kind for kind in LOSSES if not (front == "tied" and kind == "mse") and kind != "pair"]

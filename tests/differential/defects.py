@@ -71,16 +71,16 @@ NARROW = {
 
 # Each defect: the draw that has to find it, and how it is put back: (file of ms_accum, text, what it becomes).
 _WEIGHT_IN_LOSS = [
-    ("differentiate.py", "return accumulator.scaled(loss), loss, aux", "return accumulator.scaled(loss * piece[0].shape[0]), loss, aux"),
+    ("differentiate.py", "accumulator.scaled(loss)", "accumulator.scaled(loss * piece[0].shape[0])"),
     # The gradients are not weighted a second time, in windows of one microbatch neither.
     ("buffers.py", "factor = weight / self.unit", "factor = 1.0 / self.unit"),
-    ("accumulator.py", "self._reduced(grads, weight, (weight, 1, 1.0))", "self._reduced(grads, 1.0, (weight, 1, 1.0))")]
+    ("accumulator.py", "self._reduce(grads, weight, (weight, 1, 1.0))", "self._reduce(grads, 1.0, (weight, 1, 1.0))")]
 PUT_BACK = {
     "the number of samples multiplies the loss": ("weight in the loss, 16 bits", _WEIGHT_IN_LOSS),
     "the number of samples reaches a bprop": ("weight in the loss, a bprop", _WEIGHT_IN_LOSS),
     "the loss scale is divided out after the norm": (
         "norm of scaled gradients",
-        [("accumulator.py", "        gradients = self.loss_scale.divide(gradients)\n", ""),
+        [("update.py", "        gradients = self.loss_scale.divide(gradients)\n", ""),
          ("accumulator.py", "self._update(reduced)",
           "self._update((reduced[0], reduced[1] / (self.loss_scaler.scale_value if self.loss_scaler else 1.0), *reduced[2:]))")]),
     "the spread is squared before the loss scale is divided out": (
@@ -101,10 +101,9 @@ PUT_BACK = {
     "a skipped microbatch counts": (
         "nonfinite", [("nonfinite.py", "ops.zeros_like(weight)), taken.astype(ms.int32)", "ops.zeros_like(weight)), 1")]),
     "the loss of a batch is the sum of its pieces'": (
-        "pieces", [("microbatch.py", "return (totals[0] / divisor, *join_aux", "return (totals[0] / divisor * pieces, *join_aux")]),
+        "pieces", [("microbatch.py", "totals[t] / _divisor(", "totals[t] * pieces / _divisor(")]),
     "the short last piece counts as a full one": (
-        "pieces", [("microbatch.py", "[(Tensor(start, ms.int32), min(rows, samples - start))",
-                    "[(Tensor(min(start, samples - rows), ms.int32), rows)")]),
+        "pieces", [("pieces.py", "[(start, min(rows, samples - start))", "[(min(start, samples - rows), rows)")]),
 }
 
 

@@ -33,7 +33,7 @@ RATES = {"nn.Rprop": 0.01, "optim.Rprop": 0.01, "nn.AdaFactor": 0.02, "nn.RMSPro
 
 
 def build_optimizer(case, parameters):
-    size = (10.0 if case.loss in ("mse", "pair") else 0.1) * case.factor  # about that of a gradient
+    size = (10.0 if case.loss == "mse" else 0.1) * case.factor  # about that of a gradient
     if case.optimizer in _LIKE_LINEAR:
         rate = 0.01 / size
     else:
