@@ -16,6 +16,7 @@ from .counters import Countdown, Counters
 from .distributed.buckets import Layout
 from .distributed.exchange import DataParallel, OneDevice
 from .gradients import Gradients, Scalar, mapped, weighted
+from .in_place import in_place
 from .loss_scale import LossScale, NoLossScale, checked_loss_scaler
 from .nonfinite import GUARDS, SkipWindow
 from .observer import Observer
@@ -155,7 +156,7 @@ class Accumulator:
         self.buffers = Buffers(prefix, *self.exchange.buffers(), self.buffer_dtypes, self.exchange.shared_unit)
         self.counters = counters = Counters(prefix)
         self._update = Update(optimizer, dtypes, normaliser_of(reduction, self.exchange.ranks), clip_norm, after_update,
-                              self.observer, prefix)
+                              self.observer, in_place(self.exchange.ranks == 1 and loss_scaler is None), prefix)
         self.mini_step, self.weight_sum = counters.mini_step, counters.weight_sum
         self.closed_windows, self.window_weight = counters.closed_windows, counters.window_weight
         self.skipped, self.update_step, self.grad_norm = counters.skipped, self._update.step, self._update.grad_norm
@@ -293,14 +294,14 @@ class Accumulator:
         if isinstance(weight, Tensor) or weight == 0:  # what has no weight is ignored, NaN included
             grads = mapped(weighted, weight != 0, grads, self.buffer_dtypes)
         self.counters.begin_update(grads[-1])
-        self._update(self._reduce(grads, weight, (weight, 1, 1.0)))
+        self._update(self._reduce(grads, weight, (weight, 1, 1.0)), False)
         self.counters.close(weight)
         self.counters.end_update()
 
     def update_with(self, reduced: Reduced) -> None:
         """Update with a window: normalise, clip, optimizer, hooks; see `update.py`. Then clear."""
         self.counters.begin_update(reduced[0][-1])
-        self._update(reduced)
+        self._update(reduced, True)
         self.loss_scale.adjust(True)
         self.counters.close(self.weight_sum)
         self.reset()

@@ -12,9 +12,8 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.common.initializer import initializer
 
-from .gradients import FLOATS, Gradients, Scalar, mapped, multiply_no_nan, scaled, weighted
-
-_HALF = (ms.float16, ms.bfloat16)
+from .gradients import FLOATS, HALF, Gradients, Scalar, mapped, scaled, weighted
+from .in_place import in_place
 
 
 def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
@@ -47,6 +46,7 @@ class Buffers:
                  gradient_dtypes: tuple[ms.Type, ...], unit: Optional[float] = None) -> None:
         self.parameters = ParameterTuple([empty_parameter(f"{prefix}.{name}", shape, dtype)
                                           for (name, shape), dtype in zip(shapes, dtypes)])
+        self._in_place = in_place()
         self.large = max(prod(shape) for _, shape in shapes) // 64
         self.gradient_dtypes = gradient_dtypes
         self.unit = unit
@@ -87,12 +87,8 @@ class Buffers:
         mapped(_add_small, self.large, self.parameters[::-1], gradients[::-1])
 
     def empty(self, zero: Tensor) -> None:
-        """Set all buffers to 0, given a float32 Tensor that is 0.
-
-        By `buffer * 0`, where NaN * 0 is 0: for `zeros_like(buffer)`, a constant, graph mode keeps a second copy of all
-        buffers (258 MB measured), and so it does for a broadcast 0, which is also 3 x slower.
-        """
-        mapped(_clear, zero, self.parameters)
+        """Set all buffers to 0, given a float32 Tensor that is 0."""
+        self._in_place.clear(zero, self.parameters)
 
     def fix_unit(self, weight: float) -> None:
         """Count in units of `weight` from now on, unless the unit is fixed already. For the host.
@@ -124,14 +120,14 @@ _add_unmarked = ops.Primitive("AssignAdd")
 
 
 def _add_anytime(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
-    if buffer.dtype in _HALF:
+    if buffer.dtype in HALF:
         return _add_in_turn(0, buffer, gradient)
     return _add_unmarked(buffer, gradient.astype(buffer.dtype))
 
 
 def _add_in_turn(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
     gradient = gradient.astype(buffer.dtype)
-    if buffer.dtype in _HALF:
+    if buffer.dtype in HALF:
         # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
         return ops.assign(buffer, buffer + gradient)
     return ops.assign_add(buffer, gradient)
@@ -145,14 +141,10 @@ def _add_small(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:
     return _add_in_turn(None, buffer, gradient) if buffer.size < size else gradient
 
 
-def _clear(zero: Tensor, buffer: Parameter) -> None:
-    ops.assign(buffer, multiply_no_nan(buffer, zero.astype(buffer.dtype)))
-
-
 def buffer_dtype_of(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:
     """Return the dtype of a parameter's buffer: as asked for, or the parameter's own, but float32 for 16 bits."""
     if buffer_dtype is None:
-        return ms.float32 if parameter_dtype in (ms.float16, ms.bfloat16) else parameter_dtype
+        return ms.float32 if parameter_dtype in HALF else parameter_dtype
     if buffer_dtype not in FLOATS:
         raise ValueError(f"buffer_dtype is {buffer_dtype}, expected a float dtype such as ms.float32, or None")
     return buffer_dtype

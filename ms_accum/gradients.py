@@ -11,6 +11,7 @@ from mindspore import Tensor, ops
 Gradients = tuple[Tensor, ...]
 Scalar = Union[float, Tensor]
 Numbers = tuple[Scalar, ...]  # what travels with gradients: their weight and other sums
+HALF = (ms.float16, ms.bfloat16)
 FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
 _ENLARGED = 2.0**40
 multiply_no_nan = ops.MulNoNan()  # NaN * 0 is 0
@@ -28,21 +29,19 @@ def mapped(function: Callable, shared: Any, *tuples: tuple) -> tuple:
 
 def global_norm(gradients: Gradients) -> Tensor:
     """Return the Euclidean norm of all gradients together, 1e-26 to 1e19: float32 Tensor of shape `()`."""
-    norm = _norm(gradients)
+    norm = _norm(gradients, 1.0)
     # Squares below 1e-38 leave float32. No `if`: MindSpore 2.10 does not compile one here for an optimizer of a single
     # parameter.
-    enlarged = _norm(mapped(_times, _ENLARGED, gradients))
+    enlarged = _norm(gradients, _ENLARGED)
     return ops.where(norm > 1e-12, norm, enlarged / _ENLARGED)
 
 
-def _times(factor: float, gradient: Tensor) -> Tensor:
-    return gradient.astype(ms.float32) * factor
-
-
-def _norm(gradients: Gradients) -> Tensor:
-    squares = 0.0
+def _norm(gradients: Gradients, factor: float) -> Tensor:
+    squares = Tensor(0.0, ms.float32)
     for gradient in gradients:
-        squares = squares + _sum(ops.square(gradient.astype(ms.float32)))
+        # One after the other, or the squares of all gradients would be in memory together.
+        gradient = ops.depend(gradient, squares).astype(ms.float32)
+        squares = squares + _sum(ops.square(gradient if factor == 1 else gradient * factor))
     return ops.sqrt(squares)
 
 
@@ -91,7 +90,7 @@ def weighted(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
 
 def wider(one: ms.Type, other: ms.Type) -> ms.Type:
     """Return the wider of two float dtypes; `other` if both have 16 bits."""
-    return other if one in (ms.float16, ms.bfloat16) or other == ms.float64 else one
+    return other if one in HALF or other == ms.float64 else one
 
 
 def as_tensor(scalar: Scalar) -> Tensor:

@@ -17,7 +17,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from .arguments import instance_of, number
 from .buffers import empty_parameter
 from .distributed.exchange import OneDevice
-from .gradients import Gradients, Numbers, Scalar, clip_factor, global_norm, mapped, scaled
+from .gradients import Gradients, Numbers, Scalar, clip_factor, global_norm
+from .in_place import Copying
 from .loss_scale import NoLossScale
 from .observer import Observer
 from .optimizers import state_of
@@ -105,6 +106,7 @@ class Update:
         clip_norm: As in `Accumulator`.
         after_update: As in `Accumulator`.
         observer: What sees each update.
+        scaling: What multiplies a window that comes out of the buffers.
         prefix: What the names of its state begin with.
 
     Attributes:
@@ -114,23 +116,28 @@ class Update:
     """
 
     def __init__(self, optimizer: Callable, dtypes: tuple[ms.Type, ...], normaliser: Any, clip_norm: Optional[float],
-                 after_update: Optional[Callable], observer: Observer, prefix: str) -> None:
+                 after_update: Optional[Callable], observer: Observer, scaling: Copying,
+                 prefix: str) -> None:
         self.optimizer, self.dtypes, self.normaliser, self.observer = optimizer, dtypes, normaliser, observer
+        self.scaling, self.copying = scaling, Copying()
         self.hooks = () if after_update is None else (after_update,)
         self.step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
         self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
         self.clip = NoClip() if clip_norm is None else Clip(clip_norm, self.grad_norm)
         self.parameters = (self.step, self.grad_norm, *_state_of_hook(after_update, optimizer))
 
-    def __call__(self, reduced: Reduced) -> None:
-        """Update once."""
+    def __call__(self, reduced: Reduced, buffered: bool) -> None:
+        """Update once. `buffered`: whether the window comes out of the buffers."""
         gradients, unit, numbers = reduced[0], reduced[1], reduced[2]  # unpacked, what is not used makes MindSpore warn
         weight = numbers[0]
         factor = self.normaliser.factor(unit, weight)
         self.observer.of_update(gradients, unit, weight, numbers[1:])
         factor = self.clip.clipped(gradients, factor)
-        self.optimizer(mapped(scaled, factor, gradients, self.dtypes))
-        ops.assign_add(self.step, 1)
+        step = ops.assign_add(self.step, 1)
+        if isinstance(factor, Tensor):  # what the observer does comes before the step
+            factor = ops.depend(factor, step)
+        scaling = self.scaling if buffered else self.copying
+        self.optimizer(scaling.scale(factor, gradients, self.dtypes))
         for hook in self.hooks:
             hook()
 

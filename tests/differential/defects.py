@@ -81,8 +81,8 @@ PUT_BACK = {
     "the loss scale is divided out after the norm": (
         "norm of scaled gradients",
         [("update.py", "        gradients = self.loss_scale.divide(gradients)\n", ""),
-         ("accumulator.py", "self._update(reduced)",
-          "self._update((reduced[0], reduced[1] / (self.loss_scaler.scale_value if self.loss_scaler else 1.0), *reduced[2:]))")]),
+         ("accumulator.py", "self._update(reduced, True)",
+          "self._update((reduced[0], reduced[1] / (self.loss_scaler.scale_value if self.loss_scaler else 1.0), *reduced[2:]), True)")]),
     "the spread is squared before the loss scale is divided out": (
         "noise of scaled gradients",
         [("batch_size/noise_scale.py", "global_norm(loss_scale.divide(gradients))", "global_norm(gradients)")]),

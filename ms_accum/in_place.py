@@ -1,0 +1,66 @@
+"""What is done to buffers in place, without a second copy of them, where the device has kernels for that."""
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, ops
+from mindspore.ops.auto_generate import InplaceZero
+
+from .gradients import HALF, Gradients, Scalar, as_tensor, mapped, multiply_no_nan, scaled
+
+
+@ms.jit_class
+class Copying:
+    """Make a new value for each, and assign it where it has to stay. For CPU and GPU, where no other kernel is sure."""
+
+    def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
+        """Return `factor * gradients` in `dtypes`, given buffers that are emptied next, or anything for `Copying`."""
+        return mapped(scaled, factor, gradients, dtypes)
+
+    def clear(self, zero: Tensor, buffers: Gradients) -> None:
+        """Set all buffers to 0, given a float32 Tensor that is 0.
+
+        By `buffer * 0`, where NaN * 0 is 0: for `zeros_like(buffer)`, a constant, graph mode keeps a second copy of all
+        buffers (258 MB measured), and so it does for a broadcast 0, which is also 3 x slower.
+        """
+        mapped(_clear, zero, buffers)
+
+
+@ms.jit_class
+class InPlace(Copying):
+    """Multiply and clear in place. For Ascend, where copies of all buffers would be in memory together.
+
+    13 x Dense 2048 in float32 with Momentum: 16.0 bytes per parameter at the peak with copies, 12.0 in place; clipped,
+    12.6.
+    """
+
+    def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
+        """See `Copying`. Whatever reads the buffers has to come before `factor`."""
+        return mapped(_scaled_in_place, as_tensor(factor), gradients, dtypes)
+
+    def clear(self, zero: Tensor, buffers: Gradients) -> None:
+        """See `Copying`."""
+        mapped(_empty, None, buffers)
+
+
+# Without a mark of its side effect: between two marked writes, MindSpore would keep a copy of what it reads before.
+_multiply_unmarked = ops.Primitive("InplaceMul")
+_zero = InplaceZero()
+
+
+def in_place(buffers: bool = True) -> Copying:
+    """Return what suits the device, for buffers; for what is a copy of them (exchanged, unscaled), `Copying`."""
+    return InPlace() if buffers and ms.get_context("device_target") == "Ascend" else Copying()
+
+
+def _clear(zero: Tensor, buffer: Parameter) -> None:
+    ops.assign(buffer, multiply_no_nan(buffer, zero.astype(buffer.dtype)))
+
+
+def _scaled_in_place(factor: Tensor, buffer: Parameter, dtype: ms.Type) -> Tensor:
+    if buffer.dtype in HALF:  # rounded to 16 bits only if the parameter is
+        return scaled(factor, buffer, dtype)
+    return _multiply_unmarked(buffer, factor.astype(buffer.dtype)).astype(dtype)
+
+
+def _empty(_: None, buffer: Parameter) -> Tensor:
+    return _zero(buffer)
