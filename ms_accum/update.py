@@ -133,9 +133,9 @@ class Update:
         factor = self.normaliser.factor(unit, weight)
         self.observer.of_update(gradients, unit, weight, numbers[1:])
         factor = self.clip.clipped(gradients, factor)
-        step = ops.assign_add(self.step, 1)
-        if isinstance(factor, Tensor):  # what the observer does comes before the step
-            factor = ops.depend(factor, step)
+        ops.assign_add(self.step, 1)
+        if isinstance(factor, Tensor):  # the observer has read the buffers by then
+            factor = ops.depend(factor, self.step + 0)
         scaling = self.scaling if buffered else self.copying
         self.optimizer(scaling.scale(factor, gradients, self.dtypes))
         for hook in self.hooks:
