@@ -45,6 +45,7 @@ class InPlace(Copying):
 # Without a mark of its side effect: between two marked writes, MindSpore would keep a copy of what it reads before.
 _multiply_unmarked = ops.Primitive("InplaceMul")
 _zero = InplaceZero()
+_zero.add_prim_attr("side_effect_mem", True)  # which it lacks in MindSpore 2.10: graphs would drop it without an error
 
 
 def in_place(buffers: bool = True) -> Copying:
