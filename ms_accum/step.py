@@ -21,6 +21,9 @@ from .straight import straight
 _REBUILT = ("forward_fn and the optimizer use different Parameters of the same name, expected those of one network; if "
             "the network was built again (in a notebook, say), build the optimizer and the train step again, too, and "
             "give two networks names of their own with Cell.update_parameters_name")
+_BFLOAT16 = ("something in the step takes no bfloat16 ({}), expected operators and an optimizer that do, unlike nn.SGD "
+             "and nn.Adam (here: {}); give nn.AdamWeightDecay, nn.ASGD or mint.optim.AdamW, or keep the parameters in "
+             "float32")
 
 
 class TrainStep:
@@ -152,8 +155,11 @@ class TrainStep:
             if "already exists. Please set a unique name" in str(error):
                 raise ValueError(_REBUILT) from error
             raise
-        except Exception:
+        except Exception as error:
             self.forget_graphs()
+            if isinstance(error, TypeError) and "BFloat16" in str(error):
+                reason, name = str(error).strip().split("\n")[0][:160], type(self.accumulator.optimizer).__name__
+                raise TypeError(_BFLOAT16.format(reason, name)) from error
             raise
 
     def _after_microbatch(self, held: int, remaining: int) -> tuple[int, Optional[int], bool]:
