@@ -42,8 +42,21 @@ class InPlace(Copying):
         mapped(_empty, None, buffers)
 
 
-# Without a mark of its side effect: between two marked writes, MindSpore would keep a copy of what it reads before.
-_multiply_unmarked = ops.Primitive("InplaceMul")
+class _Multiply(ops.Primitive):
+    """Multiply in place, without a mark of the side effect: MindSpore would copy what it reads around a marked write.
+
+    Graphs take the operator of this name. Op by op, Ascend has none for a bare primitive, and a copy is made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("InplaceMul")
+
+    def __call__(self, buffer: Parameter, factor: Tensor) -> Tensor:
+        """Return the product, op by op."""
+        return ops.mul(buffer, factor)
+
+
+_multiply_unmarked = _Multiply()
 _zero = InplaceZero()
 _zero.add_prim_attr("side_effect_mem", True)  # which it lacks in MindSpore 2.10: graphs would drop it without an error
 

@@ -59,10 +59,10 @@ def close(accumulator):
     boundary = Boundary(accumulator, compiled)
     boundary.close()
     if accumulator.guard.judges:
-        compiled(lambda_of(accumulator))()
+        compiled(updating(accumulator))()
 
 
-def lambda_of(accumulator):
+def updating(accumulator):
     def update():
         accumulator.update_with(accumulator.reduced())
         return accumulator.update_step + 0
@@ -141,9 +141,7 @@ def several_losses():
     return {}
 
 
-def by_hand():
-    network = Network()
-    optimizer = decayed(network)
+def hand_step(network, optimizer):
     accumulator = Accumulator(optimizer, 2, 1.0, reduction="mean")
     grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
 
@@ -152,7 +150,29 @@ def by_hand():
         loss, gradients = grad_fn(x)
         return loss, accumulator(gradients, 16.0)
 
+    return step
+
+
+def by_hand():
+    network = Network()
+    optimizer = decayed(network)
+    step = hand_step(network, optimizer)
+
     step(rows())
+    return {}
+
+
+def op_by_op():
+    network = Network(ms.float32)
+    optimizer = momentum(network)
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    try:
+        accumulator = Accumulator(optimizer, 2, 1.0, reduction="mean")
+        accumulator.add(tuple(Tensor(np.ones(p.shape), p.dtype) for p in optimizer.parameters), 4.0)
+        accumulator.apply()
+        ms.runtime.synchronize()
+    finally:
+        ms.set_context(mode=ms.GRAPH_MODE)
     return {}
 
 
@@ -279,13 +299,7 @@ def memory_decayed_clipped():
 def memory_by_hand():
     network = Network(ms.float32, 512, 13)
     optimizer = momentum(network)
-    accumulator = Accumulator(optimizer, 2, 1.0, reduction="mean")
-    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
-
-    @ms.jit
-    def step(x):
-        loss, gradients = grad_fn(x)
-        return loss, accumulator(gradients, 16.0)
+    step = hand_step(network, optimizer)
 
     data, count = rows(ms.float32, 512), sum(p.size for p in optimizer.parameters)
     before = ms.runtime.memory_allocated()

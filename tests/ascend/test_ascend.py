@@ -59,15 +59,18 @@ def test_more_train_steps_compile_without_control_flow(cann, tmp_path):
 
 
 def test_every_graph_of_a_train_step_compiles_without_control_flow(cann, tmp_path):
-    reports = dry_run(cann, tmp_path, (*STRAIGHT, *BRANCHED))
+    reports = dry_run(cann, tmp_path, (*STRAIGHT, *BRANCHED, "op_by_op"))
     require_straight(reports, STRAIGHT)
     # Negative control: what decides on the device has a branch, in the same words.
     for name in BRANCHED:
         assert any(CONTROL_FLOW & set(graph) for graph in graphs_of(reports[name])), name
+    assert isinstance(reports["op_by_op"], Report), reports["op_by_op"]
     # Nothing but a cast between a product and its buffer; a weight that is a Tensor needs a multiplication.
     assert weight_gradients(reports["whole_float32"]) == [[]] * 3
     assert weight_gradients(reports["whole_bfloat16"]) == weight_gradients(reports["whole_float16"]) == [["Cast"]] * 3
-    assert all("MulNoNan" in between for between in weight_gradients(reports["token_weights"]))
+    weighed = weight_gradients(reports["token_weights"])
+    assert len(weighed) == 3
+    assert all("MulNoNan" in between for between in weighed)
     # Each buffer is multiplied after the norm is known, and emptied, in place; without a copy.
     for name in ("whole_float32", "clipped"):
         update = graphs_of(reports[name])[1]
