@@ -1,1 +1,1 @@
-"""The command `ms-accum`: one module for each subcommand."""
+"""The command `ms-accum`: a module for each subcommand; `mnist` and `lm` share `training`."""

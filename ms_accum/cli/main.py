@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Optional
 
 from .. import __version__
 from ..runtime import avoid_busy_waiting
-from . import check, lm, mnist, plan
+from . import check, plan, training
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,8 +32,8 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `ms-accum` with `argv` (default: `sys.argv[1:]`) and return the exit status.
 
-    It is 0 for success, 1 if something failed or a check says no, 2 for a bad command line, 130 after Ctrl-C, and 141,
-    without a message, if stdout was closed early (`| head`).
+    It is 0 for success, 1 if something failed or a check says no, 2 for a bad command line or wrong input, 130 after
+    Ctrl-C, and 141, without a message, if stdout was closed early (`| head`).
     """
     try:
         status = _run(argv)
@@ -71,6 +71,6 @@ def _parser() -> Parser:
     parser = Parser(prog="ms-accum", description="Gradient accumulation for MindSpore.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ms_accum {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (mnist, lm, check, plan):
+    for command in (training, check, plan):
         command.add_parser(subcommands)
     return parser

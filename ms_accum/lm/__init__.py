@@ -1,4 +1,4 @@
-"""The reference run on text: a byte-level transformer, trained on documents of different lengths.
+"""`ms-accum lm`: a small language model, trained on documents of different lengths.
 
-    data (pydoc_data.topics | a file) -> train (settings, network) -> ms_accum.reference
+    data, network -> train
 """

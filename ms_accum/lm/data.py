@@ -4,13 +4,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
-
-from ms_accum.reference.train import cut
 
 # A row is padded to the next of these widths, in bytes: each width is a graph to compile. The last one is the context.
 WIDTHS = (32, 64)
@@ -62,8 +59,10 @@ def microbatches(documents: Documents, order: np.ndarray, size: int) -> list[np.
 
     Without them, each last one would be a shape of its own, and a graph to compile.
     """
+    size = min(size, len(order))
     width = widths(documents.lengths[order])
-    cuts = [piece for place in range(len(WIDTHS)) for piece in cut(order[width == place], size)]
+    of_width = [order[width == place] for place in range(len(WIDTHS))]
+    cuts = [rows[start:start + size] for rows in of_width for start in range(0, len(rows), size)]
     return [np.append(piece, [-1] * (size - len(piece))).astype(int) for piece in cuts]
 
 
@@ -78,16 +77,6 @@ class Text:
 
     train: Documents
     validation: Documents
-    documents: tuple[int, int]  # how many each of them holds
-
-    @cached_property
-    def identity(self) -> str:
-        """The number of bytes, and the SHA-256 of all of them."""
-        digest = sha256()
-        for documents in (self.train, self.validation):
-            for row in documents.rows:
-                digest.update(len(row).to_bytes(4, "little") + row.tobytes())
-        return f"{self.train.size} + {self.validation.size} with the SHA-256 {digest.hexdigest()}"
 
 
 def load(source: str, seed: int) -> Text:
@@ -124,7 +113,7 @@ def split(documents: list[bytes], seed: int) -> Text:
     held_out = {*np.random.default_rng(seed).permutation(len(documents))[:len(documents) // HELD_OUT].tolist()}
     train = [document for i, document in enumerate(documents) if i not in held_out]
     validation = [document for i, document in enumerate(documents) if i in held_out]
-    return Text(rows_of(train), rows_of(validation), (len(train), len(validation)))
+    return Text(rows_of(train), rows_of(validation))
 
 
 def rows_of(documents: list[bytes]) -> Documents:

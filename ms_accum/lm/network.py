@@ -8,8 +8,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_accum.reference.network import MeanCrossEntropy
-
 from .data import PADDING, WIDTHS
 
 FEATURES = 192
@@ -77,11 +75,13 @@ class BitsPerByte(nn.Cell):
     def __init__(self, network: Network) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        self.nats = MeanCrossEntropy(ignore_index=PADDING)
+        # As in mnist/network.py.
+        self.log_softmax, self.nll = ops.LogSoftmax(), nn.NLLLoss(ignore_index=PADDING)
 
     def construct(self, tokens: Tensor) -> Tensor:
         """See the class."""
-        return self.nats(self.network(tokens).reshape(-1, BYTES), tokens.reshape(-1)) / log(2)
+        log_p = self.log_softmax(self.network(tokens).reshape(-1, BYTES))
+        return self.nll(log_p, tokens.reshape(-1)) / log(2)
 
 
 def count_bytes(tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The reference run: the network of MindSpore's gradient accumulation tutorial, trained on real digits.
+"""`ms-accum mnist`: the network of MindSpore's gradient accumulation tutorial, trained on real digits.
 
-    data (embedded | folder | fetch) -> train (settings, network) -> ms_accum.reference
+    data (embedded | folder | fetch), network -> train
 """

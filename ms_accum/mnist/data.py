@@ -6,8 +6,6 @@ import os
 import struct
 import zlib
 from dataclasses import dataclass
-from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
@@ -32,18 +30,9 @@ class Digits:
     def __len__(self) -> int:
         return len(self.labels)
 
-    @property
-    def size(self) -> int:
-        """The number of digits."""
-        return len(self)
-
     def batch(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return images and labels of the digits `rows`, int `(m,)`."""
         return self.images[rows], self.labels[rows]
-
-    def count(self, rows: np.ndarray) -> int:
-        """Return how many digits `rows`, int `(m,)`, are."""
-        return len(rows)
 
 
 @dataclass(frozen=True)
@@ -52,14 +41,6 @@ class Mnist:
 
     train: Digits
     test: Digits
-
-    @cached_property
-    def identity(self) -> str:
-        """The number of digits, and the SHA-256 of all of them."""
-        digest = sha256()
-        for array in (self.train.images, self.train.labels, self.test.images, self.test.labels):
-            digest.update(np.ascontiguousarray(array))
-        return f"{self.train.size} + {self.test.size} with the SHA-256 {digest.hexdigest()}"
 
 
 def load(source: str) -> Mnist:

@@ -29,10 +29,6 @@ MIRRORS = (
 SILENT_SECONDS = 10.0
 
 
-class FetchError(OSError):
-    """No mirror delivered the digits."""
-
-
 def cache_folder() -> Path:
     """Return the user's cache: `$XDG_CACHE_HOME/ms_accum/mnist`, by default `~/.cache/ms_accum/mnist`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -43,15 +39,15 @@ def cache_folder() -> Path:
 def full_set(folder: Path) -> Path:
     """Return `folder`, which then holds the complete MNIST: download it, if it is not there yet.
 
-    FetchError if no mirror delivered files of the right md5 (it names each answer), or `folder` is not writable.
+    OSError if no mirror delivered files of the right md5 (it names each answer), or `folder` is not writable.
     """
-    if is_complete(folder):
+    if all((folder / name).is_file() and _md5((folder / name).read_bytes()) == md5 for name, md5 in MD5.items()):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
     except OSError as error:
-        raise FetchError(f"cannot write to the cache {folder.parent} ({error.strerror}); set XDG_CACHE_HOME to a "
+        raise OSError(f"cannot write to the cache {folder.parent} ({error.strerror}); set XDG_CACHE_HOME to a "
                          "writable folder, or use --data embedded or --data DIR") from error
     answers = []
     with temporary:
@@ -67,13 +63,8 @@ def full_set(folder: Path) -> Path:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(unpacked / name, folder / name)
             return folder
-    raise FetchError(f"could not fetch MNIST ({'; '.join(answers)}); use --data embedded, which needs no network, "
+    raise OSError(f"could not fetch MNIST ({'; '.join(answers)}); use --data embedded, which needs no network, "
                      "or --data DIR with a folder that holds train/ and test/")
-
-
-def is_complete(folder: Path) -> bool:
-    """Return whether `folder` holds all four files, each with the right md5."""
-    return all((folder / name).is_file() and _md5((folder / name).read_bytes()) == md5 for name, md5 in MD5.items())
 
 
 def _fetch_from(mirror: str, folder: Path) -> None:
@@ -92,7 +83,6 @@ def _fetch_from(mirror: str, folder: Path) -> None:
 
 
 def _download(url: str, path: Path) -> Path:
-    """Download `url` to `path`, unless that exists."""
     shown, before = sys.stderr.isatty(), socket.getdefaulttimeout()
     socket.setdefaulttimeout(SILENT_SECONDS)  # that of `download` covers only the connection
     try:

@@ -1,13 +1,11 @@
-"""Define what runs on the device: the tutorial's network, its test, and float64 gradients to compare runs."""
+"""Define what runs on the device: the tutorial's network and its loss."""
 from __future__ import annotations
 
 from math import sqrt
 
 import mindspore as ms
 import numpy as np
-from mindspore import ParameterTuple, Tensor, nn, ops
-
-from ms_accum.reference.network import MeanCrossEntropy
+from mindspore import Tensor, nn, ops
 
 from .data import CLASSES, SIDE
 
@@ -33,8 +31,8 @@ class Network(nn.Cell):
         self.dtype = dtype
         rng = np.random.default_rng(seed)
         self.flatten = nn.Flatten()
-        layers = [_dense(*shape, rng, dtype) for shape in ((SIDE * SIDE, 512), (512, 512), (512, CLASSES))]
-        self.dense_relu_sequential = nn.SequentialCell(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+        first, second, last = (_dense(*shape, rng, dtype) for shape in ((SIDE * SIDE, 512), (512, 512), (512, CLASSES)))
+        self.dense_relu_sequential = nn.SequentialCell(first, nn.ReLU(), second, nn.ReLU(), last)
 
     def construct(self, images: Tensor) -> Tensor:
         """Return logits, float32 `(n, 10)`, of images, uint8 `(n, 28, 28)`."""
@@ -49,45 +47,22 @@ def _dense(inputs: int, outputs: int, rng: np.random.Generator, dtype: ms.Type) 
     return nn.Dense(inputs, outputs, weight_init=weight, bias_init=bias, dtype=dtype)
 
 
+class MeanCrossEntropy(nn.Cell):
+    """Return the mean cross entropy, float32 `()`, of logits, float32 `(n, 10)`, and labels, int32 `(n,)`.
+
+    Not nn.CrossEntropyLoss: MindSpore 2.10 splits its logarithm among as many CPU threads as it finds fastest, and the
+    last bit of the loss depends on the split. LogSoftmax goes row by row.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_softmax, self.nll = ops.LogSoftmax(), nn.NLLLoss()
+
+    def construct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """See the class."""
+        return self.nll(self.log_softmax(logits), labels)
+
+
 def make_forward(network: Network) -> nn.Cell:
     """Return the function from images, uint8 `(n, 28, 28)`, and labels, int32 `(n,)`, to the loss, float32 `()`."""
     return nn.WithLossCell(network, MeanCrossEntropy())
-
-
-class CountCorrect(nn.Cell):
-    """Count the images, uint8 `(n, 28, 28)`, that the network labels as in labels, int32 `(n,)`: int `()`."""
-
-    def __init__(self, network: Network) -> None:
-        super().__init__(auto_prefix=False)
-        self.network = network
-
-    def construct(self, images: Tensor, labels: Tensor) -> Tensor:
-        """See the class."""
-        return (self.network(images).argmax(axis=1) == labels).astype(ms.int32).sum()
-
-
-class Float64Optimizer(nn.Cell):
-    """Run `optimizer` on the float64 gradients of a float64 copy of its network.
-
-    This makes two runs comparable. In float32, two orders of summation round differently, and now and then that puts an
-    activation on the other side of ReLU's kink. From there the parameters drift apart: by 3e-4 to 1e-3 after 3 epochs
-    of the full MNIST (6 seeds, 32 x 2 against 64), as between any two correct runs. In float64 that does not happen, so
-    any difference that is left comes from a wrong weight, divisor or window. Parameters and optimizer stay in float32,
-    because MindSpore's SGD and Adam have kernels only for that. `parameters` are those of the copy.
-    """
-
-    def __init__(self, optimizer: nn.Optimizer, copy: Network) -> None:
-        super().__init__(auto_prefix=False)
-        copy.update_parameters_name("float64.")  # names must be unique in a graph
-        self.optimizer = optimizer
-        self.originals = optimizer.parameters
-        self.parameters = ParameterTuple(copy.trainable_params())
-        for parameter, original in zip(self.parameters, self.originals):
-            parameter.set_data(original.value().astype(ms.float64))
-
-    def construct(self, gradients: tuple[Tensor, ...]) -> bool:
-        """Update the originals by `gradients`, float64, and bring the copy up to date."""
-        self.optimizer(tuple([gradient.astype(ms.float32) for gradient in gradients]))
-        for parameter, original in zip(self.parameters, self.originals):
-            ops.assign(parameter, original.astype(ms.float64))
-        return True
