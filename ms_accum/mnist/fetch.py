@@ -64,7 +64,7 @@ def full_set(folder: Path) -> Path:
                 os.replace(unpacked / name, folder / name)
             return folder
     raise OSError(f"could not fetch MNIST ({'; '.join(answers)}); use --data embedded, which needs no network, "
-                     "or --data DIR with a folder that holds train/ and test/")
+                  "or --data DIR with a folder that holds train/ and test/")
 
 
 def _fetch_from(mirror: str, folder: Path) -> None:

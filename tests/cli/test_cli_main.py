@@ -10,14 +10,14 @@ import pytest
 from mnist_files import embedded_set, write
 
 import ms_accum
+from ms_accum import programs
 from ms_accum.cli import main as cli
-from ms_accum.reference import figures
 
-QUICK = ("mnist", "--data", "digits", "--mode", "pynative", "--batch-size", "16")
+QUICK = ("mnist", "--data", "digits", "--batch-size", "16")
 
 
 @pytest.fixture(autouse=True)
-def _digits(_scratch_folder):
+def _digits(_scratch_folder, uncompiled):
     write(Path("digits"), embedded_set(90, 50))
 
 
@@ -37,13 +37,6 @@ def test_help_and_version(capsys):
     assert capsys.readouterr().out == f"ms_accum {ms_accum.__version__}\n"
     assert cli.main(["--help"]) == 0
     assert "mnist" in capsys.readouterr().out
-    assert cli.main(["mnist", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    options = "data batch-size accumulate-step epochs lr momentum optimizer clip-norm seed device-target mode json plot save"
-    for option in [*options.split(), "compare"]:
-        assert f"--{option} " in text
-    for default in ("embedded", "32", "2", "3", "0.01", "sgd", "42", "CPU", "graph"):
-        assert f"(default: {default})" in text
 
 
 LOUD = """
@@ -98,7 +91,7 @@ def test_head_ends_the_process_without_a_word():
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_is_one_line_and_status_130(stop, monkeypatch, capsys):
-    monkeypatch.setattr(figures, "Progress", lambda *_: signal.raise_signal(stop))
+    monkeypatch.setattr(programs, "Report", lambda *_: signal.raise_signal(stop))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert cli.main([*QUICK, "--json", "run.json"]) == 130
     assert capsys.readouterr().err == "ms-accum: interrupted\n"

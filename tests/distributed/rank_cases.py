@@ -368,13 +368,12 @@ def refusals(rank):
 
 
 def mnist(rank):
-    """The reference run, in FOLDER/mnist."""
+    """`ms-accum mnist`, in FOLDER/mnist."""
     folder = FOLDER / "mnist"
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    mode = "pynative" if os.environ["MS_JIT"] == "0" else "graph"
     with redirect_stdout(sys.stdout):  # rank 1 replaces its own
-        return cli.main(["mnist", *MNIST, "--save-every", "5", "--mode", mode])
+        return cli.main(["mnist", *MNIST])
 
 
 def failing(rank):

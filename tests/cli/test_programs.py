@@ -1,0 +1,350 @@
+"""`ms-accum mnist` and `ms-accum lm`: what they learn, print, write and refuse, and how they resume."""
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+import tiny
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from mindspore import Tensor
+from mnist_files import NAMES, embedded_set, write
+
+import ms_accum
+from ms_accum import programs
+from ms_accum.cli import files, training
+from ms_accum.cli import main as cli
+from ms_accum.mnist import fetch
+from ms_accum.mnist import train as mnist_train
+from ms_accum.mnist.network import Network
+from ms_accum.step import TrainStep
+
+# 90 digits in microbatches of 16: five full ones and a ragged one of 10; with windows of 4, an incomplete one of 2.
+COMMANDS = {
+    "mnist": ["mnist", "--data", "digits", "--batch-size", "16", "--accumulate-step", "4", "--epochs", "2"],
+    "lm": ["lm", "--text", "text", "--batch-size", "4", "--epochs", "2", "--lr", "0.01"]}
+UNTIMED = ("train_seconds", "test_seconds")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch, _scratch_folder):
+    """90 + 50 digits, 20 documents and a small language model; op by op, because each graph takes seconds to compile."""
+    monkeypatch.setenv("MS_JIT", "0")
+    tiny.shrink(monkeypatch)
+    write(Path("digits"), embedded_set(90, 50))
+    Path("text").write_bytes(tiny.text())
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a command in this process: (status, lines of stdout, lines of stderr)."""
+    def run_command(name, *arguments):
+        status = cli.main([*COMMANDS[name], *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out.splitlines(), captured.err.splitlines()
+    return run_command
+
+
+def read(name):
+    """The value of a JSON file; NaN and Infinity, which are not JSON, are refused."""
+    return json.loads(Path(name).read_text(), parse_constant=pytest.fail)
+
+
+def untimed(epochs):
+    return [{name: value for name, value in epoch.items() if name not in UNTIMED} for epoch in epochs]
+
+
+def entries(name):
+    """All bytes in a checkpoint but those that tell of times."""
+    return {entry: p.asnumpy().tobytes() for entry, p in ms.load_checkpoint(name).items() if entry != "ms_accum"}
+
+
+LINES = [  # of the next test's runs
+    f"versions   ms_accum {ms_accum.__version__}, mindspore {ms.__version__}, numpy {np.__version__}, python 3.*, device CPU",
+    {"mnist": "data       digits: 90 digits to train on, 50 to test on",
+     "lm": r"data       text: 1,\d\d\d bytes to train on, \d+ to validate on; \d\.\d\d bits for a byte by itself"},
+    {"mnist": "batch      16 x 4 = 64 digits an update", "lm": "batch      4 x 2 = 8 rows an update"},
+    {"mnist": r"optimizer  momentum, learning rate 0\.1, clipped to norm 5, seed 7",
+     "lm": r"optimizer  momentum, learning rate 0\.1, clipped to norm 5, seed 7"},
+    *({"mnist": rf"epoch {i}/9  loss \d\.\d{{4}}  accuracy \d+\.\d\d %  train \d+\.\d\d s  test \d+\.\d\d s",
+       "lm": rf"epoch {i}/9  loss \d\.\d{{4}}  validation \d\.\d{{4}} bits per byte  train .* s  test .* s"} for i in range(1, 10)),
+    {"lm": r"text that the network generates after \d+ s of training: .+"}, "wrote run.ckpt", "wrote run.json", "wrote run.png"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_run_learns_and_prints_and_writes_every_figure_and_option(run, name):
+    options = "--epochs 9 --optimizer momentum --clip-norm 5 --seed 7 --json run.json".split()
+    status, out, err = run(name, *options, "--lr", "0.1", "--save", "run.ckpt", "--plot", "run.png")
+    assert (status, err) == (0, [])
+    patterns = [line if isinstance(line, str) else line[name] for line in LINES if isinstance(line, str) or name in line]
+    assert len(out) == len(patterns)
+    assert [line for line, pattern in zip(out, patterns) if not re.fullmatch(pattern, line)] == []
+    found, score = read("run.json"), training.MNIST.score if name == "mnist" else training.LM.score
+    assert {**found, **found["epochs"][-1]} == found
+    assert [epoch["epoch"] for epoch in found["epochs"]] == list(range(1, 10))
+    assert found["versions"].keys() == {"ms_accum", "mindspore", "numpy", "python", "device"}
+    assert (found["options"]["clip_norm"], found["options"]["seed"], found["options"]["save"]) == (5, 7, "run.ckpt")
+    assert Path("run.png").read_bytes().startswith(b"\x89PNG")
+    assert run(name, *options, "--lr", "1e-30")[0] == 0  # control: nothing is learned
+    still = read("run.json")
+    assert (found["accuracy"] > 70 > 30 > still["accuracy"]) if name == "mnist" else (found[score] < still[score] - 1)
+    if name == "mnist":
+        network = Network(1)
+        ms.load_param_into_net(network, ms.load_checkpoint("run.ckpt"))
+        assert found["accuracy"] == mnist_accuracy(network)
+        # What has not moved has the loss of the initial network, in ragged microbatches too.
+        images, labels = mnist_train.load("digits").train.batch(np.arange(90))
+        assert still["loss"] == pytest.approx(float(mnist_train.make_forward(Network(7))(Tensor(images), Tensor(labels))), abs=2e-6)
+
+
+def mnist_accuracy(network):
+    test = mnist_train.load("digits").test
+    return 100 * np.mean(network(Tensor(test.images)).asnumpy().argmax(1) == test.labels)
+
+
+def test_graph_mode_trains_as_op_by_op(run, monkeypatch):
+    assert run("mnist", "--epochs", "1", "--save", "op.ckpt")[0] == 0
+    monkeypatch.delenv("MS_JIT")
+    assert run("mnist", "--epochs", "1", "--save", "graph.ckpt")[0] == 0
+    op, graph = ms.load_checkpoint("op.ckpt"), ms.load_checkpoint("graph.ckpt")
+    for name, start in Network(42).parameters_dict().items():
+        assert np.abs(op[name].asnumpy() - graph[name].asnumpy()).max() < 1e-6
+        assert np.abs(op[name].asnumpy() - start.asnumpy()).max() > 1e-6
+
+
+def all_alike(images, labels):
+    """The weight of a microbatch, however many digits are in it."""
+    return 1.0
+
+
+@pytest.mark.parametrize("options", ["", "--optimizer momentum --clip-norm 0.5"])
+def test_compare_agrees_with_the_undivided_batch_and_shows_a_mistake(run, monkeypatch, options):
+    compare = ["--compare", "--json", "run.json", "--plot", "run.png", "--lr", "0.1", *options.split()]
+    status, out, err = run("mnist", *compare)
+    assert (status, err) == (0, [])
+    found = read("run.json")
+    assert 0 <= found["largest_parameter_difference"] <= 1e-8
+    assert found["update_step"] == found["compared"]["update_step"] == 4
+    assert found["accuracy"] == found["compared"]["accuracy"]
+    assert [line for line in out if line in ("accumulated", "undivided", "comparison")] == ["accumulated", "undivided", "comparison"]
+    assert out[out.index("comparison") + 1:] == [
+        f"accumulated    accuracy {found['accuracy']:.2f} %", f"undivided      accuracy {found['accuracy']:.2f} %",
+        f"largest parameter difference {found['largest_parameter_difference']:.3g}", "wrote run.json", "wrote run.png"]
+    monkeypatch.setattr(mnist_train, "make_train_step", partial(mnist_train.make_train_step, weight_fn=all_alike))
+    assert run("mnist", *compare)[0] == 0
+    assert read("run.json")["largest_parameter_difference"] > 1e-4
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_the_mean_of_means_is_another_training_unless_all_documents_have_one_length(run, even):
+    if even:  # 40 to train on: ten full microbatches
+        Path("text").write_text("\n\n".join(f"{i:030}" for i in range(44)))
+    status, out, _ = run("lm", "--compare", "--json", "run.json")
+    found = read("run.json")
+    assert status == 0
+    assert (found["largest_parameter_difference"] < 1e-4) == even
+    assert out[-5:-1] == ["comparison", f"token mean     validation {found['validation']:.4f} bits per byte",
+                          f"mean of means  validation {found['compared']['validation']:.4f} bits per byte",
+                          f"largest parameter difference {found['largest_parameter_difference']:.3g}"]
+
+
+def test_a_run_that_diverges_is_reported_in_valid_json(run):
+    status, out, _ = run("mnist", "--lr", "1e30", "--json", "run.json")
+    assert status == 0
+    assert "loss nan" in out[-2]
+    assert read("run.json")["loss"] is None is not read("run.json")["accuracy"]
+
+
+# --- saved and resumed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_killed_at_any_moment_and_resumed_bit_identically(run, name):
+    """The language model is stopped after an epoch: it is small in this process alone."""
+    options = ["--epochs", "12", "--optimizer", "momentum"]
+    if name == "mnist":
+        killed = subprocess.Popen([sys.executable, "-m", "ms_accum", *COMMANDS[name], *options, "--save", "c.ckpt"],
+                                  stdout=subprocess.DEVNULL)
+        while not Path("c.ckpt").exists():
+            assert killed.poll() is None
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 0.8))
+        killed.kill()
+        killed.wait()
+    else:
+        assert run(name, *options, "--epochs", "5", "--save", "c.ckpt")[0] == 0
+    status, out, err = run(name, *options, "--resume", "c.ckpt", "--save", "c.ckpt", "--json", "c.json")
+    assert (status, err) == (0, [])
+    assert any(re.fullmatch(r"resumed    c.ckpt: \d+ epochs done", line) for line in out)
+    assert run(name, *options, "--save", "whole.ckpt", "--json", "whole.json")[0] == 0
+    assert untimed(read("c.json")["epochs"]) == untimed(read("whole.json")["epochs"])
+    assert entries("c.ckpt") == entries("whole.ckpt")
+    assert run(name, *options, "--seed", "1", "--save", "other.ckpt")[0] == 0
+    assert entries("other.ckpt") != entries("whole.ckpt"), "control"
+
+
+def test_what_cannot_be_resumed_is_refused(run):
+    assert run("mnist", "--save", "c.ckpt")[0] == run("lm", "--save", "lm.ckpt")[0] == 0
+    ms.save_checkpoint(Network(42), "plain.ckpt")
+    Path("cut.ckpt").write_bytes(Path("c.ckpt").read_bytes()[:-9])
+    Path("run.rank1of2-0123456789abcdef.ckpt").touch()
+    for name, path, *options, message in [
+        ("mnist", "c.ckpt", "--lr", "0.5", r"c\.ckpt is from a run with lr 0\.01, but this run has 0\.5; give the same options"),
+        ("mnist", "c.ckpt", "--seed", "1", r"from a run with seed 42, but this run has 1"),
+        ("mnist", "lm.ckpt", r"lm\.ckpt"), ("mnist", "plain.ckpt", r"plain\.ckpt"), ("mnist", "none.ckpt", r"none\.ckpt"),
+        ("mnist", "run.ckpt", r"run\.ckpt"), ("mnist", "cut.ckpt", r"cut\.ckpt is (damaged|truncated)"), ("mnist", "text", "text")]:
+        status, out, err = run(name, "--resume", path, *options)
+        assert (status, out, len(err)) == (2, [], 1)
+        assert re.search(message, err[0])
+    options = ["--epochs", "3", "--accumulate-step", "3", "--resume", "c.ckpt"]  # control: may change
+    assert run("mnist", *options)[0] == 0
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "match"), [
+    ("mnist --batch-size 0", r"argument --batch-size: expected a whole number from 1 to \d+, got '0'"),
+    ("mnist --accumulate-step 2.5", r"argument --accumulate-step: expected a whole number"),
+    ("mnist --epochs x", r"argument --epochs: expected a whole number from 1 to \d+, got 'x'"),
+    ("mnist --lr nan", r"argument --lr: expected a finite number > 0, got 'nan'"),
+    ("mnist --clip-norm 0", "clip_norm is 0.0, expected a number > 0"),
+    ("mnist --seed -1", r"argument --seed: expected a whole number from 0, got '-1'"),
+    ("mnist --json /dev/null", r"argument --json: /dev/null is not a regular file"),
+    ("mnist --json a.png --plot a.png", "arguments --json and --plot name the same file; give each its own"),
+    ("mnist --plot missing/run.png", r"argument --plot: cannot write missing/run\.png: missing: No such file or directory; "),
+    ("mnist --save run", r"argument --save: run does not end in \.ckpt or \.safetensors; name the file run\.ckpt"),
+    ("mnist --compare --save c.ckpt", "argument --compare: trains twice; leave out --save and --resume"),
+    ("mnist --compare --optimizer adam", "--compare trains in float64, which MindSpore's Adam does not take; give --optimizer sgd"),
+    ("mnist --data nowhere", r"nowhere/train/train-images-idx3-ubyte .* is missing; expected a folder"),
+    ("mnist --data damaged", "damaged/.*train-labels-idx1-ubyte holds 0 bytes, but an idx1 header has 8"),
+    ("mnist --data full", "could not fetch MNIST .*--data embedded.*--data DIR"),
+    ("mnist --plot run.png", "argument --plot: matplotlib is not installed; install it, .* -m pip install matplotlib"),
+    ("mnist --batch 8", r"unrecognized arguments: --batch 8"),
+    ("mnist --api model", r"unrecognized arguments: --api model"),
+    ("lm --text nowhere", r"argument --text: there is no file nowhere; give excerpt, topics or a file"),
+    ("lm --text short", r"argument --text: short holds 1 different documents, expected at least 10; separate them by empty lines"),
+])
+def test_wrong_input_is_refused_in_one_line_before_training(run, monkeypatch, tmp_path, arguments, match):
+    """Also what is missing on this machine: matplotlib, and the network."""
+    Path("short").write_text("one paragraph")
+    write(Path("damaged"), {**embedded_set(5, 5), NAMES[1]: b""})
+    monkeypatch.setattr(files, "find_spec", lambda name: None if "run.png" == arguments.split()[-1] else name)
+    monkeypatch.setattr(fetch, "MIRRORS", ["http://127.0.0.1:1/set.zip"])  # port 1 is closed
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(TrainStep, "epoch", None)
+    before = {*os.listdir(), "cache"}
+    status, out, err = run(*arguments.split())
+    assert (status, [line for line in out if line != "" and line != "accumulated"], len(err)) == (2, [], 1)
+    assert re.match(rf"ms-accum( mnist| lm)?: error: {match}", err[0])
+    assert {*os.listdir()} <= before
+
+
+OPTIONS = ["--data", "--batch-size", "--accumulate-step", "--epochs", "--lr", "--optimizer", "--clip-norm", "--seed", "--sync", "--json",
+           "--plot", "--save", "--resume"]
+TEXTS = st.one_of(
+    st.sampled_from([
+        "", "0", "1", "-1", "nan", "inf", "1e400", "1e-300", "9" * 5000, "1_0", "0x10", "2147483648", "~", "~nobody-of-that-name",
+        "/", ".", "/dev/null", "run.json", "run.png", "run.ckpt", "a/b", "a\0b", "\udcff", "%s", "--", "-", "--lr", "a" * 300,
+        "\x1b[31m", "sgd", "microbatch", "full"]),
+    st.text(st.characters(codec=None, exclude_characters="/"), max_size=8))  # writes into the scratch folder only
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
+def test_any_command_line_runs_or_is_refused_in_one_line(monkeypatch, tmp_path, capfd, count):
+    """Without its training; the digits are few, the cache is empty and there are no mirrors."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetch, "MIRRORS", ())
+    monkeypatch.setattr(TrainStep, "epoch", lambda self, batches: (Tensor(0.5) for _ in batches))
+    data = str(write(tmp_path / "few", embedded_set(9, 5)))
+
+    @settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+    @given(st.lists(st.one_of(st.tuples(st.sampled_from(OPTIONS), TEXTS).map("=".join), st.just("--compare"), TEXTS), max_size=4))
+    @example(["--json=--"])  # these once ended in a traceback
+    @example(["--batch-size=--"])
+    @example(["--data=~nobody-of-that-name"])
+    def run(arguments):
+        assume(not any(argument.startswith(("-h", "--epochs=1_0", "--epochs=9")) for argument in arguments))
+        status = cli.main(["mnist", "--data", data, "--batch-size", "3", "--epochs", "1", *arguments])
+        captured = capfd.readouterr()
+        if status == 0:
+            assert ("epoch 1/" in captured.out or "resumed" in captured.out, captured.err) == (True, "")
+        else:
+            assert (status, "epoch 1/" in captured.out) == (2, False)
+            assert re.fullmatch(r"ms-accum( mnist)?: error: .+\n", captured.err)
+
+    run()
+
+
+def test_a_file_that_cannot_be_written_after_all(run, monkeypatch):
+    def full(path, figures):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(programs, "write_json", full)
+    status, _, err = run("mnist", "--json", "run.json")
+    assert (status, err) == (2, ["ms-accum mnist: error: [Errno 28] No space left on device: 'run.json'"])
+
+
+def test_a_scheduler_that_stops_says_why_in_one_line(monkeypatch):
+    def init():
+        raise RuntimeError("It may be one of the following reasons:\n1.MS_SCHED_PORT is occupied.\n\n- C++ Call Stack")
+
+    monkeypatch.setattr("mindspore.communication.init", init)
+    monkeypatch.setenv("MS_NODE_TIMEOUT", "30")
+    monkeypatch.setenv("MS_ROLE", "MS_SCHED")
+    with pytest.raises(SystemExit, match=r"^ms-accum: the scheduler stops: It may be .* reasons: 1\.MS_SCHED_PORT is occupied\.$"):
+        programs.join_ranks()
+
+
+# --- help and progress ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_and_has_at_most_14_options(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with redirect_stdout(io.StringIO()) as printed:
+        assert cli.main([name, "--help"]) == 0
+    lines = printed.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    options = {line.split()[0] for line in lines if re.match(r"  --[a-z]", line)}
+    assert {"--save", "--resume", "--compare", "--sync"} <= options
+    assert len(options) <= 14
+    assert "last line is text that the network generates" in " ".join(" ".join(lines).split()) or name == "mnist"
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(run, monkeypatch):
+    monkeypatch.setattr(programs, "PROGRESS_SECONDS", 0)
+    assert [line for line in run("mnist")[1] if re.fullmatch(r"epoch 1/2  \d+ of 90 digits  loss \d\.\d{4}", line)] != []
+    bars, tqdm = [], programs.tqdm
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    monkeypatch.setattr(programs, "tqdm", lambda **options: bars.append(tqdm(mininterval=0, **options)) or bars[-1])
+    status, out, err = run("mnist", "--batch-size", "10")
+    assert (status, err) == (0, [])
+    assert re.search(r"epoch 1/2: +\d+%.*\d.*digits/s, loss=\d\.\d{3}", "\n".join(out))
+    assert [(bar.n, bar.disable) for bar in bars] == [(90, True)] * 2, "each bar is full and closed"
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_defaults_reach_what_the_guide_says(name, monkeypatch):
+    monkeypatch.undo()
+    assert cli.main([name, "--json", "run.json"]) == 0
+    found = read("run.json")
+    if name == "mnist":
+        assert found["accuracy"] == 84.9
+    else:
+        assert found["validation"] == pytest.approx(3.21, abs=0.05)
