@@ -200,7 +200,7 @@ class Report:
                 raise CheckpointError(f"{path} is from a run with {name} {resumed['run'].get(name)}, but this run has "
                                       f"{value}; give the same options")
         self.epochs.extend(resumed["epochs"])
-        print(f"resumed    {printable(path)}: {len(self.epochs)} epochs done")
+        print(f"resumed    {printable(path)}, saved after epoch {len(self.epochs)}")
 
     def epochs_left(self) -> range:
         """Return the numbers of the epochs to train, from 1."""

@@ -48,7 +48,7 @@ def full_set(folder: Path) -> Path:
         temporary = TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent)
     except OSError as error:
         raise OSError(f"cannot write to the cache {folder.parent} ({error.strerror}); set XDG_CACHE_HOME to a "
-                         "writable folder, or use --data embedded or --data DIR") from error
+                      "writable folder, or use --data embedded or --data DIR") from error
     answers = []
     with temporary:
         for number, mirror in enumerate(MIRRORS):

@@ -188,7 +188,7 @@ def test_killed_at_any_moment_and_resumed_bit_identically(run, name):
         assert run(name, *options, "--epochs", "5", "--save", "c.ckpt")[0] == 0
     status, out, err = run(name, *options, "--resume", "c.ckpt", "--save", "c.ckpt", "--json", "c.json")
     assert (status, err) == (0, []), err
-    assert any(re.fullmatch(r"resumed    c.ckpt: \d+ epochs done", line) for line in out)
+    assert any(re.fullmatch(r"resumed    c.ckpt, saved after epoch \d+", line) for line in out)
     assert run(name, *options, "--save", "whole.ckpt", "--json", "whole.json")[0] == 0
     assert untimed(read("c.json")["epochs"]) == untimed(read("whole.json")["epochs"])
     assert entries("c.ckpt") == entries("whole.ckpt")

@@ -129,4 +129,4 @@ def test_a_run_that_loses_a_host_ends_soon_and_resumes_bit_identically(happens, 
             cluster.mend(host)
         assert not (tmp_path / "0" / "run.json").exists(), "it was not finished"
         assert finish(tmp_path, start(cluster, tmp_path, "--resume", "run.ckpt", port=8119)) == on_one_host
-        assert "1 epochs done" in (tmp_path / "0" / "ranks" / "worker_0.log").read_text(encoding="utf-8")
+        assert "saved after epoch 1" in (tmp_path / "0" / "ranks" / "worker_0.log").read_text(encoding="utf-8")
