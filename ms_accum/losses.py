@@ -19,7 +19,6 @@ from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
 from .arguments import as_weight
-from .batch import as_arguments
 from .differentiate import checked_loss, parted
 from .gradients import Numbers, as_vector
 from .microbatch import Functions, Pieces
@@ -73,16 +72,19 @@ class SeveralLossesStep(TrainStep):
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """See `TrainStep`: it reads the batches of a window before it trains the first of them."""
         self._require_closed()
-        window = self._new_window()
-        for batch in batches:
-            if self._read(window, *as_arguments(batch)):
-                yield from self._train_window(window)
-                window = self._new_window()
-        if window.batches:
-            yield from self._train_window(window)
-        updated = self.updated and bool(window.batches)  # of the incomplete last window
-        self.flush()
-        self.updated = self.updated or updated
+        yield from super().epoch(batches)
+
+    def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
+        """See `TrainStep`."""
+        batch = next(batches, None)
+        while batch is not None:
+            window = self._new_window()
+            full = False
+            while batch is not None and not full:
+                full = self._read(window, *batch)
+                batch = next(batches, None)
+            for left, result in zip(range(len(window.batches))[::-1], self._train_window(window)):
+                yield result, batch is None and left == 0
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """See `TrainStep`: the batch is a window of its own. RuntimeError unless `accumulate_step=1`."""

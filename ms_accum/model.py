@@ -13,8 +13,9 @@ from .batch import positional
 from .boundary import Boundary
 from .differentiate import make_gradients_of, weight_of
 from .distributed.exchange import DataParallel
+from .distributed.ranks import raise_if_left_alone
 from .observer import Observer
-from .optimizers import require_same_parameters, state_of
+from .optimizers import INSTANCE, require_rates, require_same_parameters, state_of
 from .pieces import FLAT, layout, layout_of
 from .straight import compiled
 from .train_step import RENAMED, averaging, require_functions
@@ -116,6 +117,7 @@ class TrainOneStepCell(nn.Cell):
             optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
             reducer=reducer, after_update=after_update, noise_scale=noise_scale, buffer_dtype=buffer_dtype)
         require_same_parameters(network, accumulator.optimizer)
+        _name_for_a_cell(accumulator)
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self.before_flush: list[Callable[[], None]] = []
@@ -141,9 +143,12 @@ class TrainOneStepCell(nn.Cell):
         self._returned, self._loads = False, countdown.loads
         try:
             result = super().__call__(*batch)
-        except Exception:
+        except Exception as error:
             # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
             self.compile_cache.clear()
+            raise_if_left_alone(error)
+            if "'Gather'" in str(error):
+                require_rates(self.optimizer)
             raise
         self._returned = True
         return result
@@ -186,6 +191,17 @@ class TrainOneStepCell(nn.Cell):
 
     def _boundary_now(self) -> Boundary:
         return self._boundaries[ms.get_context("mode")]
+
+
+def _name_for_a_cell(accumulator: Accumulator) -> None:
+    """Name all state as in a process that builds nothing else, so that MindSpore's checkpoints fit the next one.
+
+    Within another Cell, the cell's place is part of the names, so they are unique there.
+    """
+    for parameter in accumulator.parameters:
+        parameter.name = INSTANCE.sub("accumulator.", parameter.name)
+    for _, parameter in state_of(accumulator.optimizer):
+        parameter.name = INSTANCE.sub("", parameter.name)
 
 
 def _kind(argument: Any) -> Any:
