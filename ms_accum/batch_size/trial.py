@@ -1,13 +1,17 @@
-"""Run train steps in a separate process, which may fail in any way, and measure them, at first their memory."""
+"""Run train steps in a separate process, which may fail in any way, and measure them, at first their memory.
+
+In a dry run, MindSpore's Ascend backend compiles them and plans their memory, but launches nothing: values read as 0.
+"""
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -20,8 +24,13 @@ from typing import Any, Optional
 
 import mindspore as ms
 
+from ..accumulator import Accumulator
+from ..step import TrainStep
+from ..straight import compiled
+
 MakeStep = Callable[..., Callable[[], Any]]
 _POLL_SECONDS = 0.02
+_DRY_RUN_DEVICE = 2**36  # bytes: the 64 GiB of an Atlas A2, and of the device that MindSpore simulates
 _OUT_OF_MEMORY = re.compile(r"MemoryError|bad_alloc|(out of|not enough|cannot allocate) memory|memory not enough|"
                             r"alloc\w* .{0,80}fail", re.IGNORECASE)
 
@@ -33,7 +42,7 @@ class Outcome:
     peak: Optional[int]  # bytes of memory; if it did not complete, the most that was seen; None if unknown
     ended: str  # "completed", "beyond the limit" (stopped for it), "out of memory", or "failed"
     reason: str  # why it failed, in one line
-    seconds: float
+    seconds: Optional[float]  # None in a dry run
     result: Any = None  # what the work returned
 
 
@@ -49,8 +58,29 @@ def run_trial(make_step: MakeStep, microbatch: int, steps: int, device_target: s
     return replace(outcome, peak=outcome.result) if outcome.ended == "completed" else outcome
 
 
+def is_dry_run(device_target: str) -> bool:
+    """Return whether trials only plan memory: for Ascend without an NPU here, or if MindSpore's own variable says so.
+    """
+    return device_target == "Ascend" and ("MS_SIMULATION_LEVEL" in os.environ
+                                          or not any(Path("/dev").glob("davinci[0-9]*")))
+
+
+def require_cann() -> None:
+    """Raise ValueError if MindSpore's Ascend backend, which a dry run needs, cannot be loaded, with what is missing."""
+    outcome = in_a_process(_missing_for_ascend, "Ascend")
+    missing = outcome.result if outcome.ended == "completed" else outcome.reason
+    if missing:
+        raise ValueError(f"a dry run for Ascend needs CANN: {missing}; install CANN's toolkit (no device is needed) "
+                         "and source its set_env.sh")
+
+
 def device_memory(device_target: str) -> int:
-    """Return the bytes of memory of the first GPU or NPU. ValueError if there is none. (Not run, for lack of one.)"""
+    """Return the bytes of memory of the first GPU or NPU; in a dry run, of the NPU that it plans for.
+
+    ValueError if there is none. (Not run with one, for lack of it.)
+    """
+    if is_dry_run(device_target):
+        return _DRY_RUN_DEVICE
     outcome = in_a_process(partial(_device_memory, device_target), device_target)
     if outcome.ended != "completed":
         raise ValueError(f"the memory of {device_target} is unknown ({outcome.reason}); give a memory limit, or "
@@ -85,7 +115,9 @@ def in_a_process(work: Callable[[], Any], device_target: str, memory_limit: Opti
         log = Path(folder, "output")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(sender, str(log), work))
-        process.start()
+        with _environment({"MS_SIMULATION_LEVEL": "1", "MS_DEV_SAVE_GRAPHS_PATH": folder}
+                          if is_dry_run(device_target) else {}):
+            process.start()
         sender.close()
         try:
             result, peak, ended, reason = _watch(process, receiver, memory_limit, timeout)
@@ -97,7 +129,19 @@ def in_a_process(work: Callable[[], Any], device_target: str, memory_limit: Opti
             receiver.close()
         if ended == "died":
             ended, reason = _cause_of_death(process.exitcode, log)
-    return Outcome(peak, ended, reason, monotonic() - start, result)
+    return Outcome(peak, ended, reason, None if is_dry_run(device_target) else monotonic() - start, result)
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables for the processes that are started inside."""
+    kept = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
 
 
 def _watch(process: BaseProcess, receiver: Connection, memory_limit: Optional[int],
@@ -158,9 +202,14 @@ def _child(sender: Connection, log: str, work: Callable[[], Any]) -> None:
 
 def _measure(make_step: bytes, microbatch: int, steps: int, device_target: str) -> int:
     step = made_step(make_step, microbatch, device_target)
-    for _ in range(steps):
+    step()
+    if is_dry_run(device_target):
+        _update_all()
+    for _ in range(steps - 1):
         step()
     ms.runtime.synchronize()
+    if is_dry_run(device_target):
+        return ms.runtime.max_memory_allocated()
     if device_target != "CPU":
         return ms.runtime.max_memory_reserved()
     # Not resource.ru_maxrss, which starts from the value of the process that started this one.
@@ -168,15 +217,49 @@ def _measure(make_step: bytes, microbatch: int, steps: int, device_target: str) 
     return 1024 * int(re.search(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)[1])
 
 
+def _update_all() -> None:
+    """Update with every accumulator of this process, unless its train step has done so in a window of one microbatch.
+
+    In a dry run, no window is ever full: the device's count of microbatches reads as 0.
+    """
+    alive = gc.get_objects()
+    updated = [step.accumulator for step in alive if issubclass(type(step), TrainStep) and step.updated]
+    for accumulator in alive:
+        if issubclass(type(accumulator), Accumulator) and not any(accumulator is other for other in updated):
+            compiled(partial(_update, accumulator))()
+
+
+def _update(accumulator: Accumulator) -> ms.Tensor:
+    accumulator.update_with(accumulator.reduced())
+    return accumulator.update_step + 0
+
+
 def made_step(make_step: bytes, microbatch: int, device_target: str, **options: Any) -> Callable[[], Any]:
     """Return what the pickled `make_step` makes for a device. TypeError if that cannot be called."""
     if ms.get_context("device_target") != device_target:
         ms.set_device(device_target)
+    if is_dry_run(device_target):
+        # With one thread, which MindSpore takes on a machine of two cores, a graph with a branch does not compile.
+        ms.runtime.dispatch_threads_num(6)
     step = pickle.loads(make_step)(microbatch, **options)
+    if ms.get_context("device_target") != device_target:
+        raise ValueError(f"make_step or its module chose the device {ms.get_context('device_target')}, expected "
+                         f"{device_target}; leave that to the plan")
     if not callable(step):
         raise TypeError(f"make_step({microbatch}) returned {type(step).__name__}, expected a function that runs one "
                         "train step")
     return step
+
+
+def _missing_for_ascend() -> str:
+    try:
+        ms.set_device("Ascend")
+    except RuntimeError as error:
+        home = os.environ.get("ASCEND_HOME_PATH")
+        library = re.search(r"(\S+\.so\S*): cannot open", str(error))
+        return (f"ASCEND_HOME_PATH is {home or 'not set'}, and " +
+                (f"{library[1]} is not found" if library else str(error).strip().split("\n")[0]))
+    return ""
 
 
 def _device_memory(device_target: str) -> int:
