@@ -11,7 +11,8 @@ from typing import Optional
 import mindspore as ms
 
 from ..arguments import instance_of, number, one_of, whole_number
-from .trial import MakeStep, device_memory, is_dry_run, pickled, require_cann, run_trial
+from .dry_run import is_dry_run
+from .trial import MakeStep, device_memory, pickled, require_ascend, run_trial
 
 DEVICES = ("CPU", "GPU", "Ascend")
 _USED = 0.9  # of the free memory; the rest is left to other processes
@@ -124,7 +125,7 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
     memory_limit = (free_memory(device_target) if memory_limit is None
                     else whole_number("memory_limit", memory_limit, "give bytes, e.g. 4 * 2**30, or None"))
     if is_dry_run(device_target):
-        require_cann()
+        require_ascend()
     trials: list[Trial] = []
 
     def fits(microbatch: int) -> bool:
@@ -215,7 +216,7 @@ def table(trials: Sequence[Trial]) -> str:
     """Return a table of the trials, a line for each."""
     lines = ["microbatch  accumulate_step        peak   seconds"]
     for trial in sorted(trials, key=lambda trial: trial.microbatch):
-        at_least = "" if trial.ended == "completed" else "> "
+        at_least = "" if trial.ended == "completed" or trial.seconds is None else "> "
         peak = "?" if trial.peak is None else f"{at_least}{size(trial.peak)}"
         seconds = "-" if trial.seconds is None else f"{trial.seconds:.1f}"
         lines.append(f"{trial.microbatch:10,}  {trial.accumulate_step:15,}  {peak:>10}  {seconds:>8}  "

@@ -1,17 +1,13 @@
-"""Run train steps in a separate process, which may fail in any way, and measure them, at first their memory.
-
-In a dry run, MindSpore's Ascend backend compiles them and plans their memory, but launches nothing: values read as 0.
-"""
+"""Run train steps in a separate process, which may fail in any way, and measure them, at first their memory."""
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -24,13 +20,11 @@ from typing import Any, Optional
 
 import mindspore as ms
 
-from ..accumulator import Accumulator
-from ..step import TrainStep
-from ..straight import compiled
+from . import dry_run
+from .dry_run import is_dry_run
 
 MakeStep = Callable[..., Callable[[], Any]]
 _POLL_SECONDS = 0.02
-_DRY_RUN_DEVICE = 2**36  # bytes: the 64 GiB of an Atlas A2, and of the device that MindSpore simulates
 _OUT_OF_MEMORY = re.compile(r"MemoryError|bad_alloc|(out of|not enough|cannot allocate) memory|memory not enough|"
                             r"alloc\w* .{0,80}fail", re.IGNORECASE)
 
@@ -58,29 +52,19 @@ def run_trial(make_step: MakeStep, microbatch: int, steps: int, device_target: s
     return replace(outcome, peak=outcome.result) if outcome.ended == "completed" else outcome
 
 
-def is_dry_run(device_target: str) -> bool:
-    """Return whether trials only plan memory: for Ascend without an NPU here, or if MindSpore's own variable says so.
-    """
-    return device_target == "Ascend" and ("MS_SIMULATION_LEVEL" in os.environ
-                                          or not any(Path("/dev").glob("davinci[0-9]*")))
-
-
-def require_cann() -> None:
-    """Raise ValueError if MindSpore's Ascend backend, which a dry run needs, cannot be loaded, with what is missing."""
-    outcome = in_a_process(_missing_for_ascend, "Ascend")
+def require_ascend() -> None:
+    """Raise ValueError if the Ascend backend, which a dry run needs, cannot be loaded, with what is missing."""
+    outcome = in_a_process(dry_run.missing, "Ascend")
     missing = outcome.result if outcome.ended == "completed" else outcome.reason
     if missing:
-        raise ValueError(f"a dry run for Ascend needs CANN: {missing}; install CANN's toolkit (no device is needed) "
-                         "and source its set_env.sh")
+        raise ValueError(f"no CANN for a dry run: {missing}; install CANN's toolkit (no device is needed) and source "
+                         "its set_env.sh")
 
 
 def device_memory(device_target: str) -> int:
-    """Return the bytes of memory of the first GPU or NPU; in a dry run, of the NPU that it plans for.
-
-    ValueError if there is none. (Not run with one, for lack of it.)
-    """
+    """Return the bytes of memory of the first GPU or NPU. ValueError if there is none. (Not run, for lack of one.)"""
     if is_dry_run(device_target):
-        return _DRY_RUN_DEVICE
+        return dry_run.DEVICE_MEMORY
     outcome = in_a_process(partial(_device_memory, device_target), device_target)
     if outcome.ended != "completed":
         raise ValueError(f"the memory of {device_target} is unknown ({outcome.reason}); give a memory limit, or "
@@ -110,13 +94,12 @@ def in_a_process(work: Callable[[], Any], device_target: str, memory_limit: Opti
     context = get_context("spawn")
     if device_target != "CPU":
         memory_limit = None  # it is not one of the memory of the process
-    start = monotonic()
+    dry, start = is_dry_run(device_target), monotonic()
     with TemporaryDirectory() as folder:
         log = Path(folder, "output")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(sender, str(log), work))
-        with _environment({"MS_SIMULATION_LEVEL": "1", "MS_DEV_SAVE_GRAPHS_PATH": folder}
-                          if is_dry_run(device_target) else {}):
+        with dry_run.environment(folder) if dry else nullcontext():
             process.start()
         sender.close()
         try:
@@ -129,19 +112,11 @@ def in_a_process(work: Callable[[], Any], device_target: str, memory_limit: Opti
             receiver.close()
         if ended == "died":
             ended, reason = _cause_of_death(process.exitcode, log)
-    return Outcome(peak, ended, reason, None if is_dry_run(device_target) else monotonic() - start, result)
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for the processes that are started inside."""
-    kept = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
+    if dry and ended == "out of memory":
+        ended, reason = "failed", "this machine ran out of memory, not the NPU that is planned for"
+    # What was seen is the memory of the process.
+    return Outcome(peak if device_target == "CPU" else None, ended, reason, None if dry else monotonic() - start,
+                   result)
 
 
 def _watch(process: BaseProcess, receiver: Connection, memory_limit: Optional[int],
@@ -204,7 +179,7 @@ def _measure(make_step: bytes, microbatch: int, steps: int, device_target: str) 
     step = made_step(make_step, microbatch, device_target)
     step()
     if is_dry_run(device_target):
-        _update_all()
+        dry_run.update_all()  # before the other steps: what an optimizer keeps is in memory from the first update on
     for _ in range(steps - 1):
         step()
     ms.runtime.synchronize()
@@ -217,23 +192,6 @@ def _measure(make_step: bytes, microbatch: int, steps: int, device_target: str) 
     return 1024 * int(re.search(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)[1])
 
 
-def _update_all() -> None:
-    """Update with every accumulator of this process, unless its train step has done so in a window of one microbatch.
-
-    In a dry run, no window is ever full: the device's count of microbatches reads as 0.
-    """
-    alive = gc.get_objects()
-    updated = [step.accumulator for step in alive if issubclass(type(step), TrainStep) and step.updated]
-    for accumulator in alive:
-        if issubclass(type(accumulator), Accumulator) and not any(accumulator is other for other in updated):
-            compiled(partial(_update, accumulator))()
-
-
-def _update(accumulator: Accumulator) -> ms.Tensor:
-    accumulator.update_with(accumulator.reduced())
-    return accumulator.update_step + 0
-
-
 def made_step(make_step: bytes, microbatch: int, device_target: str, **options: Any) -> Callable[[], Any]:
     """Return what the pickled `make_step` makes for a device. TypeError if that cannot be called."""
     if ms.get_context("device_target") != device_target:
@@ -243,23 +201,12 @@ def made_step(make_step: bytes, microbatch: int, device_target: str, **options: 
         ms.runtime.dispatch_threads_num(6)
     step = pickle.loads(make_step)(microbatch, **options)
     if ms.get_context("device_target") != device_target:
-        raise ValueError(f"make_step or its module chose the device {ms.get_context('device_target')}, expected "
+        raise ValueError(f"make_step, or its module, chose the device {ms.get_context('device_target')}, expected "
                          f"{device_target}; leave that to the plan")
     if not callable(step):
         raise TypeError(f"make_step({microbatch}) returned {type(step).__name__}, expected a function that runs one "
                         "train step")
     return step
-
-
-def _missing_for_ascend() -> str:
-    try:
-        ms.set_device("Ascend")
-    except RuntimeError as error:
-        home = os.environ.get("ASCEND_HOME_PATH")
-        library = re.search(r"(\S+\.so\S*): cannot open", str(error))
-        return (f"ASCEND_HOME_PATH is {home or 'not set'}, and " +
-                (f"{library[1]} is not found" if library else str(error).strip().split("\n")[0]))
-    return ""
 
 
 def _device_memory(device_target: str) -> int:

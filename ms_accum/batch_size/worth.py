@@ -13,9 +13,10 @@ from typing import Optional
 import mindspore as ms
 
 from ..arguments import whole_number
+from .dry_run import is_dry_run
 from .noise_scale import GradientNoiseScale, scale_lr
 from .planning import Plan, PlanError, free_memory, size
-from .trial import MakeStep, in_a_process, is_dry_run, made_step, pickled
+from .trial import MakeStep, in_a_process, made_step, pickled
 
 _FORM = "def make_step(microbatch, accumulate_step=None, noise_scale=None)"
 _CAPTION = """\

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Optional
 
 from tqdm import tqdm
 
+from ..batch_size.dry_run import is_dry_run
 from ..batch_size.planning import DEVICES, Plan, PlanError, Trial, divisors_of, plan_micro_batch, size
-from ..batch_size.trial import is_dry_run
 from ..batch_size.worth import Worth, lengths, measure_windows, require_windows
 from .files import require_outputs, write_json, write_png
 from .options import add_command, count, imported, number
