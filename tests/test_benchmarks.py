@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ascend.stand_ins import missing
 
 BENCHMARKS = Path(__file__).parents[1] / "tutorials" / "benchmarks"
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'=:(])/[\w.]""")
@@ -33,7 +34,7 @@ def quick(suite, folder, *arguments, **environment):
 def test_parts_compute_what_they_say():
     """See tests/benchmark_parts.py."""
     assert run(Path(__file__).with_name("benchmark_parts.py"), "others").split() == [
-        "refusals", "costs", "seeds", "growth", "late_ranks", "limits", "states", "reference", "figure"]
+        "refusals", "costs", "seeds", "growth", "late_ranks", "limits", "states", "reference", "figure", "planned"]
 
 
 @pytest.mark.slow
@@ -82,6 +83,38 @@ def test_the_page_on_many_ranks_has_the_records_figures():
     assert re.search(r"They are 2\.01 . those of ring algorithms", page)
     assert "the median error is {}, the largest {}".format(*re.findall(r"\d+ ?%", errors.replace("%", " %"))) in page
     assert sum(row.startswith("| 1,000 M") for row in run("cost_model.py").splitlines()) == 6
+
+
+def test_the_record_of_memory_on_ascend(tmp_path):
+    """Nobody is left out without a reason, peaks lie on lines, and gradients that wait for each other show."""
+    groups = json.loads((BENCHMARKS / "records" / "ascend.json").read_text(encoding="utf-8"))["groups"]
+    assert len(groups) == 5
+    for group in groups:
+        assert all("peaks" in figures or figures["message"] for figures in group["contestants"].values())
+        found = {name: figures for name, figures in group["contestants"].items() if "peaks" in figures}
+        assert found.keys() >= {"undivided", "split", "split-in-step"}
+        assert max(figures["deviation"] for figures in found.values()) < 0.02
+        assert found["split"]["per_parameter"] < 16.7 or group["name"] == "MLP"
+    control, ours = (groups[0]["contestants"][name]["per_parameter"] for name in ("one-buffer", "split"))
+    assert control > ours + 2
+    printed = run("report.py", BENCHMARKS / "records" / "ascend.json", "--output", tmp_path)
+    assert printed.count("|undivided|") == 5
+    assert (tmp_path / "ascend.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=str(missing()))
+def test_memory_on_ascend_is_planned(tmp_path):
+    """Exact: as in the record. "one-buffer" is the control: it adds gradients in turn, so all of them wait for each other."""
+    summary, _ = quick("ascend", tmp_path, "--contestants", "split,one-buffer")
+    found = summary["groups"]["MLP"]["bytes"]
+    (recorded, *_) = json.loads((BENCHMARKS / "records" / "ascend.json").read_text(encoding="utf-8"))["groups"]
+    assert found.keys() == {"undivided", "split", "one-buffer"}
+    for name, (per_parameter, per_sample) in found.items():
+        assert per_parameter == pytest.approx(recorded["contestants"][name]["per_parameter"], rel=0.01)
+        assert per_sample == pytest.approx(recorded["contestants"][name]["per_sample"], rel=0.01)
+    assert found["one-buffer"][0] > found["split"][0] + 2
+    assert found["undivided"][1] > 6 * found["split"][1]
 
 
 def test_a_suite_and_its_report(tmp_path):

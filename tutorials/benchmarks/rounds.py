@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
 
-import ascend
 import numpy as np
 import oracle
+import plan
 from fleet import Unavailable, Worker, fleet
 from suites import REFEREE, WINDOWS, Group
 
@@ -86,7 +86,7 @@ def plan_group(group: Group, rounds: int, scratch: Path) -> dict:
             peaks = {size: answer["peak"] for size, answer in answers.items()}
             parameters = answers[group.sizes[0]]["parameters"]
             results.of(name).update(status="measured", parameters=parameters, peaks=peaks,
-                                    **ascend.figures(peaks, parameters, group.case["accumulate_step"]))
+                                    **plan.figures(peaks, parameters, group.case["accumulate_step"]))
     return record_of(group, results, base=[])
 
 

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import ascend
+import plan
 import records
 from contestants import MODULES
 from digits import unpack
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
         try:
             groups = chosen_groups(options, Path(scratch) / "digits")
             if options.suite == "ascend":
-                os.environ.update(ascend.environment(Path(scratch)))
+                os.environ.update(plan.environment(Path(scratch)))
         except (ValueError, OSError) as error:
             parser.error(str(error))
         rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)[options.suite]
