@@ -39,7 +39,8 @@ def figures(peaks: dict[int, int], parameters: int, microbatches: int) -> dict[s
     """What peak memory is made of, for "what fits?".
 
     A window with n samples needs `per_parameter * parameters` bytes at least, and `held * parameters + per_sample * n` where
-    activations outweigh gradients. `deviation`: how far that line misses a size between its two ends, relative.
+    activations outweigh gradients. Held are the gradients, too, that are there when activations are at their peak.
+    `deviation`: how far that line misses a size between its two ends, relative.
 
     Args:
         peaks: Bytes at the peak of a window, by samples in a microbatch: the smallest, and three on the line.
