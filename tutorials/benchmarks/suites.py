@@ -161,7 +161,7 @@ def ascend(quick: bool, digits: Path) -> list[Group]:
     networks = [
         ("MLP", "mlp-784-512-512-10", 2048), ("CNN", "cnn-64x2", 32), ("ViT", "vit-192x6", 64),
         # Wide and of few blocks: each block takes time to compile, and adds nothing to figures for each parameter.
-        ("transformer, 10 M", "transformer-384x6", 64), ("transformer, 350 M", "transformer-2048x7", 48)]
+        ("transformer, 10 M", "transformer-384x6", 64), ("transformer, 350 M", "transformer-2048x7", 96)]
     return [Group(label, asdict(Case(network, 1, 8, optimizer="Adam")), (*ASCEND, CONTROL) if label == "MLP" else ASCEND, (),
                   sizes=(1, size, size * 3 // 2, size * 2)) for label, network, size in networks[:1 if quick else None]]
 
