@@ -100,7 +100,7 @@ def table(suite: str, group: dict) -> str:
 def ascend_table(group: dict) -> str:
     """A group of the dry run as Markdown, in the order of the suite: for each what it takes, or why it was not measured."""
     found = planned(group)
-    rows = [("contestant", "bytes per parameter, smallest window", "with large microbatches", "KiB per sample of the window",
+    rows = [("contestant", "bytes per parameter, smallest window", "held with large microbatches", "KiB per sample of the window",
              f"samples of a window in {DEVICE >> 30} GiB", "off the line")]
     rows.append(("-",) * len(rows[0]))
     for name, figures in found.items():
@@ -247,7 +247,7 @@ def draw_ascend(record: dict, file: Path) -> None:
             if "undivided" in found:
                 heights.append(found[name]["per_sample"] / found["undivided"]["per_sample"])
             for axis, height in zip(axes, heights):
-                bars = axis.bar(at + (place + 0.5) / (len(names) + 1) - 0.5, height, 1 / (len(names) + 1), color=SHADES[name],
+                bars = axis.bar(at + (place + 1) / (len(names) + 1) - 0.5, height, 1 / (len(names) + 1), color=SHADES[name],
                                 label=name if at == 0 else None)
                 axis.bar_label(bars, fmt="%.0f" if axis is axes[0] else "%.2f", fontsize=6)
     axes[0].set_ylabel("bytes per parameter,\nsmallest window")
