@@ -104,13 +104,12 @@ def test_an_error_of_reading_comes_after_the_loss_of_what_was_trained(losses):
         raise OSError("the disk is gone")
 
     for after in (2, 3):
-        network, seen = MLP(), 0
+        network, seen = MLP(), []
         train_step = make_train_step(forward_of(network), sgd(network), 2, losses=losses)
         with pytest.raises(OSError, match="the disk is gone"):
-            for _ in train_step.epoch(broken(after)):
-                seen += 1
+            seen.extend(train_step.epoch(broken(after)))
         accumulator = train_step.accumulator
-        assert seen == 2 * int(accumulator.update_step) + int(accumulator.mini_step) == (after if losses == 1 else 2)
+        assert len(seen) == 2 * int(accumulator.update_step) + int(accumulator.mini_step) == (after if losses == 1 else 2)
 
 
 def test_two_losses_take_tensors_that_are_filled_again():
