@@ -28,15 +28,14 @@ from mindspore import Parameter, Tensor, nn, ops
 from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
 from ms_accum.batch_size import AdaptiveWindow, batch_ramp, scale_lr, seesaw
 from ms_accum.lm import data as text_data
+from ms_accum.lm import train as text_train
 from ms_accum.lm.network import BitsPerByte, count_bytes
-from ms_accum.lm.settings import Settings as TextSettings
-from ms_accum.lm.train import Task as TextTask
-from ms_accum.lm.train import evaluate
+from ms_accum.lm.network import Network as TextNetwork
 from ms_accum.mnist import data as digits_data
+from ms_accum.mnist import train as digits_train
+from ms_accum.mnist.network import Network as DigitsNetwork
 from ms_accum.mnist.network import make_forward
-from ms_accum.mnist.settings import Settings as DigitsSettings
-from ms_accum.mnist.train import Task as DigitsTask
-from ms_accum.reference.train import make_adam
+from ms_accum.programs import adam
 
 LONGEST = 16
 CONTESTANTS = ("1", "2", "4", "16", "ramp", "seesaw", "adaptive")
@@ -52,45 +51,42 @@ class Problem:
 
     name: str
     rule: str
-    make_task: Callable[[int], Any]
+    make_network: Callable[[int], nn.Cell]
     make_loss: Callable[[nn.Cell], Callable]
     weight_fn: Callable | None
     make_optimizer: Callable[[list, Any], nn.Cell]
     clip_norm: float | None
-    test: Callable[[Callable, Any], float]
+    test: Callable[[Callable], float]
     unit: str
-
-    def microbatches(self, seed: int) -> list[tuple]:
-        """Return all microbatches of a run, of all epochs."""
-        task = self.make_task(seed)
-        return [task.data.batch(rows) for epoch in range(1, task.settings.epochs + 1) for rows in task.order(epoch)]
+    microbatches: Callable[[int], list[tuple]]  # all of a run with a seed, of all epochs
 
 
 def digits(quick: bool) -> Problem:
     """Return the problem of `ms-accum mnist`: three epochs of 10,000 digits in microbatches of 32."""
     mnist = digits_data.load("embedded")
 
-    def make_task(seed: int) -> DigitsTask:
-        return DigitsTask(mnist, DigitsSettings(seed=seed, epochs=3, batch_size=256 if quick else 32))
+    def microbatches(seed: int) -> list[tuple]:
+        size = 256 if quick else 32
+        return [mnist.train.batch(rows) for epoch in (1, 2, 3) for rows in digits_train.order(len(mnist.train), size, seed, epoch)]
 
-    def test(loss: Callable, task: DigitsTask) -> float:
-        return float(loss(*map(Tensor, task.mnist.test.batch(np.arange(task.mnist.test.size)))))
+    def test(loss: Callable) -> float:
+        return float(loss(*map(Tensor, mnist.test.batch(np.arange(len(mnist.test))))))
 
-    return Problem("digits", "linear", make_task, make_forward, None, lambda network, rate: nn.SGD(network.trainable_params(), rate), None,
-                   test, "digits")
+    return Problem("digits", "linear", DigitsNetwork, make_forward, None, nn.SGD, None, test, "digits", microbatches)
 
 
 def text(quick: bool) -> Problem:
     """Return the problem of `ms-accum lm`: two epochs of a quarter of Python's help in microbatches of 16 rows."""
-    excerpt = text_data.load("excerpt", 42)
+    excerpt, size = text_data.load("excerpt", 42), 128 if quick else 16
 
-    def make_task(seed: int) -> TextTask:
-        return TextTask(excerpt, TextSettings(seed=seed, epochs=1 if quick else 2, batch_size=128 if quick else 16), "excerpt")
+    def microbatches(seed: int) -> list[tuple]:
+        return [excerpt.train.batch(rows) for epoch in range(1, 2 if quick else 3)
+                for rows in text_train.order(excerpt.train, size, seed, epoch)]
 
-    def test(loss: Callable, task: TextTask) -> float:
-        return evaluate(loss, task.text.validation, task.settings)
+    def test(loss: Callable) -> float:
+        return text_train.evaluate(loss, excerpt.validation, size)
 
-    return Problem("text", "sqrt", make_task, BitsPerByte, count_bytes, make_adam, 1.0, test, "bytes")
+    return Problem("text", "sqrt", TextNetwork, BitsPerByte, count_bytes, adam, 1.0, test, "bytes", microbatches)
 
 
 def cosine(p: int, updates: int) -> float:
@@ -103,14 +99,14 @@ class Contestant:
 
     def __init__(self, problem: Problem, name: str) -> None:
         self.problem, self.name = problem, name
-        self.task = problem.make_task(0)
+        network = problem.make_network(0)
         self.batches = problem.microbatches(0)
         window, rates = self.schedule(1.0)
-        self.optimizer = problem.make_optimizer(self.task.network, rates)
+        self.optimizer = problem.make_optimizer(network.trainable_params(), rates)
         rate = self.optimizer.learning_rate
         self.rates = rate if isinstance(rate, Parameter) else rate.learning_rate  # of a list, MindSpore keeps a Cell
         self.accumulator = Accumulator(self.optimizer, window, problem.clip_norm, reduction="mean")
-        loss = problem.make_loss(self.task.network)
+        loss = problem.make_loss(network)
         self.step = make_train_step(loss, self.accumulator, weight_fn=problem.weight_fn)
         self.loss = ms.jit(loss)
         state = {id(p): p for p in (*self.optimizer.get_parameters(), *self.accumulator.parameters)}
@@ -136,15 +132,14 @@ class Contestant:
         for batch in {tuple(part.shape for part in batch): batch for batch in self.batches}.values():
             self.step(*map(Tensor, batch))
         self.step.flush()
-        self.problem.test(self.loss, self.task)
+        self.problem.test(self.loss)
 
     def reset(self, seed: int, peak: float) -> None:
         """Go back to the start: the weights and the order of a seed, the rates of a peak."""
-        self.task = self.problem.make_task(seed)
         self.batches = self.problem.microbatches(seed)
         for parameter, value in self.start:
             ops.assign(parameter, value)
-        initial = {p.name: p for p in self.task.network.trainable_params()}
+        initial = {p.name: p for p in self.problem.make_network(seed).trainable_params()}
         for parameter in self.optimizer.parameters:
             ops.assign(parameter, Tensor(initial[parameter.name].asnumpy().copy()))
         ops.assign(self.rates, Tensor(self.schedule(peak)[1], ms.float32))
@@ -167,7 +162,7 @@ class Contestant:
             if done + 1 == total:
                 self.step.flush()
             if done + 1 in marks:
-                loss = self.problem.test(self.loss, self.task)
+                loss = self.problem.test(self.loss)
                 curve.append([done + 1, int(accumulator.update_step), loss if isfinite(loss) else None])
         return {"seed": seed, "peak": peak, "curve": curve, "lengths": lengths}
 

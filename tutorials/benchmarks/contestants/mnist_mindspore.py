@@ -1,8 +1,7 @@
-"""An epoch over digits in MindSpore: the reference run of ms_accum.mnist, and the tutorial's own loop."""
+"""An epoch over digits in MindSpore: the loop of `ms-accum mnist`, and the tutorial's own."""
 from __future__ import annotations
 
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
@@ -12,16 +11,13 @@ from case import EpochCase, initial_weights, mlp_shapes
 from mindspore import Tensor, dataset, nn, ops
 from mindspore.dataset import transforms, vision
 
-from ms_accum import avoid_busy_waiting
-from ms_accum.mnist.data import Digits, Mnist, load_folder
-from ms_accum.mnist.network import MEAN, STD, Network
-from ms_accum.mnist.settings import Settings
-from ms_accum.mnist.train import Task
-from ms_accum.reference.train import train
+from ms_accum import avoid_busy_waiting, make_train_step
+from ms_accum.mnist.data import Digits, load_folder
+from ms_accum.mnist.network import MEAN, STD, Network, make_forward
+from ms_accum.mnist.train import order
+from ms_accum.step import TrainStep
 
 from .mindspore_ import TwoBuffers
-
-ENDLESS = 10**6
 
 
 def network_of(case: EpochCase) -> Network:
@@ -33,32 +29,40 @@ def network_of(case: EpochCase) -> Network:
 
 
 class Reference:
-    """The reference run as `ms-accum mnist` does it, its test digits left out of the time."""
+    """The loop of `ms-accum mnist`, without its test."""
 
     def __init__(self, case: EpochCase) -> None:
         avoid_busy_waiting()
         self.case = case
-        self.digits = load_folder(Path(case.folder))
-        self.settings = Settings(batch_size=case.batch, accumulate_step=case.accumulate_step, epochs=ENDLESS, lr=case.lr)
-        self.epochs = train(self.task(self.digits))
+        self.digits = load_folder(Path(case.folder)).train
+        _, self.train_step = self.build()
+        self.epochs = 0
 
-    def task(self, digits: Mnist) -> Task:
-        """The case's network on digits."""
-        task = Task(digits, self.settings)
-        task.network = network_of(self.case)
-        return task
+    def build(self) -> tuple[Network, TrainStep]:
+        """The network with its initial weights, and a train step."""
+        network = network_of(self.case)
+        optimizer = nn.SGD(network.trainable_params(), self.case.lr)
+        return network, make_train_step(make_forward(network), optimizer, self.case.accumulate_step)
+
+    def epoch(self, train_step: TrainStep, digits: Digits, epoch: int) -> None:
+        rows = order(len(digits), self.case.batch, self.case.seed, epoch)
+        for loss in list(train_step.epoch(map(digits.batch, rows))):
+            loss.asnumpy()
 
     def agree(self, windows: int) -> list[np.ndarray]:
         """Parameters after as many epochs of one window: whatever the order within it, the update is the same."""
-        one_window = Digits(self.digits.train.images[:self.case.window], self.digits.train.labels[:self.case.window])
-        task = self.task(Mnist(one_window, self.digits.test))
-        for _ in islice(train(task), windows):
-            pass
-        return [p.asnumpy() for p in task.network.trainable_params()]
+        one_window = Digits(self.digits.images[:self.case.window], self.digits.labels[:self.case.window])
+        network, train_step = self.build()
+        for epoch in range(windows):
+            self.epoch(train_step, one_window, epoch)
+        return [p.asnumpy() for p in network.trainable_params()]
 
     def time(self, microbatches: int) -> float:
         """Seconds of the next epoch; `microbatches` is how many it has."""
-        return next(self.epochs).train_seconds
+        start = perf_counter()
+        self.epochs += 1
+        self.epoch(self.train_step, self.digits, self.epochs)
+        return perf_counter() - start
 
 
 class TutorialLoop:
