@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -12,13 +12,10 @@ from mindspore import Tensor, nn
 from .comparison import CONFIDENCE, Calls, Comparison, Division, norms
 from .groupnorm import BATCH_NORMS, statistics_of
 
-_LISTED = 6  # numbers that a cause lists
-
 # What a cause does, and the remedy.
-SWITCHED_OFF = (
-    "random: no two runs of a batch draw the same numbers, accumulated or not; compared with the layer switched off",
-    "none needed: a mask concerns one sample at a time, so accumulation is exact for whatever is drawn")
-RANDOM = ("random: two evaluations of the same batch differ, so nothing can be compared",
+_SWITCHED_OFF = ("random: no two runs draw the same numbers, accumulated or not; compared with the layer switched off",
+                 "none needed: a mask concerns one sample at a time, so accumulation is exact for whatever is drawn")
+_RANDOM = ("random: two evaluations of the same batch differ, so nothing can be compared",
           "draw random numbers only in a layer, while its self.training is True, and check again")
 NOT_FINITE = ("not finite: the gradient of the undivided batch is NaN or infinite, so nothing can be compared",
               "check data, loss scale and weights")
@@ -53,13 +50,18 @@ class Cause:
     remedy: str
 
 
-def causes_in(functions: Mapping[str, object], what: str, remedy: str) -> list[Cause]:
+def causes_in(functions: dict[str, Callable], what: str, remedy: str) -> list[Cause]:
     """Return a cause for each of some layers or functions."""
     return [Cause(name, type(function).__name__ if isinstance(function, nn.Cell) else "function", what, remedy)
             for name, function in functions.items()]
 
 
-def switch_off_random(division: Division) -> tuple[dict[str, nn.Cell], dict[str, object]]:
+def in_loss(division: Division, what: str, remedy: str) -> list[Cause]:
+    """Return a cause that lies in the loss function."""
+    return [Cause(division.forward_fn.__name__, "function", what, remedy)]
+
+
+def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause]]:
     """Switch off random layers, and those of their kind, until two runs agree. Return them, and what stays random."""
     off: dict[str, nn.Cell] = {}
     while True:
@@ -68,8 +70,9 @@ def switch_off_random(division: Division) -> tuple[dict[str, nn.Cell], dict[str,
         limit = np.sqrt(division.roundoff)
         random = _differing(division, first, second, limit)
         if random.keys() <= off.keys():  # none, or found again
-            stays = random or (division.loss if _apart([(loss, other_loss)], limit) else {})
-            return {name: cell for name, cell in off.items() if name not in random}, stays
+            off = {name: cell for name, cell in off.items() if name not in random}
+            in_function = in_loss(division, *_RANDOM) if _distance([(loss, other_loss)]) > limit else []
+            return causes_in(off, *_SWITCHED_OFF), causes_in(random, *_RANDOM) or in_function
         kinds = {type(cell) for cell in random.values()}
         off |= random | {name: cell for name, cell in division.layers.cells.items()
                          if type(cell) in kinds and name in first and cell.training and getattr(cell, "p", None) != 0}
@@ -84,28 +87,22 @@ def causes_of(division: Division, comparison: Comparison) -> list[Cause]:
     division.run(division.batch)
     _, after = division.run(division.pieces[0], restored=False)
     moved = _differing(division, before, after, CONFIDENCE * division.eps)
-    division.between = bool(moved)
-    found = causes_in(moved, *_STATE) + causes_in(_frozen_batch_norms(division), *_BATCH_STATISTICS)
-    rest = division.compare() if found else comparison
-    if rest.exact:
-        return found
-    (_, batch), (_, piece) = division.run(division.batch), division.run(division.pieces[0])
-    coupled = _differing(division, batch, piece, np.sqrt(division.roundoff))
-    found += causes_in({name: cell for name, cell in coupled.items() if name not in moved}, *_COUPLING)
-    found += [] if coupled else _wrong_normalisation(division, rest) or _nonlinear_backward(division, rest)
-    return found or causes_in(division.loss, *_NO_MEAN)
-
-
-def _frozen_batch_norms(division: Division) -> dict[str, nn.Cell]:
-    """Freeze the BatchNorm layers that normalise by their batch, and return them (a BatchNorm3d wraps another)."""
-    found = {name: cell for name, cell in division.layers.cells.items()
-             if name in division.called and isinstance(cell, BATCH_NORMS) and statistics_of(cell) is cell
-             and (cell.training if cell.use_batch_statistics is None else cell.use_batch_statistics)}
+    frozen = {name: cell for name, cell in division.layers.cells.items()
+              if name in division.called and isinstance(cell, BATCH_NORMS) and statistics_of(cell) is cell
+              and (cell.training if cell.use_batch_statistics is None else cell.use_batch_statistics)}
     division.layers.restore()
-    for cell in found.values():
+    for cell in frozen.values():
         cell.training, cell.use_batch_statistics = False, None
     division.layers.keep()
-    return found
+    division.between = bool(moved)
+    found = causes_in(moved, *_STATE) + causes_in(frozen, *_BATCH_STATISTICS)
+    rest = division.compare() if found else comparison
+    if not rest.exact:
+        (_, batch), (_, piece) = division.run(division.batch), division.run(division.pieces[0])
+        coupled = _differing(division, batch, piece, np.sqrt(division.roundoff))
+        found += causes_in({name: cell for name, cell in coupled.items() if name not in moved}, *_COUPLING)
+        found += [] if coupled else _wrong_normalisation(division, rest) or _nonlinear_backward(division, rest)
+    return found or in_loss(division, *_NO_MEAN)
 
 
 def _differing(division: Division, some: Calls, others: Calls, limit: float) -> dict[str, nn.Cell]:
@@ -119,29 +116,28 @@ def _differing(division: Division, some: Calls, others: Calls, limit: float) -> 
         inputs, outputs = (list(zip(*both)) for both in zip(some[name], others[name]))
         if any(a.shape != b.shape for a, b in inputs):  # then an output that is not cut is none for samples
             outputs = [(a, b) for a, b in outputs if a.shape != b.shape]
-        if _apart(outputs, limit) and not _apart(inputs, CONFIDENCE * division.eps):
+        if _distance(outputs) > limit and _distance(inputs) <= CONFIDENCE * division.eps:
             found[name] = division.layers.cells[name]
     return {name: cell for name, cell in found.items()
             if not any(inner is not cell and inner in found.values() for _, inner in cell.cells_and_names())}
 
 
-def _apart(pairs: list[tuple[Tensor, Tensor]], limit: float) -> bool:
-    return any(_distance(a, b) > limit for a, b in pairs)
-
-
-def _distance(whole: Tensor, part: Tensor) -> float:
-    """Return the norm of the difference to the larger norm, of the first rows if a part has fewer of them."""
-    for axis in [axis for axis, (a, b) in enumerate(zip(whole.shape, part.shape)) if a > b][:1]:
-        whole = whole[(slice(None),) * axis + (slice(0, part.shape[axis]),)]
-    if whole.shape != part.shape:
-        return np.inf
-    a, b = (np.nan_to_num(t.astype(ms.float32).asnumpy().astype(np.float64), nan=1e30) for t in (whole, part))
-    return float(np.linalg.norm(a - b) / (max(np.linalg.norm(a), np.linalg.norm(b)) or 1.0))
+def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the largest norm of a difference to the larger norm, of the first rows if the second has fewer."""
+    distances = [0.0]
+    for one, other in pairs:
+        for axis in [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape)) if a > b][:1]:
+            one = one[(slice(None),) * axis + (slice(0, other.shape[axis]),)]
+        if one.shape != other.shape:
+            return np.inf
+        a, b = (np.nan_to_num(t.astype(ms.float32).asnumpy().astype(np.float64), nan=1e30) for t in (one, other))
+        distances.append(np.linalg.norm(a - b) / (max(np.linalg.norm(a), np.linalg.norm(b)) or 1.0))
+    return max(distances)
 
 
 def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cause]:
     """Return the cause if some weights turn the gradients of the pieces into that of the batch."""
-    batch, *pieces = np.column_stack((comparison.sketches, comparison.losses))
+    batch, *pieces = comparison.sketches
     counted = [i for i, piece in enumerate(pieces) if division.shares[i] > 0 or np.isfinite(piece).all()]
     # A piece without tokens has loss NaN and gradient 0 with nn.CrossEntropyLoss(ignore_index=...).
     rows = np.array([pieces[i] if pieces[i][:-1].any() else np.zeros_like(batch) for i in counted])
@@ -153,39 +149,34 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
             for whole, part in ((batch[:-1], rows[:, :-1]), (batch[-1:], rows[:, -1:])))
 
     if explains(np.ones(len(rows))):
-        return causes_in(division.loss, "wrong normalisation: the loss is a sum over samples, of which accumulation "
-                         f"over {len(rows)} pieces takes the mean", "return the mean over the samples")
-    usual = [(code, counts[counted] / counts.sum()) for code, counts in _usual_weights(division) if counts.sum() > 0]
-    fitted = "what the mean in the loss divides by, e.g. the number of unmasked tokens", _fitted(batch, rows)
-    code, shares = next((found for found in (*usual, fitted) if explains(found[1])), (None, None))
-    if code is None:
-        return []
-    remedy = "give weight_fn=, a function of a piece, and let it" if division.weight_fn is None else "let weight_fn"
-    return causes_in(division.loss, f"wrong normalisation: the batch counts its pieces {_numbers(shares)}, but they "
-                     f"were weighted {_numbers(division.shares[counted])}", f"{remedy} return {code}")
+        return in_loss(division, "wrong normalisation: the loss is a sum over samples, of which accumulation over "
+                       f"{len(rows)} pieces takes the mean", "return the mean over the samples")
+    fitted = np.linalg.lstsq((rows[:-1] - rows[-1]).T, batch - rows[-1], rcond=1e-12)[0]
+    fitted = np.clip(np.append(fitted, 1 - fitted.sum()), 0, None) * rows.any(1)  # as weights with the sum 1
+    weights = [*_usual_weights(division, counted), (
+        "what the mean in the loss divides by, e.g. the number of unmasked tokens", fitted)]
+    for code, weight in weights:
+        if weight.sum() > 0 and explains(weight / weight.sum()):
+            got, used = (", ".join(f"{share:.4g}" for share in shares)
+                         for shares in (weight / weight.sum(), division.shares[counted]))
+            give = "give weight_fn=, a function of a piece, and " if division.weight_fn is None else ""
+            return in_loss(division, f"wrong normalisation: the batch counts its pieces {got}, but they were weighted "
+                           f"{used}", f"{give}let weight_fn return {code}")
+    return []
 
 
-def _fitted(batch: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return weights >= 0 with sum 1 that combine the rows to the batch, exactly if that is possible."""
-    shares = np.linalg.lstsq((rows[:-1] - rows[-1]).T, batch - rows[-1], rcond=1e-12)[0]
-    shares = np.clip(np.append(shares, 1 - shares.sum()), 0, None) * rows.any(1)
-    return shares / shares.sum()
-
-
-def _usual_weights(division: Division) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield weights that masked means divide by: their code, and what it gives for each piece."""
-    parameters = inspect.signature(getattr(division.forward_fn, "construct", division.forward_fn)).parameters
-    for name, *values in zip(parameters, *division.pieces):
-        if isinstance(values[0], Tensor) and values[0].ndim:
-            arrays, cuts = [value.asnumpy() for value in values], (("", ...), ("[:, 1:]", np.s_[:, 1:]))
-            for part, cut in cuts[:values[0].ndim]:
+def _usual_weights(division: Division, counted: list[int]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield weights that masked means divide by: their code, and what it gives for some pieces."""
+    function = inspect.unwrap(division.forward_fn)
+    parameters = inspect.signature(getattr(function, "construct", function)).parameters.values()
+    for parameter, *values in zip(parameters, *(division.pieces[i] for i in counted)):
+        if isinstance(values[0], Tensor) and values[0].ndim and parameter.kind != parameter.VAR_POSITIONAL:
+            arrays = [value.asnumpy() for value in values]
+            for part, cut in (("", ...), ("[:, 1:]", np.s_[:, 1:]))[:values[0].ndim]:
+                name = parameter.name + part
                 for ignored in (-100, -1, 0):
-                    yield f"({name}{part} != {ignored}).sum()", np.array([(a[cut] != ignored).sum() for a in arrays])
-                yield f"{name}{part}.sum()", np.array([float(a[cut].sum()) for a in arrays])
-
-
-def _numbers(values: np.ndarray) -> str:
-    return ", ".join([f"{value:.4g}" for value in values[:_LISTED]] + ["..."] * (len(values) > _LISTED))
+                    yield f"({name} != {ignored}).sum()", np.array([(a[cut] != ignored).sum() for a in arrays])
+                yield f"{name}.sum()", np.array([float(a[cut].sum()) for a in arrays])
 
 
 def _nonlinear_backward(division: Division, comparison: Comparison) -> list[Cause]:
@@ -195,8 +186,8 @@ def _nonlinear_backward(division: Division, comparison: Comparison) -> list[Caus
     """
     scale = 2.0 ** np.ceil(np.log2(len(division.pieces)))  # by a power of two: exact in any dtype
     division.layers.restore()
-    _, gradients = division.gradients(division.batch, scale)
+    gradients, _ = division.gradients(division.batch, scale)
     if (norms([g / scale - whole for g, whole in zip(gradients, comparison.whole)]) <= comparison.explained).all():
         return []
     own = {name: cell for name, cell in division.layers.cells.items() if cell.has_bprop and name in division.called}
-    return causes_in(own or division.loss, *_NONLINEAR)
+    return causes_in(own, *_NONLINEAR) or in_loss(division, *_NONLINEAR)

@@ -3,7 +3,7 @@
 Of each parameter, let g be the gradient of the batch, and g_i and s_i the gradients of the pieces and their shares of
 the weight. Rounding explains the difference of the two norms below, with a probability of 0.9993 (Higham and Mary):
 
-    |sum of s_i g_i - g|  <=  4 (change + eps (sum of s_i |g_i| + |layer|)),    eps = u + sqrt(m) min(u, 2^-24)
+    |sum of s_i g_i - g|  <=  4 (change + eps (sum of s_i |g_i| + |layer|)),    eps = u + sqrt(m) 2^-24
 
 - eps is the relative error of a sum: u is the unit roundoff of the coarsest dtype in the network, m the length of the
   longest sum, over the samples or in an inner product. 16-bit layers round results to 16 bits and sum in 32.
@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import mindspore as ms
 import numpy as np
@@ -25,48 +24,28 @@ from mindspore import Tensor, nn, ops
 
 from ..arguments import as_weight
 from ..differentiate import checked_loss
-from ..gradients import FLOATS
+from ..gradients import FLOATS, HALF
 from ..pieces import layout, select_rows, starts_of
 from .isolation import Layers, casts_inside
 
 FLOAT32 = 2.0 ** -24  # its unit roundoff
-_ROUNDOFF = {ms.float16: 2.0 ** -11, ms.bfloat16: 2.0 ** -8, ms.float32: FLOAT32, ms.float64: 2.0 ** -53}
+_ROUNDOFF = {ms.float16: 2.0 ** -11, ms.bfloat16: 2.0 ** -8}
 CONFIDENCE = 4.0
 _SKETCHED = 4096  # elements of a gradient that tell the pieces apart
 Calls = dict[str, tuple[list[Tensor], list[Tensor]]]  # what each layer was given in its first call, and returned
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The gradients of the undivided batch (`whole`) and the norms of each parameter's gradients and their difference.
+class Comparison(NamedTuple):
+    """The undivided and the accumulated gradient of a batch. Arrays hold a number for each parameter."""
 
-    `losses` and `sketches` are the loss and some elements of the gradients: of the batch, then of its pieces.
-    """
-
-    whole: list[np.ndarray]
-    undivided: np.ndarray
-    accumulated: np.ndarray
-    difference: np.ndarray
-    explained: np.ndarray  # by rounding
-    losses: np.ndarray
-    sketches: np.ndarray
-
-    @property
-    def exact(self) -> bool:
-        """Whether rounding explains all differences."""
-        return bool((self.difference <= self.explained).all())
-
-    @property
-    def relative(self) -> np.ndarray:
-        """difference / undivided; 0 where both gradients are only rounding, infinite where one is not finite."""
-        silent = (self.undivided <= self.explained) & (self.accumulated <= self.explained)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(silent, 0.0, np.nan_to_num(self.difference / self.undivided, nan=np.inf, posinf=np.inf))
-
-    @property
-    def rounding(self) -> float:
-        """What rounding explains, relative to all gradients together."""
-        return float(np.linalg.norm(self.explained) / np.linalg.norm(self.undivided))
+    relative: np.ndarray  # norm of the difference to that of the undivided gradient; 0 if both are only rounding
+    tolerances: np.ndarray  # what rounding explains of it
+    explained: np.ndarray  # the same, as a norm
+    exact: bool  # whether rounding explains all differences
+    rounding: float  # what rounding explains, relative to all gradients together
+    finite: bool  # whether the undivided gradients are
+    whole: list[np.ndarray]  # the undivided gradients
+    sketches: np.ndarray  # some elements of the gradients, and the loss: of the batch, then of its pieces
 
 
 class Division:
@@ -76,33 +55,39 @@ class Division:
         error: What op by op execution raised, if `forward_fn` is therefore compiled.
         between: Whether state is restored before each piece, not only before the first.
         called: Names of the layers that ran.
-        roundoff: Unit roundoff of the coarsest float dtype among parameters, outputs of layers and the loss.
+        roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
         eps: Relative error of a sum.
     """
 
     def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
                  weight_fn: Optional[Callable]) -> None:
-        self.loss = {getattr(forward_fn, "__name__", type(forward_fn).__name__): forward_fn}  # by its name
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
         self.parameters = network.trainable_params()
+        self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
         self.samples, cut = layout(batch)
         spans = starts_of(self.samples, pieces)
         self.pieces = [select_rows(ops.arange(start, start + rows), cut, batch) for start, rows in spans]
         self.error, self.between = None, False
-        runs = self._first_runs()
-        self.called = {name for _, calls in runs for name in calls}
+        try:
+            runs = self._runs()
+        except (TypeError, AttributeError) as error:  # as where a Tensor's method returns something else in a graph
+            self.error = error
+            os.environ.pop("MS_JIT")  # until `untouched` ends
+            try:
+                runs = self._runs()
+            except Exception:
+                raise error from None
         if isinstance(runs[0][0], (tuple, list)):
             raise TypeError(f"forward_fn returned {len(runs[0][0])} values, expected the loss alone; return no aux, or "
                             "give losses= their number (in a shell: --losses) if these are losses")
+        self.called = {name for _, calls in runs for name in calls}
         tensors = [checked_loss(loss, "forward_fn") for loss, _ in runs]
         tensors += [t for _, calls in runs for _, outputs in calls.values() for t in outputs]
-        self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
-        dtypes = {t.dtype for t in (*tensors, *self._floats)}
-        if any(map(casts_inside, (forward_fn, *layers.cells.values()))):
-            dtypes.add(ms.bfloat16)  # or float16, which is finer
-        self.roundoff = max(_ROUNDOFF[dtype] for dtype in dtypes if dtype in _ROUNDOFF)
+        casts = any(map(casts_inside, (forward_fn, *layers.cells.values())))  # to bfloat16, or to what is finer
+        dtypes = {t.dtype for t in (*tensors, *self._floats)} | ({ms.bfloat16} if casts else set())
+        self.roundoff = max([FLOAT32, *(_ROUNDOFF[dtype] for dtype in dtypes if dtype in HALF)])
         lengths = [p.size // min(p.shape[:2]) for p in self._floats if p.ndim >= 2]
-        self.eps = self.roundoff + np.sqrt(max([self.samples, *lengths])) * min(self.roundoff, FLOAT32)
+        self.eps = self.roundoff + np.sqrt(max([self.samples, *lengths])) * FLOAT32
         with layers.watched(lambda *call: None):
             weights = [float(as_weight(rows if weight_fn is None else weight_fn(*piece)))
                        for (_, rows), piece in zip(spans, self.pieces)]
@@ -111,20 +96,10 @@ class Division:
                              "the mean in forward_fn divides by, e.g. the number of unmasked tokens")
         self.shares = np.array(weights) / sum(weights)
 
-    def _first_runs(self) -> list[tuple[Any, Calls]]:
-        """Run the batch and a piece of each size, op by op, or compiled if that fails.
-
-        An error in `forward_fn` surfaces here: MindSpore's next compilation may fail after one in a backward pass.
-        """
-        try:
-            runs = [self.run(inputs) for inputs in (self.batch, self.pieces[0], self.pieces[-1])]
-            [t.asnumpy() for loss, _ in runs for t in tensors_in(loss)]  # kernels report errors late
-        except (TypeError, AttributeError) as error:  # as from what a Tensor's method returns in a graph only
-            if self.error is not None:
-                raise self.error from None
-            self.error = error
-            os.environ.pop("MS_JIT")  # until `untouched` ends
-            runs = self._first_runs()
+    def _runs(self) -> list[tuple[Any, Calls]]:
+        """Run the batch and a piece of each size: after an error in a gradient, MindSpore may not compile again."""
+        runs = [self.run(inputs) for inputs in (self.batch, self.pieces[0], self.pieces[-1])]
+        [t.asnumpy() for loss, _ in runs for t in tensors_in(loss)]  # kernels report errors late
         return runs
 
     def run(self, inputs: tuple, restored: bool = True) -> tuple[Any, Calls]:
@@ -141,11 +116,12 @@ class Division:
         with self.layers.watched(visit):
             return self.forward_fn(*inputs), calls
 
-    def gradients(self, inputs: tuple, scale: float = 1.0) -> tuple[float, list[np.ndarray]]:
-        """Return the loss times `scale`, and its gradients."""
+    def gradients(self, inputs: tuple, scale: float = 1.0) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return the gradients of the loss times `scale`, and a sketch: some elements of them, and the loss."""
         differentiated = ms.value_and_grad(self._scaled(scale), None, self.parameters)
         loss, gradients = (differentiated if self.error is None else ms.jit(differentiated))(*inputs)
-        return float(_array(loss)), [_array(g) for g in gradients]
+        arrays = [t.astype(ms.float32).asnumpy() for t in (*gradients, loss)]
+        return arrays[:-1], np.concatenate([a.ravel()[::-(-a.size // _SKETCHED)] for a in arrays], dtype=float)
 
     def _scaled(self, scale: float) -> Callable:
         """Return a function, also if `forward_fn` is a Cell or a partial."""
@@ -159,27 +135,33 @@ class Division:
     def compare(self) -> Comparison:
         """Compare the gradients. State that a forward pass moves goes on from piece to piece, as in training."""
         self.layers.restore()
-        loss, whole = self.gradients(self.batch)
-        total, magnitudes = [np.zeros(g.shape) for g in whole], np.zeros(len(whole))
-        losses, sketches = [loss], [_sketch(whole)]
+        whole, sketch = self.gradients(self.batch)
+        total, magnitudes, sketches = [np.zeros(g.shape) for g in whole], np.zeros(len(whole)), [sketch]
         self.layers.restore()
         for share, piece in zip(self.shares, self.pieces):
             if self.between:
                 self.layers.restore()
-            loss, gradients = self.gradients(piece)
-            losses.append(loss)
-            sketches.append(_sketch(gradients))
+            gradients, sketch = self.gradients(piece)
+            sketches.append(sketch)
             if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
                 magnitudes += share * norms(gradients)
                 total = [t + share * g for t, g in zip(total, gradients)]
-        undivided = norms(whole)
+        undivided, accumulated, difference = norms(whole), norms(total), norms([t - g for t, g in zip(total, whole)])
+        if not undivided.any() and not accumulated.any():
+            raise ValueError("the gradient is 0 in all parameters of network, so there is nothing to compare; does "
+                             "forward_fn call this network, and does its loss depend on it?")
         # A layer's parameters have names that differ in the last part only.
         _, layer = np.unique([p.name.rpartition(".")[0] for p in self.parameters], return_inverse=True)
         of_layer = np.sqrt(np.bincount(layer, undivided ** 2)[layer])
         change = np.maximum(*(self._change(whole, seed) for seed in (0, 1)))
         explained = CONFIDENCE * (change + self.eps * (magnitudes + of_layer))
-        return Comparison(whole, undivided, norms(total), norms([t - g for t, g in zip(total, whole)]), explained,
-                          np.array(losses), np.array(sketches))
+        silent = (undivided <= explained) & (accumulated <= explained)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            relative, tolerances = (np.nan_to_num(norm / undivided, nan=np.inf, posinf=np.inf)
+                                    for norm in (difference, explained))
+            rounding = float(np.linalg.norm(explained) / np.linalg.norm(undivided))
+        return Comparison(np.where(silent, 0.0, relative), tolerances, explained, bool((difference <= explained).all()),
+                          rounding, bool(np.isfinite(undivided).all()), whole, np.array(sketches))
 
     def _change(self, whole: list[np.ndarray], seed: int) -> np.ndarray:
         """Return how far the gradients of the batch move with weights that are off by rounding."""
@@ -189,7 +171,7 @@ class Division:
             value = parameter.asnumpy()
             off = value.astype(np.float64) * (1 + self.eps * signs.choice((-1.0, 1.0), value.shape))
             ops.assign(parameter, Tensor(off.astype(value.dtype), parameter.dtype))
-        _, moved = self.gradients(self.batch)
+        moved, _ = self.gradients(self.batch)
         self.layers.restore()
         change = norms([m - g for m, g in zip(moved, whole)])
         return np.where(np.isfinite(change), change, 0.0)  # a perturbed network that overflows gives no bound
@@ -204,11 +186,3 @@ def tensors_in(values: Any) -> list[Tensor]:
     """Return the Tensors among `values`, which may be a single one."""
     values = values if isinstance(values, (tuple, list)) else (values,)
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _sketch(gradients: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([g.ravel()[::-(-g.size // _SKETCHED)] for g in gradients]).astype(np.float64)
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    return (tensor if tensor.dtype == ms.float64 else tensor.astype(ms.float32)).asnumpy()

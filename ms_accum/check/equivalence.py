@@ -16,7 +16,7 @@ from ..pieces import layout
 from ..train_step import PIECES
 from . import causes
 from .causes import Cause as Cause
-from .causes import causes_in
+from .causes import in_loss
 from .comparison import FLOAT32, Comparison, Division
 from .isolation import in_float32, untouched
 
@@ -152,11 +152,10 @@ def check_equivalence(
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
     reports = []
     for t in range(losses):
-        functions = [function and _wrapped(name, function, batch, names, (t, losses))
-                     for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))]
+        functions = {name: function and _wrapped(name, function, batch, names, t, losses)
+                     for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
         try:
-            reports.append(_checked(network, batch, partial(Division, functions[0], network, weight_fn=functions[1],
-                                                            pieces=pieces)))
+            reports.append(_checked(network, batch, partial(Division, network=network, pieces=pieces, **functions)))
         except ValueError as error:
             raise ValueError(f"loss {t + 1}: {error}" if losses > 1 else str(error)) from error
     if losses == 1:
@@ -165,25 +164,47 @@ def check_equivalence(
     return replace(worst, causes=sum([report.causes for report in reports], ()), notes=(), losses=tuple(reports))
 
 
+def _wrapped(name: str, function: Callable, batch: tuple, names: tuple[str, ...], t: int, losses: int) -> Callable:
+    """Return a function of the whole batch and one of several losses, with the given one's name and amp level."""
+    called = positional(name, function, len(batch), names)
+
+    def one(*batch: Any) -> Any:
+        entries = called(*batch)
+        if losses == 1:
+            return entries
+        require_entries(f"what {name} returned", losses, len(entries) if isinstance(entries, tuple) else None)
+        return entries[t]
+
+    wrapped = update_wrapper(one, function)
+    wrapped.__name__ = getattr(function, "__name__", type(function).__name__) + f", loss {t + 1}" * (losses > 1)
+    return wrapped
+
+
 def _checked(network: nn.Cell, batch: tuple, divided: Callable) -> Report:
     with untouched(network) as layers:
         division = divided(layers=layers, batch=batch)
         off, random = causes.switch_off_random(division)
         comparison, finer = division.compare(), None
-        if not comparison.undivided.any() and not comparison.accumulated.any():
-            raise ValueError("the gradient is 0 in all parameters of network, so there is nothing to compare; does "
-                             "forward_fn call this network, and does its loss depend on it?")
         if random:
-            ok, found = None, causes_in(random, *causes.RANDOM)
+            ok, found = None, random
         else:
             finer = division.roundoff > FLOAT32 and _judged_in_float32(division, comparison, divided)
             ok, found, comparison = finer or (*_judged(division, comparison), comparison)
-    names, relative, error = [p.name for p in division.parameters], comparison.relative.tolist(), division.error
-    with np.errstate(divide="ignore", invalid="ignore"):
-        tolerances = np.nan_to_num(comparison.explained / comparison.undivided, posinf=np.inf).tolist()
-    notes = [_COMPILED.format(repr(error).partition("\\n")[0])] * (error is not None) + [_IN_FLOAT32] * bool(finer)
-    return Report(ok, max(relative), dict(zip(names, relative)), dict(zip(names, tolerances)),
-                  (*causes_in(off, *causes.SWITCHED_OFF), *found), division.samples, len(division.pieces), tuple(notes))
+    names, relative = [p.name for p in division.parameters], comparison.relative.tolist()
+    notes = [_COMPILED.format(repr(division.error).partition("\\n")[0])] if division.error else []
+    return Report(ok, max(relative), dict(zip(names, relative)), dict(zip(names, comparison.tolerances.tolist())),
+                  (*off, *found), division.samples, len(division.pieces), (*notes, *[_IN_FLOAT32] * bool(finer)))
+
+
+def _judged(division: Division, comparison: Comparison) -> tuple[Optional[bool], list[Cause]]:
+    """Return the verdict and the causes."""
+    if comparison.exact:
+        return (True, []) if comparison.rounding <= _CLEAR else (None, in_loss(division, *causes.ROUNDING))
+    if not comparison.finite:
+        return None, in_loss(division, *causes.NOT_FINITE)
+    if not np.isfinite(comparison.explained).all():
+        return False, in_loss(division, *causes.NO_TOKEN)
+    return False, causes.causes_of(division, comparison)
 
 
 def _judged_in_float32(division: Division, comparison: Comparison, divided: Callable) -> Optional[tuple]:
@@ -198,34 +219,5 @@ def _judged_in_float32(division: Division, comparison: Comparison, divided: Call
         finer = copy.compare()
         ok, found = _judged(copy, finer)
     if ok and not comparison.exact:
-        return False, causes_in(division.loss, *causes.UNDERFLOW), comparison
+        return False, in_loss(division, *causes.UNDERFLOW), comparison
     return ok, found, comparison if ok else finer
-
-
-def _judged(division: Division, comparison: Comparison) -> tuple[Optional[bool], list[Cause]]:
-    """Return the verdict and the causes."""
-    if comparison.exact:
-        return (True, []) if comparison.rounding <= _CLEAR else (None, causes_in(division.loss, *causes.ROUNDING))
-    if not np.isfinite(comparison.undivided).all():
-        return None, causes_in(division.loss, *causes.NOT_FINITE)
-    if not np.isfinite(comparison.difference).all():
-        return False, causes_in(division.loss, *causes.NO_TOKEN)
-    return False, causes.causes_of(division, comparison)
-
-
-def _wrapped(name: str, function: Callable, batch: tuple, names: tuple[str, ...], entry: tuple[int, int]) -> Callable:
-    """Return a function of the whole batch and one of several losses, with the given one's name and amp level."""
-    (t, losses), called = entry, positional(name, function, len(batch), names) if names else function
-    if called is function and losses == 1:
-        return function
-
-    def one(*batch: Any) -> Any:
-        entries = called(*batch)
-        if losses == 1:
-            return entries
-        require_entries(f"what {name} returned", losses, len(entries) if isinstance(entries, tuple) else None)
-        return entries[t]
-
-    wrapped = update_wrapper(one, function)
-    wrapped.__name__ = getattr(function, "__name__", type(function).__name__) + f", loss {t + 1}" * (losses > 1)
-    return wrapped

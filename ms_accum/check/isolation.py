@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from operator import setitem
 from typing import Any
 from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.seed import _KERNEL_SEED as KERNEL_SEEDS  # functional random ops take their seeds from it
 from mindspore.train import amp
 
@@ -118,16 +119,19 @@ def in_float32(layers: Layers, forward_fn: Callable, batch: tuple) -> Iterator[t
 
     What the code of a layer casts by itself stays.
     """
+    copies: dict[int, Parameter] = {}
     with ExitStack() as afterwards:
         for cell in layers.cells.values():
             flags = {flag: cell.get_flags().get(flag, False) for flag in _TO_FLOAT}
             if flags["fp16"] or flags["bf16"]:
                 afterwards.callback(cell.add_flags, **flags)
                 cell.add_flags(fp16=False, bf16=False, fp32=True)
-            for parameter in cell.get_parameters(expand=False):
-                if parameter.dtype in HALF:
-                    afterwards.callback(parameter.set_dtype, parameter.dtype)
-                    parameter.set_dtype(ms.float32)
+            parameters = vars(cell)["_params"]
+            for name, p in parameters.items():
+                if p is not None and p.dtype in HALF:  # `set_dtype`, there and back, would not reach a compiled graph
+                    afterwards.callback(setitem, parameters, name, p)
+                    copy = Parameter(p.astype(ms.float32), name=p.name, requires_grad=p.requires_grad)
+                    parameters[name] = copies.setdefault(id(p), copy)
             if type(cell).__name__ == "_OutputTo16":  # which O2 wraps around a float32 layer
                 afterwards.enter_context(patch.object(cell, "dtype", ms.float32))
         for function in filter(casts_inside, (forward_fn, *layers.cells.values())):

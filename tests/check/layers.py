@@ -19,6 +19,16 @@ def drawn(network):
     return network.set_train()
 
 
+def amp_at(network, level):
+    """The network in 16 bits."""
+    if level == "float16":
+        for p in network.get_parameters():
+            p.set_dtype(ms.float16)
+    elif level == "to_float":
+        network.to_float(ms.float16)
+    return ms.amp.auto_mixed_precision(network, level) if level[0] in "Oa" else network
+
+
 def around(*layers):
     return drawn(nn.SequentialCell(nn.Dense(6, 16), *layers, nn.Dense(16, 3)))
 

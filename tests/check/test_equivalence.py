@@ -21,6 +21,7 @@ from layers import (
     ScaleBefore,
     SpectralNorm,
     Unused,
+    amp_at,
     around,
     attention,
     attention_loss,
@@ -48,16 +49,6 @@ NAN = Tensor(np.where(np.arange(24) == 3, np.nan, 1.0)[:, None] * ROWS[0].asnump
 
 
 # --- exact networks, drawn from a space -----------------------------------------------------------------------------------
-
-
-def amp_at(network, level):
-    """The network in 16 bits."""
-    if level == "float16":
-        for p in network.get_parameters():
-            p.set_dtype(ms.float16)
-    elif level == "to_float":
-        network.to_float(ms.float16)
-    return ms.amp.auto_mixed_precision(network, level) if level[0] in "Oa" else network
 
 
 def drawn_case(seed, level):
