@@ -20,8 +20,8 @@ from mindspore.dataset.engine.iterators import Iterator
 
 _BATCHED = BatchDataset, BucketBatchByLengthDataset, PaddedBatchDataset
 _UNBATCHED = ("the dataset yields samples of {} one by one, expected batches: each sample would be a microbatch that "
-              "counts as many samples as it has rows; give dataset.batch(32), say, or a generator if each item of the "
-              "dataset is a batch already")
+              "counts as many samples as it has rows; give dataset.batch(32), say, or, if each item is a batch "
+              "already, a generator (for Model a GeneratorDataset)")
 
 
 def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:

@@ -32,7 +32,7 @@ from .checkpoint_file import (
 )
 from .distributed.ranks import gather, together
 from .loss_scale import require_scale
-from .optimizers import INSTANCE, state_of
+from .optimizers import own_name, state_of
 
 _OF_WINDOW = ("reducer", "accumulate_step")  # settings that a closed window does not depend on
 _ALIKE = "build network, optimizer and accumulator alike"
@@ -194,7 +194,7 @@ def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]
     optimizer = instance_of("the optimizer", accumulator.optimizer, nn.Cell, "an nn.Cell, whose state can be found")
     named = [(p.name, p) for p in network.get_parameters()]
     # An accumulator's number counts those that were built before it, which may be others in the next process.
-    named += [(f"optimizer:{INSTANCE.sub('', name)}", p)
+    named += [(f"optimizer:{own_name(optimizer, name)}", p)
               for name, p in (*((p.name, p) for p in optimizer.parameters), *state_of(optimizer))]
     named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
     entries, once = {ABOUT: None}, {}

@@ -23,7 +23,7 @@ from .differentiate import checked_loss, parted
 from .gradients import Numbers, as_vector
 from .microbatch import Functions, Pieces
 from .pieces import checked_aux, counted, select_rows
-from .step import TrainStep
+from .step import TrainStep, next_or_error
 from .straight import compiled
 
 _SINGLE = ("a train step with losses={} has to know a window before it trains it, expected no single calls with "
@@ -76,13 +76,14 @@ class SeveralLossesStep(TrainStep):
 
     def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
         """See `TrainStep`."""
-        batch = next(batches, None)
+        batch = next_or_error(batches)
         while batch is not None:
-            window = self._new_window()
-            full = False
+            window, full = self._new_window(), False
             while batch is not None and not full:
+                if isinstance(batch, BaseException):
+                    raise batch
                 full = self._read(window, *batch)
-                batch = next(batches, None)
+                batch = next_or_error(batches)
             for left, result in zip(range(len(window.batches))[::-1], self._train_window(window)):
                 yield result, batch is None and left == 0
 
@@ -128,6 +129,8 @@ class SeveralLossesStep(TrainStep):
     def _read(self, window: KnownWindow, batch: tuple, named: dict) -> bool:
         """Add a batch to a window and weigh it, without training. Return whether the window is full."""
         key, arguments = self.prepared(batch, named)
+        # Copies, which `weigh` waits for: who gave the batch may fill the same Tensors again.
+        arguments = tuple(value.copy() if isinstance(value, Tensor) else value for value in arguments)
         window.batches.append((key, arguments))
         with self.forgetting_graphs():
             window.weights.append(self.microbatch(key).weigh(*arguments))

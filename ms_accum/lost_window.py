@@ -10,9 +10,9 @@ from weakref import finalize
 
 from .counters import Counters
 
-_LOST = ("a window that holds {} is lost: it was neither applied, saved nor reset, expected none at the end; train "
-         "with train_step.epoch(batches), which applies the incomplete last window, call flush(), give Model the "
-         "callback FlushCallback(), or call accumulator.reset() to drop it")
+_LOST = ("a window that holds {} is lost: it was neither applied, saved (by save_checkpoint) nor reset, expected none "
+         "at the end; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), "
+         "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
 _INSIDE = __name__.partition(".")[0], "mindspore"
 
 

@@ -1,7 +1,8 @@
 """A train step as a Cell, for `mindspore.train.Model` and whatever else takes one."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Optional, Union
 
 import mindspore as ms
@@ -15,7 +16,7 @@ from .differentiate import make_gradients_of, weight_of
 from .distributed.exchange import DataParallel
 from .distributed.ranks import raise_if_left_alone
 from .observer import Observer
-from .optimizers import INSTANCE, require_rates, require_same_parameters, state_of
+from .optimizers import INSTANCE, cell_prefix, own_name, require_rates, require_same_parameters, state_of
 from .pieces import FLAT, layout, layout_of
 from .straight import compiled
 from .train_step import RENAMED, averaging, require_functions
@@ -141,15 +142,8 @@ class TrainOneStepCell(nn.Cell):
             self.accumulator.require_whole()
             self._boundary_now().settle()
         self._returned, self._loads = False, countdown.loads
-        try:
+        with self._explaining_errors():
             result = super().__call__(*batch)
-        except Exception as error:
-            # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
-            self.compile_cache.clear()
-            raise_if_left_alone(error)
-            if "'Gather'" in str(error):
-                require_rates(self.optimizer)
-            raise
         self._returned = True
         return result
 
@@ -187,21 +181,38 @@ class TrainOneStepCell(nn.Cell):
         for do in self.before_flush:
             do()
         self._returned = False
-        return self._boundary_now().flush()
+        with self._explaining_errors():
+            return self._boundary_now().flush()
+
+    @contextmanager
+    def _explaining_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
+            self.compile_cache.clear()
+            raise_if_left_alone(error)
+            if "'Gather'" in str(error):
+                require_rates(self.optimizer)
+            raise
 
     def _boundary_now(self) -> Boundary:
         return self._boundaries[ms.get_context("mode")]
 
 
 def _name_for_a_cell(accumulator: Accumulator) -> None:
-    """Name all state as in a process that builds nothing else, so that MindSpore's checkpoints fit the next one.
+    """Name all state after the network, not after what else the process has built.
 
-    Within another Cell, the cell's place is part of the names, so they are unique there.
+    So MindSpore's checkpoints fit the next process, and two cells in one graph, whose networks have different names.
+    State of the optimizer whose name ends in a parameter's has a name of its own already.
     """
+    optimizer = accumulator.optimizer
+    names, prefix = tuple(parameter.name for parameter in optimizer.parameters), cell_prefix(optimizer)
     for parameter in accumulator.parameters:
-        parameter.name = INSTANCE.sub("accumulator.", parameter.name)
-    for _, parameter in state_of(accumulator.optimizer):
-        parameter.name = INSTANCE.sub("", parameter.name)
+        parameter.name = INSTANCE.sub(prefix, parameter.name)
+    for _, parameter in state_of(optimizer):
+        name = own_name(optimizer, parameter.name)
+        parameter.name = name if name.endswith(names) else prefix + name
 
 
 def _kind(argument: Any) -> Any:

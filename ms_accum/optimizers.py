@@ -94,6 +94,16 @@ def name_state(optimizer: object, prefix: str) -> None:
             state.name = f"{prefix}.{name}"
 
 
+def cell_prefix(optimizer: object) -> str:
+    """Return what begins the names of an accumulator's Parameters in a cell: the same in every process."""
+    return f"accumulator.{optimizer.parameters[0].name}."
+
+
+def own_name(optimizer: object, name: str) -> str:
+    """Return the name of an optimizer's state without what an accumulator or a cell has put before it."""
+    return INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
+
+
 def describe(optimizer: object) -> str:
     """Return the same text for the same class with the same learning rate and state."""
     digests = [(name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer)]

@@ -60,7 +60,9 @@ class TrainStep:
         """Train on each of `batches`, and yield what each call returns. Apply the incomplete last window.
 
         That is done before the last loss is yielded, so it happens in `zip(data, train_step.epoch(data))`, too, and
-        `updated` is true then. To know which batch is the last, each is read while the one before it is trained.
+        `updated` is true then. To know which batch is the last, each is read before the loss of the one before it is
+        yielded. So an iterator whose loop is left early has been read one batch further: give `islice(iterator, n)` to
+        train on n of its batches. An error of reading a batch is raised after the loss of the one before it.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
         applies it, `accumulator.reset()` drops it. With several ranks, the data may be uneven: a rank at its end takes
@@ -92,11 +94,13 @@ class TrainStep:
 
     def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
         """Train on each batch. Yield what that returned, and whether it was the last one."""
-        batch = next(batches, None)
+        batch = next_or_error(batches)
         while batch is not None:
+            if isinstance(batch, BaseException):
+                raise batch
             arguments, named = batch
             result = self(*arguments, **named)
-            batch = next(batches, None)
+            batch = next_or_error(batches)
             yield result, batch is None
 
     def _flush_after_last(self) -> None:
@@ -217,3 +221,11 @@ class TrainStep:
         updates = int(accumulator.update_step)
         updated = self._boundary.close()
         return 0, accumulator.window.length_after(updates + updated), updated
+
+
+def next_or_error(batches: Iterator) -> Any:
+    """Return the next batch, None at the end, or the error of reading it, which concerns nothing that was trained."""
+    try:
+        return next(batches, None)
+    except BaseException as error:
+        return error

@@ -104,7 +104,7 @@ def test_a_dataset_of_samples_is_refused(samples):
     """Each row would be a microbatch that counts its features."""
     net = network()
     step = make_train_step(masked_mean(net), nn.SGD(net.trainable_params(), 0.1), 2)
-    with pytest.raises(ValueError, match=r"yields samples of NumpySlicesDataset .*; give dataset\.batch\(32\), say, or a gener"):
+    with pytest.raises(ValueError, match=r"yields samples of NumpySlicesDataset .*; give dataset\.batch\(32\), say, or, if"):
         next(step.epoch(samples()))
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mindspore import Tensor, amp, nn
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import Callback, LearningRateScheduler, LossMonitor, Model, ReduceLROnPlateau
-from model_runs import SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
+from model_runs import RATES, SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
 
@@ -228,6 +228,9 @@ def test_what_does_not_fit_is_refused():
     assert difference(values(plain.trainable_params()), before) == 0
     with pytest.raises(ValueError, match=r"give Model\(TrainOneStepCell\(...\)\) without an optimizer"):
         Model(one, optimizer=nn.SGD(network.trainable_params(), 0.1))
+    short = make_cell(learning_rate=RATES[:2])[1]
+    with pytest.raises(ValueError, match="list of 2 learning rates is used up"):
+        train(short, FlushCallback())  # the third update is that of the flush
     samples = NumpySlicesDataset({"x": np.zeros((8, 6), np.float32), "y": np.zeros(8, np.int32)})
     with pytest.raises(ValueError, match=r"yields samples of NumpySlicesDataset one by one"):
         train(one, FlushCallback(), data=samples)

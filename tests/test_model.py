@@ -132,6 +132,25 @@ class Both(nn.Cell):
         return self.one(x, y) + self.other(x, y)
 
 
+def test_two_cells_in_one_function_have_the_names_of_their_networks():
+    """In one file, too. State of the optimizer that is named after a parameter keeps its name."""
+    cells = []
+    for name in ("one.", "other."):
+        network = MLP()
+        network.update_parameters_name(name)
+        cells.append(TrainOneStepCell(nn.WithLossCell(network, LOSS), nn.Adam(network.trainable_params()), 2))
+
+    @ms.jit
+    def both(x, y):
+        return cells[0](x, y), cells[1](x, y)
+
+    both(*tensors(*batches([6])[0]))
+    names = [p.name for cell in cells for p in cell.get_parameters()]
+    assert len(set(names)) == len(names)
+    prefix = "accumulator.one.first.weight."
+    assert {f"{prefix}mini_step", f"{prefix}beta1_power", "moment1.one.first.weight"} <= set(names)
+
+
 def test_two_cells_in_one_graph_have_names_of_their_own(mode_named):
     """By their place in the Cell that holds them. Each trains as it does alone; control: another accumulate_step does not."""
     mode_named("graph")

@@ -88,6 +88,56 @@ def test_a_loop_that_does_not_exhaust_the_epoch_loses_no_update(loop, losses):
     assert difference(wrong, right) > 1e-3, "control: the rows of the last batch"
 
 
+@pytest.mark.parametrize("losses", [1, 2])
+def test_an_error_of_reading_comes_after_the_loss_of_what_was_trained(losses):
+    """So a loop that counts losses knows what was trained: with two losses, windows of 2 alone."""
+    def forward_of(network):
+        one = mean_loss(network)
+
+        def pair(x, y):
+            return one(x, y), one(x, y)
+
+        return one if losses == 1 else pair
+
+    def broken(after):
+        yield from [tensors(*batch) for batch in batches([6] * after)]
+        raise OSError("the disk is gone")
+
+    for after in (2, 3):
+        network, seen = MLP(), []
+        train_step = make_train_step(forward_of(network), sgd(network), 2, losses=losses)
+        with pytest.raises(OSError, match="the disk is gone"):
+            seen.extend(train_step.epoch(broken(after)))
+        accumulator = train_step.accumulator
+        assert len(seen) == 2 * int(accumulator.update_step) + int(accumulator.mini_step) == (after if losses == 1 else 2)
+
+
+def test_two_losses_take_tensors_that_are_filled_again():
+    """A window is read before it is trained. Control: all batches are the last one."""
+    def pair_of(network):
+        one = mean_loss(network)
+
+        def pair(x, y):
+            return one(x, y), one(x, y)
+
+        return pair
+
+    def filled(data):
+        x, y = tensors(*data[0])
+        for batch in data:
+            x.assign_value(tensors(*batch)[0])
+            y.assign_value(tensors(*batch)[1])
+            yield x, y
+
+    data, results = batches([6] * 4), []
+    for given in (filled(data), [tensors(*batch) for batch in data], filled([data[-1]] * 4)):
+        network = MLP()
+        list(make_train_step(pair_of(network), sgd(network), 4, losses=2).epoch(given))
+        results.append(values(network.trainable_params()))
+    assert difference(results[0], results[1]) == 0
+    assert difference(results[2], results[1]) > 1e-3
+
+
 def test_one_batch_is_read_ahead_and_not_more():
     network, read = MLP(), []
     train_step = make_train_step(mean_loss(network), sgd(network), 2)
