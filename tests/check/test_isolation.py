@@ -51,7 +51,7 @@ def trace(*cells):
             for root in cells for name, cell in root.cells_and_names()]
 
 
-def drawn(network):
+def draws(network):
     """Numbers from every source of randomness."""
     network.norm.set_train(False)
     ones = ops.ones((4, 4))
@@ -83,7 +83,7 @@ def test_no_trace_is_left(mode_named, mode, broken, monkeypatch):
         assert (trace(network, teacher, optimizer), ms.get_context("mode")) == before
         assert "MS_JIT" not in os.environ
         mode_named("pynative")
-        numbers.append(drawn(network))
+        numbers.append(draws(network))
     for one, other in zip(*numbers):
         np.testing.assert_array_equal(one, other)
 
