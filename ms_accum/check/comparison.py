@@ -1,216 +1,180 @@
-"""Compare the undivided and the accumulated gradient of a batch, and bound what rounding explains of their difference.
+"""Compare the undivided gradient of a batch with the accumulated one, and bound what rounding explains.
 
-Two ways to compute the same gradient differ by rounding. Three facts bound that difference, each with a probability of
-at least 1 - 2 exp(-CONFIDENCE ** 2 / 2) = 0.9993 (Higham and Mary, 2019). Let u be the unit roundoff.
+Of each parameter, let g be the gradient of the batch, and g_i and s_i the gradients of the pieces and their shares of
+the weight. Rounding explains the difference of the two norms below, with a probability of 0.9993 (Higham and Mary):
 
-- Inside the network: a computed inner product of m terms is the exact one for weights that are off by up to
-  CONFIDENCE * sqrt(m) * u each. So the network is evaluated PROBES times with every weight w replaced by
-  w * (1 +- sqrt(m) * u), with random signs and m the longest inner product of a layer. The perturbation propagates as
-  rounding errors do, through every layer and over every kink of a ReLU. CONFIDENCE times the largest change of a
-  gradient is a bound. In 16 bits this bound can be far too wide. But perturbed weights have other rounding errors,
-  while a real difference between the two gradients stays. So CONFIDENCE times the change of this *difference* is a
-  bound, too, and the smaller one is used. The factor is 1 instead of CONFIDENCE if the difference is steady: over all
-  gradients, each in units of its other bounds, it is at least STEADY times its change in every probe. (Errors of the
-  same size do that with a correlation of 0.94; in 115 comparisons of exact float16 networks the correlation was below
-  0.9.)
-- In the sum over n samples: the error is at most CONFIDENCE * sqrt(n) * u times the norms of the terms.
-- After cancellation: a gradient in which larger numbers cancel (to 0, for a bias in front of a normalisation) keeps
-  their rounding errors, which can exceed the gradient itself. They are at most CONFIDENCE * u times the norm of all
-  gradients in the layer.
+    |sum of s_i g_i - g|  <=  4 (change + eps (sum of s_i |g_i| + |layer|)),    eps = u + sqrt(m) 2^-24
 
-A layer counts as 16-bit if its parameters or outputs are, or if `mindspore.amp` casts inside it. Such layers are
-assumed to round each result to 16 bits and to sum in 32 bits: u is that of 16 bits, but next to sqrt(m) or sqrt(n) it
-is that of 32.
+- eps is the relative error of a sum: u is the unit roundoff of the coarsest dtype in the network, m the length of the
+  longest sum, over the samples or in an inner product. 16-bit layers round results to 16 bits and sum in 32.
+- change is how far g moves if each weight w becomes w (1 +- eps): rounding errors propagate so, through every layer and
+  over every kink of a ReLU. It is the larger one of two draws of the signs.
+- |layer| is the norm of all gradients in the parameter's layer. Where they cancel (to 0, for a bias in front of a
+  normalisation), their rounding errors remain.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Optional
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ..arguments import as_weight
-from ..differentiate import require_loss
-from ..gradients import FLOATS
-from ..pieces import layout, select_rows
-from .isolation import watched, write
+from ..differentiate import checked_loss
+from ..gradients import FLOATS, HALF
+from ..pieces import layout, select_rows, starts_of
+from .isolation import Layers, casts_inside
 
+FLOAT32 = 2.0 ** -24  # its unit roundoff
+_ROUNDOFF = {ms.float16: 2.0 ** -11, ms.bfloat16: 2.0 ** -8}
 CONFIDENCE = 4.0
-PROBES = 2
-STEADY = 3.0
-_ROUNDOFF = {ms.float16: 2.0 ** -11, ms.bfloat16: 2.0 ** -8, ms.float32: 2.0 ** -24, ms.float64: 2.0 ** -53}
 _SKETCHED = 4096  # elements of a gradient that tell the pieces apart
+Calls = dict[str, tuple[list[Tensor], list[Tensor]]]  # what each layer was given in its first call, and returned
 
 
-@dataclass
-class Comparison:
-    """The undivided and the accumulated gradient of a batch. Arrays hold one norm for each parameter.
+class Comparison(NamedTuple):
+    """The undivided and the accumulated gradient of a batch. Arrays hold a number for each parameter."""
 
-    Attributes:
-        whole: Gradients of the undivided batch.
-        gap: Accumulated minus undivided gradients.
-        accumulated: Norms of the accumulated gradients.
-        explained: Norms of the differences that rounding explains.
-        loss, losses: Of the batch; of its pieces.
-        sketch, sketches: Some elements of the gradients of the batch; of its pieces.
-    """
-
-    whole: list[np.ndarray]
-    gap: list[np.ndarray]
-    accumulated: np.ndarray
-    explained: np.ndarray
-    loss: float
-    losses: list[float]
-    sketch: np.ndarray
-    sketches: list[np.ndarray]
-
-    @cached_property
-    def undivided(self) -> np.ndarray:
-        """Norms of the undivided gradients."""
-        return norms(self.whole)
-
-    @cached_property
-    def difference(self) -> np.ndarray:
-        """Norms of accumulated minus undivided gradients."""
-        return norms(self.gap)
-
-    @property
-    def exact(self) -> bool:
-        """Whether rounding explains all differences."""
-        return bool((self.difference <= self.explained).all())
-
-    @property
-    def relative(self) -> np.ndarray:
-        """difference / undivided; 0 where both gradients are only rounding, infinite where one is not finite."""
-        silent = (self.undivided <= self.explained) & (self.accumulated <= self.explained)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = self.difference / self.undivided
-        return np.where(silent, 0.0, np.where(np.isnan(ratio), np.inf, ratio))
-
-    @property
-    def rounding(self) -> float:
-        """What rounding explains, relative to all gradients together."""
-        return float(np.linalg.norm(self.explained) / np.linalg.norm(self.undivided))
+    relative: np.ndarray  # norm of the difference to that of the undivided gradient; 0 if both are only rounding
+    tolerances: np.ndarray  # what rounding explains of it
+    explained: np.ndarray  # the same, as a norm
+    exact: bool  # whether rounding explains all differences
+    rounding: float  # what rounding explains, relative to all gradients together
+    finite: bool  # whether the undivided gradients are
+    whole: list[np.ndarray]  # the undivided gradients
+    sketches: np.ndarray  # some elements of the gradients, and the loss: of the batch, then of its pieces
 
 
 class Division:
-    """A batch, its pieces and their weights; evaluates `forward_fn` on them, op by op."""
+    """A batch, its pieces and their shares of the weight; evaluates `forward_fn` on them.
 
-    def __init__(self, forward_fn: Callable, network: nn.Cell, batch: tuple, pieces: int,
+    Attributes:
+        error: What op by op execution raised, if `forward_fn` is therefore compiled.
+        between: Whether state is restored before each piece, not only before the first.
+        called: Names of the layers that ran.
+        roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
+        eps: Relative error of a sum.
+    """
+
+    def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
                  weight_fn: Optional[Callable]) -> None:
-        self.forward_fn, self.weight_fn, self.batch = forward_fn, weight_fn, batch
+        self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
         self.parameters = network.trainable_params()
+        self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
         self.samples, cut = layout(batch)
-        rows = -(-self.samples // pieces)
-        spans = [range(start, min(start + rows, self.samples)) for start in range(0, self.samples, rows)]
-        self.pieces = [select_rows(ops.arange(span.start, span.stop), cut, batch) for span in spans]
-        weights = [float(as_weight(len(span) if weight_fn is None else weight_fn(*piece)))
-                   for span, piece in zip(spans, self.pieces)]
+        spans = starts_of(self.samples, pieces)
+        self.pieces = [select_rows(ops.arange(start, start + rows), cut, batch) for start, rows in spans]
+        self.error, self.between = None, False
+        try:
+            runs = self._runs()
+        except (TypeError, AttributeError) as error:  # as where a Tensor's method returns something else in a graph
+            self.error = error
+            os.environ.pop("MS_JIT")  # until `untouched` ends
+            try:
+                runs = self._runs()
+            except Exception:
+                raise error from None
+        if isinstance(runs[0][0], (tuple, list)):
+            raise TypeError(f"forward_fn returned {len(runs[0][0])} values, expected the loss alone; return no aux, or "
+                            "give losses= their number (in a shell: --losses) if these are losses")
+        self.called = {name for _, calls in runs for name in calls}
+        tensors = [checked_loss(loss, "forward_fn") for loss, _ in runs]
+        tensors += [t for _, calls in runs for _, outputs in calls.values() for t in outputs]
+        casts = any(map(casts_inside, (forward_fn, *layers.cells.values())))  # to bfloat16, or to what is finer
+        dtypes = {t.dtype for t in (*tensors, *self._floats)} | ({ms.bfloat16} if casts else set())
+        self.roundoff = max([FLOAT32, *(_ROUNDOFF[dtype] for dtype in dtypes if dtype in HALF)])
+        lengths = [p.size // min(p.shape[:2]) for p in self._floats if p.ndim >= 2]
+        self.eps = self.roundoff + np.sqrt(max([self.samples, *lengths])) * FLOAT32
+        with layers.watched(lambda *call: None):
+            weights = [float(as_weight(rows if weight_fn is None else weight_fn(*piece)))
+                       for (_, rows), piece in zip(spans, self.pieces)]
         if not sum(weights) > 0:
             raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return what "
                              "the mean in forward_fn divides by, e.g. the number of unmasked tokens")
-        self.shares = np.array(weights) / sum(weights)  # the weights of the pieces in the accumulated gradient
-        self._network = network
-        self._dtypes = {p.dtype for p in network.get_parameters()}
+        self.shares = np.array(weights) / sum(weights)
 
-    def look(self, cells: Iterable[nn.Cell]) -> set[int]:
-        """Run forward on the batch and on a piece of each size, and return the ids of the cells that ran.
+    def _runs(self) -> list[tuple[Any, Calls]]:
+        """Run the batch and a piece of each size: after an error in a gradient, MindSpore may not compile again."""
+        runs = [self.run(inputs) for inputs in (self.batch, self.pieces[0], self.pieces[-1])]
+        [t.asnumpy() for loss, _ in runs for t in tensors_in(loss)]  # kernels report errors late
+        return runs
 
-        An error in `forward_fn` surfaces here, not in a backward pass, after which MindSpore's next compilation may
-        fail.
-        """
-        called = set()
-        self._dtypes.update(_amp_dtypes(self.forward_fn))
+    def run(self, inputs: tuple, restored: bool = True) -> tuple[Any, Calls]:
+        """Run forward. Return the loss, and the calls of the layers by name, which a graph does not show."""
+        if restored:
+            self.layers.restore()
+        if self.error is not None:
+            return ms.jit(self._scaled(1.0))(*inputs), {}
+        calls: Calls = {}
 
-        def visit(cell: nn.Cell, arguments: tuple, keywords: dict, output: Any) -> None:
-            called.add(id(cell))
-            self._dtypes.update([t.dtype for t in tensors_in(output)] + _amp_dtypes(cell))
+        def visit(name: str, given: tuple, output: Any) -> None:
+            calls.setdefault(name, (tensors_in(given), tensors_in(output)))
 
-        with watched(cells, visit):
-            for inputs in (self.batch, self.pieces[0], self.pieces[-1]):
-                self._dtypes.add(self._forward(inputs).dtype)
-        return called
+        with self.layers.watched(visit):
+            return self.forward_fn(*inputs), calls
 
-    def _forward(self, inputs: tuple) -> Tensor:
-        loss = self.forward_fn(*inputs)
-        if isinstance(loss, (tuple, list)):
-            raise TypeError(f"forward_fn returned a {type(loss).__name__}, expected the loss alone; return no aux, or "
-                            f"give losses={len(loss)} (in a shell: --losses {len(loss)}) if these are losses")
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"forward_fn returned {type(loss).__name__}, expected the loss: a float Tensor of shape ()")
-        require_loss(loss.shape, loss.dtype, "forward_fn")
-        return loss
+    def gradients(self, inputs: tuple, scale: float = 1.0) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return the gradients of the loss times `scale`, and a sketch: some elements of them, and the loss."""
+        differentiated = ms.value_and_grad(self._scaled(scale), None, self.parameters)
+        loss, gradients = (differentiated if self.error is None else ms.jit(differentiated))(*inputs)
+        arrays = [t.astype(ms.float32).asnumpy() for t in (*gradients, loss)]
+        return arrays[:-1], np.concatenate([a.ravel()[::-(-a.size // _SKETCHED)] for a in arrays], dtype=float)
 
-    @cached_property
-    def roundoff(self) -> float:
-        """Unit roundoff of the coarsest float dtype among parameters, outputs of layers and the loss."""
-        return max(_ROUNDOFF[dtype] for dtype in self._dtypes if dtype in _ROUNDOFF)
+    def _scaled(self, scale: float) -> Callable:
+        """Return a function, also if `forward_fn` is a Cell or a partial."""
+        forward_fn = self.forward_fn
 
-    @cached_property
-    def perturbation(self) -> float:
-        """Relative error of a weight that stands for rounding in this network's inner products (standard deviation)."""
-        lengths = [p.size // min(p.shape[:2]) for p in self._network.get_parameters() if p.ndim >= 2]
-        return self._accumulated_roundoff(max(lengths, default=1))
+        def forward(*inputs: Any) -> Tensor:
+            return forward_fn(*inputs) * scale
 
-    def _accumulated_roundoff(self, terms: int) -> float:
-        return self.roundoff + np.sqrt(terms) * min(self.roundoff, _ROUNDOFF[ms.float32])
-
-    def gradients(self, inputs: tuple, scale: float = 1.0) -> tuple[float, list[np.ndarray]]:
-        """Return the loss times `scale`, and its gradients."""
-        def forward(*inputs: Any) -> Tensor:  # value_and_grad needs a function with a name, which a partial has not
-            return self.forward_fn(*inputs) * scale
-
-        loss, gradients = ms.value_and_grad(forward, None, self.parameters)(*inputs)
-        return float(_array(loss)), [_array(g) for g in gradients]
+        return forward
 
     def compare(self) -> Comparison:
-        """Compare undivided and accumulated gradients, with the rounding in the sums; `perturb` adds the rest."""
-        loss, whole = self.gradients(self.batch)
-        total = [np.zeros(g.shape) for g in whole]
-        magnitudes = np.zeros(len(whole))
-        losses, sketches = [], []
+        """Compare the gradients. State that a forward pass moves goes on from piece to piece, as in training."""
+        self.layers.restore()
+        whole, sketch = self.gradients(self.batch)
+        total, magnitudes, sketches = [np.zeros(g.shape) for g in whole], np.zeros(len(whole)), [sketch]
+        self.layers.restore()
         for share, piece in zip(self.shares, self.pieces):
-            piece_loss, gradients = self.gradients(piece)
-            losses.append(piece_loss)
-            sketches.append(_sketch(gradients))
+            if self.between:
+                self.layers.restore()
+            gradients, sketch = self.gradients(piece)
+            sketches.append(sketch)
             if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
                 magnitudes += share * norms(gradients)
-                for t, g in zip(total, gradients):
-                    t += share * g
-        explained = CONFIDENCE * (self._accumulated_roundoff(self.samples) * magnitudes
-                                  + self.roundoff * self._of_layers(norms(whole)))
-        gap = [(t - g).astype(g.dtype) for t, g in zip(total, whole)]
-        return Comparison(whole, gap, norms(total), explained, loss, losses, _sketch(whole), sketches)
-
-    def _of_layers(self, undivided: np.ndarray) -> np.ndarray:
-        """Return for each parameter the norm of all gradients in its layer: names that differ in the last part only."""
+                total = [t + share * g for t, g in zip(total, gradients)]
+        undivided, accumulated, difference = norms(whole), norms(total), norms([t - g for t, g in zip(total, whole)])
+        if not undivided.any() and not accumulated.any():
+            raise ValueError("the gradient is 0 in all parameters of network, so there is nothing to compare; does "
+                             "forward_fn call this network, and does its loss depend on it?")
+        # A layer's parameters have names that differ in the last part only.
         _, layer = np.unique([p.name.rpartition(".")[0] for p in self.parameters], return_inverse=True)
-        return np.sqrt(np.bincount(layer, undivided ** 2)[layer])
+        of_layer = np.sqrt(np.bincount(layer, undivided ** 2)[layer])
+        change = np.maximum(*(self._change(whole, seed) for seed in (0, 1)))
+        explained = CONFIDENCE * (change + self.eps * (magnitudes + of_layer))
+        silent = (undivided <= explained) & (accumulated <= explained)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            relative, tolerances = (np.nan_to_num(norm / undivided, nan=np.inf, posinf=np.inf)
+                                    for norm in (difference, explained))
+            rounding = float(np.linalg.norm(explained) / np.linalg.norm(undivided))
+        return Comparison(np.where(silent, 0.0, relative), tolerances, explained, bool((difference <= explained).all()),
+                          rounding, bool(np.isfinite(undivided).all()), whole, np.array(sketches))
 
-    def perturb(self, comparison: Comparison) -> None:
-        """Add what rounding inside the network can change to `explained`: compare with perturbed weights."""
-        floats = [(p, p.asnumpy().copy()) for p in self._network.get_parameters() if p.dtype in FLOATS]
-        response, motion = np.zeros((2, len(comparison.whole)))
-        steady, unit = True, np.maximum(comparison.explained, np.finfo(np.float64).tiny)
-        for seed in range(PROBES):
-            signs = np.random.default_rng(seed)
-            for parameter, value in floats:
-                off = 1 + self.perturbation * signs.choice((-1.0, 1.0), value.shape)
-                write(parameter, (value.astype(np.float64) * off).astype(value.dtype))
-            moved = self.compare()
-            change = _apart(moved.whole, comparison.whole)
-            # Where a perturbed network overflows, it gives no bound.
-            response = np.maximum(response, np.where(np.isfinite(change), change, 0.0))
-            change = _apart(moved.gap, comparison.gap)
-            motion = np.maximum(motion, np.where(np.isfinite(change), change, np.inf))
-            steady &= bool(np.linalg.norm(moved.difference / unit) >= STEADY * np.linalg.norm(change / unit))
-        for parameter, value in floats:
-            write(parameter, value)
-        comparison.explained = comparison.explained + (1 if steady else CONFIDENCE) * np.minimum(response, motion)
+    def _change(self, whole: list[np.ndarray], seed: int) -> np.ndarray:
+        """Return how far the gradients of the batch move with weights that are off by rounding."""
+        signs = np.random.default_rng(seed)
+        self.layers.restore()
+        for parameter in self._floats:
+            value = parameter.asnumpy()
+            off = value.astype(np.float64) * (1 + self.eps * signs.choice((-1.0, 1.0), value.shape))
+            ops.assign(parameter, Tensor(off.astype(value.dtype), parameter.dtype))
+        moved, _ = self.gradients(self.batch)
+        self.layers.restore()
+        change = norms([m - g for m, g in zip(moved, whole)])
+        return np.where(np.isfinite(change), change, 0.0)  # a perturbed network that overflows gives no bound
 
 
 def norms(gradients: list[np.ndarray]) -> np.ndarray:
@@ -222,25 +186,3 @@ def tensors_in(values: Any) -> list[Tensor]:
     """Return the Tensors among `values`, which may be a single one."""
     values = values if isinstance(values, (tuple, list)) else (values,)
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _apart(some: list[np.ndarray], others: list[np.ndarray]) -> np.ndarray:
-    return norms([a - b for a, b in zip(some, others)])
-
-
-def _amp_dtypes(function: Callable) -> list[ms.Type]:
-    """Return what `mindspore.amp.auto_mixed_precision` casts to inside a cell or function; no output shows it."""
-    level = getattr(function, "_amp_level", None)
-    if level == "auto":
-        return [function.amp_strategy.get_amp_dtype()]
-    return [ms.float16] if level == "O1" else []  # O1 keeps no record of its dtype
-
-
-def _sketch(gradients: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate([g.ravel()[::-(-g.size // _SKETCHED)] for g in gradients]).astype(np.float64)
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"a gradient is a {type(tensor).__name__}, expected a Tensor; sparse ones are not supported")
-    return (tensor if tensor.dtype == ms.float64 else tensor.astype(ms.float32)).asnumpy()

@@ -15,22 +15,17 @@ _VALUES = 8
 def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
     """Replace every BatchNorm in a network, in place, by a GroupNorm with the same gamma and beta.
 
-        optimizer = nn.SGD(network.trainable_params(), 0.1)
-        batchnorm_to_groupnorm(network)  # before or after: the optimizer holds the same Parameters
-
-    GroupNorm normalises each sample by its own mean and variance over groups of channels, so microbatches are
-    normalised like the undivided batch, and accumulation is exact. The moving statistics are dropped. Gamma and beta
-    stay the same Parameters (value, name, dtype, requires_grad), so optimizers and checkpoints still fit. The outputs
-    of the network change: train it, or fine-tune it, with the new layers. Call this function before the network is
-    compiled, because a graph keeps its layers.
+    GroupNorm normalises each sample by its own mean and variance over groups of channels, so accumulation is exact.
+    The moving statistics are dropped. Gamma and beta stay the same Parameters (value, name, dtype, requires_grad), so
+    optimizers and checkpoints still fit. The outputs of the network change: train it, or fine-tune it, with the new
+    layers. Call this function before the network is compiled, because a graph keeps its layers.
 
     Args:
         network: Any tree of cells. `nn.BatchNorm1d`, `nn.BatchNorm2d`, `nn.BatchNorm3d`, `nn.SyncBatchNorm` and their
             subclasses are replaced; a shared layer stays shared. Layers built with `use_batch_statistics=False` stay.
         num_groups: Number of groups of channels in a layer. If it does not divide the channels, the largest smaller
-            number that does and leaves at least two channels in a group is used. In place of a BatchNorm1d, where a
-            channel may be one value, a group has at least 8 channels: two single values are normalised to almost +1 and
-            -1, and what is left is rounding.
+            number that does and leaves two channels in a group is used. In place of a BatchNorm1d, where a channel may
+            be one value, a group has at least 8 channels: two values would be normalised to almost +1 and -1.
 
     Returns:
         The names of the replaced layers, as in `network.cells_and_names()`; a shared layer has several.
@@ -53,20 +48,17 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
         raise ValueError(f"network is itself a {type(network).__name__}, which cannot be replaced in place; give the "
                          "cell that holds it, or use nn.GroupNorm")
     num_groups = whole_number("num_groups", num_groups, "give the groups of channels, e.g. 32")
+    # `name_cells()` would leave out the second name of a shared layer.
     places = [(parent, name, child, f"{path}.{name}" if path else name)
               for path, parent in network.cells_and_names() if not isinstance(parent, BATCH_NORMS)
-              for name, child in _children(parent).items()
+              for name, child in vars(parent)["_cells"].items()
               if isinstance(child, BATCH_NORMS) and statistics_of(child).use_batch_statistics is not False]
     # All layers are made before the first is replaced, so an error replaces nothing.
-    layers = {}
-    for _, _, child, path in places:
-        layers.setdefault(id(child), _group_norm(path, child, num_groups))
+    layers = {id(child): _group_norm(path, child, num_groups) for _, _, child, path in places[::-1]}
     for parent, name, child, _ in places:
         _replace(parent, name, layers[id(child)])
-    for _, _, child, _ in places:
-        # Only now, because a parent renames the parameters of a new child.
-        inner = statistics_of(child)
-        layers[id(child)].gamma, layers[id(child)].beta = inner.gamma, inner.beta
+    for _, _, child, _ in places:  # only now, because a parent renames the parameters of a new child
+        layers[id(child)].gamma, layers[id(child)].beta = statistics_of(child).gamma, statistics_of(child).beta
     return [path for _, _, _, path in places]
 
 
@@ -76,10 +68,9 @@ def statistics_of(layer: nn.Cell) -> nn.Cell:
 
 
 def _group_norm(path: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
-    inner = statistics_of(layer)
+    inner, alone = statistics_of(layer), isinstance(layer, nn.BatchNorm1d)
     if inner.format != "NCHW":
         raise ValueError(f"{path} has data_format={inner.format!r}, expected 'NCHW'; GroupNorm takes channels first")
-    alone = isinstance(layer, nn.BatchNorm1d)
     if alone and inner.num_features == 1:
         raise ValueError(f"{path} is a BatchNorm1d of 1 channel, of which GroupNorm would make 0: it would "
                          "normalise single values; remove or replace the layer")
@@ -92,21 +83,15 @@ def _group_norm(path: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
 
 def groups_for(channels: int, num_groups: int, alone: bool) -> int:
     """Return the number of groups for some channels, each a single value if `alone`; see `batchnorm_to_groupnorm`."""
-    least = _VALUES if alone else 2
-    if channels % num_groups == 0 and (not alone or channels // num_groups >= least):
+    if channels % num_groups == 0 and (not alone or channels // num_groups >= _VALUES):
         return num_groups
-    fitting = [g for g in range(1, min(num_groups, channels // least) + 1) if channels % g == 0]
-    return max(fitting, default=1)
-
-
-def _children(parent: nn.Cell) -> dict[str, nn.Cell]:
-    # `name_cells()` leaves out the second name of a shared layer.
-    return vars(parent)["_cells"]
+    least = _VALUES if alone else 2
+    return max([g for g in range(1, min(num_groups, channels // least) + 1) if channels % g == 0], default=1)
 
 
 def _replace(parent: nn.Cell, name: str, layer: nn.Cell) -> None:
     if isinstance(parent, (nn.SequentialCell, nn.CellList)):
-        parent[list(_children(parent)).index(name)] = layer
+        parent[list(vars(parent)["_cells"]).index(name)] = layer
     elif isinstance(parent, nn.CellDict):
         parent[name] = layer
     else:

@@ -22,7 +22,7 @@ MODULE:FUNCTION names a function without arguments in a module that can be impor
 (forward_fn, network, batch) or (forward_fn, network, batch, weight_fn), as for ms_accum.make_train_step; batch is a
 tuple or a dict of Tensors.
 
-Exit status: 0 if accumulation is exact up to rounding, 1 if it is not, 2 if it could not be checked."""
+Exit status: 0 if accumulation is exact up to rounding, 1 if it is not, 2 if the check cannot tell or could not run."""
 
 EXAMPLES = """\
 examples:
@@ -43,7 +43,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Check, print, write. Exit with status 1 if accumulation is not exact, with 2 if it could not be checked."""
+    """Check, print, write. Exit with status 1 if accumulation is not exact, with 2 if the check cannot tell."""
     try:
         require_outputs(options, json=("",))
         function = imported(options.case, "train:make_case")
@@ -54,7 +54,7 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.json:
         write_json(options.json, {"case": options.case, "verdict": report.verdict, **asdict(report)})
     if not report.ok:
-        parser.exit(1)
+        parser.exit(2 if report.ok is None else 1)
 
 
 def _report(parser: argparse.ArgumentParser, options: argparse.Namespace, function: Callable) -> Report:

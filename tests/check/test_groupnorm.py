@@ -1,8 +1,8 @@
 """batchnorm_to_groupnorm: what it replaces, what it keeps, what the new layers compute."""
 import numpy as np
 import pytest
-from classifiers import labels, normal
 from conftest import mean_loss
+from layers import labels, normal
 from mindspore import Tensor, nn
 
 from ms_accum import Accumulator, batchnorm_to_groupnorm, check_equivalence, make_train_step

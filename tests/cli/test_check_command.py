@@ -29,6 +29,9 @@ def test_the_command_answers_by_its_status(check):
     assert (report["ok"], report["pieces"]) == (False, 3)
     assert report["causes"][0].keys() == {"layer", "type", "what", "remedy"}
     assert report["max_relative_difference"] == max(report["per_parameter"].values())
+    status, out, err = check("check_cases:unclear", "--json", "report.json")
+    assert (status, err, json.loads(Path("report.json").read_text())["ok"]) == (2, "", None)
+    assert out.startswith("Cannot tell whether accumulation is exact for this network")
     assert [check("check_cases:weighted", "--pieces", pieces)[0] for pieces in ("4", "3")] == [0, 1]
 
 

@@ -1,0 +1,221 @@
+"""Layers, losses and batches for check_equivalence."""
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+
+def normal(*shape, dtype=ms.float32, seed=0):
+    return Tensor(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def labels(n, classes=3):
+    return Tensor(np.random.default_rng(1).integers(0, classes, n), ms.int32)
+
+
+def drawn(network):
+    """The network with weights that keep the size of the activations."""
+    for seed, p in enumerate(network.trainable_params()):
+        p.set_data(Tensor(normal(*p.shape, seed=seed).asnumpy() / np.sqrt(p.shape[-1]), p.dtype))
+    return network.set_train()
+
+
+def amp_at(network, level):
+    """The network in 16 bits."""
+    if level == "float16":
+        for p in network.get_parameters():
+            p.set_dtype(ms.float16)
+    elif level == "to_float":
+        network.to_float(ms.float16)
+    return ms.amp.auto_mixed_precision(network, level) if level[0] in "Oa" else network
+
+
+def around(*layers):
+    return drawn(nn.SequentialCell(nn.Dense(6, 16), *layers, nn.Dense(16, 3)))
+
+
+def cnn():
+    return nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+                             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dense(8, 3)).set_train()
+
+
+def causes(report):
+    """[(layer, type, first words of what)]"""
+    return [(c.layer, c.type, c.what.split(":")[0]) for c in report.causes]
+
+
+class Held(nn.Cell):
+    """A layer with one Parameter that is not trained, and that moves in the forward pass unless the layer is frozen."""
+
+    def __init__(self, start=1.0, frozen=False):
+        super().__init__()
+        self.frozen = frozen
+        self.state = Parameter(Tensor(start, ms.float32), requires_grad=False)
+
+    def construct(self, x):
+        used, after = self.step(x)
+        if not self.frozen:
+            ops.assign(self.state, ops.stop_gradient(after))
+        return used
+
+
+class SpectralNorm(Held):
+    """Its power iteration moves a vector by the weights alone."""
+
+    def __init__(self, frozen=False):
+        super().__init__(np.random.default_rng(6).normal(size=16), frozen)
+        self.weight = Parameter(normal(16, 16, seed=5))
+
+    def step(self, x):
+        v = self.state @ self.weight
+        v = ops.stop_gradient(v / (v * v).sum().sqrt())
+        u = self.weight @ v
+        u = ops.stop_gradient(self.state if self.frozen else u / (u * u).sum().sqrt())
+        return x @ self.weight / (u @ self.weight @ v), u
+
+
+class RunningMax(Held):
+    def step(self, x):
+        most = self.state if self.frozen else ops.maximum(self.state, ops.stop_gradient(x.abs().max()))
+        return x / most, most
+
+
+class Centre(Held):
+    """A moving centre."""
+
+    def step(self, x):
+        centre = self.state if self.frozen else 0.9 * self.state + 0.1 * ops.stop_gradient(x.mean())
+        return x - centre, centre
+
+
+class ScaleBefore(Held):
+    """A scale that is used before its update."""
+
+    def step(self, x):
+        return x * (self.state * 1.0), 0.5 * (self.state + x.abs().mean())
+
+
+class Counter(Held):
+    """It counts its calls, and divides by their number."""
+
+    def step(self, x):
+        return x / (self.state * 1.0), self.state + 1.0
+
+
+class Unused(Held):
+    """It counts its calls, and does nothing with their number."""
+
+    def step(self, x):
+        return x, self.state + 1.0
+
+
+class PythonCounter(nn.Cell):
+    """The number is an attribute."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.calls, self.frozen = 1, frozen
+
+    def construct(self, x):
+        x = x / self.calls
+        self.calls += 0 if self.frozen else 1
+        return x
+
+
+class Mixed(nn.Cell):
+    """Every BatchNorm: three that normalise by the batch, and one that never does."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat, self.deep = nn.BatchNorm1d(6), nn.BatchNorm3d(2)
+        self.always = nn.BatchNorm1d(6, use_batch_statistics=True)
+        self.never = nn.BatchNorm1d(6, use_batch_statistics=False)
+        self.dense = nn.Dense(6, 3)
+
+    def construct(self, x):
+        x = x + self.deep(x.reshape(-1, 2, 3, 1, 1)).reshape(-1, 6)
+        return self.dense(self.flat(self.never(x)) * self.always(x))
+
+
+class Drop(nn.Cell):
+    """Random by a function, which no list of types knows."""
+
+    def construct(self, x):
+        return ops.dropout(x, 0.5, self.training)
+
+
+class Gumbel(nn.Cell):
+    """Random for ever."""
+
+    def construct(self, x):
+        return x * ops.gumbel_softmax(x)
+
+
+class NormAndDrop(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def construct(self, x):
+        return ops.dropout(self.norm(x), 0.5, self.training)
+
+
+class Centred(nn.Cell):
+    def construct(self, x):
+        return x - x.mean(0)
+
+
+class Half(nn.Cell):
+    """It computes in 16 bits by its own code, which no flag shows."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def construct(self, x):
+        return self.inside(x.astype(ms.float16).astype(ms.float32)).astype(ms.float16)
+
+
+def attention():
+    """Random layers behind each other, three of which only an experiment finds."""
+    return drawn(nn.SequentialCell(*[nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True) for _ in range(2)], Drop(),
+                                   nn.Dense(8, 3)))
+
+
+def deep(hidden, width, inputs, outputs, activation=nn.ReLU):
+    """`hidden` layers of one width: weights of the usual size."""
+    network = nn.SequentialCell(*[layer for i in range(hidden) for layer in (nn.Dense(width if i else inputs, width), activation())],
+                                nn.Dense(width, outputs))
+    for seed, p in enumerate(network.trainable_params()):
+        p.set_data(normal(*p.shape, seed=seed) / np.sqrt(3 * p.shape[-1]))
+    return network
+
+
+def sum_loss(network):
+    def total(x, y):
+        return ops.cross_entropy(network(x).astype(ms.float32), y, reduction="sum")
+    return total
+
+
+def noisy_loss(network):
+    def noisy(x, y):
+        return ops.cross_entropy(ops.dropout(network(x), 0.5, True), y)
+    return noisy
+
+
+def info_nce(network):
+    def contrastive(a, b):
+        u, v = (z / ops.sqrt((z * z).sum(-1, keepdims=True)) for z in (network(a), network(b)))
+        return ops.cross_entropy(ops.matmul(u, v.T) / 0.1, ops.arange(a.shape[0]).astype(ms.int32))
+    return contrastive
+
+
+def attention_loss(network):
+    def attended(x, y):
+        return ops.cross_entropy(network(x.reshape(-1, 3, 8)).mean(1), y)
+    return attended
+
+
+def masked_loss(network):
+    def masked(x, target, mask):
+        return (((network(x) - target) ** 2).mean(-1) * mask).sum() / mask.sum()
+    return masked
