@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 INIT = (HERE / "ms_accum" / "__init__.py").read_text(encoding="utf-8")
 VERSION = re.search(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[1]
 # With the newest mkdocstrings for Python 3.10 (1.0.6), pymdown-extensions 12 fails.
-DOCS = ["mkdocs", "mkdocstrings[python]", "pymdown-extensions<12; python_version < '3.11'"]
+DOCS = ["mkdocs-material", "mkdocs-jupyter", "mkdocstrings[python]", "pymdown-extensions<12; python_version < '3.11'"]
 
 setup(
     name="ms_accum",

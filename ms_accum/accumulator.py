@@ -15,9 +15,10 @@ from .buffers import Buffers, buffer_dtype_of
 from .counters import Countdown, Counters
 from .distributed.buckets import Layout
 from .distributed.exchange import DataParallel, OneDevice
-from .gradients import Gradients, Scalar, mapped, weighted
+from .gradients import Gradients, Scalar, after, mapped, weighted
 from .in_place import in_place
 from .loss_scale import LossScale, NoLossScale, checked_loss_scaler
+from .lost_window import watched
 from .nonfinite import GUARDS, SkipWindow
 from .observer import Observer
 from .optimizers import checked_parameters, describe, name_state
@@ -154,7 +155,7 @@ class Accumulator:
         self.observer.bind(prefix)
         self.noise_scale = self.observer if self.observer.watches else None
         self.buffers = Buffers(prefix, *self.exchange.buffers(), self.buffer_dtypes, self.exchange.shared_unit)
-        self.counters = counters = Counters(prefix)
+        self.counters = counters = watched(Counters(prefix), self)
         self._update = Update(optimizer, dtypes, normaliser_of(reduction, self.exchange.ranks), clip_norm, after_update,
                               self.observer, in_place(self.exchange.ranks == 1 and loss_scaler is None), prefix)
         self.mini_step, self.weight_sum = counters.mini_step, counters.weight_sum
@@ -191,7 +192,7 @@ class Accumulator:
         """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
         grads, weight = checked_gradients(*self._add.expected, grads), as_weight(weight)
         # Without the dependency, Ascend would add a matrix product in place, also the one that `begin` waits for.
-        grads = mapped(_after, self.counters.begin(grads[-1]), grads)
+        grads = mapped(after, self.counters.begin(grads[-1]), grads)
         self.counters.end_whole(self._add.in_turn(grads, weight, 1)[1])
 
     def apply(self) -> None:
@@ -326,10 +327,6 @@ class Accumulator:
     def fingerprint(self) -> dict[str, str]:
         """Return what has to be alike in a run that resumes in the middle of a window."""
         return {**self._settings, "reducer": self.exchange.describe()}
-
-
-def _after(token: Tensor, gradient: Tensor) -> Tensor:
-    return ops.depend(gradient, token)
 
 
 def _named_state(prefix: str, buffers: Buffers, counters: Counters, observer: Observer, window: Window, update: Update,

@@ -8,13 +8,54 @@ from typing import Any, Optional
 
 import numpy as np
 from mindspore import Tensor, nn
+from mindspore.dataset import GeneratorDataset
+from mindspore.dataset.engine.datasets import (
+    BatchDataset,
+    BucketBatchByLengthDataset,
+    Dataset,
+    PaddedBatchDataset,
+    SourceDataset,
+)
+from mindspore.dataset.engine.iterators import Iterator
+
+_BATCHED = BatchDataset, BucketBatchByLengthDataset, PaddedBatchDataset
+_UNBATCHED = ("the dataset yields samples of {} one by one, expected batches: each sample would be a microbatch that "
+              "counts as many samples as it has rows; give dataset.batch(32), say, or, if each item is a batch "
+              "already, a generator (for Model a GeneratorDataset)")
 
 
 def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
-    """Return what an iterable of batches yields as positional and keyword arguments; NumPy arrays become Tensors."""
+    """Return what an iterable of batches yields as positional and keyword arguments; see `as_tensors`."""
     if isinstance(batch, Mapping):
-        return (), {name: _as_tensor(value) for name, value in batch.items()}
-    return tuple(map(_as_tensor, batch if isinstance(batch, (tuple, list)) else (batch,))), {}
+        return (), dict(zip(batch, as_tensors(batch.values())))
+    return as_tensors(batch if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def as_tensors(values: Iterable) -> tuple:
+    """Return the values of a batch. NumPy arrays become Tensors of their own: who gave them may fill them again."""
+    return tuple(map(_as_tensor, values))
+
+
+def require_batched(batches: Any) -> None:
+    """Refuse a `mindspore.dataset`, or an iterator of one, that has no batch operation. ValueError.
+
+    A `GeneratorDataset` may yield batches, and is not refused.
+    """
+    dataset = batches.dataset if isinstance(batches, Iterator) else batches
+    source = _source_of_samples(dataset) if isinstance(dataset, Dataset) else None
+    if source is not None:
+        raise ValueError(_UNBATCHED.format(type(source).__name__))
+
+
+def _source_of_samples(dataset: Dataset) -> Optional[Dataset]:
+    """Return a source of MindSpore's that no batch operation follows."""
+    if isinstance(dataset, _BATCHED):
+        return None
+    if not dataset.children:
+        # What derives from a GeneratorDataset outside MindSpore is a user's own.
+        own = type(dataset) is GeneratorDataset or not type(dataset).__module__.startswith("mindspore.")
+        return dataset if isinstance(dataset, SourceDataset) and not own else None
+    return next(filter(None, map(_source_of_samples, dataset.children)), None)
 
 
 def _as_tensor(value: Any) -> Any:

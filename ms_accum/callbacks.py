@@ -8,11 +8,13 @@ from math import nan
 from typing import Any, Optional, Union
 
 from mindspore import Tensor, nn
-from mindspore.train import Callback, RunContext
+from mindspore.train import Callback, LearningRateScheduler, ReduceLROnPlateau, RunContext
 
 from .accumulator import Accumulator
 from .arguments import instance_of
+from .batch import require_batched
 from .model import TrainOneStepCell
+from .optimizers import require_rates, require_trainable
 
 _REMEDY = "give Model(TrainOneStepCell(network_with_loss, optimizer, accumulate_step=4)), without an optimizer"
 
@@ -25,7 +27,9 @@ class FlushCallback(Callback):
     one more incomplete window. Put it before callbacks that save or read the weights.
 
     Raises:
-        ValueError: When training begins, if there is no `TrainOneStepCell`.
+        ValueError: When training begins, if there is no `TrainOneStepCell`, if a `LearningRateScheduler` or
+            `ReduceLROnPlateau` is not wrapped in `PerUpdate`, or a dataset of samples has no batch operation. When an
+            epoch begins, if a parameter was frozen, or a list of learning rates is used up.
 
     Source: Lightning and HF Accelerate apply the last window of an epoch, too, but divide it by the full length.
 
@@ -50,11 +54,21 @@ class FlushCallback(Callback):
         self._begin = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Raise ValueError if there is no cell to flush."""
+        """Raise ValueError if there is no cell to flush, or what follows cannot work."""
         train_cells(run_context)
+        context = run_context.original_args()
+        require_batched(context.train_dataset)
+        for callback in context.list_callback:
+            if isinstance(callback, (LearningRateScheduler, ReduceLROnPlateau)):
+                name = type(callback).__name__
+                raise ValueError(f"{name} needs the optimizer, which Model does not know, and counts updates; give "
+                                 f"PerUpdate({name}(...))")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Remember where the epoch begins."""
+        """Remember where the epoch begins, and check that the optimizer can go on."""
+        for cell in train_cells(run_context):
+            require_trainable(cell.optimizer.parameters)
+            require_rates(cell.optimizer)
         self._begin = run_context.original_args().cur_step_num
 
     def on_train_step_end(self, run_context: RunContext) -> None:

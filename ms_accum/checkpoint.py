@@ -7,7 +7,6 @@ is open: a closed window fits any number of ranks and any length of the next one
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -33,9 +32,8 @@ from .checkpoint_file import (
 )
 from .distributed.ranks import gather, together
 from .loss_scale import require_scale
-from .optimizers import state_of
+from .optimizers import own_name, state_of
 
-_INSTANCE = re.compile(r"^accumulator\d+\.")
 _OF_WINDOW = ("reducer", "accumulate_step")  # settings that a closed window does not depend on
 _ALIKE = "build network, optimizer and accumulator alike"
 
@@ -87,6 +85,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     contents = partial(_contents, network, accumulator, extra, generation, any(held))  # open for all if for one
     if ranks == 1:
         write_file(path, *contents())
+        accumulator.counters.note_saved()
         return
     mine = path_of_rank(path, rank, ranks, generation)
     # Until rank 0's file has its name, the others belong to no checkpoint.
@@ -103,6 +102,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         part.unlink(missing_ok=True)
         raise
     remove_generations(path, rank, ranks, mine)
+    accumulator.counters.note_saved()
 
 
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any) -> Any:
@@ -169,6 +169,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     accumulator.buffers.adopt(unit)
     accumulator.counters.end_update()
     accumulator.countdown.forget()  # a train step asks the device anew
+    accumulator.counters.note_saved()
     return about["extra"]
 
 
@@ -193,7 +194,7 @@ def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]
     optimizer = instance_of("the optimizer", accumulator.optimizer, nn.Cell, "an nn.Cell, whose state can be found")
     named = [(p.name, p) for p in network.get_parameters()]
     # An accumulator's number counts those that were built before it, which may be others in the next process.
-    named += [(f"optimizer:{_INSTANCE.sub('', name)}", p)
+    named += [(f"optimizer:{own_name(optimizer, name)}", p)
               for name, p in (*((p.name, p) for p in optimizer.parameters), *state_of(optimizer))]
     named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
     entries, once = {ABOUT: None}, {}

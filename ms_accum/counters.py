@@ -24,9 +24,13 @@ class Counters:
     A microbatch or an update that is stopped in the middle leaves a trace in `torn`: a small number for a microbatch, a
     large negative one for an update. MindSpore may report an error after later calls, so each piece notes its begin and
     its end, and the end of the microbatch takes all of these back: what is missing in between shows.
+
+    Attributes:
+        saved: For the host: closed windows, and microbatches in the open one, when the last checkpoint was saved.
     """
 
     def __init__(self, prefix: str) -> None:
+        self.saved: Optional[tuple[int, int]] = None
         self.mini_step, self.closed_windows, self.skipped, self.torn, self.taken = (
             empty_parameter(f"{prefix}.{name}", (), ms.int32)
             for name in ("mini_step", "closed_windows", "skipped", "unfinished", "taken"))
@@ -83,6 +87,14 @@ class Counters:
         ops.assign(self.mini_step, 0)
         ops.assign(self.taken, 0)
         ops.assign(self.torn, 0)
+
+    def note_saved(self) -> None:
+        """Note that a checkpoint holds all this: the open window is not lost if the run ends here. For the host."""
+        self.saved = self.closed_and_held()
+
+    def closed_and_held(self) -> tuple[int, int]:
+        """Return the windows closed, and the microbatches in the open one. For the host."""
+        return int(self.closed_windows), int(self.mini_step)
 
     def require_whole(self) -> None:
         """Raise RuntimeError if something was stopped in the middle. For the host."""

@@ -79,6 +79,11 @@ def scaled(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
     return gradient.astype(dtype)
 
 
+def after(token: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient that waits for a token."""
+    return ops.depend(gradient, token)
+
+
 def weighted(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
     """As `scaled`, but 0 for the factor 0, also where the gradient is NaN (a mean over no token)."""
     if not isinstance(factor, Tensor) and factor != 0:

@@ -19,12 +19,11 @@ from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
 from .arguments import as_weight
-from .batch import as_arguments
 from .differentiate import checked_loss, parted
 from .gradients import Numbers, as_vector
 from .microbatch import Functions, Pieces
 from .pieces import checked_aux, counted, select_rows
-from .step import TrainStep
+from .step import TrainStep, next_or_error
 from .straight import compiled
 
 _SINGLE = ("a train step with losses={} has to know a window before it trains it, expected no single calls with "
@@ -73,16 +72,20 @@ class SeveralLossesStep(TrainStep):
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """See `TrainStep`: it reads the batches of a window before it trains the first of them."""
         self._require_closed()
-        window = self._new_window()
-        for batch in batches:
-            if self._read(window, *as_arguments(batch)):
-                yield from self._train_window(window)
-                window = self._new_window()
-        if window.batches:
-            yield from self._train_window(window)
-        updated = self.updated and bool(window.batches)  # of the incomplete last window
-        self.flush()
-        self.updated = self.updated or updated
+        yield from super().epoch(batches)
+
+    def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
+        """See `TrainStep`."""
+        batch = next_or_error(batches)
+        while batch is not None:
+            window, full = self._new_window(), False
+            while batch is not None and not full:
+                if isinstance(batch, BaseException):
+                    raise batch
+                full = self._read(window, *batch)
+                batch = next_or_error(batches)
+            for left, result in zip(range(len(window.batches))[::-1], self._train_window(window)):
+                yield result, batch is None and left == 0
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """See `TrainStep`: the batch is a window of its own. RuntimeError unless `accumulate_step=1`."""
@@ -126,6 +129,8 @@ class SeveralLossesStep(TrainStep):
     def _read(self, window: KnownWindow, batch: tuple, named: dict) -> bool:
         """Add a batch to a window and weigh it, without training. Return whether the window is full."""
         key, arguments = self.prepared(batch, named)
+        # Copies, which `weigh` waits for: who gave the batch may fill the same Tensors again.
+        arguments = tuple(value.copy() if isinstance(value, Tensor) else value for value in arguments)
         window.batches.append((key, arguments))
         with self.forgetting_graphs():
             window.weights.append(self.microbatch(key).weigh(*arguments))

@@ -1,7 +1,8 @@
 """A train step as a Cell, for `mindspore.train.Model` and whatever else takes one."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Optional, Union
 
 import mindspore as ms
@@ -13,8 +14,9 @@ from .batch import positional
 from .boundary import Boundary
 from .differentiate import make_gradients_of, weight_of
 from .distributed.exchange import DataParallel
+from .distributed.ranks import raise_if_left_alone
 from .observer import Observer
-from .optimizers import require_same_parameters, state_of
+from .optimizers import INSTANCE, cell_prefix, own_name, require_rates, require_same_parameters, state_of
 from .pieces import FLAT, layout, layout_of
 from .straight import compiled
 from .train_step import RENAMED, averaging, require_functions
@@ -116,6 +118,7 @@ class TrainOneStepCell(nn.Cell):
             optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
             reducer=reducer, after_update=after_update, noise_scale=noise_scale, buffer_dtype=buffer_dtype)
         require_same_parameters(network, accumulator.optimizer)
+        _name_for_a_cell(accumulator)
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self.before_flush: list[Callable[[], None]] = []
@@ -139,12 +142,8 @@ class TrainOneStepCell(nn.Cell):
             self.accumulator.require_whole()
             self._boundary_now().settle()
         self._returned, self._loads = False, countdown.loads
-        try:
+        with self._explaining_errors():
             result = super().__call__(*batch)
-        except Exception:
-            # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
-            self.compile_cache.clear()
-            raise
         self._returned = True
         return result
 
@@ -182,10 +181,38 @@ class TrainOneStepCell(nn.Cell):
         for do in self.before_flush:
             do()
         self._returned = False
-        return self._boundary_now().flush()
+        with self._explaining_errors():
+            return self._boundary_now().flush()
+
+    @contextmanager
+    def _explaining_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
+            self.compile_cache.clear()
+            raise_if_left_alone(error)
+            if "'Gather'" in str(error):
+                require_rates(self.optimizer)
+            raise
 
     def _boundary_now(self) -> Boundary:
         return self._boundaries[ms.get_context("mode")]
+
+
+def _name_for_a_cell(accumulator: Accumulator) -> None:
+    """Name all state after the network, not after what else the process has built.
+
+    So MindSpore's checkpoints fit the next process, and two cells in one graph, whose networks have different names.
+    State of the optimizer whose name ends in a parameter's has a name of its own already.
+    """
+    optimizer = accumulator.optimizer
+    names, prefix = tuple(parameter.name for parameter in optimizer.parameters), cell_prefix(optimizer)
+    for parameter in accumulator.parameters:
+        parameter.name = INSTANCE.sub(prefix, parameter.name)
+    for _, parameter in state_of(optimizer):
+        name = own_name(optimizer, parameter.name)
+        parameter.name = name if name.endswith(names) else prefix + name
 
 
 def _kind(argument: Any) -> Any:

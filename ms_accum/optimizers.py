@@ -11,9 +11,11 @@ from typing import Union
 from weakref import ref
 
 from mindspore import Parameter, nn
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from .gradients import FLOATS
 
+INSTANCE = re.compile(r"^accumulator\d+\.")  # what the names of an accumulator's own Parameters begin with
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order of the process
 _named_by: dict[str, ref] = {}
 
@@ -45,6 +47,16 @@ def require_trainable(parameters: Iterable[Parameter]) -> None:
         raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
                          "graph mode would update it all the same; build the optimizer from network.trainable_params() "
                          "after freezing")
+
+
+def require_rates(optimizer: object) -> None:
+    """Refuse a list of learning rates that has none for the next update. ValueError. It waits for the device."""
+    for _, cell in optimizer.cells_and_names() if isinstance(optimizer, nn.Cell) else ():
+        rates = getattr(cell, "learning_rate", None) if isinstance(cell, LearningRateSchedule) else None
+        if isinstance(rates, Parameter) and rates.ndim == 1:
+            if int(optimizer.global_step) >= rates.size:
+                raise ValueError(f"the optimizer's list of {rates.size} learning rates is used up, expected a rate for "
+                                 "each update; give ceil(microbatches / accumulate_step) rates for each epoch")
 
 
 def require_same_parameters(network: nn.Cell, optimizer: object) -> None:
@@ -80,6 +92,16 @@ def name_state(optimizer: object, prefix: str) -> None:
             _named_by[name] = ref(optimizer)
         else:
             state.name = f"{prefix}.{name}"
+
+
+def cell_prefix(optimizer: object) -> str:
+    """Return what begins the names of an accumulator's Parameters in a cell: the same in every process."""
+    return f"accumulator.{optimizer.parameters[0].name}."
+
+
+def own_name(optimizer: object, name: str) -> str:
+    """Return the name of an optimizer's state without what an accumulator or a cell has put before it."""
+    return INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
 
 
 def describe(optimizer: object) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 from typing import Any, Optional, Union
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
@@ -47,8 +46,6 @@ def _layout(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
 def _kind(argument: Any) -> Union[tuple, str, None]:
     if isinstance(argument, Tensor):
         return argument.shape
-    if isinstance(argument, np.ndarray):
-        return f"a NumPy array of shape {argument.shape}, expected Tensors; wrap it: mindspore.Tensor(array)"
     if isinstance(argument, (tuple, list, dict)):
         return f"a {type(argument).__name__}, {FLAT}"
     return None

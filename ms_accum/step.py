@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any, Optional
 
 from .accumulator import Accumulator
-from .batch import as_arguments, named_values, ordered
+from .batch import as_arguments, as_tensors, named_values, ordered, require_batched
 from .boundary import Boundary
+from .distributed.ranks import raise_if_left_alone
+from .optimizers import require_rates, require_trainable
 from .pieces import layout
 from .straight import straight
 
@@ -40,7 +42,7 @@ class TrainStep:
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
         updated: Whether the last call closed a window with an update: a bool. After an epoch, it tells of the
-            incomplete last window.
+            incomplete last window, and so it does when its last loss is yielded.
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, microbatch_for: Callable) -> None:
@@ -55,29 +57,61 @@ class TrainStep:
         self._boundary = Boundary(self.accumulator, partial(straight, accumulator=self.accumulator))
 
     def epoch(self, batches: Iterable) -> Iterator[Any]:
-        """Train on each of `batches`, yield what each call returns, and apply the incomplete last window at the end.
+        """Train on each of `batches`, and yield what each call returns. Apply the incomplete last window.
+
+        That is done before the last loss is yielded, so it happens in `zip(data, train_step.epoch(data))`, too, and
+        `updated` is true then. To know which batch is the last, each is read before the loss of the one before it is
+        yielded. So an iterator whose loop is left early has been read one batch further: give `islice(iterator, n)` to
+        train on n of its batches. An error of reading a batch is raised after the loss of the one before it.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
         applies it, `accumulator.reset()` drops it. With several ranks, the data may be uneven: a rank at its end takes
-        part in the windows of the others with weight 0.
+        part in the windows of the others with weight 0, and gets its last loss when all have ended.
 
         Args:
             batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
-                `dataset.create_dict_iterator()`). NumPy arrays become Tensors.
+                `dataset.create_dict_iterator()`). NumPy arrays are copied, so a generator may fill them again.
 
         Yields:
             The loss, or `(loss, aux)`, of each microbatch.
 
         Raises:
+            ValueError: If a `mindspore.dataset` of samples has no batch operation, if a parameter was frozen since the
+                optimizer was built, or if its list of learning rates has no rate for the next update.
             RuntimeError: With several losses, if the last loop left a window open.
         """
-        for batch in batches:
-            arguments, named = as_arguments(batch)
-            yield self(*arguments, **named)
+        optimizer = self.accumulator.optimizer
+        require_batched(batches)
+        require_trainable(optimizer.parameters)
+        require_rates(optimizer)
+        last = False
+        for result, last in self._train_each(map(as_arguments, batches)):
+            if last:
+                self._flush_after_last()
+            yield result
+        if not last:
+            self.flush()
+
+    def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
+        """Train on each batch. Yield what that returned, and whether it was the last one."""
+        batch = next_or_error(batches)
+        while batch is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            arguments, named = batch
+            result = self(*arguments, **named)
+            batch = next_or_error(batches)
+            yield result, batch is None
+
+    def _flush_after_last(self) -> None:
+        """Flush, and let `updated` tell of the last batch, too."""
+        updated = self.updated
         self.flush()
+        self.updated = self.updated or updated
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Train on one microbatch, given by position or by name. Return the loss, or `(loss, aux)`.
+        """Train on one microbatch, given by position or by name: Tensors or NumPy arrays. Return the loss, or
+        `(loss, aux)`.
 
         Raises:
             TypeError: If an argument is a tuple, list or dict, or `forward_fn` has no parameter of that name.
@@ -86,6 +120,16 @@ class TrainStep:
         """
         key, batch = self.prepared(batch, named)
         return self.train(lambda: self.microbatch(key), batch)
+
+    def __repr__(self) -> str:
+        """Return what it does and where it stands. It waits for the device."""
+        accumulator = self.accumulator
+        (held, remaining), length = accumulator.position(), accumulator.fingerprint()["accumulate_step"]
+        length = f"{length} microbatch{'es' * (length != '1')} a window" if length.isdecimal() else length
+        pieces = [f"{self.pieces} pieces"] if self.pieces > 1 else []
+        return "{}({})".format(type(self).__name__, ", ".join([
+            length, *pieces, type(accumulator.optimizer).__name__, f"{held} of {held + remaining} in the open window",
+            f"{int(accumulator.update_step)} updates"]))
 
     def flush(self) -> bool:
         """Apply the incomplete window, if one is open. Return whether a window was closed: applied or dropped.
@@ -103,10 +147,10 @@ class TrainStep:
 
     def prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
         """Return the key of the graphs that a batch needs, and its arguments by position."""
-        names = ()
+        batch, names = as_tensors(batch), ()
         if named:
             # One order for each set of names, so that it is compiled once.
-            named = named_values(self._function, named)
+            named = named_values(self._function, dict(zip(named, as_tensors(named.values()))))
             if frozenset(named) not in self._orders:
                 self._orders[frozenset(named)] = ordered(self._function, named)
             names = self._orders[frozenset(named)]
@@ -154,6 +198,9 @@ class TrainStep:
             self.forget_graphs()
             if "already exists. Please set a unique name" in str(error):
                 raise ValueError(_REBUILT) from error
+            raise_if_left_alone(error)
+            if "'Gather'" in str(error):
+                require_rates(self.accumulator.optimizer)
             raise
         except Exception as error:
             self.forget_graphs()
@@ -174,3 +221,11 @@ class TrainStep:
         updates = int(accumulator.update_step)
         updated = self._boundary.close()
         return 0, accumulator.window.length_after(updates + updated), updated
+
+
+def next_or_error(batches: Iterator) -> Any:
+    """Return the next batch, None at the end, or the error of reading it, which concerns nothing that was trained."""
+    try:
+        return next(batches, None)
+    except BaseException as error:
+        return error

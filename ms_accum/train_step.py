@@ -45,7 +45,7 @@ def make_train_step(
 
         train_step = make_train_step(forward_fn, optimizer, accumulate_step=4)
         for loss in train_step.epoch(dataset):  # the mean loss of each microbatch
-            ...                                 # at the end, the incomplete last window is applied
+            ...                                 # with the last one, the incomplete window is applied, too
 
     Each call of `train_step(data, label)` or `train_step(**batch)` is one microbatch.
 
@@ -123,9 +123,7 @@ def make_train_step(
         ...     print(float(loss), train_step.updated, network.weight.asnumpy())
         2.0 False [[1. 1.]]
         6.0 True [[0. 0.]]
-        -0.5 False [[0. 0.]]
-        >>> print(network.weight.asnumpy())  # the incomplete last window was applied
-        [[-1. -1.]]
+        -0.5 True [[-1. -1.]]
     """
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")

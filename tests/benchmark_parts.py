@@ -13,6 +13,7 @@ import digits
 import launch
 import numpy as np
 import oracle
+import plan
 import pytest
 import records
 import report
@@ -241,7 +242,38 @@ def figure():
     assert not Path("none.png").exists()
 
 
-OTHERS = (refusals, costs, seeds, growth, late_ranks, limits, states, reference, figure)
+def planned():
+    """Peaks on a line give back its slope and start; one off it shows; who crashes at one size has no figures; CANN may be missing."""
+    line = {size: 12_000 + 8 * 5 * size for size in (10, 15, 20)}
+    found = plan.figures({1: 16_000, **line}, 1000, 8)
+    assert found == {"per_parameter": 16, "held": 12, "per_sample": 5, "deviation": 0}, found
+    assert abs(plan.figures({1: 16_000, **line, 15: 12_600 * 1.1}, 1000, 8)["deviation"] - 0.1) < 1e-9
+
+    def peak(group, name, scratch, results, do, batch):
+        if name == "cut" and batch == 15:
+            results.unavailable(name, rounds.Unavailable("crashed", "out of memory"))
+            return {}
+        return {"peak": line.get(batch, 16_000), "parameters": 1000}
+
+    case = {"accumulate_step": 8, "network": "mlp", "optimizer": "Adam"}
+    group = suites.Group("a group", case, ("whole", "cut"), (), sizes=(1, 10, 15, 20))
+    with patch.object(rounds, "_peak", peak):
+        record = rounds.plan_group(group, 1, Path())
+    assert record["contestants"]["whole"]["per_sample"] == 5
+    assert record["contestants"]["cut"] == {"status": "crashed", "message": "out of memory"}
+    table = report.ascend_table(record)
+    assert re.search(r"^\|whole\|16\.0\|12\.0\|", table, re.MULTILINE)
+    assert "- cut: out of memory" in table
+    with patch.object(plan, "STAND_INS", Path("none.py")), patch.dict("os.environ", {"ASCEND_TOOLKIT_HOME": ""}):
+        with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
+            run.main(["--suite", "ascend", "--quick"])
+        assert stop.value.code == 2
+        assert re.fullmatch(r"run\.py: error: suite ascend needs CANN \(.*\), or .* tests/ascend/stand_ins\.py\n", said.getvalue())
+    with patch.dict("os.environ", {"ASCEND_TOOLKIT_HOME": "installed"}):
+        assert plan.environment(Path("none")).keys() == {"MS_SIMULATION_LEVEL", "RANK_SIZE", "RANK_ID"}
+
+
+OTHERS = (refusals, costs, seeds, growth, late_ranks, limits, states, reference, figure, planned)
 
 if __name__ == "__main__":
     for check in (floors,) if sys.argv[1] == "floors" else OTHERS:

@@ -14,22 +14,20 @@ import ms_accum
 
 # Per cell, and generous: a hanging cell is to end, a busy machine is not to fail.
 TIMEOUT = 600
-TUTORIALS = Path(__file__).parents[1] / "tutorials"  # where helpers.py is
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def executed(notebook):
-    """A copy of `notebook` with the outputs of a new kernel, which imports the ms_accum of this process.
+    """A copy of `notebook` with the outputs of a new kernel in an empty folder, which imports the ms_accum of this process.
 
     Raises:
         nbclient.exceptions.CellExecutionError: If a cell raises.
     """
     notebook = copy.deepcopy(notebook)
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(ms_accum.__file__).parents[1], TUTORIALS, os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONPATH": os.pathsep.join([str(Path(ms_accum.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
             "IPYTHONDIR": folder,  # nobody's startup files, and no history left behind
         }
         client = NotebookClient(notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": folder}})
@@ -38,11 +36,15 @@ def executed(notebook):
 
 
 def cleaned(notebook):
-    """`notebook` as it is stored: without MindSpore's warnings on stderr and without the times of execution."""
+    """`notebook` as it is stored: without stderr and times of execution, and with all that a cell printed in one piece."""
     notebook = copy.deepcopy(notebook)
+    notebook.metadata.get("language_info", {}).pop("version", None)
     for cell in code_cells(notebook):
         cell.metadata.pop("execution", None)
-        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+        printed = text(cell)
+        cell.outputs = [output for output in cell.outputs if output.output_type != "stream"]
+        if printed:
+            cell.outputs.insert(0, nbformat.v4.new_output("stream", name="stdout", text=printed))
     return notebook
 
 
@@ -72,6 +74,12 @@ def same_text(cell, other):
         return True
     one, two = ([float(number.replace(",", "")) for number in NUMBER.findall(text(c))] for c in (cell, other))
     return np.allclose(one, two, rtol=0.02, atol=1e-4)
+
+
+def differences(stored, again):
+    """The ids of the code cells that do not print what is stored, or draw another number of pictures."""
+    return [cell.id for cell, other in zip(code_cells(stored), code_cells(again), strict=True)
+            if not same_text(cell, other) or len(pictures(cell)) != len(pictures(other))]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from conftest import compiled_graphs, values
 from mindspore import Tensor, nn, ops
-from mindspore.dataset import GeneratorDataset
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from mindspore.dataset import zip as dataset_zip
 
 from ms_accum import check_equivalence, make_train_step
 
@@ -90,6 +91,36 @@ def test_every_form_of_a_batch_trains_alike(pieces, forms):
     for feed, (weight_fn, wrap) in forms.items():
         for one, other in zip(plain, trained(feed, weight_fn, wrap, pieces)):
             np.testing.assert_array_equal(one, other)
+
+
+SAMPLES = {"input_ids": np.zeros((8, 6), np.float32), "labels": np.zeros(8, np.int32)}
+
+
+@pytest.mark.parametrize("samples", [
+    lambda: NumpySlicesDataset(SAMPLES), lambda: NumpySlicesDataset(SAMPLES).shuffle(8).take(4).repeat(2),
+    lambda: NumpySlicesDataset(SAMPLES).create_dict_iterator(),
+    lambda: dataset_zip((NumpySlicesDataset({"a": np.zeros(2)}).batch(2), NumpySlicesDataset(SAMPLES)))])
+def test_a_dataset_of_samples_is_refused(samples):
+    """Each row would be a microbatch that counts its features."""
+    net = network()
+    step = make_train_step(masked_mean(net), nn.SGD(net.trainable_params(), 0.1), 2)
+    with pytest.raises(ValueError, match=r"yields samples of NumpySlicesDataset .*; give dataset\.batch\(32\), say, or, if"):
+        next(step.epoch(samples()))
+
+
+class Batches(GeneratorDataset):
+    """A user's own source."""
+
+
+@pytest.mark.parametrize("batches", [
+    lambda: NumpySlicesDataset(SAMPLES).batch(4), lambda: NumpySlicesDataset(SAMPLES).batch(4).map(lambda x: x, "labels").take(2),
+    lambda: NumpySlicesDataset(SAMPLES).padded_batch(4), lambda: NumpySlicesDataset(SAMPLES).batch(4).create_tuple_iterator(),
+    lambda: Batches([tuple(SAMPLES.values())] * 2, list(SAMPLES), shuffle=False)])
+def test_batches_are_not_refused(batches):
+    """Control of the test above."""
+    net = network()
+    step = make_train_step(masked_mean(net), nn.SGD(net.trainable_params(), 0.1), 2)
+    assert len(list(step.epoch(batches()))) == 2
 
 
 def test_each_set_of_names_is_compiled_once():

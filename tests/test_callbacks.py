@@ -11,9 +11,9 @@ from conftest import MLP, batches, difference, tensors, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor, amp, nn
-from mindspore.dataset import GeneratorDataset
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import Callback, LearningRateScheduler, LossMonitor, Model, ReduceLROnPlateau
-from model_runs import SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
+from model_runs import RATES, SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
 
@@ -122,7 +122,7 @@ def test_a_loss_scale_is_a_column_and_rows_go_into_mindspores_summary_record():
 
 
 def test_per_update_shows_the_optimizer():
-    """At the end of an epoch, too. Negative control: by themselves, MindSpore's callbacks do not find it."""
+    """At the end of an epoch, too. Control: by themselves, MindSpore's callbacks do not find it; FlushCallback says so."""
     _, cell = make_cell(learning_rate=0.5)
 
     def halving():
@@ -130,6 +130,9 @@ def test_per_update_shows_the_optimizer():
 
     for callback in (halving(), LearningRateScheduler(lambda rate, step: rate)):
         with pytest.raises(AttributeError):
+            train(cell, callback)
+        cell.accumulator.reset()
+        with pytest.raises(ValueError, match=rf"needs the optimizer, .* give PerUpdate\({type(callback).__name__}\("):
             train(cell, FlushCallback(), callback)
     train(cell, FlushCallback(), PerUpdate(halving()), epochs=3)
     assert float(cell.optimizer.learning_rate) == 0.125
@@ -199,7 +202,7 @@ class Sunk:
     """A run context of sunk data, which no CPU run gives."""
 
     def __init__(self, network):
-        self.context = {"train_network": network, "dataset_sink_mode": True}
+        self.context = {"train_network": network, "dataset_sink_mode": True, "train_dataset": dataset(), "list_callback": []}
 
     def original_args(self):
         return type("Context", (dict,), {"__getattr__": dict.__getitem__})(self.context)
@@ -225,6 +228,12 @@ def test_what_does_not_fit_is_refused():
     assert difference(values(plain.trainable_params()), before) == 0
     with pytest.raises(ValueError, match=r"give Model\(TrainOneStepCell\(...\)\) without an optimizer"):
         Model(one, optimizer=nn.SGD(network.trainable_params(), 0.1))
+    short = make_cell(learning_rate=RATES[:2])[1]
+    with pytest.raises(ValueError, match="list of 2 learning rates is used up"):
+        train(short, FlushCallback())  # the third update is that of the flush
+    samples = NumpySlicesDataset({"x": np.zeros((8, 6), np.float32), "y": np.zeros(8, np.int32)})
+    with pytest.raises(ValueError, match=r"yields samples of NumpySlicesDataset one by one"):
+        train(one, FlushCallback(), data=samples)
     with pytest.raises(TypeError, match=r"callback is of type builtin_function_or_method, expected a mindspore\.train"):
         PerUpdate(print)
     with pytest.raises(TypeError, match="to is of type int, expected the path of a CSV file or a function of a dict"):

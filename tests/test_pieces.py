@@ -73,7 +73,6 @@ ROWS = Tensor(np.zeros((4, 6)), ms.float32)
       for batch in ((), (None,), (3, "x"), (Tensor(1.0),), (Tensor(np.zeros((0, 6)), ms.float32),))],
     *[(TypeError, rf"the batch holds a {type(nested).__name__}, expected Tensors .* as an argument of its own", (ROWS, nested))
       for nested in ((Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)})],
-    (TypeError, r"the batch holds a NumPy array of shape \(4,\), expected Tensors; wrap it", (ROWS, np.zeros(4))),
 ])
 def test_a_batch_that_cannot_be_cut_is_refused_and_changes_no_bit(error, message, batch):
     def encode(x):

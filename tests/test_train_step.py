@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import mindspore as ms
+import numpy as np
 import pytest
-from conftest import MLP, batches, compiled_graphs, mean_loss, run_python, tensors
+from conftest import MLP, batches, compiled_graphs, difference, mean_loss, run_python, tensors, values
 from following import LOSS, warned
 from mindspore import amp, nn
 
@@ -50,9 +51,126 @@ def test_updated_says_whether_the_last_call_closed_a_window():
     network = MLP()
     train_step = make_train_step(mean_loss(network), sgd(network), 2)
     assert train_step.updated is False
-    assert [train_step.updated for _ in train_step.epoch(BATCHES[:3])] == [False, True, False]
-    assert train_step.updated is True, "the end of the epoch applied the incomplete window"
+    assert [train_step.updated for _ in train_step.epoch(BATCHES[:3])] == [False, True, True], "the last one applied the incomplete window"
+    assert train_step.updated is True
     assert train_step.flush() is train_step.updated is False
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize("loop", [lambda data, epoch: zip(data, epoch), lambda data, epoch: zip(range(len(data)), epoch)])
+def test_a_loop_that_does_not_exhaust_the_epoch_loses_no_update(loop, losses):
+    """`zip` asks for no more losses than there are batches. The generator's arrays are filled anew for each batch."""
+    def forward_of(network):
+        one = mean_loss(network)
+
+        def pair(x, y):
+            return one(x, y), one(x, y)
+
+        return one if losses == 1 else pair
+
+    def filled():
+        x, y = np.zeros((6, 6), np.float32), np.zeros(6, np.int32)
+        for rows, labels in data:
+            x[:], y[:] = rows, labels
+            yield x, y
+
+    data, results = batches([6] * 10), []
+    for batches_of in (filled, lambda: [tensors(x, y) for x, y in data], lambda: [tensors(*data[-1])] * 10):
+        network = MLP()
+        train_step = make_train_step(forward_of(network), sgd(network), 4, losses=losses)
+        updated = [train_step.updated for _ in loop(data, train_step.epoch(batches_of()))]
+        assert (int(train_step.accumulator.update_step), int(train_step.accumulator.mini_step)) == (3, 0)
+        assert [i for i, closed in enumerate(updated, 1) if closed] == [4, 8, 10]
+        results.append(values(network.trainable_params()))
+    right, copied, wrong = results[1], results[0], results[2]
+    assert difference(copied, right) == 0
+    assert difference(wrong, right) > 1e-3, "control: the rows of the last batch"
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_an_error_of_reading_comes_after_the_loss_of_what_was_trained(losses):
+    """So a loop that counts losses knows what was trained: with two losses, windows of 2 alone."""
+    def forward_of(network):
+        one = mean_loss(network)
+
+        def pair(x, y):
+            return one(x, y), one(x, y)
+
+        return one if losses == 1 else pair
+
+    def broken(after):
+        yield from [tensors(*batch) for batch in batches([6] * after)]
+        raise OSError("the disk is gone")
+
+    for after in (2, 3):
+        network, seen = MLP(), []
+        train_step = make_train_step(forward_of(network), sgd(network), 2, losses=losses)
+        with pytest.raises(OSError, match="the disk is gone"):
+            seen.extend(train_step.epoch(broken(after)))
+        accumulator = train_step.accumulator
+        assert len(seen) == 2 * int(accumulator.update_step) + int(accumulator.mini_step) == (after if losses == 1 else 2)
+
+
+def test_two_losses_take_tensors_that_are_filled_again():
+    """A window is read before it is trained. Control: all batches are the last one."""
+    def pair_of(network):
+        one = mean_loss(network)
+
+        def pair(x, y):
+            return one(x, y), one(x, y)
+
+        return pair
+
+    def filled(data):
+        x, y = tensors(*data[0])
+        for batch in data:
+            x.assign_value(tensors(*batch)[0])
+            y.assign_value(tensors(*batch)[1])
+            yield x, y
+
+    data, results = batches([6] * 4), []
+    for given in (filled(data), [tensors(*batch) for batch in data], filled([data[-1]] * 4)):
+        network = MLP()
+        list(make_train_step(pair_of(network), sgd(network), 4, losses=2).epoch(given))
+        results.append(values(network.trainable_params()))
+    assert difference(results[0], results[1]) == 0
+    assert difference(results[2], results[1]) > 1e-3
+
+
+def test_one_batch_is_read_ahead_and_not_more():
+    network, read = MLP(), []
+    train_step = make_train_step(mean_loss(network), sgd(network), 2)
+    counted = (read.append(i) or batch for i, batch in enumerate(BATCHES[:4]))
+    assert [len(read) for _ in train_step.epoch(counted)] == [2, 3, 4, 4]
+
+
+def test_single_calls_take_arrays_and_repr_says_where_it_stands():
+    network, (x, y) = MLP(), batches([6])[0]
+    train_step = make_train_step(mean_loss(network), sgd(network), 4, pieces=2)
+    losses = [float(train_step(*batch)) for batch in (tensors(x, y), (x.astype(np.float32), y.astype(np.int32)))]
+    assert losses[0] == losses[1]
+    assert repr(train_step) == "TrainStep(4 microbatches a window, 2 pieces, SGD, 2 of 4 in the open window, 0 updates)"
+    train_step.flush()
+    assert repr(train_step).endswith("SGD, 0 of 4 in the open window, 1 updates)")
+    scheduled = make_train_step(mean_loss(network), sgd(network), {0: 1, 5: 8}, losses=1)
+    assert repr(scheduled) == "TrainStep({0: 1, 5: 8}, SGD, 0 of 1 in the open window, 0 updates)"
+
+
+def test_what_changed_since_the_last_epoch_is_refused():
+    """A parameter that was frozen, and a list of learning rates that is used up: at the next epoch, and in the middle of one."""
+    network = MLP()
+    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), [0.1, 0.1, 0.1]), 2)
+    assert len(list(train_step.epoch(BATCHES[:6]))) == 6
+    with pytest.raises(ValueError, match=r"list of 3 learning rates is used up, .*; give ceil\(microbatches / accumulate"):
+        next(train_step.epoch(BATCHES))
+    train_step(*BATCHES[0])
+    with pytest.raises(ValueError, match="list of 3 learning rates is used up"):
+        train_step(*BATCHES[1])
+    train_step.accumulator.reset()
+    network.first.bias.requires_grad = False
+    with pytest.raises(ValueError, match=r"first\.bias has requires_grad=False, expected trainable parameters"):
+        next(train_step.epoch(BATCHES))
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -11,11 +11,13 @@ from typing import Optional
 import mindspore as ms
 
 from ..arguments import instance_of, number, one_of, whole_number
-from .trial import MakeStep, device_memory, pickled, run_trial
+from .dry_run import is_dry_run
+from .trial import MakeStep, device_memory, pickled, require_ascend, run_trial
 
 DEVICES = ("CPU", "GPU", "Ascend")
 _USED = 0.9  # of the free memory; the rest is left to other processes
 _UNLIMITED = 2**60  # what cgroups write for "no limit" is about 2**63
+_DRY_RUN = "dry run: memory is planned by MindSpore's Ascend backend; nothing was launched, times are not measured"
 
 
 class PlanError(RuntimeError):
@@ -39,7 +41,7 @@ class Trial:
     peak: Optional[int]  # bytes of memory; of a trial that was stopped, the peak until then; None if unknown
     fits: bool
     ended: str  # "completed", "beyond the limit", "out of memory" or "failed"
-    seconds: float
+    seconds: Optional[float]  # None in a dry run
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,12 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
             callable.
         batch_size: Samples in the batch that one update is made of.
         memory_limit: Bytes. None: 90 % of the memory that is free on this machine and allowed to this process (its
-            cgroup), or of the memory of another device.
+            cgroup), or of the memory of another device: of 64 GiB in a dry run.
         device_target: "CPU" (measures the peak resident memory of the process, compiler included), "GPU" or "Ascend"
-            (`mindspore.runtime.max_memory_reserved`; not run, for lack of the hardware). None: MindSpore's current
-            device.
+            (`mindspore.runtime.max_memory_reserved`; not run, for lack of the hardware). "Ascend" on a machine without
+            an NPU, or with MindSpore's variable `MS_SIMULATION_LEVEL` set, is a dry run: its Ascend backend compiles
+            the step and plans its memory, but launches nothing, so values read as 0, and there are no times. That
+            needs CANN, but no device. None: MindSpore's current device.
         timeout: Seconds for a trial. None: no limit.
         on_trial: Called after each trial, to show progress.
 
@@ -93,7 +97,8 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If one is out of range, `make_step` cannot be imported, or the device is not there.
+        ValueError: If one is out of range, `make_step` cannot be imported, or the device (in a dry run, CANN) is not
+            there.
         PlanError: If not even one sample fits, with the table; or with the trial's error, if a trial takes longer than
             `timeout` or fails for another reason than memory.
 
@@ -119,6 +124,8 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
     batch_size = whole_number("batch_size", batch_size, "give the samples of an update")
     memory_limit = (free_memory(device_target) if memory_limit is None
                     else whole_number("memory_limit", memory_limit, "give bytes, e.g. 4 * 2**30, or None"))
+    if is_dry_run(device_target):
+        require_ascend()
     trials: list[Trial] = []
 
     def fits(microbatch: int) -> bool:
@@ -131,7 +138,9 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         trials.append(Trial(microbatch, accumulate_step, outcome.peak, ended == "completed", ended, outcome.seconds))
         on_trial(trials[-1])
         if ended == "failed":
-            raise PlanError(f"the trial of a microbatch of {microbatch:,} failed: {outcome.reason}", tuple(trials))
+            zeros = " (in a dry run, every value that the step reads is 0)" if is_dry_run(device_target) else ""
+            raise PlanError(f"the trial of a microbatch of {microbatch:,} failed: {outcome.reason}{zeros}",
+                            tuple(trials))
         return trials[-1].fits
 
     divisors = divisors_of(batch_size)
@@ -207,11 +216,12 @@ def table(trials: Sequence[Trial]) -> str:
     """Return a table of the trials, a line for each."""
     lines = ["microbatch  accumulate_step        peak   seconds"]
     for trial in sorted(trials, key=lambda trial: trial.microbatch):
-        at_least = "" if trial.ended == "completed" else "> "
+        at_least = "" if trial.ended == "completed" or trial.seconds is None else "> "
         peak = "?" if trial.peak is None else f"{at_least}{size(trial.peak)}"
-        lines.append(f"{trial.microbatch:10,}  {trial.accumulate_step:15,}  {peak:>10}  {trial.seconds:8.1f}  "
+        seconds = "-" if trial.seconds is None else f"{trial.seconds:.1f}"
+        lines.append(f"{trial.microbatch:10,}  {trial.accumulate_step:15,}  {peak:>10}  {seconds:>8}  "
                      f"{'fits' if trial.fits else trial.ended}")
-    return "\n".join(lines)
+    return "\n".join([*lines, _DRY_RUN] if any(trial.seconds is None for trial in trials) else lines)
 
 
 def size(number: int) -> str:

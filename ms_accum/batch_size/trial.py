@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -19,6 +19,9 @@ from time import monotonic
 from typing import Any, Optional
 
 import mindspore as ms
+
+from . import dry_run
+from .dry_run import is_dry_run
 
 MakeStep = Callable[..., Callable[[], Any]]
 _POLL_SECONDS = 0.02
@@ -33,7 +36,7 @@ class Outcome:
     peak: Optional[int]  # bytes of memory; if it did not complete, the most that was seen; None if unknown
     ended: str  # "completed", "beyond the limit" (stopped for it), "out of memory", or "failed"
     reason: str  # why it failed, in one line
-    seconds: float
+    seconds: Optional[float]  # None in a dry run
     result: Any = None  # what the work returned
 
 
@@ -49,8 +52,19 @@ def run_trial(make_step: MakeStep, microbatch: int, steps: int, device_target: s
     return replace(outcome, peak=outcome.result) if outcome.ended == "completed" else outcome
 
 
+def require_ascend() -> None:
+    """Raise ValueError if the Ascend backend, which a dry run needs, cannot be loaded, with what is missing."""
+    outcome = in_a_process(dry_run.missing, "Ascend")
+    missing = outcome.result if outcome.ended == "completed" else outcome.reason
+    if missing:
+        raise ValueError(f"no CANN for a dry run: {missing}; install CANN's toolkit (no device is needed) and source "
+                         "its set_env.sh")
+
+
 def device_memory(device_target: str) -> int:
     """Return the bytes of memory of the first GPU or NPU. ValueError if there is none. (Not run, for lack of one.)"""
+    if is_dry_run(device_target):
+        return dry_run.DEVICE_MEMORY
     outcome = in_a_process(partial(_device_memory, device_target), device_target)
     if outcome.ended != "completed":
         raise ValueError(f"the memory of {device_target} is unknown ({outcome.reason}); give a memory limit, or "
@@ -80,12 +94,13 @@ def in_a_process(work: Callable[[], Any], device_target: str, memory_limit: Opti
     context = get_context("spawn")
     if device_target != "CPU":
         memory_limit = None  # it is not one of the memory of the process
-    start = monotonic()
+    dry, start = is_dry_run(device_target), monotonic()
     with TemporaryDirectory() as folder:
         log = Path(folder, "output")
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(sender, str(log), work))
-        process.start()
+        with dry_run.environment(folder) if dry else nullcontext():
+            process.start()
         sender.close()
         try:
             result, peak, ended, reason = _watch(process, receiver, memory_limit, timeout)
@@ -97,7 +112,11 @@ def in_a_process(work: Callable[[], Any], device_target: str, memory_limit: Opti
             receiver.close()
         if ended == "died":
             ended, reason = _cause_of_death(process.exitcode, log)
-    return Outcome(peak, ended, reason, monotonic() - start, result)
+    if dry and ended == "out of memory":
+        ended, reason = "failed", "this machine ran out of memory, not the NPU that is planned for"
+    # What was seen is the memory of the process.
+    return Outcome(peak if device_target == "CPU" else None, ended, reason, None if dry else monotonic() - start,
+                   result)
 
 
 def _watch(process: BaseProcess, receiver: Connection, memory_limit: Optional[int],
@@ -158,9 +177,14 @@ def _child(sender: Connection, log: str, work: Callable[[], Any]) -> None:
 
 def _measure(make_step: bytes, microbatch: int, steps: int, device_target: str) -> int:
     step = made_step(make_step, microbatch, device_target)
-    for _ in range(steps):
+    step()
+    if is_dry_run(device_target):
+        dry_run.update_all()  # before the other steps: what an optimizer keeps is in memory from the first update on
+    for _ in range(steps - 1):
         step()
     ms.runtime.synchronize()
+    if is_dry_run(device_target):
+        return ms.runtime.max_memory_allocated()
     if device_target != "CPU":
         return ms.runtime.max_memory_reserved()
     # Not resource.ru_maxrss, which starts from the value of the process that started this one.
@@ -172,7 +196,13 @@ def made_step(make_step: bytes, microbatch: int, device_target: str, **options: 
     """Return what the pickled `make_step` makes for a device. TypeError if that cannot be called."""
     if ms.get_context("device_target") != device_target:
         ms.set_device(device_target)
+    if is_dry_run(device_target):
+        # With one thread, which MindSpore takes on a machine of two cores, a graph with a branch does not compile.
+        ms.runtime.dispatch_threads_num(6)
     step = pickle.loads(make_step)(microbatch, **options)
+    if ms.get_context("device_target") != device_target:
+        raise ValueError(f"make_step, or its module, chose the device {ms.get_context('device_target')}, expected "
+                         f"{device_target}; leave that to the plan")
     if not callable(step):
         raise TypeError(f"make_step({microbatch}) returned {type(step).__name__}, expected a function that runs one "
                         "train step")

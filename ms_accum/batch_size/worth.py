@@ -13,6 +13,7 @@ from typing import Optional
 import mindspore as ms
 
 from ..arguments import whole_number
+from .dry_run import is_dry_run
 from .noise_scale import GradientNoiseScale, scale_lr
 from .planning import Plan, PlanError, free_memory, size
 from .trial import MakeStep, in_a_process, made_step, pickled
@@ -79,8 +80,11 @@ class Worth:
                 f"{more}")
 
 
-def require_windows(make_step: MakeStep, batch_size: int) -> None:
-    """Raise ValueError if `make_step` cannot make windows of any length, or noise cannot be measured in a batch."""
+def require_windows(make_step: MakeStep, batch_size: int, device_target: str) -> None:
+    """Raise ValueError if `make_step` cannot make windows of any length, or the noise scale cannot be measured."""
+    if is_dry_run(device_target):
+        raise ValueError("a dry run for Ascend computes no gradients and measures no times, so it has no noise scale "
+                         "and no window that is worth it; measure these on a device")
     try:
         signature = inspect.signature(make_step)
         signature.bind(1)
@@ -109,12 +113,13 @@ def measure_windows(make_step: MakeStep, plan: Plan, windows: int = 32, *, devic
 
     Raises:
         TypeError: If `windows` is not an integer.
-        ValueError: If it is out of range, `make_step` does not take the two arguments, or the batch is one sample.
+        ValueError: If it is out of range, `make_step` does not take the two arguments, the batch is one sample, or the
+            device is only there for a dry run.
         PlanError: If a process fails, exceeds the memory limit or takes longer than `timeout`.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), sections 2.2 and 2.3.
     """
-    require_windows(make_step, plan.batch_size)
+    require_windows(make_step, plan.batch_size, device_target)
     windows = whole_number("windows", windows, "give the windows to measure the noise scale over")
 
     def run(what: str, work: Callable, *arguments: int, limit: int = plan.memory_limit,

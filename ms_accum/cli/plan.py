@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Optional
 
 from tqdm import tqdm
 
+from ..batch_size.dry_run import is_dry_run
 from ..batch_size.planning import DEVICES, Plan, PlanError, Trial, divisors_of, plan_micro_batch, size
 from ..batch_size.worth import Worth, lengths, measure_windows, require_windows
 from .files import require_outputs, write_json, write_png
@@ -26,6 +27,9 @@ Find the largest microbatch whose memory fits. FUNCTION takes the size of a micr
 one train step on it. Each trial runs in its own process, past an update, and measures the peak memory; a trial that
 runs out of memory does no harm. Few trials are needed: they bisect the divisors of the batch.
 
+--device ascend on a machine without an NPU (a login node, a laptop) is a dry run: MindSpore's Ascend backend compiles
+the step and plans its memory, and launches nothing. It needs CANN, but no device. Times are not measured.
+
 With --noise-scale, FUNCTION also takes accumulate_step= and noise_scale=, and gives them to make_train_step. Windows of
 1, 2, 4, ... microbatches are timed, and the largest one is named whose batch is not beyond the noise scale. That is
 measured while FUNCTION's network trains on FUNCTION's data. A network that was just initialised has a small noise
@@ -37,6 +41,7 @@ examples:
   ms-accum plan train:make_step --total-batch-size 1024                # what fits into the free memory of this machine
   ms-accum plan train:make_step --total-batch-size 1024 --memory-limit 4GiB --plot memory.png --json plan.json
   ms-accum plan train:make_step --total-batch-size 1024 --noise-scale  # and which window is worth it
+  ms-accum plan train:make_step --total-batch-size 1024 --device ascend  # without an NPU: what fits into one of 64 GB
 
 exit status: 0 if a microbatch was found, 1 if none fits or a process fails, 2 for a bad command line"""
 
@@ -52,8 +57,10 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
     parser.add_argument("--total-batch-size", type=count, required=True, metavar="N",
                         help="samples that one update is made of: those of all microbatches of a window")
     parser.add_argument("--memory-limit", type=_bytes, metavar="SIZE",
-                        help="e.g. 4GiB, 500MB or a number of bytes (default: 90 %% of the free memory)")
-    parser.add_argument("--device-target", choices=DEVICES, default="CPU", help="(default: %(default)s)")
+                        help="e.g. 4GiB, 500MB or a number of bytes (default: 90 %% of the free memory, or in a dry "
+                             "run of 64 GiB)")
+    parser.add_argument("--device", "--device-target", type=_device, choices=DEVICES, default="CPU",
+                        help="in any case of letters (default: %(default)s)")
     parser.add_argument("--timeout", type=_seconds, metavar="SECONDS",
                         help="stop with an error if a trial, or another process, takes longer (default: never)")
     parser.add_argument("--noise-scale", type=count, nargs="?", const=32, metavar="WINDOWS",
@@ -72,6 +79,10 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
+def _device(text: str) -> str:
+    return {device.lower(): device for device in DEVICES}.get(text.lower(), text)
+
+
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Plan, measure, print, write. Exit with status 2 for a bad value, with 1 if nothing fits or a process fails."""
     most = ceil(log2(len(divisors_of(options.total_batch_size)) + 1))
@@ -80,15 +91,15 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         require_outputs(options, json=("",), plot=(".png",))
         make_step = imported(options.function, "train:make_step")
         if options.noise_scale:
-            require_windows(make_step, options.total_batch_size)
+            require_windows(make_step, options.total_batch_size, options.device)
         with _progress("trial", most) as bar:
             plan = plan_micro_batch(make_step, options.total_batch_size, memory_limit=options.memory_limit,
-                                    device_target=options.device_target, timeout=options.timeout,
+                                    device_target=options.device, timeout=options.timeout,
                                     on_trial=partial(_show_trial, bar))
         print(plan, flush=True)
         if options.noise_scale:
             with _progress("measurement", 1 + len(lengths(plan.accumulate_step))) as bar:
-                worth = measure_windows(make_step, plan, options.noise_scale, device_target=options.device_target,
+                worth = measure_windows(make_step, plan, options.noise_scale, device_target=options.device,
                                         timeout=options.timeout, on_result=partial(_show, bar, "measurement"))
             print(worth)
     except (ValueError, TypeError) as error:
@@ -130,7 +141,8 @@ def write_all(options: argparse.Namespace, trials: tuple[Trial, ...], plan: Opti
             "accumulate_step": plan and plan.accumulate_step,
             "peak": plan and plan.peak,
             "memory_limit": plan.memory_limit if plan else options.memory_limit,
-            "device": options.device_target,
+            "device": options.device,
+            "dry_run": is_dry_run(options.device),
             "trials": [asdict(trial) for trial in trials],
             "worth": worth and asdict(worth),
         })

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any, Union
@@ -9,6 +10,11 @@ from typing import Any, Union
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm, get_group_size
+
+_EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")
+_LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; expected "
+               "every rank to train to the end of its epoch, or all to leave it at the same update; see the messages "
+               "of the other ranks. MindSpore says:")
 
 
 def world_size() -> int:
@@ -59,6 +65,12 @@ def together(do: Callable[[], Any], failure: type[Exception]) -> Any:
         raise failure(f"rank {', '.join(map(str, failed))} failed, and so nothing was done on this one; see its "
                       "message")
     return result
+
+
+def raise_if_left_alone(error: Exception) -> None:
+    """Raise a RuntimeError whose first line says so if an error means that another rank is missing in an exchange."""
+    if _EXCHANGE_FAILED.search(str(error)):
+        raise RuntimeError(f"{_LEFT_ALONE}\n{error}") from None
 
 
 def gather(numbers: np.ndarray) -> np.ndarray:

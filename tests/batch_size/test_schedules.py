@@ -128,7 +128,7 @@ def test_training_equals_numpy():
     assert np.abs(descend([1, 2, 3, 5, 7, 11, 12], plain) - one_by_one).max() > 0.1 * np.abs(one_by_one).max()
     for _ in range(3):
         train_step(Tensor(x[0]), Tensor(y[0]))
-    with pytest.raises((ValueError, IndexError, RuntimeError), match=r"range"):
+    with pytest.raises(ValueError, match=r"learning rate"):
         train_step(Tensor(x[0]), Tensor(y[0]))
 
 

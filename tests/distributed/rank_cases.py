@@ -8,7 +8,7 @@ import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from unittest.mock import patch
 
 import mindspore as ms
@@ -81,6 +81,7 @@ LAUNCHES = {  # ranks, cases
         "pair:uneven:1", "pair:equal:2", *OUTER, *RESUME, *ADAPTIVE, "mnist"))]),
     "four": (4, [*(f"trained:{i}" for i in range(36, 60)), *(f"trained:{i}:jit" for i in range(24, 30)), "pair:uneven:1", *OUTER,
                  *RESUME, *OTHER_RANKS, *ADAPTIVE]),
+    "left": (2, ["left_alone:jit"]),
 }
 
 
@@ -375,6 +376,17 @@ def mnist(rank):
     mode = "pynative" if os.environ["MS_JIT"] == "0" else "graph"
     with redirect_stdout(sys.stdout):  # rank 1 replaces its own
         return cli.main(["mnist", *MNIST, "--save-every", "5", "--mode", mode])
+
+
+def left_alone(rank):
+    """What rank 0 says when rank 1 leaves its epoch early, and lives on for longer than MindSpore waits."""
+    _, step = step_of("window", 2, 0)
+    batches = [tensors(x, y) for x, y in microbatches("equal", rank)]
+    if rank == 0:
+        return said_by(list, step.epoch(batches))
+    next(step.epoch(batches))
+    sleep(60)
+    return "left"
 
 
 def failing(rank):

@@ -15,6 +15,7 @@ from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.cli import main as cli
 from ms_accum.cli import reference as command
 from ms_accum.distributed import LocalUpdates
+from ms_accum.distributed.ranks import raise_if_left_alone
 from ms_accum.mnist.network import Network
 
 pytest_plugins = ["launch"]
@@ -142,6 +143,25 @@ def test_a_rank_that_fails_ends_the_run(folder_of):
     assert "ValueError: no more digits" in logs_of(folder_of("fast"), 2)[1]
     assert re.search(r"Worker process \d+ exit with exception", end["output"]), end
     assert end["alive"] == []
+
+
+ALONE = "RuntimeError: another rank does not take part in an exchange: it left its epoch early, ended, or is late; expected"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_left_alone_says_so_in_its_first_line(folder_of):
+    said = json.loads((folder_of("left") / "rank0.json").read_text(encoding="utf-8"))["left_alone:jit"]
+    assert said.startswith(ALONE)
+    assert "Launch kernel failed" in said
+
+
+def test_only_an_exchange_that_failed_means_that_a_rank_is_missing():
+    """The text is MindSpore 2.10's. Control: another kernel's."""
+    for name, expected in (("Default/AllReduce-op0", ALONE), ("Default/MatMul-op0", "accepted")):
+        error = RuntimeError(f"\n----\n- Kernel error:\n----\nLaunch kernel failed: {name}\n")
+        said = said_by(raise_if_left_alone, error)
+        assert said.startswith(expected)
+        assert (name in said) == (expected is ALONE)
 
 
 @pytest.mark.slow

@@ -21,10 +21,11 @@ class Case:
             "transformer-384x6", "vit-192x6": width and blocks.
         batch: Samples in a microbatch.
         accumulate_step: Microbatches in a window.
-        lr: Learning rate of plain SGD.
+        lr: Learning rate.
         seed: Of the data and the initial weights.
         ranks: Processes that share a window, each with `accumulate_step` microbatches of its own.
         cut: Pieces that a microbatch is cut into, by who can; 1: who cuts gets a window as one batch.
+        optimizer: Its name in `mindspore.nn`; PyTorch and JAX always take SGD.
     """
 
     network: str
@@ -34,6 +35,7 @@ class Case:
     seed: int = 0
     ranks: int = 1
     cut: int = 1
+    optimizer: str = "SGD"
 
     @property
     def kind(self) -> str:

@@ -75,8 +75,16 @@ def summary(record: dict, file: str | None) -> dict:
             "messages": {name: figures["message"] for name, figures in contestants.items() if "message" in figures},
             "medians": {name: figures["spread"]["median"] for name, figures in contestants.items() if "spread" in figures},
             "ratios": {name: round(figures["ratio"]["median"], 4) for name, figures in contestants.items() if "ratio" in figures},
+            **planned_bytes(contestants),
         }
     return {"suite": record["suite"], "quick": record["quick"], "record": file, "groups": groups}
+
+
+def planned_bytes(contestants: dict[str, dict]) -> dict:
+    """Bytes per parameter of the smallest window, and per sample, of a dry run; empty for other suites."""
+    found = {name: [round(figures["per_parameter"], 2), round(figures["per_sample"])]
+             for name, figures in contestants.items() if "peaks" in figures}
+    return {"bytes": found} if found else {}
 
 
 def write(record: dict, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Make Markdown tables and a figure from records of run.py, and from nothing else."""
+"""Make Markdown tables and figures from records of run.py, and from nothing else."""
 from __future__ import annotations
 
 import argparse
@@ -17,11 +17,15 @@ RECORDS = Path(__file__).with_name("records")
 # Records hold ways that are gone since: fused, in-step.
 OURS = ("fused", "split", "in-step", "split-in-step", "bare", "reference")
 HIGHLIGHT, PLAIN = "tab:orange", "tab:blue"
+SHADES = {"undivided": "0.75", "tutorial": "#9ecae1", "boost": "#6baed6", "parallel-nn": "#2171b5", "split": "#fd8d3c",
+          "split-in-step": "#d94801"}
 MEBIBYTE = 2**20
+# Memory of a device, to say what fits into it.
+DEVICE = 64 * 2**30
 
 
 def main(arguments: list[str]) -> None:
-    """Print the tables, write them and the figure."""
+    """Print the tables, write them and the figures."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     files = options.records or sorted(RECORDS.glob("*.json"))
@@ -37,6 +41,9 @@ def main(arguments: list[str]) -> None:
     (options.output / "report.md").write_text(text, encoding="utf-8")
     if not draw(found, options.output / "report.png"):
         print("report.py: no record of suite strategies with time and memory: no report.png", file=sys.stderr)
+    for record in found:
+        if record["suite"] == "ascend":
+            draw_ascend(record, options.output / "ascend.png")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__)
     parser.add_argument("records", nargs="*", type=Path, metavar="RECORD", help="JSON files of run.py (default: all in records/)")
     parser.add_argument("--output", type=Path, default=RECORDS, metavar="DIR",
-                        help="folder for report.md and report.png (default: records/)")
+                        help="folder for report.md, report.png and ascend.png (default: records/)")
     return parser
 
 
@@ -59,7 +66,8 @@ def section(record: dict) -> str:
     where = f"{record['cores']} cores, {record['memory_gib']} GiB, {record['machine']}; {versions}; commit {commit}"
     changed = " with uncommitted changes" if record["uncommitted_changes"] else ""
     head = [f"## {record['suite']}", "", f"`{record['command']}`, {record['date'][:10]}; {where}{changed}.{quick}"]
-    tables = [table(record["suite"], group) for group in record["groups"]]
+    made = (lambda suite, group: ascend_table(group)) if record["suite"] == "ascend" else table
+    tables = [made(record["suite"], group) for group in record["groups"]]
     if record["suite"] == "scaling":
         tables.insert(0, lengths_table(record))
     if record["suite"] == "distributed":
@@ -87,6 +95,27 @@ def table(suite: str, group: dict) -> str:
     rounds = max((len(figures["samples"]) for figures in measured.values()), default=0)
     case = ", ".join(f"{key} {value}" for key, value in group["case"].items())
     return "\n".join([f"### {group['name']}", "", f"{case}; {rounds} rounds.", "", *lines, "", *absent, ""])
+
+
+def ascend_table(group: dict) -> str:
+    """A group of the dry run as Markdown, in the order of the suite: for each what it takes, or why it was not measured."""
+    found = planned(group)
+    rows = [("contestant", "bytes per parameter, smallest window", "held with large microbatches", "KiB per sample of the window",
+             f"samples of a window in {DEVICE >> 30} GiB", "off the line")]
+    rows.append(("-",) * len(rows[0]))
+    for name, figures in found.items():
+        fits = (DEVICE - figures["held"] * figures["parameters"]) / figures["per_sample"]
+        rows.append((f"**{name}**" if name in OURS else name, f"{figures['per_parameter']:.1f}", f"{figures['held']:.1f}",
+                     f"{figures['per_sample'] / 1024:.1f}", f"{fits:,.0f}", f"{figures['deviation']:.1%}"))
+    absent = [f"- {name}: {figures['message']}" for name, figures in group["contestants"].items() if "message" in figures]
+    case, parameters = group["case"], max((figures["parameters"] for figures in found.values()), default=0)
+    head = f"{case['network']}, {parameters:,} parameters, float32, {case['optimizer']}; {case['accumulate_step']} microbatches a window."
+    return "\n".join([f"### {group['name']}", "", head, "", *("|" + "|".join(row) + "|" for row in rows), "", *absent, ""])
+
+
+def planned(group: dict) -> dict[str, dict]:
+    """The figures of a group of the dry run, by name, of who has any."""
+    return {name: figures for name, figures in group["contestants"].items() if "peaks" in figures}
 
 
 def time_cells(suite: str, group: dict, figures: dict) -> tuple[str, str]:
@@ -203,6 +232,32 @@ def draw(found: list[dict], file: Path) -> bool:
     figure.savefig(file, dpi=120)
     plt.close(figure)
     return True
+
+
+def draw_ascend(record: dict, file: Path) -> None:
+    """Draw bytes per parameter of the smallest window, and bytes per sample over the undivided batch's: bars for each network."""
+    names = [name for name in dict.fromkeys(name for group in record["groups"] for name in planned(group)) if name in SHADES]
+    figure, axes = plt.subplots(2, 1, figsize=(9, 6.4), sharex=True, layout="constrained")
+    for place, name in enumerate(names):
+        for at, group in enumerate(record["groups"]):
+            found = planned(group)
+            if name not in found:
+                continue
+            heights = [found[name]["per_parameter"]]
+            if "undivided" in found:
+                heights.append(found[name]["per_sample"] / found["undivided"]["per_sample"])
+            for axis, height in zip(axes, heights):
+                bars = axis.bar(at + (place + 1) / (len(names) + 1) - 0.5, height, 1 / (len(names) + 1), color=SHADES[name],
+                                label=name if at == 0 else None)
+                axis.bar_label(bars, fmt="%.0f" if axis is axes[0] else "%.2f", fontsize=6)
+    axes[0].set_ylabel("bytes per parameter,\nsmallest window")
+    axes[1].set_ylabel("bytes per sample\n/ the undivided batch's")
+    axes[1].set_xticks(range(len(record["groups"])), [group["name"] for group in record["groups"]])
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(ncols=6, fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
 
 
 def points(group: dict) -> dict[str, tuple[dict, dict]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import oracle
+import plan
 from fleet import Unavailable, Worker, fleet
 from suites import REFEREE, WINDOWS, Group
 
@@ -68,6 +69,27 @@ def weigh_group(group: Group, rounds: int, scratch: Path) -> dict:
     return record_of(group, results, piece=group.piece, base=list(group.base))
 
 
+def plan_group(group: Group, rounds: int, scratch: Path) -> dict:
+    """The group's record: what a window takes on Ascend, planned in a dry run.
+
+    A process for each size, as a compiled graph keeps its constants. One at a time, as a network may take half of this machine's
+    memory. The figures are exact: more rounds would give the same.
+    """
+    results = Results()
+    for name in group.contestants:
+        say(f"{group.name}: {name}")
+        answers = {}
+        for size in group.sizes:
+            if "message" not in results.of(name):
+                answers[size] = _peak(group, name, scratch / f"{name}-{size}", results, do="plan", batch=size)
+        if "message" not in results.of(name):
+            peaks = {size: answer["peak"] for size, answer in answers.items()}
+            parameters = answers[group.sizes[0]]["parameters"]
+            results.of(name).update(status="measured", parameters=parameters, peaks=peaks,
+                                    **plan.figures(peaks, parameters, group.case["accumulate_step"]))
+    return record_of(group, results, base=[])
+
+
 def _weigh(group: Group, names: list[str], results: Results, rounds: int, scratch: Path, key: str) -> None:
     """Leave the growth of each in its figures."""
     sizes = (group.small or group.case["batch"], group.piece)
@@ -75,7 +97,8 @@ def _weigh(group: Group, names: list[str], results: Results, rounds: int, scratc
         say(f"{group.name}: memory: round {i + 1} of {rounds}")
         jobs = [(name, size) for name in names for size in sizes if "message" not in results.of(name)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            answers = pool.map(lambda job, i=i: _peak(group, *job, scratch / f"{i}-{job[0]}-{job[1]}", results), jobs)
+            answers = pool.map(lambda job, i=i: _peak(group, job[0], scratch / f"{i}-{job[0]}-{job[1]}", results,
+                                                            do="peak", batch=job[1], windows=PEAK_WINDOWS), jobs)
             peaks = {job: answer for job, answer in zip(jobs, answers) if answer}
         for name in names:
             if all((name, size) in peaks for size in sizes):
@@ -167,12 +190,12 @@ def _sample(worker: Worker, figures: dict, microbatches: int, warm_up: bool) -> 
         figures["samples"].append(seconds / microbatches)
 
 
-def _peak(group: Group, name: str, batch: int, scratch: Path, results: Results) -> dict:
+def _peak(group: Group, name: str, scratch: Path, results: Results, **question: object) -> dict:
     """A new worker's answer, empty if it fails."""
     answer: dict = {}
     with fleet([name], group.case, scratch, results.unavailable) as workers:
         for worker in workers.values():
-            _ask(results, name, lambda worker=worker: answer.update(worker.ask("peak", batch=batch, windows=PEAK_WINDOWS)))
+            _ask(results, name, lambda worker=worker: answer.update(worker.ask(**question)))
     return answer
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
@@ -17,11 +18,12 @@ from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import plan
 import records
 from contestants import MODULES
 from digits import unpack
 from launch import time_launch
-from rounds import time_group, weigh_group
+from rounds import plan_group, time_group, weigh_group
 from suites import QUICK_ROUNDS, REFEREE, ROUNDS, SUITES, Group
 
 RECORDS = Path(__file__).with_name("records")
@@ -42,6 +44,8 @@ def main(arguments: list[str]) -> None:
     with TemporaryDirectory(prefix="benchmarks-") as scratch:
         try:
             groups = chosen_groups(options, Path(scratch) / "digits")
+            if options.suite == "ascend":
+                os.environ.update(plan.environment(Path(scratch)))
         except (ValueError, OSError) as error:
             parser.error(str(error))
         rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)[options.suite]
@@ -64,7 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--suite", required=True, choices=SUITES,
                         help="mlp: every contestant on one MLP; memory: growth of peak memory; scaling: window lengths and networks; "
                              "strategies: ours and the ways in use, microbatches whole and cut; "
-                             "skipping: on_nonfinite; distributed: 1, 2 and 4 ranks; mnist: a whole epoch")
+                             "skipping: on_nonfinite; distributed: 1, 2 and 4 ranks; mnist: a whole epoch; "
+                             "ascend: peak memory on Ascend in a dry run, on any Linux machine")
     parser.add_argument("--quick", action="store_true", help="tiny networks and few rounds: does everything work? Its figures say nothing")
     parser.add_argument("--rounds", type=_count, metavar="N",
                         help=f"rounds to take medians over (default: {', '.join(f'{n} for {suite}' for suite, n in ROUNDS.items())})")
@@ -117,7 +122,7 @@ def measure(suite: str, groups: list[Group], rounds: int, scratch: Path) -> Iter
         for ranks, together in launches:
             yield from time_launch(list(together), rounds, scratch / f"{ranks}-ranks")
         return
-    one = weigh_group if suite == "memory" else time_group
+    one = {"memory": weigh_group, "ascend": plan_group}.get(suite, time_group)
     for i, group in enumerate(groups):
         yield one(group, rounds, scratch / str(i))
 

@@ -15,6 +15,8 @@ OURS = ("split", "split-in-step")
 WAYS = ("undivided", "split", "tutorial", "boost", "parallel-nn")
 CUTTER = "split-in-step"
 MEMORY = ("undivided", "split-in-step", "unrolled", "parallel-nn", "split", "tutorial")
+# Of the suite ascend; "one-buffer" shows what it is when all gradients wait for each other.
+ASCEND, CONTROL = ("undivided", "tutorial", "boost", "parallel-nn", "split", "split-in-step"), "one-buffer"
 MINDSPORE = (*FLOOR, "forward", *LIMITS, *OURS, "bare", "undivided", "unrolled", "tutorial", "boost", "parallel-nn",
              "mindcv-style", "mindone-style")
 PEERS = ("pytorch-eager", "pytorch-compiled", "jax-multisteps", "jax-scan")
@@ -46,6 +48,7 @@ class Group:
         microbatches: In a round; 0: as many as take `seconds`.
         piece: For memory: samples in a large microbatch; 0: memory is not taken.
         small: For memory: samples in a small microbatch; 0: the case's.
+        sizes: For the dry run: samples in a microbatch, the smallest and three on a line.
         referee: `(windows) -> parameters`; None: the contestant `REFEREE` is.
     """
 
@@ -57,6 +60,7 @@ class Group:
     microbatches: int = 0
     piece: int = 0
     small: int = 0
+    sizes: tuple[int, ...] = ()
     referee: Referee | None = None
 
 
@@ -149,10 +153,23 @@ def distributed(quick: bool, digits: Path) -> list[Group]:
     return groups
 
 
+def ascend(quick: bool, digits: Path) -> list[Group]:
+    """Peak memory of a window of 8 microbatches on Ascend, in a dry run; float32, Adam.
+
+    The undivided batch, `parallel.nn` and "split-in-step" get the window as one batch; the latter two cut it in 8.
+    """
+    networks = [
+        ("MLP", "mlp-784-512-512-10", 2048), ("CNN", "cnn-64x2", 32), ("ViT", "vit-192x6", 64),
+        # Wide and of few blocks: each block takes time to compile, and adds nothing to figures for each parameter.
+        ("transformer, 10 M", "transformer-384x6", 64), ("transformer, 350 M", "transformer-2048x7", 96)]
+    return [Group(label, asdict(Case(network, 1, 8, optimizer="Adam")), (*ASCEND, CONTROL) if label == "MLP" else ASCEND, (),
+                  sizes=(1, size, size * 3 // 2, size * 2)) for label, network, size in networks[:1 if quick else None]]
+
+
 SUITES = {"mlp": mlp, "memory": memory, "scaling": scaling, "strategies": strategies,
-          "skipping": skipping, "distributed": distributed, "mnist": mnist}
-ROUNDS = {"mlp": 30, "memory": 3, "scaling": 12, "strategies": 5, "skipping": 30, "distributed": 12, "mnist": 7}
-QUICK_ROUNDS = {"mlp": 3, "memory": 1, "scaling": 2, "strategies": 2, "skipping": 2, "distributed": 1, "mnist": 1}
+          "skipping": skipping, "distributed": distributed, "mnist": mnist, "ascend": ascend}
+ROUNDS = {"mlp": 30, "memory": 3, "scaling": 12, "strategies": 5, "skipping": 30, "distributed": 12, "mnist": 7, "ascend": 1}
+QUICK_ROUNDS = {"mlp": 3, "memory": 1, "scaling": 2, "strategies": 2, "skipping": 2, "distributed": 1, "mnist": 1, "ascend": 1}
 
 
 def _timed(name: str, case: Case, contestants: tuple[str, ...], quick: bool, base: tuple[str, ...] = FLOOR) -> Group:

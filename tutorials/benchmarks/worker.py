@@ -7,6 +7,7 @@ It builds the contestant and says {"ready": true}; from then on it sleeps until 
     {"do": "agree", "windows": 3, "file": F}     parameters after 3 windows, in F (.npz)   -> {"digest": ...}
     {"do": "time", "microbatches": 64}           train on that many, wait for the end      -> {"seconds": ...}
     {"do": "peak", "batch": 2048, "windows": 2}  train on microbatches of that size        -> {"peak": ..., "data": ...}
+    {"do": "plan", "batch": 2048}                bytes on the device in a dry run        -> {"peak": ..., "parameters": ...}
     {"do": "state"}                                                                        -> {"state_bytes": ..., "parameter_bytes": ...,
                                                                                             "first_window": seconds}
 
@@ -66,13 +67,18 @@ def peak(contestant: Any, batch: int, windows: int) -> dict:
     return {"peak": _peak_rss(), "data": data}
 
 
+def plan(contestant: Any, batch: int) -> dict:
+    """Peak bytes on the device in a window with microbatches of `batch` samples, and how many parameters the network has."""
+    return {"peak": contestant.device_peak(batch), "parameters": sum(p.size for p in contestant.trained)}
+
+
 def state(contestant: Any) -> dict:
     """Bytes that accumulation keeps from call to call, bytes of the parameters, seconds of the first window."""
     return {"state_bytes": contestant.state_bytes(), "parameter_bytes": sum(p.nbytes for p in contestant.parameters()),
             "first_window": contestant.first_window}
 
 
-COMMANDS: dict[str, Callable[..., dict]] = {"agree": agree, "time": time, "peak": peak, "state": state}
+COMMANDS: dict[str, Callable[..., dict]] = {"agree": agree, "time": time, "peak": peak, "plan": plan, "state": state}
 
 
 def _answer(answers: TextIO, ask: Callable[[], dict]) -> None:

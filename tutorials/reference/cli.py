@@ -1,4 +1,4 @@
-"""Write tutorials/guide/cli.md from what `ms-accum --help` and its commands print: `python tutorials/reference/cli.py`."""
+"""Write tutorials/reference/cli.md from what `ms-accum --help` and its commands print: `python tutorials/reference/cli.py`."""
 import io
 import os
 from contextlib import redirect_stdout
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ms_accum.cli.main import main
 
-PAGE = Path(__file__).resolve().parents[1] / "guide" / "cli.md"
+PAGE = Path(__file__).with_name("cli.md")
 INTRODUCTION = """\
 # Command line
 
-`ms-accum` trains the [reference runs](reference-run.md), [checks](check.md) whether accumulation is exact for a network, and
-[plans](plan.md) a microbatch. This page is what its `--help` prints.
+`ms-accum` trains the [reference runs](../guide/benchmarks.md#the-reference-runs), [checks](../guide/check.md) whether
+accumulation is exact for a network, and [plans](../guide/batch-size.md) a microbatch. This page is what its `--help` prints.
 """
 COMMANDS = ((), ("mnist",), ("lm",), ("check",), ("plan",))
 

@@ -1,6 +1,7 @@
 """Contestants in MindSpore: ours, the floor below them, and the ways in use, each written after its behaviour."""
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from mindspore import Parameter, Tensor, boost, nn, ops
 from mindspore.parallel.nn import GradAccumulation
 
 from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
+from ms_accum.boundary import Boundary
+from ms_accum.straight import compiled
 
 from .contract import Contestant
 
@@ -41,12 +44,16 @@ class Start(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a contestant trains: a call `(x, y) -> loss`, what it keeps from call to call, and what a call takes."""
+    """How a contestant trains: a call `(x, y) -> loss`, what it keeps from call to call, and what a call takes.
+
+    `closing() -> close`, where the update is a graph of its own: a dry run's counters stay 0, so that no call gets to it.
+    """
 
     call: Callable
     state: tuple[Parameter, ...] = ()
     whole_window: bool = False
     updates: bool = True
+    closing: Callable[[], Callable] = lambda: lambda: None
 
 
 class MindSpore(Contestant):
@@ -55,13 +62,17 @@ class MindSpore(Contestant):
     def __init__(self, way: Callable[[Start], Way], case: Case) -> None:
         super().__init__(case)
         avoid_busy_waiting()
+        if "MS_SIMULATION_LEVEL" in os.environ:
+            ms.set_device("Ascend")
+            # With one thread, as MindSpore takes on two cores, Ascend's backend compiles no graph with a branch.
+            ms.runtime.dispatch_threads_num(6)
         network = networks.build(case)
         loss_fn = nn.CrossEntropyLoss()
 
         def forward_fn(x: Tensor, y: Tensor) -> Tensor:
             return loss_fn(network(x), y)
 
-        optimizer = nn.SGD(network.trainable_params(), case.lr)
+        optimizer = getattr(nn, case.optimizer)(network.trainable_params(), case.lr)
         self.way = way(Start(network, forward_fn, optimizer, case.accumulate_step, case.cut))
         self.trained = network.trainable_params()
         self.whole_window = self.way.whole_window
@@ -82,6 +93,21 @@ class MindSpore(Contestant):
 
     def state_bytes(self) -> int:
         return sum(p.nbytes for p in self.way.state)
+
+    def device_peak(self, batch: int) -> int:
+        """Bytes on the device at the peak of a window: a call, and what closes the window. Before the network, a process holds none.
+
+        Of the second window, when the optimizer's state is there.
+        """
+        self.load(batch, distinct=False)
+        close = self.way.closing()
+        for _ in range(2):
+            ms.runtime.synchronize()
+            ms.runtime.reset_max_memory_allocated()
+            self.call(*self.batches[0])
+            close()
+        ms.runtime.synchronize()
+        return ms.runtime.max_memory_allocated()
 
 
 # --- the floor: what no way of accumulating can avoid ---------------------------------------------------------------------
@@ -273,7 +299,7 @@ def one_buffer_mean(start: Start) -> Way:
 
 def split(start: Start, on_nonfinite: str = "apply") -> Way:
     acc = Accumulator(start.optimizer, start.pieces, reduction="mean", on_nonfinite=on_nonfinite)
-    return Way(make_train_step(start.forward_fn, acc), tuple(acc.parameters))
+    return Way(make_train_step(start.forward_fn, acc), tuple(acc.parameters), closing=lambda: Boundary(acc, compiled).close)
 
 
 def split_in_step(start: Start) -> Way:
@@ -281,7 +307,8 @@ def split_in_step(start: Start) -> Way:
     whole_window = start.cut == 1
     accumulate_step, pieces = (1, start.pieces) if whole_window else (start.pieces, start.cut)
     acc = Accumulator(start.optimizer, accumulate_step, reduction="mean")
-    return Way(make_train_step(start.forward_fn, acc, pieces=pieces), tuple(acc.parameters), whole_window)
+    return Way(make_train_step(start.forward_fn, acc, pieces=pieces), tuple(acc.parameters), whole_window,
+               closing=lambda: Boundary(acc, compiled).close)
 
 
 def bare(start: Start) -> Way:

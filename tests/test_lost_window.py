@@ -1,0 +1,91 @@
+"""A window that is lost is reported: at the end of the process, and when its accumulator is collected."""
+import gc
+import re
+import warnings
+
+import pytest
+from conftest import MLP, batches, mean_loss, run_python, tensors
+from mindspore import nn
+
+from ms_accum import load_checkpoint, make_train_step, save_checkpoint
+
+BATCHES = [tensors(x, y) for x, y in batches([6, 6, 6])]
+LOST = r"a window that holds {} is lost: .*; train with train_step\.epoch\(batches\), .*FlushCallback\(\)"
+
+
+def build():
+    network = MLP()
+    return network, make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 2)
+
+
+def saved(network, train_step):
+    save_checkpoint("run.ckpt", network, train_step)
+
+
+def loaded(network, train_step):
+    saved(network, train_step)
+    train_step.accumulator.reset()
+    load_checkpoint("run.ckpt", network, train_step)
+
+
+def saved_before(network, train_step):
+    train_step.flush()
+    train_step(*BATCHES[1])
+    saved(network, train_step)
+    train_step.flush()
+    train_step(*BATCHES[2])
+
+
+ENDS = {
+    "nothing": (lambda network, train_step: None, "1 microbatch"), "saved before": (saved_before, "1 microbatch"),
+    "apply": (lambda network, train_step: train_step.accumulator.apply(), None),
+    "flush": (lambda network, train_step: train_step.flush(), None),
+    "reset": (lambda network, train_step: train_step.accumulator.reset(), None),
+    "epoch": (lambda network, train_step: list(train_step.epoch(BATCHES[:2])), None),
+    "saved": (saved, None), "loaded": (loaded, None),
+}
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("end", ENDS)
+def test_an_accumulator_that_is_collected_with_an_open_window_says_so(end):
+    """Where it was built. Control: not if the window was applied, saved or reset."""
+    do, held = ENDS[end]
+    network, train_step = build()
+    train_step(*BATCHES[0])
+    do(network, train_step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del network, train_step
+        gc.collect()
+    caught = [warning for warning in caught if "is lost" in str(warning.message)]
+    assert len(caught) == (held is not None)
+    for warning in caught:
+        assert warning.filename == __file__
+        assert re.search(LOST.format(held), str(warning.message))
+
+
+SCRIPT = """
+import sys
+import numpy as np
+from mindspore import nn, set_context, GRAPH_MODE
+from mindspore.dataset import GeneratorDataset
+from mindspore.train import Model
+from ms_accum import FlushCallback, TrainOneStepCell
+set_context(mode=GRAPH_MODE)
+rows = [(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)) for _ in range(5)]
+network = nn.Dense(2, 1)
+cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), nn.SGD(network.trainable_params()), 2)
+callbacks = [FlushCallback()] if sys.argv[1] == "flush" else []
+Model(cell).train(1, GeneratorDataset(rows, ["x", "y"]), callbacks=callbacks, dataset_sink_mode=False)
+print(int(cell.accumulator.update_step), "updates")
+sys.stderr = sys.stdout
+"""
+
+
+def test_a_model_without_the_callback_says_so_at_the_end_of_the_process():
+    """Two updates of three. Control: FlushCallback."""
+    for arguments, updates, warned in (("forgotten", "2", True), ("flush", "3", False)):
+        output = run_python(SCRIPT, arguments)
+        assert f"{updates} updates" in output
+        assert ("a window that holds 1 microbatch is lost" in output) == warned
