@@ -1,16 +1,21 @@
 """What is compiled in a dry run: each function trains in its own way. A process runs those that it is told to and reports in JSON.
 
-The values of a dry run are 0, and so are the counters: what closes a window is called directly.
+`amp_level:O2` calls `amp_level("O2")`. The values of a dry run are 0, and so are the counters: what closes a window is called directly.
 """
 import gc
+import inspect
 import json
 import sys
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Tensor, amp, mint, nn, ops
+from mindspore.dataset import GeneratorDataset
+from mindspore.experimental import optim
+from mindspore.train import Model
 
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step, make_train_step
 from ms_accum.batch_size import GradientNoiseScale
@@ -38,19 +43,23 @@ def rows(dtype=ms.bfloat16, size=SIZE, count=ROWS):
     return Tensor(np.zeros((count, size)), dtype)
 
 
-def momentum(network):
-    return nn.Momentum(network.trainable_params(), 1e-3, 0.9)
+def momentum(parameters):
+    return nn.Momentum(parameters, 1e-3, 0.9)
 
 
-def decayed(network):
-    return nn.AdamWeightDecay(network.trainable_params(), 1e-3)
+def decayed(parameters):
+    return nn.AdamWeightDecay(parameters, 1e-3)
 
 
-def train(dtype=ms.bfloat16, optimizer=decayed, function=None, data=None, **options):
+def train(dtype=ms.bfloat16, optimizer=decayed, **options):
     """Compile what adds a microbatch, and all that closes a window."""
     network = Network(dtype)
-    step = make_train_step(function(network) if function else network, optimizer(network), options.pop("accumulate_step", 2), **options)
-    step(rows(dtype) if data is None else data)
+    return train_network(network, optimizer(network.trainable_params()), (rows(dtype),), **options)
+
+
+def train_network(network, optimizer, batch, accumulate_step=2, **options):
+    step = make_train_step(network, optimizer, accumulate_step, **options)
+    step(*batch)
     close(step.accumulator)
     return {}
 
@@ -73,16 +82,8 @@ def updating(accumulator):
 # --- every graph ----------------------------------------------------------------------------------------------------------------
 
 
-def whole_float32():
-    return train(ms.float32, momentum)
-
-
-def whole_float16():
-    return train(ms.float16)
-
-
-def whole_bfloat16():
-    return train()
+def whole(dtype):
+    return train(getattr(ms, dtype), momentum if dtype == "float32" else decayed)
 
 
 def pieces():
@@ -109,11 +110,9 @@ def loss_scaler():
     return train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100))
 
 
-def amp_level():
-    def mixed(network):
-        return amp.auto_mixed_precision(network, "O2")
-
-    return train(ms.float32, momentum, function=mixed)
+def amp_level(level):
+    network = Network(ms.float32)
+    return train_network(amp.auto_mixed_precision(network, level), momentum(network.trainable_params()), (rows(ms.float32),))
 
 
 def noise_scale():
@@ -134,7 +133,7 @@ def several_losses():
         loss = network(x)
         return loss, loss * 2
 
-    step = make_train_step(losses, decayed(network), 1, losses=2)
+    step = make_train_step(losses, decayed(network.trainable_params()), 1, losses=2)
     with suppress(RuntimeError):  # the counters stay 0
         step(rows())
     close(step.accumulator)
@@ -155,7 +154,7 @@ def hand_step(network, optimizer):
 
 def by_hand():
     network = Network()
-    optimizer = decayed(network)
+    optimizer = decayed(network.trainable_params())
     step = hand_step(network, optimizer)
 
     step(rows())
@@ -164,7 +163,7 @@ def by_hand():
 
 def op_by_op():
     network = Network(ms.float32)
-    optimizer = momentum(network)
+    optimizer = momentum(network.trainable_params())
     ms.set_context(mode=ms.PYNATIVE_MODE)
     try:
         accumulator = Accumulator(optimizer, 2, 1.0, reduction="mean")
@@ -178,8 +177,15 @@ def op_by_op():
 
 def cell():
     network = Network()
-    step = TrainOneStepCell(network, decayed(network), 2)
+    step = TrainOneStepCell(network, decayed(network.trainable_params()), 2)
     step(rows())
+    return {}
+
+
+def sink():
+    network = Network(ms.float32)
+    data = GeneratorDataset([(np.zeros(SIZE, np.float32),)] * ROWS, ["x"]).batch(ROWS)
+    Model(TrainOneStepCell(network, momentum(network.trainable_params()), 2)).train(1, data, dataset_sink_mode=True)
     return {}
 
 
@@ -202,11 +208,80 @@ def grad_cache():
     return {}
 
 
-def sgd_in_bfloat16():
-    def sgd(network):
-        return nn.SGD(network.trainable_params(), 1e-3)
+# --- networks -------------------------------------------------------------------------------------------------------------------
 
-    return train(optimizer=sgd)
+
+def language_model():
+    """As `ms-accum lm` trains it."""
+    from ms_accum.lm.network import BitsPerByte, count_bytes
+    from ms_accum.lm.network import Network as Transformer
+    network = Transformer(0)
+    tokens = Tensor(np.zeros((4, 32)), ms.int32)
+    return train_network(BitsPerByte(network), adam(network.trainable_params()), (tokens,), weight_fn=count_bytes, clip_norm=1.0)
+
+
+def vit(level="O0"):
+    from mindcv.models.vit import VisionTransformer
+    return images(VisionTransformer(image_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4, num_classes=10), level)
+
+
+def resnet18():
+    import mindcv
+    return images(mindcv.create_model("resnet18", num_classes=10), "O0")
+
+
+def images(network, level):
+    optimizer = momentum(network.trainable_params())
+    network = nn.WithLossCell(amp.auto_mixed_precision(network, level), nn.CrossEntropyLoss())
+    return train_network(network, optimizer, (Tensor(np.zeros((4, 3, 32, 32)), ms.float32), Tensor(np.zeros(4), ms.int32)))
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------------------
+
+# Base classes, and a wrapper that needs the service MindIO.
+NOT_BUILT = {"nn.Optimizer", "experimental.optim.Optimizer", "nn.OptTFTWrapper"}
+OPTIONS = {"nn.Momentum": {"momentum": 0.9}, "nn.AdaFactor": {"relative_step": False}}
+
+
+def optimizers(dtype):
+    """Compile an update with each optimizer of MindSpore. Of those that fail, return whether they compile without ms_accum."""
+    names, failed = [], {}
+    for library in (nn, optim, mint.optim):
+        for name, made in vars(library).items():
+            name = f"{library.__name__.removeprefix('mindspore.')}.{name}"
+            if inspect.isclass(made) and issubclass(made, (nn.Optimizer, optim.Optimizer)) and name not in NOT_BUILT:
+                optimizer = built(name, made, Network(getattr(ms, dtype), layers=1))
+                names.append(name)
+                if not compiles(Boundary(Accumulator(optimizer, 2, reduction="mean"), compiled).close):
+                    failed[name] = compiles(alone_with(optimizer))
+    return {"compiled": sorted(set(names) - set(failed)), "failed": failed}
+
+
+def built(name, made, network):
+    if made is nn.LARS:
+        return made(momentum(network.trainable_params()))
+    rate = "learning_rate" if name.startswith("nn.") else "lr"
+    return made(network.trainable_params(), **{rate: 1e-3}, **OPTIONS.get(name, {}))
+
+
+def alone_with(optimizer):
+    def update(*gradients):
+        return optimizer(gradients)
+
+    return lambda: compiled(update)(*[Tensor(np.zeros(p.shape), p.dtype) for p in optimizer.parameters])
+
+
+def compiles(function):
+    try:
+        function()
+    except TypeError:
+        return False
+    return True
+
+
+def sgd_in_bfloat16():
+    network = Network()
+    return train_network(network, nn.SGD(network.trainable_params(), 1e-3), (rows(),))
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------------------
@@ -220,16 +295,20 @@ def ranks(**options):
     return train(ms.float32, momentum, reducer=DataParallel(broadcast=False, **options))
 
 
-def ranks_window():
-    return ranks()
+def exchange(sync):
+    return ranks(sync=sync)
 
 
-def ranks_microbatch():
-    return ranks(sync="microbatch")
+def exchange_shards(sync):
+    return ranks(sync=sync, shard=True)
 
 
-def ranks_shard():
-    return ranks(sync="microbatch", shard=True)
+def nodes_of(size):
+    return ranks(sync="node", ranks_per_node=int(size))
+
+
+def nodes_of_shards(size):
+    return ranks(sync="node", ranks_per_node=int(size), shard=True)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------------------
@@ -250,8 +329,7 @@ def bytes_of(order="forward", optimizer=decayed, dtype=ms.bfloat16, **options):
     network = Network(dtype, 512, 13, backwards=order == "backwards")
     parameters = network.trainable_params()
     grouped = [{"params": parameters[1::2]}, {"params": parameters[::4]}, {"params": parameters[2::4]}]
-    built = nn.AdamWeightDecay(grouped, 1e-3) if order == "groups" else optimizer(network)
-    step = make_train_step(network, built, 4, **options)
+    step = make_train_step(network, optimizer(grouped if order == "groups" else parameters), 4, **options)
     data, count = rows(dtype, 512), sum(p.size for p in parameters)
     before = ms.runtime.memory_allocated()
     add = peak(lambda: step(data), count)
@@ -272,6 +350,10 @@ def memory_groups():
     return bytes_of("groups")
 
 
+def memory_momentum_groups():
+    return bytes_of("groups", momentum, ms.float32)
+
+
 def memory_momentum():
     return bytes_of(optimizer=momentum, dtype=ms.float32)
 
@@ -280,8 +362,8 @@ def memory_momentum_clipped():
     return bytes_of(optimizer=momentum, dtype=ms.float32, clip_norm=1.0)
 
 
-def adam(network):
-    return nn.Adam(network.trainable_params(), 1e-3)
+def adam(parameters):
+    return nn.Adam(parameters, 1e-3)
 
 
 def memory_adam():
@@ -298,7 +380,7 @@ def memory_decayed_clipped():
 
 def memory_by_hand():
     network = Network(ms.float32, 512, 13)
-    optimizer = momentum(network)
+    optimizer = momentum(network.trainable_params())
     step = hand_step(network, optimizer)
 
     data, count = rows(ms.float32, 512), sum(p.size for p in optimizer.parameters)
@@ -307,28 +389,41 @@ def memory_by_hand():
 
 
 def memory_of_copies():
-    """What it would be without multiplying and clearing in place."""
+    """The control: additions in the order of the parameters, and copies instead of multiplying and clearing in place."""
     from ms_accum import accumulator, buffers, in_place
-    kept = in_place.in_place
-    try:
-        for module in (accumulator, buffers):
-            module.in_place = lambda *_: in_place.Copying()
-        return bytes_of(optimizer=momentum, dtype=ms.float32)
-    finally:
-        for module in (accumulator, buffers):
-            module.in_place = kept
-
-
-def memory_of_additions_in_turn():
-    """What it would be with additions in the order of the parameters."""
-    from ms_accum import buffers
     from ms_accum.gradients import mapped
-    kept = buffers.Buffers.add
-    try:
-        buffers.Buffers.add = lambda self, gradients: mapped(buffers._add_in_turn, None, self.parameters, gradients)
-        return bytes_of()
-    finally:
-        buffers.Buffers.add = kept
+
+    def add(self, gradients):
+        return mapped(buffers._add_in_turn, None, self.parameters, gradients)
+
+    def copying(*_):
+        return in_place.Copying()
+
+    with patch.object(accumulator, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
+            buffers.Buffers, "add", add):
+        return memory_momentum_groups()
+
+
+def batch_of_8192(pieces="plain"):
+    """Bytes at the peak of a whole step, an update included: 8 layers of 1024 in float32, with Momentum. "plain": without ms_accum."""
+    network = Network(ms.float32, 1024, 8)
+    optimizer, data = momentum(network.trainable_params()), rows(ms.float32, 1024, 8192)
+    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
+
+    def plain(x):
+        loss, gradients = grad_fn(x)
+        return ops.depend(loss, optimizer(gradients))
+
+    step = compiled(plain) if pieces == "plain" else make_train_step(network, optimizer, 1, pieces=int(pieces))
+
+    def run():
+        with suppress(RuntimeError):  # the counters stay 0
+            step(data)
+        if pieces not in ("plain", "1"):
+            Boundary(step.accumulator, compiled).close()
+
+    before = ms.runtime.memory_allocated()
+    return {"peak": peak(run, 1) - before}
 
 
 def main(folder, names):
@@ -340,7 +435,8 @@ def main(folder, names):
     for name in names:
         told = {"case": name}
         try:
-            told["numbers"] = globals()[name]()
+            function, *arguments = name.split(":")
+            told["numbers"] = globals()[function](*arguments)
         except Exception as error:
             told["error"] = f"{type(error).__name__}: {error}"
         files = set(Path(folder).glob("**/graph_build_*.ir")) - seen

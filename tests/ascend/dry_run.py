@@ -16,10 +16,12 @@ class Node(NamedTuple):
     Attributes:
         name: The operator.
         inputs: Nodes, or texts for what no operator made (`%para3_fc.weight`).
+        group: Of a collective: the ranks that take part.
     """
 
     name: str
     inputs: list
+    group: str
 
 
 class Report(NamedTuple):
@@ -34,41 +36,60 @@ class Report(NamedTuple):
     numbers: dict
 
 
-def dry_run(cann, folder, cases, flags="", ranks=1):
-    """Run functions of `cases.py` in one process. Return a Report for each, or the text of its error, by name.
+class Run(NamedTuple):
+    """What a process compiles.
 
-    Args:
-        cann: Folder of the stand-ins.
-        folder: An empty folder for the graphs.
+    Attributes:
         cases: Names of functions in `cases.py`.
         flags: For `MS_DEV_GRAPH_KERNEL_FLAGS`.
         ranks: Ranks that the collectives are compiled for.
     """
-    here = Path(__file__).parent
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
-    environment = {
-        **plain, "LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_HOME_PATH": str(cann), "ASCEND_TOOLKIT_HOME": str(cann),
-        "ASCEND_OPP_PATH": str(cann / "opp"), "MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": "0", "OMP_NUM_THREADS": "1",
-        "MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"), "MS_DEV_DUMP_IR_PASSES": "graph_build",
-        "MS_DEV_GRAPH_KERNEL_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(cann / "python")])}
-    run = subprocess.run([sys.executable, here / "cases.py", folder / "ir", *cases], cwd=folder, env=environment, capture_output=True,
-                         text=True, timeout=600, check=False)
-    reports = {}
-    for line in run.stdout.splitlines():
+
+    cases: tuple
+    flags: str = ""
+    ranks: int = 1
+
+
+def dry_run(cann, folder, run):
+    """Run the cases in one process, unless `folder` holds its reports. Return a Report for each, or the text of its error, by name.
+
+    Args:
+        cann: Folder of the stand-ins.
+        folder: For the graphs and the reports.
+        run: What to run.
+    """
+    reports, told = {}, folder / "reports"
+    if not told.exists():
+        (folder / "ir").mkdir(parents=True)
+        with told.open("w") as out, (folder / "errors").open("w") as errors:
+            subprocess.run([sys.executable, Path(__file__).with_name("cases.py"), folder / "ir", *run.cases], cwd=folder, stdout=out,
+                           stderr=errors, env=environment(cann, folder, run), timeout=1800, check=False)
+    for line in told.read_text(encoding="utf-8").splitlines():
         if line.startswith("{"):
-            told = json.loads(line)
-            reports[told["case"]] = told.get("error") or Report([read_graph(Path(f)) for f in told["files"]], told["numbers"])
-    missing = set(cases).difference(reports)
-    assert not missing, f"{missing} ended without a report:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
+            case = json.loads(line)
+            reports[case["case"]] = case.get("error") or Report([read_graph(Path(f)) for f in case["files"]], case["numbers"])
+    missing = set(run.cases).difference(reports)
+    assert not missing, f"{missing} ended without a report:\n{(folder / 'errors').read_text(encoding='utf-8')[-4000:]}"
     return reports
+
+
+def environment(cann, folder, run):
+    """Return the environment of a dry run."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
+    return {
+        **plain, "LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_HOME_PATH": str(cann), "ASCEND_TOOLKIT_HOME": str(cann),
+        "ASCEND_OPP_PATH": str(cann / "opp"), "MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(run.ranks), "RANK_ID": "0",
+        "OMP_NUM_THREADS": "1", "MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"),
+        "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_GRAPH_KERNEL_FLAGS": run.flags,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(cann / "python")])}
 
 
 def read_graph(file):
     """Return the nodes of a graph that MindSpore wrote down."""
     nodes = {}
-    operators = r"^ *(%\d+)\(.*?\) = (?:PrimFunc_)?(\w+)\((.*?)\)(?: |$)"
-    for number, name, arguments in re.findall(operators, file.read_text(encoding="utf-8"), re.MULTILINE):
-        nodes[number] = Node(name, [nodes.get(text, text) for text in arguments.split(", ")])
+    operators = r'^ *(%\d+)\(.*?\) = (?:PrimFunc_)?(\w+)\((.*?)\)(?: |$)(?:.* group: "(.*?)")?'
+    for number, name, arguments, group in re.findall(operators, file.read_text(encoding="utf-8"), re.MULTILINE):
+        nodes[number] = Node(name, [nodes.get(text, text) for text in arguments.split(", ")], group)
     return list(nodes.values())
 
 
