@@ -1,75 +1,14 @@
 """The guide: it builds, its scripts run and print what it says, and what it says about the repository is true."""
 import inspect
 import json
-import os
 import re
 import runpy
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from conftest import run_python
+from pages import PAGES, PUBLIC, ROOT, TUTORIALS
 
-import ms_accum
-from ms_accum import batch_size, distributed
-
-ROOT = Path(__file__).parents[1]
-TUTORIALS = ROOT / "tutorials"
-PATHS = [TUTORIALS / "index.md", TUTORIALS / "changelog.md", *sorted(TUTORIALS.glob("guide/*.md")),
-         *sorted(TUTORIALS.glob("reference/*.md"))]
-PAGES = {path.stem: path.read_text(encoding="utf-8") for path in PATHS}
-PUBLIC = {f"{door.__name__}.{name}": value for door in (ms_accum, batch_size, distributed) for name, value in vars(door).items()
-          if inspect.isclass(value) or inspect.isfunction(value)}
-
-# --- the site -------------------------------------------------------------------------------------------------------------
-
-
-def build(source, site):
-    """Return mkdocs' exit status and what it said."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", source / ".mkdocs.yml", "-d", site]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    return done.returncode, done.stderr
-
-
-def test_the_site_builds_without_a_warning_and_holds_every_public_name(tmp_path):
-    status, said = build(ROOT, tmp_path / "site")
-    assert status == 0, said
-    page = (tmp_path / "site" / "reference" / "api.html").read_text(encoding="utf-8")
-    for name in PUBLIC:
-        assert f'id="{name}"' in page, name
-    assert "Microbatches in a window: an int" in page, "an argument's description"
-    for path in (*PATHS, *TUTORIALS.glob("*.ipynb")):
-        text = (tmp_path / "site" / path.relative_to(TUTORIALS)).with_suffix(".html").read_text(encoding="utf-8")
-        assert re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?|png|svg)"', text) == [], path
-
-
-NO_SUCH_NAME = [("tutorials/reference/api.md", "batch_size.scale_lr\n", "batch_size.scale_rate\n", "scale_rate could not be found")]
-NO_SUCH_PLACE = [
-    ("ms_accum/accumulator.py", "        clip_norm: Largest", "        clip_nrom: Largest", "clip_nrom"),
-    ("tutorials/index.md", "(guide/limits.md)", "(guide/limitations.md)", "limitations.md"),
-    ("tutorials/guide/check.md", "(train-step.md#weights)", "(train-step.md#parts)", "#parts"),
-    ("tutorials/guide/lost.md", "", "# Lost\n", "lost.md"),  # the navigation lacks it
-]
-
-
-@pytest.mark.parametrize("damages", [NO_SUCH_NAME, NO_SUCH_PLACE], ids=["name", "place"])
-def test_what_is_wrong_in_it_fails(damages, tmp_path):
-    copy = tmp_path / "repository"
-    for folder in ("ms_accum", "tutorials"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("digits", "__pycache__"))
-    shutil.copy(ROOT / ".mkdocs.yml", copy)
-    for name, before, after, _ in damages:
-        path = copy / name
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        assert before in text
-        path.write_text(text.replace(before, after), encoding="utf-8")
-    status, said = build(copy, tmp_path / "site")
-    assert status != 0
-    for *_, problem in damages:
-        assert problem in said
+from ms_accum import Accumulator
 
 
 def test_the_guide_is_short_and_its_first_page_has_readmes_table():
@@ -80,34 +19,6 @@ def test_the_guide_is_short_and_its_first_page_has_readmes_table():
     pages = [name for name in PAGES if name not in ("api", "cli")]
     assert len(pages) <= 14
     assert sum(len(PAGES[name].replace("|", " ").split()) for name in pages if name != "changelog") <= 13_500
-
-
-# --- in a browser ---------------------------------------------------------------------------------------------------------
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-OVERHANG = """<script>addEventListener("load", () => setTimeout(() => {
-  const column = document.querySelector("article").getBoundingClientRect().right + 1, found = [];
-  const scrolls = node => node && (/auto|scroll/.test(getComputedStyle(node).overflowX) || scrolls(node.parentElement));
-  for (const node of document.querySelectorAll("article p, article td, article li, article code"))
-    if (node.getBoundingClientRect().right > column && !scrolls(node)) found.push(node.textContent.slice(0, 40));
-  document.title = "overhang:" + JSON.stringify(found);
-}, 500))</script>"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-@pytest.mark.parametrize("width", [400, 1280])
-def test_no_text_sticks_out_of_its_column(tmp_path, width):
-    """Three pages in a browser. Control: a line that is too long."""
-    status, said = build(ROOT, tmp_path / "site")
-    assert status == 0, said
-    for name, wide in (("index", ""), ("guide/batch-size", ""), ("guide/many-ranks", ""), ("index", "<p style='width: 3000px'>wide</p>")):
-        page = tmp_path / "site" / f"{name}.html"
-        changed = page.read_text(encoding="utf-8").replace("</article>", wide + "</article>").replace("</body>", OVERHANG + "</body>")
-        page.with_name("opened.html").write_text(changed, encoding="utf-8")
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=5000",
-                   "--dump-dom", page.with_name("opened.html").as_uri()]
-        dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-        assert (re.search(r"<title>overhang:(.*?)</title>", dom)[1] == "[]") == (wide == ""), name
 
 
 # --- the scripts ----------------------------------------------------------------------------------------------------------
@@ -205,7 +116,7 @@ def test_signatures_are_the_real_ones():
     for value in shown:
         assert signature(value) in text
     for name in ("add", "close_if", "apply", "flush", "reset"):
-        assert signature(getattr(ms_accum.Accumulator, name)).replace("(self, ", "(").replace("(self)", "()") in text
+        assert signature(getattr(Accumulator, name)).replace("(self, ", "(").replace("(self)", "()") in text
 
 
 def test_guarantees_name_tests_that_exist():
