@@ -37,10 +37,12 @@ def as_tensors(values: Iterable) -> tuple:
 
 
 def require_batched(batches: Any) -> None:
-    """Refuse a `mindspore.dataset`, or an iterator of one, that has no batch operation. ValueError.
+    """Refuse a `mindspore.dataset`, or an iterator of one, that has no batch operation: ValueError.
 
-    A `GeneratorDataset` may yield batches, and is not refused.
+    A `GeneratorDataset` may yield batches, and is not refused. A single batch, given as a dict, is: TypeError.
     """
+    if isinstance(batches, Mapping):
+        raise TypeError("batches is a dict, expected an iterable of batches; for a single one call train_step(**batch)")
     dataset = batches.dataset if isinstance(batches, Iterator) else batches
     source = _source_of_samples(dataset) if isinstance(dataset, Dataset) else None
     if source is not None:

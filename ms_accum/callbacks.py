@@ -8,7 +8,7 @@ from math import nan
 from typing import Any, Optional, Union
 
 from mindspore import Tensor, nn
-from mindspore.train import Callback, LearningRateScheduler, ReduceLROnPlateau, RunContext
+from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
 
 from .accumulator import Accumulator
 from .arguments import instance_of
@@ -63,6 +63,10 @@ class FlushCallback(Callback):
                 name = type(callback).__name__
                 raise ValueError(f"{name} needs the optimizer, which Model does not know, and counts updates; give "
                                  f"PerUpdate({name}(...))")
+        before = context.list_callback[:context.list_callback.index(self)] if self in context.list_callback else []
+        if any(isinstance(callback, ModelCheckpoint) for callback in before):
+            raise ValueError("ModelCheckpoint stands before FlushCallback, expected it behind: at the end of an epoch "
+                             "it would save a window that is not applied; give callbacks=[FlushCallback(), ...]")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Remember where the epoch begins, and check that the optimizer can go on."""

@@ -70,7 +70,10 @@ class SeveralLossesStep(TrainStep):
         accumulator.buffers.fix_unit(1.0)
 
     def epoch(self, batches: Iterable) -> Iterator[Any]:
-        """See `TrainStep`: it reads the batches of a window before it trains the first of them."""
+        """See `TrainStep`: it reads the batches of a window before it trains the first of them.
+
+        After an error of reading, those of the same window that were read before are not trained.
+        """
         self._require_closed()
         yield from super().epoch(batches)
 
@@ -80,7 +83,7 @@ class SeveralLossesStep(TrainStep):
         while batch is not None:
             window, full = self._new_window(), False
             while batch is not None and not full:
-                if isinstance(batch, BaseException):
+                if isinstance(batch, Exception):
                     raise batch
                 full = self._read(window, *batch)
                 batch = next_or_error(batches)

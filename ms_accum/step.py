@@ -62,7 +62,8 @@ class TrainStep:
         That is done before the last loss is yielded, so it happens in `zip(data, train_step.epoch(data))`, too, and
         `updated` is true then. To know which batch is the last, each is read before the loss of the one before it is
         yielded. So an iterator whose loop is left early has been read one batch further: give `islice(iterator, n)` to
-        train on n of its batches. An error of reading a batch is raised after the loss of the one before it.
+        train on n of its batches. A generator must not wait for what the loop does, and the position of a loader is one
+        ahead. An error of reading a batch is raised after the loss of the one before it.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
         applies it, `accumulator.reset()` drops it. With several ranks, the data may be uneven: a rank at its end takes
@@ -96,7 +97,7 @@ class TrainStep:
         """Train on each batch. Yield what that returned, and whether it was the last one."""
         batch = next_or_error(batches)
         while batch is not None:
-            if isinstance(batch, BaseException):
+            if isinstance(batch, Exception):
                 raise batch
             arguments, named = batch
             result = self(*arguments, **named)
@@ -224,8 +225,11 @@ class TrainStep:
 
 
 def next_or_error(batches: Iterator) -> Any:
-    """Return the next batch, None at the end, or the error of reading it, which concerns nothing that was trained."""
+    """Return the next batch, None at the end, or the error of reading it, which concerns nothing that was trained.
+
+    An interrupt (KeyboardInterrupt, SystemExit) is raised at once.
+    """
     try:
         return next(batches, None)
-    except BaseException as error:
+    except Exception as error:
         return error

@@ -108,6 +108,13 @@ def test_a_dataset_of_samples_is_refused(samples):
         next(step.epoch(samples()))
 
 
+def test_a_single_batch_is_no_iterable_of_batches():
+    net = network()
+    step = make_train_step(masked_mean(net), nn.SGD(net.trainable_params(), 0.1), 2)
+    with pytest.raises(TypeError, match=r"for a single one call train_step\(\*\*batch\)"):
+        next(step.epoch(SAMPLES))
+
+
 class Batches(GeneratorDataset):
     """A user's own source."""
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor, amp, nn
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
-from mindspore.train import Callback, LearningRateScheduler, LossMonitor, Model, ReduceLROnPlateau
+from mindspore.train import Callback, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint, ReduceLROnPlateau
 from model_runs import RATES, SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
@@ -134,6 +134,8 @@ def test_per_update_shows_the_optimizer():
         cell.accumulator.reset()
         with pytest.raises(ValueError, match=rf"needs the optimizer, .* give PerUpdate\({type(callback).__name__}\("):
             train(cell, FlushCallback(), callback)
+    with pytest.raises(ValueError, match=r"ModelCheckpoint stands before FlushCallback"):
+        train(cell, ModelCheckpoint(), FlushCallback())
     train(cell, FlushCallback(), PerUpdate(halving()), epochs=3)
     assert float(cell.optimizer.learning_rate) == 0.125
 

@@ -3,6 +3,7 @@
 That its updates are exact is drawn in test_differential.py, in any order of calls in test_machine.py.
 """
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import mindspore as ms
@@ -110,6 +111,21 @@ def test_an_error_of_reading_comes_after_the_loss_of_what_was_trained(losses):
             seen.extend(train_step.epoch(broken(after)))
         accumulator = train_step.accumulator
         assert len(seen) == 2 * int(accumulator.update_step) + int(accumulator.mini_step) == (after if losses == 1 else 2)
+
+
+def test_an_interrupt_while_reading_is_raised_at_once():
+    """Before the loss that waits for it, whatever the loop does then. Control: an error that the loop leaves behind."""
+    def broken(error):
+        yield from [tensors(*batch) for batch in batches([6, 6])]
+        raise error
+
+    for error, first in ((KeyboardInterrupt, 1), (OSError, 2)):
+        network, seen = MLP(), []
+        train_step = make_train_step(mean_loss(network), sgd(network), 4)
+        with pytest.raises(error) if first == 1 else nullcontext():
+            for _, loss in zip(range(2), train_step.epoch(broken(error))):
+                seen.append(loss)
+        assert (len(seen), int(train_step.accumulator.mini_step)) == (first, 2)
 
 
 def test_two_losses_take_tensors_that_are_filled_again():

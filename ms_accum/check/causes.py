@@ -15,6 +15,9 @@ from .groupnorm import BATCH_NORMS, statistics_of
 # What a cause does, and the remedy.
 _SWITCHED_OFF = ("random: no two runs draw the same numbers, accumulated or not; compared with the layer switched off",
                  "none needed: a mask concerns one sample at a time, so accumulation is exact for whatever is drawn")
+_SWITCHED_OFF_BLINDLY = (
+    "random: compared with the layer switched off, and with it all else that the layer does in training alone",
+    "draw in an nn.Dropout of its own, whose mask concerns one sample at a time, and check again")
 _RANDOM = ("random: two evaluations of the same batch differ, so nothing can be compared",
           "draw random numbers only in a layer, while its self.training is True, and check again")
 NOT_FINITE = ("not finite: the gradient of the undivided batch is NaN or infinite, so nothing can be compared",
@@ -61,8 +64,11 @@ def in_loss(division: Division, what: str, remedy: str) -> list[Cause]:
     return [Cause(division.forward_fn.__name__, "function", what, remedy)]
 
 
-def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause]]:
-    """Switch off random layers, and those of their kind, until two runs agree. Return them, and what stays random."""
+def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause], list[Cause]]:
+    """Switch off random layers, and those of their kind, until two runs agree.
+
+    Return those of MindSpore, which draw masks; those of others, which may do more in training; what stays random.
+    """
     off: dict[str, nn.Cell] = {}
     while True:
         (loss, first), (other_loss, second) = (division.run(division.batch) for _ in range(2))
@@ -72,7 +78,10 @@ def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause]]:
         if random.keys() <= off.keys():  # none, or found again
             off = {name: cell for name, cell in off.items() if name not in random}
             in_function = in_loss(division, *_RANDOM) if _distance([(loss, other_loss)]) > limit else []
-            return causes_in(off, *_SWITCHED_OFF), causes_in(random, *_RANDOM) or in_function
+            own = {name: cell for name, cell in off.items() if type(cell).__module__.startswith("mindspore.")}
+            blindly = {name: cell for name, cell in off.items() if name not in own}
+            return (causes_in(own, *_SWITCHED_OFF), causes_in(blindly, *_SWITCHED_OFF_BLINDLY),
+                    causes_in(random, *_RANDOM) or in_function)
         kinds = {type(cell) for cell in random.values()}
         off |= random | {name: cell for name, cell in division.layers.cells.items()
                          if type(cell) in kinds and name in first and cell.training and getattr(cell, "p", None) != 0}

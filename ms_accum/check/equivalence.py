@@ -115,7 +115,8 @@ def check_equivalence(
     Returns:
         The report. `report.ok` is False if, in any parameter, the two gradients differ by more than rounding explains
         (`ms_accum/check/comparison.py` states the bound). It is None if the check cannot tell: random numbers cannot be
-        switched off, the gradient is not finite, or rounding could hide a thousandth of it.
+        switched off, or only with a layer of your own that may do more in training; the gradient is not finite; or
+        rounding could hide a thousandth of it.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or `forward_fn` does not return a float Tensor.
@@ -183,17 +184,19 @@ def _wrapped(name: str, function: Callable, batch: tuple, names: tuple[str, ...]
 def _checked(network: nn.Cell, batch: tuple, divided: Callable) -> Report:
     with untouched(network) as layers:
         division = divided(layers=layers, batch=batch)
-        off, random = causes.switch_off_random(division)
+        off, blindly, random = causes.switch_off_random(division)
         comparison, finer = division.compare(), None
         if random:
             ok, found = None, random
         else:
             finer = division.roundoff > FLOAT32 and _judged_in_float32(division, comparison, divided)
             ok, found, comparison = finer or (*_judged(division, comparison), comparison)
+            ok = None if ok and blindly else ok
     names, relative = [p.name for p in division.parameters], comparison.relative.tolist()
     notes = [_COMPILED.format(repr(division.error).partition("\\n")[0])] if division.error else []
+    notes += [_IN_FLOAT32] * bool(finer)
     return Report(ok, max(relative), dict(zip(names, relative)), dict(zip(names, comparison.tolerances.tolist())),
-                  (*off, *found), division.samples, len(division.pieces), (*notes, *[_IN_FLOAT32] * bool(finer)))
+                  (*off, *blindly, *found), division.samples, len(division.pieces), tuple(notes))
 
 
 def _judged(division: Division, comparison: Comparison) -> tuple[Optional[bool], list[Cause]]:

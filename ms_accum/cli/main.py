@@ -5,6 +5,7 @@ import argparse
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn, Optional
 
@@ -40,6 +41,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print(end="", flush=True)  # so that an error in writing the rest is raised here
         return status
     except KeyboardInterrupt:
+        warnings.filterwarnings("ignore", "a window that holds", UserWarning)  # which the user has just stopped
         print("ms-accum: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:

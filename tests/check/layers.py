@@ -159,6 +159,13 @@ class NormAndDrop(nn.Cell):
         return ops.dropout(self.norm(x), 0.5, self.training)
 
 
+class CentreAndDrop(nn.Cell):
+    """Switched off, it looks harmless."""
+
+    def construct(self, x):
+        return ops.dropout(x - x.mean(0), 0.5, True) if self.training else x
+
+
 class Centred(nn.Cell):
     def construct(self, x):
         return x - x.mean(0)
@@ -176,9 +183,9 @@ class Half(nn.Cell):
 
 
 def attention():
-    """Random layers behind each other, three of which only an experiment finds."""
-    return drawn(nn.SequentialCell(*[nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True) for _ in range(2)], Drop(),
-                                   nn.Dense(8, 3)))
+    """Random layers behind each other, which only an experiment finds."""
+    encoders = [nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True) for _ in range(2)]
+    return drawn(nn.SequentialCell(*encoders, nn.Dropout(p=0.5), nn.Dense(8, 3)))
 
 
 def deep(hidden, width, inputs, outputs, activation=nn.ReLU):

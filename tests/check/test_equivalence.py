@@ -9,6 +9,7 @@ import pytest
 from conftest import MLP, Clip, Counting, mean_loss, run_python
 from layers import (
     Centre,
+    CentreAndDrop,
     Centred,
     Counter,
     Drop,
@@ -143,11 +144,13 @@ CASES = {  # network, loss, batch, the verdict, its causes, text of the report
     "no Dropout": (lambda: around(nn.Dropout(p=0.5)).set_train(False), mean_loss, ROWS, True, []),
     "a sum behind Dropout": (lambda: around(nn.Dropout(p=0.5)), sum_loss, ROWS, False, [("1", "Dropout", "random"), (
         "total", "function", WRONG)], "is a sum over samples, of which accumulation over 4 pieces takes the mean"),
-    "a random layer": (lambda: around(nn.SequentialCell(nn.ReLU(), Drop())), mean_loss, ROWS, True, [("1.1", "Drop", "random")]),
+    "a random layer of one's own": (lambda: around(nn.SequentialCell(nn.ReLU(), Drop())), mean_loss, ROWS, None, [
+        ("1.1", "Drop", "random")], "all else that the layer does in training alone"),
+    "it may do more": (lambda: around(CentreAndDrop()), mean_loss, ROWS, None, [("1", "CentreAndDrop", "random")], "nn.Dropout of its own"),
     "BatchNorm in a random layer": (lambda: around(NormAndDrop()), mean_loss, ROWS, False, [
         ("1", "NormAndDrop", "random"), ("1.norm", "BatchNorm1d", STATISTICS)]),
     "attention": (attention, attention_loss, (normal(6, 24), labels(6)), True, [
-        ("0.self_attn", "MultiheadAttention", "random"), ("1.self_attn", "MultiheadAttention", "random"), ("2", "Drop", "random")]),
+        ("0.self_attn", "MultiheadAttention", "random"), ("1.self_attn", "MultiheadAttention", "random")]),
     "noise for ever": (lambda: around(Drop(), nn.Tanh(), Gumbel(), Drop()), mean_loss, ROWS, None, [
         ("1", "Drop", "random"), ("4", "Drop", "random"), ("3", "Gumbel", "random")],
         "3 (Gumbel): random: two evaluations of the same batch differ, so nothing can be compared"),
