@@ -13,6 +13,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_accum import Accumulator
 
+pytestmark = pytest.mark.core
+
 INF, NAN = float("inf"), float("nan")
 NORM = math.sqrt(14)  # of the gradients below, for the value 1
 SHAPES = ((2, 3), (2, 4))

@@ -12,6 +12,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from ms_accum import Accumulator, TrainOneStepCell, make_train_step
 from ms_accum.buffers import Buffers
 
+pytestmark = pytest.mark.core
+
 INF, NAN = float("inf"), float("nan")
 
 

@@ -7,6 +7,8 @@ from mindspore import Tensor
 
 from ms_accum import gradients
 
+pytestmark = pytest.mark.core
+
 DTYPES = (ms.float16, ms.float32, ms.float64)
 SHAPES = [(), (1,), (7, 3), (200, 300)]
 INF, NAN = float("inf"), float("nan")

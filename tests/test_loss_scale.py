@@ -8,6 +8,8 @@ from mindspore import Parameter, Tensor, amp, nn
 
 from ms_accum import Accumulator, make_train_step
 
+pytestmark = pytest.mark.core
+
 
 class Overflowing(nn.Cell):
     """y = w x, where a float16 gradient of 2**15 x 2 overflows on the way back and 2**15 x 0.5 does not."""

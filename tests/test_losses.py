@@ -8,6 +8,8 @@ from mindspore import Tensor, nn, ops
 
 from ms_accum import check_equivalence, make_train_step, until_weight
 
+pytestmark = pytest.mark.core
+
 COUNTS = (0, 20, 2, 8, 1, 12, 3)  # of the second loss in each microbatch of 20: they vary by more than 10 times
 N = 3
 

@@ -9,6 +9,8 @@ from mindspore import nn
 
 from ms_accum import load_checkpoint, make_train_step, save_checkpoint
 
+pytestmark = pytest.mark.core
+
 BATCHES = [tensors(x, y) for x, y in batches([6, 6, 6])]
 LOST = r"a window that holds {} is lost: .*; train with train_step\.epoch\(batches\), .*FlushCallback\(\)"
 

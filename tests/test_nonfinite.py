@@ -7,6 +7,8 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ms_accum import Accumulator
 
+pytestmark = pytest.mark.core
+
 SHAPES = ((2, 3), (), (4,))
 KINDS = [(parameter, value) for parameter in range(3) for value in (np.nan, np.inf, -np.inf)]
 

@@ -15,6 +15,8 @@ from mindspore import Tensor, nn, ops
 from ms_accum import make_grad_cache_step, make_train_step, save_checkpoint
 from ms_accum.pieces import layout
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("mode", ["jit", "pynative"])
 def test_tensors_with_one_row_per_sample_are_cut_and_all_else_passes_through(mode):

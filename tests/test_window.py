@@ -13,6 +13,8 @@ from mindspore import Parameter, Tensor, ops
 from ms_accum import by_epoch, until_weight
 from ms_accum.window import Window
 
+pytestmark = pytest.mark.core
+
 
 def by_branch(update_step):
     if update_step < 2:
