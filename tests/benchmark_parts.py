@@ -1,14 +1,13 @@
 """Checks of parts of tutorials/benchmarks, whose modules are on the path of this process: `benchmark_parts.py floors | others`."""
 import re
 import sys
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
 import contestants
-import cost_model
 import digits
 import launch
 import numpy as np
@@ -22,7 +21,6 @@ import run
 import suites
 import worker
 from case import Case, EpochCase, initial_weights, mlp_shapes, samples
-from cost_model import Costs, Run, fitted, relative_errors, seconds
 from mindspore import Tensor
 
 CASE = Case("mlp-784-32-32-10", 8)
@@ -161,51 +159,6 @@ def late_ranks():
         assert said("missing") == ("skipped", "msrun is not installed")
 
 
-def costs():
-    """The cost model finds the costs that a record was made from; its limits are one rank, a long window, a ring's AllReduce."""
-    true = Costs(1e-3, 7e-4, 2e-4, 2e-9, 1.5)
-    modes = {1: ("alone",), 2: ("alone", "window", "microbatch", "shard"), 4: ("alone", "window", "microbatch", "shard")}
-    runs = [Run(mode, ranks, n, 2.7e6, one_machine=True, scatters=False) for ranks in modes for n in (1, 8) for mode in modes[ranks]]
-    rows = [(run, seconds(true, run)) for run in runs]
-    found = fitted(rows)
-    assert max(map(abs, relative_errors(found, rows))) < 1e-9, found
-    assert all(abs(a - b) <= 1e-6 * b for a, b in zip(vars(found).values(), vars(true).values())), found
-    assert fitted([(run, seconds(Costs(1e-3, 0.0, 0.0, 2e-9), run)) for run in runs]).latency < 1e-9
-    # Control: faster with more ranks, which the model cannot be.
-    faster = [(run, 1 / run.ranks) for run in runs]
-    assert max(map(abs, relative_errors(fitted(faster), faster))) > 0.1
-
-    def close(*run, expected, within=1e-9):
-        return abs(seconds(true, Run(*run, 2.7e6)) - expected) <= within * expected
-
-    assert all(close(mode, 1, 4, expected=1e-3 + 7e-4 / 4) for mode in cost_model.MODES), "one rank exchanges nothing"
-    assert close("window", 64, 10**9, expected=1e-3, within=1e-6), "a long window leaves compute and add"
-    ring = 2 * 63 * 2e-4 + 2 * 63 / 64 * 2.7e6 * 2e-9
-    header = 2 * 63 * 2e-4 + 2 * 63 / 64 * 12 * 2e-9
-    assert close("window", 64, 1, expected=1e-3 + 7e-4 + ring)
-    assert close("microbatch", 64, 8, expected=1e-3 + 7e-4 / 8 + ring)
-    assert close("window", 64, 8, expected=1e-3 + 7e-4 / 8 + ring / 8)
-    assert close("shard", 64, 8, expected=1e-3 + 7e-4 / 8 + header + ring / 2 + ring / 2 / 8)
-
-    # What leaves a host of 2 ranks in a window of 4, in gradients: on 2 hosts, and on very many; without a ReduceScatter as well.
-    def leave(mode, hosts, **settings):
-        return cost_model.exchange(Run(mode, 2 * hosts, 4, 2.7e6, hosts=hosts, every=10, **settings))[2] / 2.7e6
-
-    for mode, two, many in (("alone", 0, 0), ("window", 1.5, 2), ("microbatch", 6, 8), ("shard", 3.75, 5), ("node", 1, 2),
-                            ("node-shard", 1, 2), ("local", 0.15, 0.2)):
-        assert leave(mode, 1) == 0
-        assert abs(leave(mode, 2) - two) + abs(leave(mode, 10**5) - many) < 1e-3, mode
-    assert abs(leave("shard", 2, scatters=False) - 6.75) < 1e-3
-    assert leave("node", 2, scatters=False) == leave("node", 2)
-    slow, free = (seconds(replace(true, wire=2.0), Run("window", 4, 4, 2.7e6, hosts=2, link=link)) for link in (1e-8, 0.0))
-    assert abs(slow - free - 2 * 1.5 * 2.7e6 * 1e-8 / 4) < 1e-12
-
-    with redirect_stdout(StringIO()) as printed:
-        cost_model.main(["--ranks", "512", "--n", "4"])
-    assert re.search(r"^\| 2 \| 8 \| window \| [\d.]+ \| [\d.]+ \| [+-]\d+% \|$", printed.getvalue(), re.MULTILINE)
-    assert re.search(r"^\| 10 M \| 512 \| 4 \| 100 \| 5 \|", printed.getvalue(), re.MULTILINE)
-
-
 def refusals():
     """Bad arguments end in one line and status 2."""
     Path("notes.json").write_text("[]", encoding="utf-8")
@@ -217,9 +170,6 @@ def refusals():
         (run, "--suite memory --contestants boost",
          r"run\.py: error: argument --contestants: 'boost' is not in suite memory; choose from undivided, .*\n"),
         (report, "notes.json", r"report\.py: error: \S*notes\.json is no record of run\.py .*\n"),
-        (cost_model, str(report.RECORDS / "mlp.json"), r"cost_model\.py: error: the record is of suite mlp, expected distributed\n"),
-        (cost_model, "--ranks 8 12", r"(?s).*argument --ranks: expected a multiple of --ranks-per-host 8, or fewer, got 12\n"),
-        (cost_model, "--latency-us 0", r"(?s).*argument --latency-us: expected a number > 0, got '0'\n"),
     ]:
         with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
             module.main(arguments.split())
@@ -273,7 +223,7 @@ def planned():
         assert plan.environment(Path("none")).keys() == {"MS_SIMULATION_LEVEL", "RANK_SIZE", "RANK_ID"}
 
 
-OTHERS = (refusals, costs, seeds, growth, late_ranks, limits, states, reference, figure, planned)
+OTHERS = (refusals, seeds, growth, late_ranks, limits, states, reference, figure, planned)
 
 if __name__ == "__main__":
     for check in (floors,) if sys.argv[1] == "floors" else OTHERS:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean, median
 
 import pytest
 from ascend.stand_ins import missing
@@ -34,7 +35,7 @@ def quick(suite, folder, *arguments, **environment):
 def test_parts_compute_what_they_say():
     """See tests/benchmark_parts.py."""
     assert run(Path(__file__).with_name("benchmark_parts.py"), "others").split() == [
-        "refusals", "costs", "seeds", "growth", "late_ranks", "limits", "states", "reference", "figure", "planned"]
+        "refusals", "seeds", "growth", "late_ranks", "limits", "states", "reference", "figure", "planned"]
 
 
 @pytest.mark.slow
@@ -43,46 +44,36 @@ def test_floors_compute_their_gradients():
     assert run(Path(__file__).with_name("benchmark_parts.py"), "floors", **saving) == "floors\n"
 
 
-@pytest.mark.slow
-def test_texts_of_uneven_length():
-    """All ways give the same gradient, or the script would exit."""
-    record = json.loads(run("buckets.py", "--rows", 16, "--rounds", 1).splitlines()[-1])
-    assert list(record["ways"]) == ["8 rows", "2 shapes", "4 shapes", "4 half shapes"]
-    for figures in record["ways"].values():
-        assert figures["difference"] < 1e-5
-        assert min(figures["tokens_per_second"]["median"], *figures["growth_mib"]) > 0
+def read(record):
+    return json.loads((BENCHMARKS / "records" / f"{record}.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
-def test_ways_to_choose_windows(tmp_path):
-    """A quick run of `batch_size.py`: all on the same microbatches, in as many updates as they say."""
-    options = ("--quick", "--seeds", 1, "--problems", "digits", "--output", tmp_path / "r.json", "--figure", tmp_path / "r.png")
-    assert "| seesaw | 0.025 | 0.025 | 76 |" in run("batch_size.py", "--train", "--time", "--draw", *options)
-    found = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))["problems"]["digits"]
-    ends = {name: contestant["runs"][0]["curve"][-1] for name, contestant in found["contestants"].items()}
-    assert {end[0] for end in ends.values()} == {found["microbatches"]} == {120}
-    assert [ends[name][1] for name in ("1", "2", "4", "16", "seesaw")] == [120, 60, 30, 8, 76]
-    assert ends["1"][2] < ends["16"][2]
-    assert (tmp_path / "r.png").stat().st_size > 10_000
+def row_of(page, start):
+    """The cells of the row of a page that starts so."""
+    text = (BENCHMARKS.parent / "guide" / page).read_text(encoding="utf-8")
+    (row,) = (line for line in text.splitlines() if line.startswith(start))
+    return row.strip("| ").split(" | ")
 
 
-def test_the_page_on_batch_sizes_has_the_records_figures(tmp_path):
-    printed = run("batch_size.py", "--draw", "--figure", tmp_path / "r.png")
-    page = (BENCHMARKS.parent / "guide" / "batch-size.md").read_text(encoding="utf-8")
-    rows = [line for line in printed.splitlines() if line.startswith("| ")]
-    assert len(rows) == 2 * (1 + 7)
-    assert [row for row in rows if row not in page] == []
+def test_the_page_on_batch_sizes_has_the_records_figures():
+    for problem in read("batch_size")["problems"].values():
+        for name, found in problem["contestants"].items():
+            ends, peak = [run["curve"][-1] for run in found["runs"]], found["runs"][0]["peak"]
+            losses = [end[2] for end in ends]
+            label = f"| {f'N = {name}' if name.isdigit() else name} | {peak:g} | "
+            _, _, _, updates, _, told = row_of("batch-size.md", label)
+            assert updates.split()[0] == f"{mean(end[1] for end in ends):.0f}"
+            assert told == f"{mean(losses):.3f} ({', '.join(f'{loss:.3f}' for loss in losses)})"
 
 
 def test_the_page_on_many_ranks_has_the_records_figures():
-    page = (BENCHMARKS.parent / "guide" / "many-ranks.md").read_text(encoding="utf-8")
-    *rows, _, ratio, errors = run("hosts.py", "--table").splitlines()
-    assert len(rows) == 2 + 6
-    assert [row for row in rows if row not in page] == []
-    assert ratio == "Bytes of rings: 2.01 to 2.01 times as many."  # the formula is right but for a factor
-    assert re.search(r"They are 2\.01 . those of ring algorithms", page)
-    assert "the median error is {}, the largest {}".format(*re.findall(r"\d+ ?%", errors.replace("%", " %"))) in page
-    assert sum(row.startswith("| 1,000 M") for row in run("cost_model.py").splitlines()) == 6
+    rows = read("hosts")["rows"]
+    assert len(rows) == 3 * 6
+    for way in dict.fromkeys(row[1] for row in rows):
+        mine = [row for row in rows if row[1] == way]
+        _, sent, *times = row_of("many-ranks.md", f"| {way} | ")
+        assert sent == f"{median(row[5] for row in mine) / 1e6:.1f}"
+        assert times[::2] == ["{:,.0f} ({:,.0f} to {:,.0f})".format(*(1e6 * seconds for seconds in row[2:5])) for row in mine]
 
 
 def test_the_record_of_memory_on_ascend(tmp_path):
