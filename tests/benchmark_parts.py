@@ -1,4 +1,5 @@
 """Checks of parts of tutorials/benchmarks, whose modules are on the path of this process: `benchmark_parts.py floors | others`."""
+import json
 import re
 import sys
 from contextlib import redirect_stderr
@@ -16,7 +17,7 @@ import records
 import report
 import run
 from case import Case, initial_weights, mlp_shapes, samples
-from suites import ascend, distributed, mnist
+from suites import ascend, distributed
 
 CASE = Case("mlp-784-32-32-10", 8)
 
@@ -42,16 +43,6 @@ def states():
     weighed = contestant.peak(batch=16, windows=1)
     assert weighed["peak"] > 2**26
     assert weighed["data"] == 16 * 784 * 4
-
-
-def epochs():
-    """The reference run's contestant trains as the oracle."""
-    (group,) = mnist.groups(True, "embedded", Path("mnist"))
-    trained = contestants.builder("ms_accum-epoch")(group.case).agree(2)
-    for windows, status in ((2, "agreed"), (1, "disagreed")):
-        start, expected = group.referee(0), group.referee(windows)
-        found = harness.verdict(oracle.difference(trained, expected), oracle.drift(trained, expected, start))
-        assert found["status"] == status, found
 
 
 def kinks():
@@ -144,6 +135,16 @@ def figure():
     assert not Path("none.png").exists()
 
 
+def old_names():
+    """Contestants get today's names; those that are gone are left out, and groups in which nobody is left."""
+    groups = [{"base": "split", "contestants": {"split": {}, "fused": {}, "tutorial": {}}}, {"base": None, "contestants": {"fused": {}}}]
+    Path("old.json").write_text(json.dumps({"suite": "mlp", "versions": {}, "groups": groups}), encoding="utf-8")
+    read = records.read(Path("old.json"))
+    assert [list(group["contestants"]) for group in read["groups"]] == [["ms_accum", "fused", "tutorial"], ["fused"]]
+    (group,) = report.without_gone(read)["groups"]
+    assert group == {"base": "ms_accum", "contestants": {"ms_accum": {}, "tutorial": {}}}
+
+
 def planned():
     """Peaks on a line give back its slope and start; one off it shows; who crashes at one size has no figures; CANN may be missing."""
     line = {size: 12_000 + 8 * 5 * size for size in (10, 15, 20)}
@@ -173,6 +174,6 @@ def planned():
 
 
 if __name__ == "__main__":
-    for check in (floors,) if sys.argv[1] == "floors" else (refusals, kinks, growth, late_ranks, states, epochs, figure, planned):
+    for check in (floors,) if sys.argv[1] == "floors" else (refusals, kinks, growth, late_ranks, states, figure, old_names, planned):
         check()
         print(check.__name__)
