@@ -77,7 +77,7 @@ def table(group: dict, suite: str) -> str:
         "quartiles of the ratio": lambda f: quartiles(f["ratio"]),
         "state / parameters": lambda f: f"{f['state_bytes'] / f['parameter_bytes']:.2f}" if f["parameter_bytes"] else "",
         "difference": lambda f: f"{f['difference']:.0e}",
-        "first window, s": lambda f: f"{f['first_window']:.1f}",
+        "first window, s": lambda f: f"{f['first_window']:.1f}" if suite == "strategies" else "",
         "growth of memory, MiB": lambda f: f"{f['growth_spread']['median'] / MEBIBYTE:.0f}",
         "quartiles of the growth": lambda f: quartiles(f["growth_spread"], 1 / MEBIBYTE, 0),
         "of which the batch, MiB": lambda f: f"{f['data_bytes'] / MEBIBYTE:.0f}",
