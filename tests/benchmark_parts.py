@@ -1,29 +1,23 @@
 """Checks of parts of tutorials/benchmarks, whose modules are on the path of this process: `benchmark_parts.py floors | others`."""
+import json
 import re
 import sys
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
 import contestants
-import cost_model
-import digits
-import launch
+import harness
 import numpy as np
 import oracle
-import plan
 import pytest
 import records
 import report
-import rounds
 import run
-import suites
-import worker
-from case import Case, EpochCase, initial_weights, mlp_shapes, samples
-from cost_model import Costs, Run, fitted, relative_errors, seconds
-from mindspore import Tensor
+from case import Case, initial_weights, mlp_shapes, samples
+from suites import ascend, distributed
 
 CASE = Case("mlp-784-32-32-10", 8)
 
@@ -31,179 +25,76 @@ CASE = Case("mlp-784-32-32-10", 8)
 def floors():
     """What MindSpore executes for three layers: 3 products forward, 3 for the weights' gradients and 2 for the activations'."""
     seen = set()
-    for name, products in (("floor", 8), ("floor-branch", 8), ("forward", 3)):
+    for name in ("floor", "floor-branch"):
         contestants.builder(name)(CASE).agree(1)
         saved = set(Path("graphs").glob("*_execute_*.ir")) - seen  # beside the graph there are some of single operations
         seen |= saved
         counts = [len(re.findall(r" = PrimFunc_MatMul\(", file.read_text(encoding="utf-8"))) for file in saved]
-        assert max(counts) == products, (name, counts)
-
-
-def limits():
-    """Buffers hold the last gradient, or the window's sum; an update moves the parameters by it and leaves zeros."""
-    start = [p.astype(np.float64) for p in initial_weights(mlp_shapes(CASE), CASE.seed)]
-    inputs, labels = samples(CASE, 32)
-    gradients = [oracle.mean_gradients(start, inputs[i:i + 8].astype(np.float64), labels[i:i + 8]) for i in range(0, 32, 8)]
-
-    def built(name):
-        contestant = contestants.builder(name)(CASE)
-        contestant.load(8, distinct=True)
-        return contestant
-
-    def sums_after_a_window(name):
-        contestant = built(name)
-        contestant.run(4)
-        assert contestant.parameters() == []
-        assert all((p.asnumpy() == q).all() for p, q in zip(contestant.trained, start))
-        return [p.asnumpy() for p in contestant.way.state]
-
-    total = [sum(g) for g in zip(*gradients)]
-    assert oracle.difference(sums_after_a_window("write-only"), gradients[-1]) < 1e-5 < oracle.difference(gradients[0], gradients[-1])
-    assert oracle.difference(sums_after_a_window("add-only"), total) < 1e-5
-    assert oracle.difference(sums_after_a_window("loop-add-only"), total) < 1e-5
-    update = built("update-only")
-    for sums in update.way.state:
-        sums.set_data(Tensor(np.ones(sums.shape, np.float32)))
-    update.run(4)
-    assert oracle.difference([p.asnumpy() for p in update.trained], [p - CASE.lr for p in start]) < 1e-6
-    assert not any(sums.asnumpy().any() for sums in update.way.state)
+        assert max(counts) == 8, (name, counts)
 
 
 def states():
     """One buffer is as large as the parameters, the tutorial's two are twice as large; all train as the oracle."""
-    for name, buffers in (("one-buffer", 1), ("one-buffer-mean", 1), ("tutorial", 2)):
+    for name, buffers in (("one-buffer", 1), ("tutorial", 2)):
         contestant = contestants.builder(name)(CASE)
         assert oracle.difference(contestant.agree(3), oracle.trained(CASE, *samples(CASE, CASE.window), 3)) <= 1e-5, name
-        state = worker.state(contestant)
+        state = contestant.state()
         assert abs(state["state_bytes"] / state["parameter_bytes"] - buffers) < 0.01, name
-    weighed = worker.peak(contestant, batch=16, windows=1)
+    weighed = contestant.peak(batch=16, windows=1)
     assert weighed["peak"] > 2**26
     assert weighed["data"] == 16 * 784 * 4
 
 
-def reference():
-    """The reference run's contestant trains as the oracle."""
-    folder = digits.unpack("embedded", Path("digits"), 640)
-    (group,) = suites.mnist(True, folder)
-    trained = contestants.builder("reference")(EpochCase(str(folder))).agree(2)
-    assert rounds.verdict(oracle.difference(trained, group.referee(2))) == {"status": "agreed"}
-    assert rounds.verdict(oracle.difference(trained, group.referee(1)))["status"] == "disagreed"
+def kinks():
+    """A few samples on the other side of a kink are no disagreement; a wrong divisor is one."""
+    start = [p.astype(np.float64) for p in initial_weights(mlp_shapes(CASE), CASE.seed)]
+    expected = oracle.trained(CASE, *samples(CASE, CASE.window), 3)
+    one = [p.copy() for p in expected]
+    one[0][0, 0] += 1e-2 * abs(expected[0] - start[0]).max()
+    wrong = [s + 4 * (p - s) for s, p in zip(start, expected)]
+    for got, status in ((expected, "agreed"), (one, "agreed"), (wrong, "disagreed")):
+        found = harness.verdict(oracle.difference(got, expected), oracle.drift(got, expected, start))
+        assert found["status"] == status, found
+    assert oracle.difference(one, expected) > harness.TOLERANCE
 
 
 def growth():
     """Growth is between processes that trained on one size only; who crashes has no figure."""
     asked, broken = [], []
 
-    class Worker:
-        def __init__(self, name):
-            self.name, self.asked = name, []
-            asked.append(self.asked)
+    def ask_fresh(group, name, scratch, figures, do, batch, windows):
+        asked.append((name, do, batch))
+        if batch == 512 and name in broken:
+            figures[name].update(status="crashed", message="out of memory")
+            return None
+        return {"peak": {2: 100, 512: 350}[batch], "data": 7}
 
-        def ask(self, do, **arguments):
-            self.asked.append((self.name, do, arguments.get("batch")))
-            if do == "peak" and arguments["batch"] == 512 and self.name in broken:
-                raise rounds.Unavailable("crashed", "out of memory")
-            return {"peak": {2: 100, 512: 350}[arguments["batch"]], "data": 7} if do == "peak" else {}
-
-    @contextmanager
-    def fleet(names, case, scratch, unavailable):
-        yield {name: Worker(name) for name in names}
-
-    group = suites.Group("a group", {"batch": 2}, ("whole", "cut"), (), piece=512)
-    with patch.object(rounds, "fleet", fleet), patch.object(rounds, "agree", lambda group, workers, results, scratch: workers):
-        figures = rounds.weigh_group(group, 3, Path())["contestants"]
-        assert all(figures[name]["samples"] == [250] * 3 and figures[name]["data_bytes"] == 7 for name in ("whole", "cut")), figures
-        trained = [commands for commands in asked if "peak" in str(commands)]
-        assert sorted(trained) == sorted([[(name, "peak", batch)] for name in ("whole", "cut") for batch in (2, 512)] * 3), trained
+    group = harness.Group("a group", Case("mlp-6-5", 2), ("whole", "cut"), piece=512)
+    figures = {"whole": {}, "cut": {}}
+    with patch.object(harness, "ask_fresh", ask_fresh):
+        harness.weigh(group, figures, 3, Path(), "growth")
+        assert figures == {name: {"growth": [250] * 3, "data_bytes": 7} for name in ("whole", "cut")}
+        assert sorted(asked) == sorted([(name, "peak", batch) for name in ("whole", "cut") for batch in (2, 512)] * 3)
         broken.append("cut")
-        figures = rounds.weigh_group(group, 2, Path())["contestants"]
-    assert figures["whole"]["samples"] == [250] * 2
-    assert "samples" not in figures["cut"]
+        harness.weigh(group, figures, 2, Path(), "growth")
+    assert len(figures["whole"]["growth"]) == 5
+    assert len(figures["cut"]["growth"]) == 3
     assert figures["cut"]["status"] == "crashed"
-
-
-def seeds():
-    """The oracle's margin is that of a loop over samples and units; the chosen seed has the largest, and without it the next."""
-    case, windows = Case("mlp-6-5-4-10", 4, 2, lr=0.5), 3
-
-    def obvious_margin(case):
-        inputs, labels = samples(case, 8)
-        margins = []
-        for trained in range(windows):
-            w0, b0, w1, b1, _, _ = oracle.trained(case, inputs, labels, trained)
-            for row in inputs.astype(np.float64):
-                first = [row @ w + b for w, b in zip(w0, b0)]
-                second = [np.maximum(first, 0) @ w + b for w, b in zip(w1, b1)]
-                margins += [abs(value) for value in first + second]
-        return min(margins)
-
-    margins = {seed: obvious_margin(replace(case, seed=seed)) for seed in range(4)}
-    assert len(set(margins.values())) == 4
-    assert all(abs(oracle.kink_margin(replace(case, seed=seed), windows) - margin) < 1e-12 for seed, margin in margins.items())
-    best = max(margins, key=margins.get)
-    assert oracle.clearest(case, range(4), windows) == replace(case, seed=best)
-    others = [seed for seed in margins if seed != best]
-    assert oracle.clearest(case, others, windows).seed == max(others, key=margins.get)
 
 
 def late_ranks():
     """Without msrun ranks are skipped, and late ones are ended."""
-    group = suites.Group("a group", asdict(replace(CASE, ranks=2)), ("window",), ("window",), microbatches=4)
+    group = harness.Group("a group", replace(CASE, ranks=2), ("window",), ("window",), microbatches=4)
 
     def said(folder):
-        (record,) = launch.time_launch([group], 10**9, Path.cwd() / folder)
+        (record,) = distributed.measure([group], 10**9, Path.cwd() / folder)
         return record["contestants"]["window"]["status"], record["contestants"]["window"]["message"]
 
-    with patch.object(launch, "PATIENCE", 2):
+    with patch.object(distributed, "PATIENCE", 2):
         assert said("slow") == ("crashed", "no end after 2 s")
     assert not [file for file in Path("/proc").glob("[0-9]*/cmdline") if str(Path.cwd()).encode() in file.read_bytes()]
-    with patch.object(launch.shutil, "which", lambda *arguments, **options: None):
+    with patch.object(distributed.shutil, "which", lambda *arguments, **options: None):
         assert said("missing") == ("skipped", "msrun is not installed")
-
-
-def costs():
-    """The cost model finds the costs that a record was made from; its limits are one rank, a long window, a ring's AllReduce."""
-    true = Costs(1e-3, 7e-4, 2e-4, 2e-9, 1.5)
-    modes = {1: ("alone",), 2: ("alone", "window", "microbatch", "shard"), 4: ("alone", "window", "microbatch", "shard")}
-    runs = [Run(mode, ranks, n, 2.7e6, one_machine=True, scatters=False) for ranks in modes for n in (1, 8) for mode in modes[ranks]]
-    rows = [(run, seconds(true, run)) for run in runs]
-    found = fitted(rows)
-    assert max(map(abs, relative_errors(found, rows))) < 1e-9, found
-    assert all(abs(a - b) <= 1e-6 * b for a, b in zip(vars(found).values(), vars(true).values())), found
-    assert fitted([(run, seconds(Costs(1e-3, 0.0, 0.0, 2e-9), run)) for run in runs]).latency < 1e-9
-    # Control: faster with more ranks, which the model cannot be.
-    faster = [(run, 1 / run.ranks) for run in runs]
-    assert max(map(abs, relative_errors(fitted(faster), faster))) > 0.1
-
-    def close(*run, expected, within=1e-9):
-        return abs(seconds(true, Run(*run, 2.7e6)) - expected) <= within * expected
-
-    assert all(close(mode, 1, 4, expected=1e-3 + 7e-4 / 4) for mode in cost_model.MODES), "one rank exchanges nothing"
-    assert close("window", 64, 10**9, expected=1e-3, within=1e-6), "a long window leaves compute and add"
-    ring = 2 * 63 * 2e-4 + 2 * 63 / 64 * 2.7e6 * 2e-9
-    header = 2 * 63 * 2e-4 + 2 * 63 / 64 * 12 * 2e-9
-    assert close("window", 64, 1, expected=1e-3 + 7e-4 + ring)
-    assert close("microbatch", 64, 8, expected=1e-3 + 7e-4 / 8 + ring)
-    assert close("window", 64, 8, expected=1e-3 + 7e-4 / 8 + ring / 8)
-    assert close("shard", 64, 8, expected=1e-3 + 7e-4 / 8 + header + ring / 2 + ring / 2 / 8)
-
-    # What leaves a host of 2 ranks in a window of 4, in gradients: on 2 hosts, and on very many; without a ReduceScatter as well.
-    def leave(mode, hosts, **settings):
-        return cost_model.exchange(Run(mode, 2 * hosts, 4, 2.7e6, hosts=hosts, every=10, **settings))[2] / 2.7e6
-
-    for mode, two, many in (("alone", 0, 0), ("window", 1.5, 2), ("microbatch", 6, 8), ("shard", 3.75, 5), ("node", 1, 2),
-                            ("node-shard", 1, 2), ("local", 0.15, 0.2)):
-        assert leave(mode, 1) == 0
-        assert abs(leave(mode, 2) - two) + abs(leave(mode, 10**5) - many) < 1e-3, mode
-    assert abs(leave("shard", 2, scatters=False) - 6.75) < 1e-3
-    assert leave("node", 2, scatters=False) == leave("node", 2)
-    slow, free = (seconds(replace(true, wire=2.0), Run("window", 4, 4, 2.7e6, hosts=2, link=link)) for link in (1e-8, 0.0))
-    assert abs(slow - free - 2 * 1.5 * 2.7e6 * 1e-8 / 4) < 1e-12
-
-    with redirect_stdout(StringIO()) as printed:
-        cost_model.main(["--ranks", "512", "--n", "4"])
-    assert re.search(r"^\| 2 \| 8 \| window \| [\d.]+ \| [\d.]+ \| [+-]\d+% \|$", printed.getvalue(), re.MULTILINE)
-    assert re.search(r"^\| 10 M \| 512 \| 4 \| 100 \| 5 \|", printed.getvalue(), re.MULTILINE)
 
 
 def refusals():
@@ -212,29 +103,31 @@ def refusals():
     for module, arguments, message in [
         (run, "--suite speed", r"run\.py: error: argument --suite: invalid choice: 'speed'.*\n"),
         (run, "--suite mlp --rounds 0", r"run\.py: error: argument --rounds: expected a whole number from 1, got '0'\n"),
-        (run, "--suite mlp --contestants split,fast",
+        (run, "--suite mlp --contestants ms_accum,fast",
          r"run\.py: error: argument --contestants: unknown contestant 'fast'; choose from floor, .*\n"),
         (run, "--suite memory --contestants boost",
          r"run\.py: error: argument --contestants: 'boost' is not in suite memory; choose from undivided, .*\n"),
+        (run, "--suite scaling --groups fast", r"run\.py: error: argument --groups: 'fast' is not in suite scaling; choose from MLP, .*\n"),
         (report, "notes.json", r"report\.py: error: \S*notes\.json is no record of run\.py .*\n"),
-        (cost_model, str(report.RECORDS / "mlp.json"), r"cost_model\.py: error: the record is of suite mlp, expected distributed\n"),
-        (cost_model, "--ranks 8 12", r"(?s).*argument --ranks: expected a multiple of --ranks-per-host 8, or fewer, got 12\n"),
-        (cost_model, "--latency-us 0", r"(?s).*argument --latency-us: expected a number > 0, got '0'\n"),
     ]:
-        with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
-            module.main(arguments.split())
-        assert stop.value.code == 2
-        assert re.fullmatch(message, said.getvalue()), said.getvalue()
+        assert re.fullmatch(message, refused(module, arguments.split()))
+
+
+def refused(module, arguments):
+    with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
+        module.main(arguments)
+    assert stop.value.code == 2
+    return said.getvalue()
 
 
 def figure():
     """Points are time against the tutorial's and memory against the undivided batch's; without these there is no figure."""
-    seconds = {"tutorial": [2.0, 4.0], "undivided": [1.0, 2.0], "split": [1.5, 3.0], "boost": []}
-    growth = {"tutorial": [50, 50], "undivided": [100, 100], "split": [20, 30], "boost": []}
+    seconds = {"tutorial": [2.0, 4.0], "undivided": [1.0, 2.0], "ms_accum": [1.5, 3.0], "boost": []}
+    growth = {"tutorial": [50, 50], "undivided": [100, 100], "ms_accum": [20, 30], "boost": []}
     figures = {name: {"samples": seconds[name], "growth": growth[name]} for name in seconds}
-    group = records.summarised({"name": "MLP", "base": ["tutorial"], "contestants": figures})
+    group = records.summarised({"name": "MLP", "case": asdict(CASE), "base": ["tutorial"], "contestants": figures})
     found = {name: [spread["median"] for spread in spreads] for name, spreads in report.points(group).items()}
-    assert found == {"tutorial": [1, 0.5], "undivided": [0.5, 1], "split": [0.75, 0.25]}, found
+    assert found == {"tutorial": [1, 0.5], "undivided": [0.5, 1], "ms_accum": [0.75, 0.25]}, found
     assert report.draw([{"suite": "strategies", "groups": [group] * 3}], Path("figure.png"))
     assert Path("figure.png").read_bytes().startswith(b"\x89PNG")
     del figures["undivided"]
@@ -242,40 +135,45 @@ def figure():
     assert not Path("none.png").exists()
 
 
+def old_names():
+    """Contestants get today's names; those that are gone are left out, and groups in which nobody is left."""
+    groups = [{"base": "split", "contestants": {"split": {}, "fused": {}, "tutorial": {}}}, {"base": None, "contestants": {"fused": {}}}]
+    Path("old.json").write_text(json.dumps({"suite": "mlp", "versions": {}, "groups": groups}), encoding="utf-8")
+    read = records.read(Path("old.json"))
+    assert [list(group["contestants"]) for group in read["groups"]] == [["ms_accum", "fused", "tutorial"], ["fused"]]
+    (group,) = report.without_gone(read)["groups"]
+    assert group == {"base": "ms_accum", "contestants": {"ms_accum": {}, "tutorial": {}}}
+
+
 def planned():
     """Peaks on a line give back its slope and start; one off it shows; who crashes at one size has no figures; CANN may be missing."""
     line = {size: 12_000 + 8 * 5 * size for size in (10, 15, 20)}
-    found = plan.figures({1: 16_000, **line}, 1000, 8)
+    found = ascend.figures({1: 16_000, **line}, 1000, 8)
     assert found == {"per_parameter": 16, "held": 12, "per_sample": 5, "deviation": 0}, found
-    assert abs(plan.figures({1: 16_000, **line, 15: 12_600 * 1.1}, 1000, 8)["deviation"] - 0.1) < 1e-9
+    assert abs(ascend.figures({1: 16_000, **line, 15: 12_600 * 1.1}, 1000, 8)["deviation"] - 0.1) < 1e-9
 
-    def peak(group, name, scratch, results, do, batch):
-        if name == "cut" and batch == 15:
-            results.unavailable(name, rounds.Unavailable("crashed", "out of memory"))
-            return {}
+    def ask_fresh(group, name, scratch, figures, do, batch):
+        if name == "tutorial" and batch == 15:
+            figures[name].update(status="crashed", message="out of memory")
+            return None
         return {"peak": line.get(batch, 16_000), "parameters": 1000}
 
-    case = {"accumulate_step": 8, "network": "mlp", "optimizer": "Adam"}
-    group = suites.Group("a group", case, ("whole", "cut"), (), sizes=(1, 10, 15, 20))
-    with patch.object(rounds, "_peak", peak):
-        record = rounds.plan_group(group, 1, Path())
-    assert record["contestants"]["whole"]["per_sample"] == 5
-    assert record["contestants"]["cut"] == {"status": "crashed", "message": "out of memory"}
-    table = report.ascend_table(record)
-    assert re.search(r"^\|whole\|16\.0\|12\.0\|", table, re.MULTILINE)
-    assert "- cut: out of memory" in table
-    with patch.object(plan, "STAND_INS", Path("none.py")), patch.dict("os.environ", {"ASCEND_TOOLKIT_HOME": ""}):
-        with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit) as stop:
-            run.main(["--suite", "ascend", "--quick"])
-        assert stop.value.code == 2
-        assert re.fullmatch(r"run\.py: error: suite ascend needs CANN \(.*\), or .* tests/ascend/stand_ins\.py\n", said.getvalue())
+    group = harness.Group("a group", Case("mlp", 1, 8, optimizer="Adam"), ("undivided", "tutorial"), sizes=(1, 10, 15, 20))
+    with patch.object(ascend, "ask_fresh", ask_fresh):
+        (record,) = ascend.measure([group], 1, Path())
+    assert record["contestants"]["undivided"]["per_sample"] == 5
+    assert record["contestants"]["tutorial"] == {"status": "crashed", "message": "out of memory"}
+    table = report.ascend_table(record, "ascend")
+    assert re.search(r"^\|undivided\|16\.0\|12\.0\|", table, re.MULTILINE)
+    assert "- tutorial: crashed: out of memory" in table
+    with patch.object(ascend, "STAND_INS", Path("none.py")), patch.dict("os.environ", {"ASCEND_TOOLKIT_HOME": ""}):
+        said = refused(run, ["--suite", "ascend", "--quick"])
+        assert re.fullmatch(r"run\.py: error: suite ascend needs CANN \(.*\), or .* tests/ascend/stand_ins\.py\n", said)
     with patch.dict("os.environ", {"ASCEND_TOOLKIT_HOME": "installed"}):
-        assert plan.environment(Path("none")).keys() == {"MS_SIMULATION_LEVEL", "RANK_SIZE", "RANK_ID"}
+        assert ascend.environment(Path("none")).keys() == {"MS_SIMULATION_LEVEL", "RANK_SIZE", "RANK_ID"}
 
-
-OTHERS = (refusals, costs, seeds, growth, late_ranks, limits, states, reference, figure, planned)
 
 if __name__ == "__main__":
-    for check in (floors,) if sys.argv[1] == "floors" else OTHERS:
+    for check in (floors,) if sys.argv[1] == "floors" else (refusals, kinks, growth, late_ranks, states, figure, old_names, planned):
         check()
         print(check.__name__)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean, median
 
 import pytest
 from ascend.stand_ins import missing
@@ -34,7 +35,7 @@ def quick(suite, folder, *arguments, **environment):
 def test_parts_compute_what_they_say():
     """See tests/benchmark_parts.py."""
     assert run(Path(__file__).with_name("benchmark_parts.py"), "others").split() == [
-        "refusals", "costs", "seeds", "growth", "late_ranks", "limits", "states", "reference", "figure", "planned"]
+        "refusals", "kinks", "growth", "late_ranks", "states", "figure", "old_names", "planned"]
 
 
 @pytest.mark.slow
@@ -43,84 +44,63 @@ def test_floors_compute_their_gradients():
     assert run(Path(__file__).with_name("benchmark_parts.py"), "floors", **saving) == "floors\n"
 
 
-@pytest.mark.slow
-def test_texts_of_uneven_length():
-    """All ways give the same gradient, or the script would exit."""
-    record = json.loads(run("buckets.py", "--rows", 16, "--rounds", 1).splitlines()[-1])
-    assert list(record["ways"]) == ["8 rows", "2 shapes", "4 shapes", "4 half shapes"]
-    for figures in record["ways"].values():
-        assert figures["difference"] < 1e-5
-        assert min(figures["tokens_per_second"]["median"], *figures["growth_mib"]) > 0
+def read(record):
+    return json.loads((BENCHMARKS / "records" / f"{record}.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
-def test_ways_to_choose_windows(tmp_path):
-    """A quick run of `batch_size.py`: all on the same microbatches, in as many updates as they say."""
-    options = ("--quick", "--seeds", 1, "--problems", "digits", "--output", tmp_path / "r.json", "--figure", tmp_path / "r.png")
-    assert "| seesaw | 0.025 | 0.025 | 76 |" in run("batch_size.py", "--train", "--time", "--draw", *options)
-    found = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))["problems"]["digits"]
-    ends = {name: contestant["runs"][0]["curve"][-1] for name, contestant in found["contestants"].items()}
-    assert {end[0] for end in ends.values()} == {found["microbatches"]} == {120}
-    assert [ends[name][1] for name in ("1", "2", "4", "16", "seesaw")] == [120, 60, 30, 8, 76]
-    assert ends["1"][2] < ends["16"][2]
-    assert (tmp_path / "r.png").stat().st_size > 10_000
+def row_of(page, start):
+    """The cells of the row of a page that starts so."""
+    text = (BENCHMARKS.parent / "guide" / page).read_text(encoding="utf-8")
+    (row,) = (line for line in text.splitlines() if line.startswith(start))
+    return row.strip("| ").split(" | ")
 
 
-def test_the_page_on_batch_sizes_has_the_records_figures(tmp_path):
-    printed = run("batch_size.py", "--draw", "--figure", tmp_path / "r.png")
-    page = (BENCHMARKS.parent / "guide" / "batch-size.md").read_text(encoding="utf-8")
-    rows = [line for line in printed.splitlines() if line.startswith("| ")]
-    assert len(rows) == 2 * (1 + 7)
-    assert [row for row in rows if row not in page] == []
+def test_the_page_on_batch_sizes_has_the_records_figures():
+    for problem in read("batch_size")["problems"].values():
+        for name, found in problem["contestants"].items():
+            ends, peak = [run["curve"][-1] for run in found["runs"]], found["runs"][0]["peak"]
+            losses = [end[2] for end in ends]
+            label = f"| {f'N = {name}' if name.isdigit() else name} | {peak:g} | "
+            _, _, _, updates, _, told = row_of("batch-size.md", label)
+            assert updates.split()[0] == f"{mean(end[1] for end in ends):.0f}"
+            assert told == f"{mean(losses):.3f} ({', '.join(f'{loss:.3f}' for loss in losses)})"
 
 
 def test_the_page_on_many_ranks_has_the_records_figures():
-    page = (BENCHMARKS.parent / "guide" / "many-ranks.md").read_text(encoding="utf-8")
-    *rows, _, ratio, errors = run("hosts.py", "--table").splitlines()
-    assert len(rows) == 2 + 6
-    assert [row for row in rows if row not in page] == []
-    assert ratio == "Bytes of rings: 2.01 to 2.01 times as many."  # the formula is right but for a factor
-    assert re.search(r"They are 2\.01 . those of ring algorithms", page)
-    assert "the median error is {}, the largest {}".format(*re.findall(r"\d+ ?%", errors.replace("%", " %"))) in page
-    assert sum(row.startswith("| 1,000 M") for row in run("cost_model.py").splitlines()) == 6
+    rows = read("hosts")["rows"]
+    assert len(rows) == 3 * 6
+    for way in dict.fromkeys(row[1] for row in rows):
+        mine = [row for row in rows if row[1] == way]
+        _, sent, *times = row_of("many-ranks.md", f"| {way} | ")
+        assert sent == f"{median(row[5] for row in mine) / 1e6:.1f}"
+        assert times[::2] == ["{:,.0f} ({:,.0f} to {:,.0f})".format(*(1e6 * seconds for seconds in row[2:5])) for row in mine]
 
 
-def test_the_record_of_memory_on_ascend(tmp_path):
-    """Nobody is left out without a reason, peaks lie on lines, and gradients that wait for each other show."""
-    groups = json.loads((BENCHMARKS / "records" / "ascend.json").read_text(encoding="utf-8"))["groups"]
-    assert len(groups) == 5
-    for group in groups:
-        assert all("peaks" in figures or figures["message"] for figures in group["contestants"].values())
-        found = {name: figures for name, figures in group["contestants"].items() if "peaks" in figures}
-        assert found.keys() >= {"undivided", "split", "split-in-step"}
-        assert max(figures["deviation"] for figures in found.values()) < 0.02
-        assert found["split"]["per_parameter"] < 17.5 or group["name"] == "MLP"  # held: 16; the CNN has 17.3
-    require_gradients_apart({name: figures["per_parameter"] for name, figures in groups[0]["contestants"].items()})
-    printed = run("report.py", BENCHMARKS / "records" / "ascend.json", "--output", tmp_path)
-    assert printed.count("|undivided|") == 5
-    assert (tmp_path / "ascend.png").stat().st_size > 10_000
+def test_the_report_is_made_of_the_records(tmp_path):
+    """And of them alone. Ours are there with today's names."""
+    run("report.py", "--output", tmp_path)
+    report = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert report == (BENCHMARKS / "records" / "report.md").read_text(encoding="utf-8")
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+    found = read("strategies")["groups"][0]["contestants"]
+    median = found.get("ms_accum", found.get("split"))["spread"]["median"]
+    assert f"|**ms_accum**|{1e3 * median:.3f}|" in report
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=str(missing()))
 def test_memory_on_ascend_is_planned(tmp_path):
-    """It is exact: as in the record."""
-    summary, _ = quick("ascend", tmp_path, "--contestants", "split,one-buffer")
+    """It is exact: as in the record. Beside parameters, buffers and Adam's state (16 bytes) ours has one gradient, the control all."""
+    summary, _ = quick("ascend", tmp_path, "--contestants", "ms_accum,one-buffer")
     found = summary["groups"]["MLP"]["bytes"]
-    (recorded, *_) = json.loads((BENCHMARKS / "records" / "ascend.json").read_text(encoding="utf-8"))["groups"]
-    assert found.keys() == {"undivided", "split", "one-buffer"}
+    recorded = read("ascend")["groups"][0]["contestants"]
+    assert found.keys() == {"undivided", "ms_accum", "one-buffer"}
     for name, (per_parameter, per_sample) in found.items():
-        assert per_parameter == pytest.approx(recorded["contestants"][name]["per_parameter"], rel=0.01)
-        assert per_sample == pytest.approx(recorded["contestants"][name]["per_sample"], rel=0.01)
-    require_gradients_apart({name: per_parameter for name, (per_parameter, _) in found.items()})
-    assert found["undivided"][1] == pytest.approx(8 * found["split"][1], rel=0.01)
-
-
-def require_gradients_apart(per_parameter):
-    """Of an MLP: parameters, buffers and Adam's state take 16 bytes. Beside them ours has the largest gradient, the control all."""
+        before = recorded.get(name) or recorded["split"]  # as ms_accum was called
+        assert [per_parameter, per_sample] == pytest.approx([before["per_parameter"], before["per_sample"]], rel=0.01)
     largest = 784 * 512 / (784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10)
-    assert per_parameter["split"] == pytest.approx(16 + 4 * largest, abs=0.1)
-    assert per_parameter["one-buffer"] == pytest.approx(16 + 4, abs=0.1)
+    assert [found["ms_accum"][0], found["one-buffer"][0]] == pytest.approx([16 + 4 * largest, 16 + 4], abs=0.1)
+    assert found["undivided"][1] == pytest.approx(8 * found["ms_accum"][1], rel=0.01)
 
 
 def test_a_suite_and_its_report(tmp_path):
@@ -128,20 +108,20 @@ def test_a_suite_and_its_report(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')", encoding="utf-8")
     (tmp_path / "jax.py").write_text("import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)",
                                      encoding="utf-8")
-    names = "split,wrong-denominator,pytorch-eager,jax-scan"
+    names = "ms_accum,wrong-denominator,pytorch-eager,jax-scan"
     summary, record = quick("mlp", tmp_path, "--contestants", names, before=str(tmp_path))
     (group,) = summary["groups"].values()
     assert group["base"] in ("floor", "floor-branch")
-    assert group["ratios"]["split"] > 0
+    assert group["ratios"]["ms_accum"] > 0
     assert {name: group["status"][name] for name in names.split(",")} == {
-        "split": "agreed", "wrong-denominator": "disagreed", "pytorch-eager": "skipped", "jax-scan": "crashed"}
+        "ms_accum": "agreed", "wrong-denominator": "disagreed", "pytorch-eager": "skipped", "jax-scan": "crashed"}
     assert re.search(r"parameters differ by \S+ after 3 windows, allowed 1e-05", group["messages"]["wrong-denominator"])
     assert group["messages"]["pytorch-eager"] == "package torch is not installed"
     assert group["messages"]["jax-scan"] == "jax went wrong.so (exit status 7)"
     contestants = record["groups"][0]["contestants"]
-    assert contestants["split"]["difference"] <= 1e-5
-    assert len(contestants["split"]["samples"]) == 3
-    assert contestants["split"]["state_bytes"] / contestants["split"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
+    assert contestants["ms_accum"]["difference"] <= 1e-5
+    assert len(contestants["ms_accum"]["samples"]) == 3
+    assert contestants["ms_accum"]["state_bytes"] / contestants["ms_accum"]["parameter_bytes"] == pytest.approx(1, abs=0.01)
     assert "samples" not in contestants["wrong-denominator"]
 
     assert {"date", "commit", "cores", "memory_gib", "versions", "command", "groups"} <= record.keys()
@@ -152,16 +132,16 @@ def test_a_suite_and_its_report(tmp_path):
     printed = run("report.py", tmp_path / "mlp.json", "--output", tmp_path)
     table = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert printed.strip() == table.strip()
-    assert re.search(r"^\|\*\*split\*\*\|[\d.]+\|", table, re.MULTILINE)
+    assert re.search(r"^\|\*\*ms_accum\*\*\|[\d.]+\|", table, re.MULTILINE)
     assert "wrong-denominator: disagreed: parameters differ" in table
     assert not (tmp_path / "report.png").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("suite", "names"), [
-    ("memory", "split"), ("strategies", "undivided,split,split-in-step"), ("mnist", "reference,tutorial-loop"),
-    ("scaling", "split,update-only"),
-    ("skipping", "skip-window,skip-microbatch"), ("distributed", "window,microbatch,shard,wrong-denominator")])
+    ("memory", "ms_accum"), ("strategies", "undivided,ms_accum,ms_accum-pieces"), ("mnist", "ms_accum-epoch,tutorial-loop"),
+    ("scaling", "ms_accum"), ("skipping", "ms_accum-skip-window,ms_accum-skip-microbatch"),
+    ("distributed", "window,microbatch,shard,wrong-denominator")])
 def test_every_suite(tmp_path, suite, names):
     """All agree, but for a wrong divisor; the parts of the other suites are tested above."""
     summary, record = quick(suite, tmp_path, "--rounds", "1", "--contestants", names)
@@ -174,19 +154,17 @@ def test_every_suite(tmp_path, suite, names):
     if suite == "memory":  # a window as one batch grows the process at least by that batch
         undivided = first["undivided"]
         assert undivided["samples"][0] > undivided["data_bytes"] == 8 * 1024 * 784 * 4
-        assert all(group["contestants"]["split"]["samples"][0] > 0 for group in record["groups"])
+        assert all(group["contestants"]["ms_accum"]["samples"][0] > 0 for group in record["groups"])
     elif suite == "strategies":
         weighed = next(group["contestants"] for group in record["groups"] if "piece" in group)
-        assert weighed.keys() == {"undivided", "split", "split-in-step", "tutorial"}
+        assert weighed.keys() == {"undivided", "ms_accum", "ms_accum-pieces", "tutorial"}
         assert all(figures["first_window"] > figures["samples"][0] > 0 for figures in weighed.values())
         assert all(figures["growth_spread"]["median"] == figures["growth"][0] for figures in weighed.values())
         assert weighed["undivided"]["growth"][0] > weighed["undivided"]["data_bytes"] == 4 * 512 * 784 * 4
     elif suite == "scaling":
         printed = run("report.py", tmp_path / "scaling.json", "--output", tmp_path)
-        sampled = [[group["contestants"][name]["samples"][0] for name in ("split", "update-only", group["base"])]
-                   for group in record["groups"][:2]]
-        shares = "|".join(f"{(split - update) / base:.2f}" for split, update, base in sampled)
-        assert f"|split less update-only|{shares}|" in printed
+        ratios = "|".join(f"{group['contestants']['ms_accum']['ratio']['median']:.2f}" for group in record["groups"])
+        assert f"|ms_accum|{ratios}|" in printed
     elif suite == "distributed":  # a window's exchange is one of N; a shard is a half
         assert first["alone"]["collectives"] == 0
         window, microbatch, shard = (last[name] for name in ("window", "microbatch", "shard"))

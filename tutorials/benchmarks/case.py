@@ -26,6 +26,7 @@ class Case:
         ranks: Processes that share a window, each with `accumulate_step` microbatches of its own.
         cut: Pieces that a microbatch is cut into, by who can; 1: who cuts gets a window as one batch.
         optimizer: Its name in `mindspore.nn`; PyTorch and JAX always take SGD.
+        folder: Of an epoch over digits on disk, `train/` and `test/` with plain IDX files as `ms_accum.mnist.data.load_folder` reads them.
     """
 
     network: str
@@ -36,6 +37,7 @@ class Case:
     ranks: int = 1
     cut: int = 1
     optimizer: str = "SGD"
+    folder: str = ""
 
     @property
     def kind(self) -> str:
@@ -81,29 +83,3 @@ def _initial(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
         return np.zeros(shape, np.float32)
     bound = 1 / sqrt(prod(shape[1:]))
     return rng.uniform(-bound, bound, shape).astype(np.float32)
-
-
-@dataclass(frozen=True)
-class EpochCase:
-    """An epoch over digits on disk, in the layout of `ms_accum.mnist.data.load_folder`, with the tutorial's MLP.
-
-    Attributes:
-        folder: Holds `train/` and `test/` with plain IDX files.
-        batch, accumulate_step, lr, seed: As in `Case`.
-    """
-
-    folder: str
-    batch: int = 32
-    accumulate_step: int = 2
-    lr: float = 1e-2
-    seed: int = 0
-
-    @property
-    def mlp(self) -> Case:
-        """The network and the window, without the digits."""
-        return Case("mlp-784-512-512-10", self.batch, self.accumulate_step, self.lr, self.seed)
-
-    @property
-    def window(self) -> int:
-        """Digits in a window."""
-        return self.batch * self.accumulate_step

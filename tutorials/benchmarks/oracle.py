@@ -1,43 +1,17 @@
 """The referee: an MLP trained on undivided windows in slow, obvious NumPy and float64."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import islice
-
 import numpy as np
-from case import Case, initial_weights, mlp_shapes, samples
+from case import Case, initial_weights, mlp_shapes
 
 
 def trained(case: Case, inputs: np.ndarray, labels: np.ndarray, windows: int) -> list[np.ndarray]:
     """Parameters of the case's MLP after `windows` updates, each on the same window as one batch; float64."""
-    return next(islice(trajectory(case, inputs, labels), windows, None))
-
-
-def trajectory(case: Case, inputs: np.ndarray, labels: np.ndarray) -> Iterator[list[np.ndarray]]:
-    """Parameters of the case's MLP before the first update and after each; float64, without end."""
     parameters = [p.astype(np.float64) for p in initial_weights(mlp_shapes(case), case.seed)]
-    while True:
-        yield parameters
+    for _ in range(windows):
         gradients = mean_gradients(parameters, inputs.astype(np.float64), labels)
         parameters = [p - case.lr * g for p, g in zip(parameters, gradients)]
-
-
-def clearest(case: Case, seeds: Iterable[int], windows: int) -> Case:
-    """The case with the one of `seeds` that keeps its network furthest from ReLU's kink."""
-    return max((replace(case, seed=seed) for seed in seeds), key=lambda case: kink_margin(case, windows))
-
-
-def kink_margin(case: Case, windows: int) -> float:
-    """Smallest magnitude of what a hidden unit's ReLU is given, over a window's samples and `windows` updates; float64.
-
-    A float32 network rounds by some 1e-7. If that reaches over the kink, a sample counts for the unit's weights in one
-    computation and not in the other, and two networks that do the same part by up to 1e-2.
-    """
-    inputs, labels = samples(case, case.window)
-    return min(float(np.abs(hidden).min())
-               for parameters in islice(trajectory(case, inputs, labels), windows)
-               for hidden in _layers(parameters, inputs.astype(np.float64))[:-1])
+    return parameters
 
 
 def mean_gradients(parameters: list[np.ndarray], inputs: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""One rank, started by `msrun` from launch.py: `rank.py FOLDER`, with the groups to measure in FOLDER/job.json.
+"""One rank, started by `msrun` from suites/distributed.py: `rank.py FOLDER`, with the groups to measure in FOLDER/job.json.
 
 All ranks go through all contestants in the same order. Each contestant's exchanges are counted op by op, then its parameters after a
 few windows are held against NumPy's on every rank, and whoever agrees is timed in alternating rounds. Rank 0 leaves FOLDER/figures.json,
@@ -20,11 +20,11 @@ import contestants
 import numpy as np
 import oracle
 from case import Case, samples
+from harness import WINDOWS, verdict
 from mindspore import ops
 from mindspore.communication import get_rank, init
-from rounds import verdict
-from suites import ALONE, WINDOWS
-from worker import error_line, state
+from suites.distributed import ALONE
+from workers import unavailable
 
 from ms_accum import avoid_busy_waiting
 from ms_accum.distributed.ranks import gather
@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
             (folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
         largest(0.0)
     except Exception as error:
-        (folder / f"error.{get_rank()}").write_text(error_line(error), encoding="utf-8")
+        (folder / f"error.{get_rank()}").write_text(unavailable(error).message, encoding="utf-8")
         raise
 
 
@@ -55,15 +55,18 @@ def measure(groups: list[dict], rounds: int) -> dict[str, dict[str, dict]]:
         for name in group["contestants"]:
             found = figures[group["name"]][name] = exchanges(name, case)
             contestant = contestants.builder(name)(case)
-            difference = largest(oracle.difference(contestant.agree(WINDOWS), expected(name, case)))
-            found.update(difference=difference, **state(contestant), **verdict(difference))
+            start, end = (expected(name, case, windows) for windows in (0, WINDOWS))
+            trained = contestant.agree(WINDOWS)
+            difference, drift = largest(oracle.difference(trained, end)), largest(oracle.drift(trained, end, start))
+            found.update(difference=difference, drift=drift, **contestant.state(), **verdict(difference, drift))
             if found["status"] == "agreed":
                 timed.append((contestant, group["microbatches"], found.setdefault("samples", [])))
     # Round 0 warms up.
     for i in range(rounds + 1):
         random.Random(i).shuffle(timed)
         for contestant, microbatches, seconds in timed:
-            sample = time_together(contestant, microbatches)
+            largest(0.0)  # waits for all
+            sample = largest(contestant.time(microbatches)) / microbatches
             if i:
                 seconds.append(sample)
     return figures
@@ -89,17 +92,11 @@ def exchanges(name: str, case: Case) -> dict[str, int]:
     return {"collectives": len(handed), "collective_bytes": sum(handed)}
 
 
-def expected(name: str, case: Case) -> list[np.ndarray]:
-    """Parameters after a few windows of the samples of all ranks, or of this rank alone."""
+def expected(name: str, case: Case, windows: int) -> list[np.ndarray]:
+    """Parameters after some windows of the samples of all ranks, or of this rank alone."""
     inputs, labels = samples(case, case.window)
     mine = slice(get_rank(), None, case.ranks) if name == ALONE else slice(None)
-    return oracle.trained(case, inputs[mine], labels[mine], WINDOWS)
-
-
-def time_together(contestant: Any, microbatches: int) -> float:
-    """Seconds for a microbatch of the slowest rank."""
-    largest(0.0)  # waits for all
-    return largest(contestant.time(microbatches)) / microbatches
+    return oracle.trained(case, inputs[mine], labels[mine], windows)
 
 
 def largest(number: float) -> float:

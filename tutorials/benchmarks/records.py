@@ -12,12 +12,14 @@ from pathlib import Path
 from statistics import median, quantiles
 
 PACKAGES = ("ms_accum", "mindspore", "numpy", "mindcv", "torch", "jax", "jaxlib", "optax")
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).with_name("records")
+# What older records call contestants.
+RENAMED = {"split": "ms_accum", "split-in-step": "ms_accum-pieces", "bare": "ms_accum-by-hand", "reference": "ms_accum-epoch"}
 
 
 def make(suite: str, quick: bool, command: str, groups: list[dict]) -> dict:
-    """A record; the groups are completed with their statistics."""
-    return {"suite": suite, "quick": quick, "command": command, **circumstances(), "groups": [summarised(group) for group in groups]}
+    """A record of groups that are `summarised`."""
+    return {"suite": suite, "quick": quick, "command": command, **circumstances(), "groups": groups}
 
 
 @cache
@@ -68,23 +70,18 @@ def summary(record: dict, file: str | None) -> dict:
     """What the runner prints as its last line."""
     groups = {}
     for group in record["groups"]:
-        contestants = group["contestants"]
+        found = group["contestants"]
         groups[group["name"]] = {
             "base": group["base"],
-            "status": {name: figures.get("status") for name, figures in contestants.items()},
-            "messages": {name: figures["message"] for name, figures in contestants.items() if "message" in figures},
-            "medians": {name: figures["spread"]["median"] for name, figures in contestants.items() if "spread" in figures},
-            "ratios": {name: round(figures["ratio"]["median"], 4) for name, figures in contestants.items() if "ratio" in figures},
-            **planned_bytes(contestants),
+            "status": {name: figures.get("status") for name, figures in found.items()},
+            "messages": {name: figures["message"] for name, figures in found.items() if "message" in figures},
+            "medians": {name: figures["spread"]["median"] for name, figures in found.items() if "spread" in figures},
+            "ratios": {name: round(figures["ratio"]["median"], 4) for name, figures in found.items() if "ratio" in figures},
+            # Of a dry run: bytes per parameter of the smallest window, and per sample.
+            "bytes": {name: [round(figures["per_parameter"], 2), round(figures["per_sample"])]
+                      for name, figures in found.items() if "peaks" in figures},
         }
     return {"suite": record["suite"], "quick": record["quick"], "record": file, "groups": groups}
-
-
-def planned_bytes(contestants: dict[str, dict]) -> dict:
-    """Bytes per parameter of the smallest window, and per sample, of a dry run; empty for other suites."""
-    found = {name: [round(figures["per_parameter"], 2), round(figures["per_sample"])]
-             for name, figures in contestants.items() if "peaks" in figures}
-    return {"bytes": found} if found else {}
 
 
 def write(record: dict, file: Path) -> None:
@@ -94,19 +91,22 @@ def write(record: dict, file: Path) -> None:
 
 
 def read(file: Path) -> dict:
-    """Read a record. Raises ValueError if the file is none."""
+    """Read a record, with the names of today. Raises ValueError if the file is none."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is no record of run.py ({type(error).__name__})") from error
     if not isinstance(record, dict) or not {"suite", "groups", "versions"} <= record.keys():
         raise ValueError(f"{file} is no record of run.py (no suite, groups and versions in it)")
+    for group in record["groups"]:
+        group["contestants"] = {RENAMED.get(name, name): figures for name, figures in group["contestants"].items()}
+        group["base"] = RENAMED.get(group["base"], group["base"])
     return record
 
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", "-C", str(FOLDER.parent), *arguments], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from importlib import import_module
 
 _MODULES = {
-    "mindspore_": ("floor", "floor-branch", "forward", "write-only", "add-only", "update-only", "loop-add-only", "one-buffer",
-                   "one-buffer-mean", "split", "split-again", "skip-window", "skip-microbatch", "split-in-step", "bare", "undivided",
-                   "unrolled", "tutorial", "boost", "parallel-nn", "mindcv-style", "mindone-style", "wrong-denominator"),
+    "mindspore_": ("floor", "floor-branch", "ms_accum", "ms_accum-pieces", "ms_accum-by-hand", "ms_accum-again", "ms_accum-skip-window",
+                   "ms_accum-skip-microbatch", "undivided", "tutorial", "one-buffer", "boost", "parallel-nn", "mindcv",
+                   "wrong-denominator"),
     "mindspore_ranks": ("alone", "window", "microbatch", "shard"),
     "pytorch_": ("pytorch-eager", "pytorch-compiled"),
     "jax_": ("jax-multisteps", "jax-scan"),
-    "mnist_mindspore": ("reference", "tutorial-loop", "tutorial-loop-blocking"),
+    "mnist_mindspore": ("ms_accum-epoch", "tutorial-loop", "tutorial-loop-blocking"),
     "mnist_pytorch": ("pytorch-dataset", "pytorch-tensors"),
 }
 MODULES = {name: module for module, names in _MODULES.items() for name in names}
@@ -19,5 +19,5 @@ PACKAGES = ("mindspore", "ms_accum", "mindcv", "torch", "jax", "optax")
 
 
 def builder(name: str) -> Callable:
-    """`(case) -> contestant`, of an epoch's contestant `(epoch case) -> contestant`. Raises ModuleNotFoundError without its framework."""
+    """`(case) -> contestant`. Raises ModuleNotFoundError without its framework."""
     return import_module(f"contestants.{MODULES[name]}").CONTESTANTS[name]

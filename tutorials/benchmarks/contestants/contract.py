@@ -1,4 +1,4 @@
-"""The one signature behind which every contestant stands."""
+"""What every contestant can do: the harness knows no more of it."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -59,17 +59,21 @@ class Contestant(ABC):
         inputs, labels = self.samples(batch * pieces)
         self.batches = [self.batch(inputs[i:i + rows], labels[i:i + rows]) for i in range(0, len(labels), rows)]
 
-    def run(self, microbatches: int) -> None:
-        """Train on whole windows and wait for the end."""
+    def run(self, microbatches: int) -> float:
+        """Train on whole windows and wait for the end. Return the seconds that it took."""
         calls = microbatches // self.case.accumulate_step if self.whole_window else microbatches
+        start = perf_counter()
         for i in range(calls):
             loss = self.call(*self.batches[i % len(self.batches)])
         self.wait(loss)
+        return perf_counter() - start
+
+    # --- what the harness asks for ---
 
     def agree(self, windows: int) -> list[np.ndarray]:
         """Parameters after the first `windows` windows; empty if this contestant never updates."""
         self.load(self.case.batch, distinct=True)
-        seconds = [self._timed(self.case.accumulate_step) for _ in range(windows)]
+        seconds = [self.run(self.case.accumulate_step) for _ in range(windows)]
         if seconds:
             self.first_window, self.last_window = seconds[0], seconds[-1]
         return self.parameters()
@@ -78,9 +82,56 @@ class Contestant(ABC):
         """Seconds that `microbatches` take, caches being warm: a short window goes before them."""
         if self.last_window < LONG:
             self.run(self.case.accumulate_step)
-        return self._timed(microbatches)
+        return self.run(microbatches)
 
-    def _timed(self, microbatches: int) -> float:
+    def state(self) -> dict[str, float]:
+        """Bytes that accumulation keeps from call to call, bytes of the parameters, seconds of the first window."""
+        return {"state_bytes": self.state_bytes(), "parameter_bytes": sum(p.nbytes for p in self.parameters()),
+                "first_window": self.first_window}
+
+    def peak(self, batch: int, windows: int) -> dict[str, int]:
+        """Peak RSS of this process once it has trained on microbatches of `batch` samples, and what it was given at a time; bytes."""
+        self.load(batch, distinct=False)
+        self.run(windows * self.case.accumulate_step)
+        # Of this program alone; `ru_maxrss` starts with the peak of the process that launched it.
+        with open("/proc/self/status", encoding="ascii") as status:
+            resident = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+        pieces = self.case.accumulate_step if self.whole_window else 1
+        return {"peak": resident, "data": pieces * batch * int(np.prod(self.case.input_shape)) * 4}
+
+
+class Epochs(ABC):
+    """Trains on epochs of digits on disk, from a data loader of its own."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.trained = self.build()
+
+    @abstractmethod
+    def build(self) -> Any:
+        """What is trained, with its initial weights."""
+
+    @abstractmethod
+    def epoch(self, trained: Any, digits: int | None) -> None:
+        """Train on all digits in random order, or on the first `digits` in any order, and wait for the end."""
+
+    @abstractmethod
+    def parameters(self, trained: Any) -> list[np.ndarray]:
+        """In the order of `case.initial_weights`."""
+
+    def agree(self, windows: int) -> list[np.ndarray]:
+        """Parameters after as many epochs of one window: whatever the order within it, the update is the same."""
+        trained = self.build()
+        for _ in range(windows):
+            self.epoch(trained, self.case.window)
+        return self.parameters(trained)
+
+    def time(self, microbatches: int) -> float:
+        """Seconds of an epoch; `microbatches` is how many it has."""
         start = perf_counter()
-        self.run(microbatches)
+        self.epoch(self.trained, None)
         return perf_counter() - start
+
+    def state(self) -> dict[str, float]:
+        """Not measured."""
+        return {}

@@ -31,7 +31,7 @@ class Jax(Contestant):
         super().__init__(case)
         self.trained = [jnp.asarray(value) for value in initial_weights(mlp_shapes(case), case.seed)]
         self.optimizer = self.make_optimizer()
-        self.state = self.optimizer.init(self.trained)
+        self.optimizer_state = self.optimizer.init(self.trained)
         self.train_step = jax.jit(self.step, donate_argnums=(0, 1))
 
     def make_optimizer(self) -> Any:
@@ -41,18 +41,18 @@ class Jax(Contestant):
         return jnp.asarray(inputs), jnp.asarray(labels)
 
     def call(self, inputs: Array, labels: Array) -> Array:
-        self.trained, self.state, loss = self.train_step(self.trained, self.state, inputs, labels)
+        self.trained, self.optimizer_state, loss = self.train_step(self.trained, self.optimizer_state, inputs, labels)
         return loss
 
     def wait(self, loss: Array) -> None:
-        jax.block_until_ready((loss, self.trained, self.state))
+        jax.block_until_ready((loss, self.trained, self.optimizer_state))
         float(loss)
 
     def parameters(self) -> list[np.ndarray]:
         return [np.asarray(p) for p in self.trained]
 
     def state_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree_util.tree_leaves(self.state))
+        return sum(leaf.nbytes for leaf in jax.tree_util.tree_leaves(self.optimizer_state))
 
 
 class MultiSteps(Jax):

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import torch
-from case import EpochCase
+from case import Case
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from .contract import Epochs
 from .pytorch_ import PyTorch
 
 MEAN = 0.1307
@@ -33,32 +33,25 @@ class PerSample(Dataset):
         return _normalised(self.images[index]), int(self.labels[index])
 
 
-class PyTorchEpoch:
+class PyTorchEpochs(Epochs):
     """DataLoader, eager forward and backward, optimizer at the boundary."""
 
-    def __init__(self, dataset: type[Dataset], case: EpochCase) -> None:
-        self.case = case
+    def __init__(self, dataset: type[Dataset], case: Case) -> None:
         images, labels = _digits(Path(case.folder) / "train")
         self.dataset = dataset(images if dataset is PerSample else _normalised(images), labels)
-        self.trained = PyTorch(False, case.mlp)
+        super().__init__(case)
 
-    def epoch(self, trained: PyTorch, dataset: Dataset) -> None:
-        for images, labels in DataLoader(dataset, batch_size=self.case.batch, shuffle=True):
+    def build(self) -> PyTorch:
+        return PyTorch(False, self.case)
+
+    def epoch(self, trained: PyTorch, digits: int | None) -> None:
+        some = self.dataset if digits is None else Subset(self.dataset, range(digits))
+        for images, labels in DataLoader(some, batch_size=self.case.batch, shuffle=True):
             loss = trained.call(images, labels)
         trained.wait(loss)
 
-    def agree(self, windows: int) -> list[np.ndarray]:
-        """Parameters after as many epochs of one window: whatever the order within it, the update is the same."""
-        trained = PyTorch(False, self.case.mlp)
-        for _ in range(windows):
-            self.epoch(trained, Subset(self.dataset, range(self.case.window)))
+    def parameters(self, trained: PyTorch) -> list[np.ndarray]:
         return trained.parameters()
-
-    def time(self, microbatches: int) -> float:
-        """Seconds of an epoch."""
-        start = perf_counter()
-        self.epoch(self.trained, self.dataset)
-        return perf_counter() - start
 
 
 def _normalised(images: Tensor) -> Tensor:
@@ -72,4 +65,4 @@ def _digits(folder: Path) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(images), torch.from_numpy(labels).long()
 
 
-CONTESTANTS = {"pytorch-dataset": partial(PyTorchEpoch, PerSample), "pytorch-tensors": partial(PyTorchEpoch, TensorDataset)}
+CONTESTANTS = {"pytorch-dataset": partial(PyTorchEpochs, PerSample), "pytorch-tensors": partial(PyTorchEpochs, TensorDataset)}
