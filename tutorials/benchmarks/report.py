@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__)
     parser.add_argument("records", nargs="*", type=Path, metavar="RECORD", help="JSON files of run.py (default: all in records/)")
     parser.add_argument("--output", type=Path, default=records.FOLDER, metavar="DIR",
-                        help="folder for report.md and report.png (default: records/)")
+                        help="folder for report.md, report.png and ascend.png (default: records/)")
     options = parser.parse_args(arguments)
     try:
         found = [without_gone(records.read(file)) for file in options.records or sorted(records.FOLDER.glob("*.json"))]
@@ -37,6 +37,9 @@ def main(arguments: list[str]) -> None:
     print(text)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "report.md").write_text(text, encoding="utf-8")
+    for record in found:
+        if record["suite"] == "ascend":
+            draw_ascend(record["groups"], options.output / "ascend.png")
     if not draw(found, options.output / "report.png"):
         print("report.py: no record of suite strategies with time and memory: no report.png", file=sys.stderr)
 
@@ -165,7 +168,30 @@ def planned(group: dict) -> dict[str, dict]:
     return {name: figures for name, figures in group["contestants"].items() if "peaks" in figures}
 
 
-# --- the figure ---------------------------------------------------------------------------------------------------------
+# --- the figures --------------------------------------------------------------------------------------------------------
+
+
+def draw_ascend(groups: list[dict], file: Path) -> None:
+    """Draw bytes per parameter, and bytes per sample over the undivided batch's, of who is in all groups."""
+    found = [planned(group) for group in groups]
+    names = [name for name in found[0] if all(name in here for here in found)]
+    figure, axes = plt.subplots(2, 1, figsize=(9, 6.4), sharex=True, layout="constrained")
+    colours = plt.get_cmap("tab20c").colors
+    for place, name in enumerate(names):
+        at = (place + 1) / (len(names) + 1) - 0.5
+        heights = [[here[name]["per_parameter"] for here in found],
+                   [here[name]["per_sample"] / here["undivided"]["per_sample"] for here in found]]
+        colour = colours[4 + place % 4 if name.startswith("ms_accum") else place % 4]
+        for axis, height, digits in zip(axes, heights, ("%.0f", "%.2f")):
+            bars = axis.bar([i + at for i in range(len(groups))], height, 1 / (len(names) + 1), color=colour,
+                            label=name.replace("-pieces", ", 8 pieces"))
+            axis.bar_label(bars, fmt=digits, fontsize=6)
+    axes[0].set_ylabel("bytes per parameter,\nsmallest window")
+    axes[1].set_ylabel("bytes per sample\n/ the undivided batch's")
+    axes[1].set_xticks(range(len(groups)), [group["name"] for group in groups])
+    axes[0].legend(ncols=6, fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
 
 
 def draw(found: list[dict], file: Path) -> bool:
