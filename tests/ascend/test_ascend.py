@@ -91,6 +91,7 @@ def weight_gradients(report, ends=".weight"):
                 found.append([])
                 node = behind(node.inputs[1])
                 while node.name != "MatMul":
+                    assert len(found[-1]) < 9, f"no MatMul before {parameter(node.inputs[0])}: {found[-1]}"
                     found[-1].append(node.name)
                     node = behind(node.inputs[0])
     return found
