@@ -1,4 +1,4 @@
-"""seesaw and batch_ramp: closed forms, what they conserve, and a training run against NumPy; scale_adam."""
+"""seesaw and batch_ramp: closed forms, what they conserve, and a training run against NumPy; scale_lr, scale_adam."""
 from functools import partial
 from math import acos, cos, inf, log, nan, pi, sqrt
 
@@ -132,6 +132,11 @@ def test_training_equals_numpy():
         train_step(Tensor(x[0]), Tensor(y[0]))
 
 
+def test_scale_lr():
+    for times, linear, root in ((16, 1.6, 0.4), (1, 0.1, 0.1), (1 / 4, 0.025, 0.05)):
+        assert (scale_lr(0.1, times), scale_lr(0.1, times, rule="sqrt")) == (pytest.approx(linear), pytest.approx(root))
+
+
 def test_scale_adam_keeps_the_half_life():
     for beta2, factor in [(0.999, 8), (0.95, 0.25), (0.9, 3.5)]:
         beta1, scaled = scale_adam((0.9, beta2), factor)
@@ -156,13 +161,18 @@ REFUSED = [
     (ValueError, r"maximum is 2147483648, expected at most 2147483647", (9, 0.1), {"maximum": 2**31}),
     (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", (9, 0.1), {"rule": "cubic"}),
 ]
-REFUSED_BETAS = [
-    (TypeError, r"betas is of type float, expected a tuple of two numbers; give Adam's \(beta1, beta2\)", (0.9, 2)),
-    (ValueError, r"betas holds 3 numbers, expected 2; give Adam's", ((0.9, 0.99, 0.999), 2)),
-    (ValueError, r"betas\[1\] is 1, expected a number with 0 <= beta < 1", ((0.9, 1), 2)),
-    (TypeError, r"betas\[0\] is None of type NoneType", ((None, 0.9), 2)),
-    (ValueError, r"factor is 0, expected a finite number > 0; give the new batch size divided by", ((0.9, 0.99), 0)),
-    (TypeError, r"factor is '2' of type str", ((0.9, 0.99), "2")),
+REFUSED_SCALES = [
+    (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
+    (ValueError, r"lr is 0, expected a finite number > 0", scale_lr, (0, 2)),
+    (TypeError, r"accumulate_step is \{0: 2\} of type dict, expected a finite number > 0; of a schedule", scale_lr, (0.1, {0: 2})),
+    (ValueError, r"accumulate_step is 0, expected a finite number > 0", scale_lr, (0.1, 0)),
+    (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", scale_lr, (0.1, 2, "cubic")),
+    (TypeError, r"betas is of type float, expected a tuple of two numbers; give Adam's \(beta1, beta2\)", scale_adam, (0.9, 2)),
+    (ValueError, r"betas holds 3 numbers, expected 2; give Adam's", scale_adam, ((0.9, 0.99, 0.999), 2)),
+    (ValueError, r"betas\[1\] is 1, expected a number with 0 <= beta < 1", scale_adam, ((0.9, 1), 2)),
+    (TypeError, r"betas\[0\] is None of type NoneType", scale_adam, ((None, 0.9), 2)),
+    (ValueError, r"factor is 0, expected a finite number > 0; give the new batch size divided by", scale_adam, ((0.9, 0.99), 0)),
+    (TypeError, r"factor is '2' of type str", scale_adam, ((0.9, 0.99), "2")),
 ]
 
 
@@ -178,6 +188,6 @@ def test_bad_arguments_are_refused():
             seesaw(4, rates)
     with pytest.raises(TypeError, match=r"accumulate_step is Schedule\(accumulate_step=<63>, .* of type Schedule, expected"):
         Window(batch_ramp(100_000, 0.1))
-    for error, message, arguments in REFUSED_BETAS:
+    for error, message, function, arguments in REFUSED_SCALES:
         with pytest.raises(error, match=message):
-            scale_adam(*arguments)
+            function(*arguments)
