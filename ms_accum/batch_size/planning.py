@@ -57,9 +57,8 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
     A trial makes a step and calls it `accumulate_step + 1` times, past an update, so that everything that training
     needs has been allocated. Memory grows with the microbatch, so trials bisect the divisors of the batch. Where these
     leave a gap of more than a factor of 2 (a prime batch), microbatches in between are candidates, too; they leave a
-    smaller last one in each window. A process that runs out of memory, or is killed for it, costs nothing but its time.
-    On CPU, a process that exceeds the limit is stopped at once. Memory of processes that a trial starts (workers of a
-    dataset) is not counted.
+    smaller last one in each window. A process that runs out of memory costs nothing but its time; on CPU, one that
+    exceeds the limit is stopped at once. Memory of processes that a trial starts (workers of a dataset) is not counted.
 
     Args:
         make_step: `(microbatch) -> step`: makes network, optimizer, accumulator and data for microbatches of that many

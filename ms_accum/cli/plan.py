@@ -130,10 +130,9 @@ def draw(trials: Sequence[Trial], plan: Optional[Plan]) -> Figure:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for fits, style, label in ((True, "o-C0", "fits"), (False, "xC3", "does not fit (what was seen before it ended)")):
-        points = sorted((trial.microbatch, (trial.peak or 0) / 2**20) for trial in trials if trial.fits == fits)
-        if points:
-            axes.plot(*zip(*points), style, label=label)
+    for fits, style, label in ((True, "oC0", "fits"), (False, "xC3", "does not fit (what was seen before it ended)")):
+        tried = [trial for trial in trials if trial.fits == fits]
+        axes.plot([t.microbatch for t in tried], [(t.peak or 0) / 2**20 for t in tried], style, label=label)
     if plan is not None:
         axes.axhline(plan.memory_limit / 2**20, color="C3", linestyle=":", label=f"limit: {size(plan.memory_limit)}")
     axes.set_xscale("log", base=2)
