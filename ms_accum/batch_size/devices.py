@@ -41,18 +41,14 @@ def free_memory(device_target: str) -> int:
     if device_target == "CPU":
         meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
         available = 1024 * int(re.search(r"^MemAvailable:\s+(\d+)", meminfo, re.MULTILINE)[1])
-        free = min([available, *_cgroups_leave(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
-    else:
-        free = _SIMULATED if is_dry_run(device_target) else _device_memory(device_target)
-    return int(free * _USED)
-
-
-def _device_memory(device_target: str) -> int:  # not run, for lack of a GPU or an NPU
-    outcome = in_a_process(device_target, _total_memory, device_target)
+        return int(_USED * min([available, *_cgroups_leave(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
+    if is_dry_run(device_target):
+        return int(_USED * _SIMULATED)
+    outcome = in_a_process(device_target, _total_memory, device_target)  # not run, for lack of a GPU or an NPU
     if outcome.ended != "completed":
         raise ValueError(f"the memory of {device_target} is unknown ({outcome.reason}); give a memory limit, or "
                          "another device")
-    return outcome.result
+    return int(_USED * outcome.result)
 
 
 def _total_memory(device_target: str) -> int:

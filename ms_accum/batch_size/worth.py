@@ -63,16 +63,15 @@ def noise_of(make_step: bytes, device_target: str, microbatch: int, accumulate_s
     return noise_scale.scale() * microbatch / noise_scale.microbatch_weight  # what weights count need not be samples
 
 
-def longest_within(plan: Plan, noise: float) -> Optional[int]:
-    """Return the longest of the windows 1, 2, 4, ... and the planned one whose batch is within the noise scale."""
-    lengths = [n for n in lengths_of(plan) if n <= plan.accumulate_step and n * plan.microbatch <= noise]
-    return max([1, *lengths]) if isfinite(noise) else None
-
-
 def lengths_of(plan: Plan) -> list[int]:
     """Return the powers of 2 up to twice the planned window, at least up to 4, and the planned window."""
-    longest = max(2, int(log2(2 * plan.accumulate_step)))
-    return sorted({plan.accumulate_step, *(2**i for i in range(longest + 1))})
+    return sorted({plan.accumulate_step, *(2**i for i in range(max(3, int(log2(4 * plan.accumulate_step)))))})
+
+
+def longest_within(plan: Plan, noise: float) -> Optional[int]:
+    """Return the longest of these lengths, up to the planned one, whose batch is within the noise scale, at least 1."""
+    within = [n for n in lengths_of(plan) if n <= plan.accumulate_step and n * plan.microbatch <= noise]
+    return max([1, *within]) if isfinite(noise) else None
 
 
 def table(plan: Plan, noise: float) -> str:

@@ -58,6 +58,7 @@ def test_where_the_rate_is_halved_the_window_doubles(rule, decay):
     assert schedule.learning_rate == pytest.approx(closed_form, rel=1e-12)
     rounded = (halving * 0.1).astype(np.float32) * np.float32(1.0000002)
     assert seesaw(96, rounded, accumulate_step=3).accumulate_step == schedule.accumulate_step
+    assert seesaw(4, [1, 0.5000004, 0.5000008, 0.5000008]).accumulate_step == {0: 1, 1: 2}  # no shorter again
     other = seesaw(96, halving, rule="linear" if rule == "sqrt" else "sqrt").learning_rate
     assert not other == pytest.approx(closed_form, rel=0.1)  # control
 
