@@ -1,9 +1,9 @@
 """Find how large a microbatch fits, and how large a batch is worth it."""
 from .adaptive import AdaptiveWindow as AdaptiveWindow
 from .noise_scale import GradientNoiseScale as GradientNoiseScale
-from .noise_scale import scale_adam as scale_adam
-from .noise_scale import scale_lr as scale_lr
 from .planning import PlanError as PlanError
 from .planning import plan_micro_batch as plan_micro_batch
 from .schedules import batch_ramp as batch_ramp
+from .schedules import scale_adam as scale_adam
+from .schedules import scale_lr as scale_lr
 from .schedules import seesaw as seesaw

@@ -30,15 +30,10 @@ class AdaptiveWindow(LengthChooser):
         length /= 2   if wanted < 2**-0.75 * length
 
     `target` is the ratio of noise to signal in an update's gradient, S / (batch * G^2), where batch counts samples (or
-    what the weights count). A window is made longer where the noise is larger than that, and shorter where it is
-    smaller, so an update's batch is about the noise scale divided by `target`. With the default of 1 it is the noise
-    scale itself, the usual approximation of the critical batch size; the guide's page "Which batch size" says what
-    that is worth.
-
-    Lengths are `minimum` times a power of two, and change only between windows, by one factor of 2 at a time. A change
-    has to be undone by a noise scale that is smaller by a factor of 2**0.5 than the one that caused it. With fewer than
-    about 10 directions of noise, estimates are so rough that lengths still change back and forth.
-
+    what the weights count). So an update's batch is about the noise scale divided by `target`: by default the noise
+    scale itself, the usual approximation of the critical batch size; the guide's page "Batch size" says what that is
+    worth. A change has to be undone by a noise scale that is smaller by a factor of 2**0.5 than the one that caused it.
+    With fewer than about 10 directions of noise, estimates are so rough that lengths still change back and forth.
     Shuffle the data: here its order changes the training, not only a number that is printed.
 
     A window of one microbatch on one device, not cut into pieces, measures nothing: of 8 such windows in a row, the
@@ -47,10 +42,8 @@ class AdaptiveWindow(LengthChooser):
     given. `train_step.accumulator.window.length` is the length of the open window, or of the next one.
 
     The host chooses, between windows, so this is for `make_train_step`; by hand and in a `TrainOneStepCell`, where the
-    device closes windows, it raises a RuntimeError.
-
-    Learning rates are left alone, and schedules count updates, of which longer windows make fewer: a schedule over the
-    whole training does not come to its end.
+    device closes windows, it raises a RuntimeError. Learning rates are left alone, and schedules count updates, of
+    which longer windows make fewer: a schedule over the whole training does not come to its end.
 
     Args:
         minimum: Microbatches (of each rank) in the first window and in the shortest one, 1 to 2**30 - 1.

@@ -1,18 +1,16 @@
-"""Measure how large a batch is worth it, and scale the learning rate to a larger batch."""
+"""Measure how large a batch is worth it."""
 from __future__ import annotations
 
-from math import inf, nan, sqrt
+from math import inf, nan
 
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from ..arguments import instance_of, number, one_of
+from ..arguments import number
 from ..buffers import empty_parameter
 from ..gradients import Gradients, Numbers, Scalar, as_vector, global_norm
 from ..loss_scale import NoLossScale
 from ..observer import Observer
-
-_RULES = ("linear", "sqrt")
 
 
 @ms.jit_class
@@ -25,16 +23,15 @@ class GradientNoiseScale(Observer):
         scale() = mean of S / mean of G^2                 # means over windows, each of which counts k - 1 times
 
     Pass it as `Accumulator(noise_scale=...)`. S is the variance of one sample's gradient, summed over all parameters,
-    and G^2 the squared norm of the true gradient. With w_i independent samples (so shuffle them),
-    E|g_i|^2 = G^2 + S / w_i and E|g|^2 = G^2 + S / W, so E(spread) = W G^2 + k S, and both estimates are unbiased for
-    any weights. Their ratio, the *simple noise scale*, approximates the critical batch size: far below it, doubling the
-    batch halves the number of updates; far above it, more samples change almost nothing. Its unit is that of the
-    weights (samples, or tokens, treated as if each were independent of the others in its sequence). It grows while the
-    loss falls.
+    and G^2 the squared norm of the true gradient. With w_i independent samples (so shuffle them), both estimates are
+    unbiased for any weights: E(spread) = W G^2 + k S and E|g|^2 = G^2 + S / W. Their ratio, the *simple noise scale*,
+    approximates the critical batch size: far below it, doubling the batch halves the number of updates; far above it,
+    more samples change almost nothing. Its unit is that of the weights: samples, or tokens, as if each were independent
+    of the others in its sequence. It grows while the loss falls.
 
-    A microbatch is what the accumulator is given at once: with `make_train_step(pieces=...)`, one piece. Skipped
-    microbatches and those of weight 0 are ignored, and so is a window of one microbatch, which has nothing to compare
-    with. The microbatches of all ranks count alike, and every rank gets the same result.
+    A microbatch is what the accumulator is given at once: with `make_train_step(pieces=...)`, one piece. Ignored are
+    skipped microbatches, those of weight 0, and windows of one microbatch, which have nothing to compare with. The
+    microbatches of all ranks count alike, and every rank gets the same result.
 
     Args:
         decay: Factor on all earlier windows in the means when a window closes, 0 < decay <= 1; 1 takes plain means.
@@ -110,8 +107,6 @@ class GradientNoiseScale(Observer):
         totals = self._totals.asnumpy().tolist()
         return totals[index] / totals[2] if totals[2] else nan
 
-    # --- what an accumulator calls, also inside a graph ---------------------------------------------------------------
-
     def bind(self, prefix: str) -> GradientNoiseScale:
         """See `Observer`."""
         if self._window.name != "noise_scale.window":
@@ -158,75 +153,3 @@ class GradientNoiseScale(Observer):
     def empty(self) -> None:
         """See `Observer`."""
         ops.assign(self._window, ops.zeros(2, ms.float32))
-
-
-def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
-    """Scale a learning rate to a batch `accumulate_step` times as large.
-
-        "linear": lr * accumulate_step         # SGD, and only up to the critical batch size; needs a warmup
-        "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
-
-    Args:
-        lr: Learning rate that suits one microbatch, > 0.
-        accumulate_step: Factor by which the batch of an update is larger, a finite number > 0; below 1, it is smaller.
-        rule: "linear" or "sqrt".
-
-    Returns:
-        The learning rate, a float.
-
-    Raises:
-        TypeError: If `lr` or `accumulate_step` is not a number.
-        ValueError: If one of them is out of range, or `rule` is unknown.
-
-    Example:
-        >>> from ms_accum.batch_size import scale_lr
-        >>> print(scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt"))
-        0.4 0.2
-
-    Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": for SGD, Krizhevsky, "One weird
-    trick for parallelizing convolutional neural networks" (2014), section 5; Hoffer et al., "Train longer, generalize
-    better" (2017); for Adam, Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022),
-    who also multiply 1 - beta1 and 1 - beta2 by the factor (see `scale_adam`) and divide epsilon by its square root.
-    """
-    lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
-    times = number("accumulate_step", accumulate_step, lambda factor: 0 < factor < inf, "a finite number > 0",
-                   "of a schedule, scale the rate for each of its lengths")
-    return lr * (times if one_of("rule", rule, _RULES) == "linear" else sqrt(times))
-
-
-def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]:
-    """Scale Adam's decay rates to a batch `factor` times as large.
-
-        (beta1, beta2**factor)    # beta2's half-life, log(1/2) / log(beta2) updates, is the same in samples or tokens
-
-    beta1 stays as it is, because the rule is one for the second moment. To first order, beta2**factor is
-    1 - factor * (1 - beta2), which Malladi et al. (see `scale_lr`) use for beta1 as well.
-
-    Args:
-        betas: Adam's decay rates `(beta1, beta2)`, each >= 0 and < 1, that suit one batch.
-        factor: How many times as large the batch is, a number > 0; below 1 for a smaller one.
-
-    Returns:
-        `(beta1, beta2)`, floats.
-
-    Raises:
-        TypeError: If `betas` is not a tuple or list of numbers, or `factor` not a number.
-        ValueError: If a number is out of range, or `betas` does not hold two.
-
-    Example:
-        >>> from ms_accum.batch_size import scale_adam
-        >>> beta1, beta2 = scale_adam((0.9, 0.999), 8)
-        >>> print(f"{beta1} {beta2:.6f}")
-        0.9 0.992028
-
-    Source: Marek et al., "Small Batch Size Training for Language Models: When Vanilla SGD Works, and Why Gradient
-    Accumulation Is Wasteful" (2025).
-    """
-    remedy = "give Adam's (beta1, beta2)"
-    if len(instance_of("betas", betas, (tuple, list), "a tuple of two numbers", remedy)) != 2:
-        raise ValueError(f"betas holds {len(betas)} numbers, expected 2; {remedy}")
-    beta1, beta2 = [number(f"betas[{i}]", beta, lambda beta: 0 <= beta < 1, "a number with 0 <= beta < 1", remedy)
-                    for i, beta in enumerate(betas)]
-    factor = number("factor", factor, lambda times: 0 < times < inf, "a finite number > 0",
-                    "give the new batch size divided by the old one")
-    return beta1, beta2**factor

@@ -1,18 +1,90 @@
-"""Let the batch grow during training: the lengths of the windows, and the learning rates that go with them."""
+"""What a larger batch asks of the optimizer: by a factor, or by a schedule in which the batch grows during training."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import cos, fsum, inf, pi
+from itertools import accumulate
+from math import cos, fsum, inf, log2, pi, sqrt
 from numbers import Real
 from typing import NamedTuple, Optional, Union
 
 import numpy as np
 from mindspore import Tensor
 
-from ..arguments import LARGEST_INT32, instance_of, number, whole_number
-from .noise_scale import scale_lr
+from ..arguments import LARGEST_INT32, instance_of, number, one_of, whole_number
 
 _ROUNDING = 1 + 1e-6  # rates from float32 count as halved, too
+
+
+def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
+    """Scale a learning rate to a batch `accumulate_step` times as large.
+
+        "linear": lr * accumulate_step         # SGD, and only up to the critical batch size; needs a warmup
+        "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
+
+    Args:
+        lr: Learning rate that suits one microbatch, > 0.
+        accumulate_step: Factor by which the batch of an update is larger, a finite number > 0; below 1, it is smaller.
+        rule: "linear" or "sqrt".
+
+    Returns:
+        The learning rate, a float.
+
+    Raises:
+        TypeError: If `lr` or `accumulate_step` is not a number.
+        ValueError: If one of them is out of range, or `rule` is unknown.
+
+    Example:
+        >>> from ms_accum.batch_size import scale_lr
+        >>> print(scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt"))
+        0.4 0.2
+
+    Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": for SGD, Krizhevsky, "One weird
+    trick for parallelizing convolutional neural networks" (2014), section 5; for Adam, Malladi et al., "On the SDEs and
+    Scaling Rules for Adaptive Gradient Algorithms" (2022), who also multiply 1 - beta1 and 1 - beta2 by the factor (see
+    `scale_adam`) and divide epsilon by its square root.
+    """
+    lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
+    times = number("accumulate_step", accumulate_step, lambda factor: 0 < factor < inf, "a finite number > 0",
+                   "of a schedule, scale the rate for each of its lengths")
+    return lr * (times if one_of("rule", rule, ("linear", "sqrt")) == "linear" else sqrt(times))
+
+
+def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]:
+    """Scale Adam's decay rates to a batch `factor` times as large.
+
+        (beta1, beta2**factor)    # beta2's half-life, log(1/2) / log(beta2) updates, is the same in samples or tokens
+
+    beta1 stays as it is, because the rule is one for the second moment. To first order, beta2**factor is
+    1 - factor * (1 - beta2), which Malladi et al. (see `scale_lr`) use for beta1 as well.
+
+    Args:
+        betas: Adam's decay rates `(beta1, beta2)`, each >= 0 and < 1, that suit one batch.
+        factor: How many times as large the batch is, a number > 0; below 1 for a smaller one.
+
+    Returns:
+        `(beta1, beta2)`, floats.
+
+    Raises:
+        TypeError: If `betas` is not a tuple or list of numbers, or `factor` not a number.
+        ValueError: If a number is out of range, or `betas` does not hold two.
+
+    Example:
+        >>> from ms_accum.batch_size import scale_adam
+        >>> beta1, beta2 = scale_adam((0.9, 0.999), 8)
+        >>> print(f"{beta1} {beta2:.6f}")
+        0.9 0.992028
+
+    Source: Marek et al., "Small Batch Size Training for Language Models: When Vanilla SGD Works, and Why Gradient
+    Accumulation Is Wasteful" (2025).
+    """
+    remedy = "give Adam's (beta1, beta2)"
+    if len(instance_of("betas", betas, (tuple, list), "a tuple of two numbers", remedy)) != 2:
+        raise ValueError(f"betas holds {len(betas)} numbers, expected 2; {remedy}")
+    beta1, beta2 = [number(f"betas[{i}]", beta, lambda beta: 0 <= beta < 1, "a number with 0 <= beta < 1", remedy)
+                    for i, beta in enumerate(betas)]
+    factor = number("factor", factor, lambda times: 0 < times < inf, "a finite number > 0",
+                    "give the new batch size divided by the old one")
+    return beta1, beta2**factor
 
 
 class Schedule(NamedTuple):
@@ -79,21 +151,16 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
     between halvings; here it follows the plain rates. "linear": Smith et al., "Don't Decay the Learning Rate, Increase
     the Batch Size" (2017).
     """
-    updates = _updates(updates)
-    rates = _plain_rates(learning_rate, updates, lambda p: (1 + cos(pi * p / updates)) / 2)
-    accumulate_step, largest = _lengths(accumulate_step, maximum)
-    peak = max(rates)
-    start, factors = rates.index(peak), []
-    factor = 1
-    for p, rate in enumerate(rates):
-        if p > start and rate > rates[p - 1] * _ROUNDING:
-            raise ValueError(f"learning_rate[{p}] is {rate:g}, more than the {rates[p - 1]:g} before it, and the peak "
-                             f"was at {start}; expected rates that do not rise again: windows do not get shorter. Give "
-                             "each cycle a schedule of its own")
-        while p > start and 2 * factor <= largest and 2 * factor * rate <= peak * _ROUNDING:
-            factor *= 2
-        factors.append(factor)
-    return _merge(rates, factors, accumulate_step, rule)
+    rates, length, largest = _plain_run(updates, learning_rate, accumulate_step, maximum,
+                                        lambda done: (1 + cos(pi * done)) / 2)
+    start, peak = rates.index(max(rates)), max(rates)
+    for p in range(start + 1, len(rates)):
+        if rates[p] > rates[p - 1] * _ROUNDING:
+            raise ValueError(f"learning_rate[{p}] is {rates[p]:g}, more than the {rates[p - 1]:g} before it, and the "
+                             f"peak was at {start}; expected rates that do not rise again: windows do not get shorter. "
+                             "Give each cycle a schedule of its own")
+    halved = [2 ** int(log2(min(peak * _ROUNDING / rate if rate else inf, largest))) for rate in rates[start + 1:]]
+    return _merged(rates, [1] * (start + 1) + list(accumulate(halved, max)), length, rule)
 
 
 def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, accumulate_step: int = 1,
@@ -101,15 +168,11 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     """Let the windows grow linearly with the microbatches seen, and scale the learning rate with them.
 
         factor(p) = min(1 + (largest - 1) * p // ramp, largest)    # largest = maximum // accumulate_step
-        # A window that starts at the plain update p stands for n = min(factor(p), updates - p) plain updates:
-        length = factor(p) * accumulate_step
-        rate   = mean of their n rates * sqrt(n)    # "sqrt", for Adam; "linear", for SGD: * n
+        # length and rate of a window follow from factor(p) as in `seesaw`
 
     The *plain* run makes `updates` updates with windows of `accumulate_step` microbatches. The schedule uses the same
-    microbatches in fewer updates.
-
-    The critical batch size is small early in training, where small batches reach the same loss with fewer samples.
-    See `seesaw` for what MindSpore's optimizers require.
+    microbatches in fewer updates. The critical batch size is small early in training, where small batches reach the
+    same loss with fewer samples. See `seesaw` for what MindSpore's optimizers require.
 
     Args:
         updates: Updates of the plain run, an int >= 1.
@@ -139,49 +202,41 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     rate; Brown et al., "Language Models are Few-Shot Learners" (2020), who train GPT-3 so. On the critical batch size:
     Merrill et al., "Critical Batch Size Revisited" (2025).
     """
-    updates = _updates(updates)
-    rates = _plain_rates(learning_rate, updates, lambda p: 1.0)
-    accumulate_step, largest = _lengths(accumulate_step, maximum)
-    ramp = updates if ramp is None else whole_number("ramp", ramp, "None takes all updates")
-    factors = [min(1 + (largest - 1) * p // ramp, largest) for p in range(updates)]
-    return _merge(rates, factors, accumulate_step, rule)
+    rates, length, largest = _plain_run(updates, learning_rate, accumulate_step, maximum, lambda done: 1.0)
+    ramp = len(rates) if ramp is None else whole_number("ramp", ramp, "None takes all updates")
+    factors = [min(1 + (largest - 1) * p // ramp, largest) for p in range(len(rates))]
+    return _merged(rates, factors, length, rule)
 
 
-def _merge(rates: list[float], factors: list[int], accumulate_step: int, rule: str) -> Schedule:
-    """Walk over the plain updates, and merge as many at a time as their factors say."""
-    lengths, merged, p, previous = {}, [], 0, None
-    while p < len(rates):
-        factor = factors[p]
-        if factor != previous:
-            lengths[len(merged)] = factor * accumulate_step
-        replaced = rates[p:p + factor]
-        merged.append(fsum(replaced) / len(replaced) * scale_lr(1.0, len(replaced), rule))
-        p, previous = p + factor, factor
-    return Schedule(lengths, merged)
-
-
-def _updates(updates: int) -> int:
-    return whole_number("updates", updates, "give the number of updates of the plain run")
-
-
-def _plain_rates(learning_rate: object, updates: int, shape: Callable[[int], float]) -> list[float]:
-    """Return a list as floats, or a number times `shape(p)` for each plain update p."""
+def _plain_run(updates: int, learning_rate: object, accumulate_step: int, maximum: int,
+               shape: Callable[[float], float]) -> tuple[list[float], int, int]:
+    """Return the plain rates (of a number, `shape` of the part that is done), the length of a window, and its factor.
+    """
+    updates = whole_number("updates", updates, "give the number of updates of the plain run")
     if isinstance(learning_rate, (np.ndarray, Tensor)):
         learning_rate = learning_rate.tolist()
     if isinstance(learning_rate, Real):
         peak = number("learning_rate", learning_rate, lambda rate: 0 < rate < inf, "a finite number > 0")
-        return [peak * shape(p) for p in range(updates)]
-    instance_of("learning_rate", learning_rate, Sequence, "a number or a list of rates")
-    if len(learning_rate) != updates:
+        rates = [peak * shape(p / updates) for p in range(updates)]
+    elif len(instance_of("learning_rate", learning_rate, Sequence, "a number or a list of rates")) == updates:
+        rates = [number(f"learning_rate[{p}]", rate, lambda rate: 0 <= rate < inf, "a finite number >= 0")
+                 for p, rate in enumerate(learning_rate)]
+    else:
         raise ValueError(f"learning_rate holds {len(learning_rate)} rates, expected {updates}: one for each update of "
                          "the plain run; give a list of that length, or another number of updates")
-    return [number(f"learning_rate[{p}]", rate, lambda rate: 0 <= rate < inf, "a finite number >= 0")
-            for p, rate in enumerate(learning_rate)]
-
-
-def _lengths(accumulate_step: int, maximum: int) -> tuple[int, int]:
-    """Return the microbatches in a plain window, and how many plain windows fit into one."""
-    accumulate_step = whole_number("accumulate_step", accumulate_step, "give the length of a window of the plain run")
+    length = whole_number("accumulate_step", accumulate_step, "give the length of a window of the plain run")
     maximum = whole_number("maximum", maximum, "give the largest length of a window, at least accumulate_step",
-                           minimum=accumulate_step, maximum=LARGEST_INT32)
-    return accumulate_step, maximum // accumulate_step
+                           minimum=length, maximum=LARGEST_INT32)
+    return rates, length, maximum // length
+
+
+def _merged(rates: list[float], factors: list[int], accumulate_step: int, rule: str) -> Schedule:
+    """Walk over the plain updates, and merge as many at a time as their factors say."""
+    lengths, merged, p, previous = {}, [], 0, None
+    while p < len(rates):
+        factor, replaced = factors[p], rates[p:p + factors[p]]
+        if factor != previous:
+            lengths[len(merged)] = factor * accumulate_step
+        merged.append(fsum(replaced) / len(replaced) * scale_lr(1.0, len(replaced), rule))
+        p, previous = p + factor, factor
+    return Schedule(lengths, merged)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..check.equivalence import Report, check_equivalence
 from .files import require_outputs, write_json
-from .options import add_command, add_renamed, count, imported, number
+from .options import add_command, count, imported, number, renamed
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 DESCRIPTION = """\
@@ -32,14 +32,15 @@ examples:
 
 def add_parser(subcommands: argparse._SubParsersAction) -> None:
     """Add `check` to the commands of `ms-accum`."""
-    parser = add_command(subcommands, "check", run, "is accumulation exact for your network?", DESCRIPTION, EXAMPLES)
-    parser.add_argument("case", metavar="MODULE:FUNCTION", help="a function that returns forward_fn, network and batch")
-    parser.add_argument("--pieces", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4,
-                        metavar="K", help="number of pieces that the batch is cut into (default: %(default)s)")
-    add_renamed(parser.add_argument, "--micro-size", "--pieces")
-    parser.add_argument("--losses", type=count, default=1, metavar="N",
-                        help="number of losses that forward_fn returns, each with a weight of its own (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    add = add_command(subcommands, "check", run, "is accumulation exact for your network?", DESCRIPTION,
+                      EXAMPLES).add_argument
+    add("case", metavar="MODULE:FUNCTION", help="a function that returns forward_fn, network and batch")
+    add("--pieces", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4, metavar="K",
+        help="number of pieces that the batch is cut into (default: %(default)s)")
+    add("--micro-size", type=partial(renamed, "--pieces"), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add("--losses", type=count, default=1, metavar="N",
+        help="number of losses that forward_fn returns, each with a weight of its own (default: 1)")
+    add("--json", type=Path, metavar="FILE", help="write the report")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -18,33 +18,29 @@ if TYPE_CHECKING:
 
 def require_outputs(options: argparse.Namespace, **suffixes: tuple[str, ...]) -> None:
     """Raise ValueError unless each file that an option of `suffixes` names has one of these and can be written."""
-    paths = {name: getattr(options, name) for name in suffixes if getattr(options, name)}
-    if "plot" in paths and find_spec("matplotlib") is None:
-        raise ValueError("argument --plot: matplotlib is not installed; install it, e.g. with "
-                         f"{sys.executable} -m pip install matplotlib")
-    options_of: dict[Path, str] = {}
-    for name, path in paths.items():
-        same = options_of.setdefault(path.resolve(), name)
-        if same != name:
-            raise ValueError(f"arguments --{same} and --{name} name the same file; give each its own")
+    option_of: dict[Path, str] = {}
+    for name, endings in suffixes.items():
+        path = getattr(options, name)
+        if path is None:
+            continue
+        if name == "plot" and find_spec("matplotlib") is None:
+            raise ValueError("argument --plot: matplotlib is not installed; install it, e.g. with "
+                             f"{sys.executable} -m pip install matplotlib")
+        if path.resolve() in option_of:
+            raise ValueError(f"arguments --{option_of[path.resolve()]} and --{name} name the same file; give each its "
+                             "own")
+        option_of[path.resolve()] = name
+        if not path.name.endswith(endings):
+            raise ValueError(f"argument --{name}: {path} does not end in {' or '.join(endings)}; name the file "
+                             f"{path.stem or 'name'}{endings[0]}")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"argument --{name}: {path} is not a regular file; name a new file or one to overwrite")
         try:
-            _require_writable(path, *suffixes[name])
-        except ValueError as error:
-            raise ValueError(f"argument --{name}: {error}") from error
-
-
-def _require_writable(path: Path, *suffixes: str) -> None:
-    if not path.name.endswith(suffixes):
-        raise ValueError(f"{path} does not end in {' or '.join(suffixes)}; "
-                         f"name the file {path.stem or 'name'}{suffixes[0]}")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a regular file; name a new file or one to overwrite")
-    try:
-        with TemporaryDirectory(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {path.parent}: {error.strerror}; name a file in a folder that exists "
-                         "and can be written") from error
+            with TemporaryDirectory(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ValueError(f"argument --{name}: cannot write {path}: {path.parent}: {error.strerror}; name a file in "
+                             "a folder that exists and can be written") from error
 
 
 def write_json(path: Path, figures: dict) -> None:

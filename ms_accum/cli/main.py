@@ -54,18 +54,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _run(argv: Optional[Sequence[str]]) -> int:
+    # Whenever MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM; that of SIGTERM stays.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         options = _parser().parse_args(argv)
         avoid_busy_waiting()
-        # Whenever MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM; that of SIGTERM
-        # stays.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            options.run(options)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        options.run(options)
     except SystemExit as stop:
         return int(stop.code or 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

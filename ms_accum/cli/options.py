@@ -21,23 +21,19 @@ def add_command(subcommands: argparse._SubParsersAction, name: str, run: Callabl
     return parser
 
 
-def add_renamed(add: Callable, old: str, new: str) -> None:
-    """Refuse the old name of an option with the new one."""
-    def refuse(text: str) -> None:
-        raise argparse.ArgumentTypeError(f"is now called {new}")
-
-    add(old, type=refuse, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+def renamed(new: str, text: str) -> None:
+    """Refuse the old name of an option with the new one. ArgumentTypeError."""
+    raise argparse.ArgumentTypeError(f"is now called {new}")
 
 
 def number(convert: Callable[[str], float], accepts: Callable[[float], bool], expected: str, text: str) -> float:
     """Return the number that `text` spells. ArgumentTypeError unless `convert` and `accepts` take it."""
     try:
-        value = convert(text)
+        if accepts(value := convert(text)):
+            return value
     except ValueError:
-        value = None
-    if value is None or not accepts(value):
-        raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-    return value
+        pass
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
 
 count = partial(number, int, lambda n: 1 <= n <= LARGEST_INT32, f"a whole number from 1 to {LARGEST_INT32}")

@@ -1,4 +1,4 @@
-"""GradientNoiseScale against a problem whose answer is known and against NumPy; scale_lr."""
+"""GradientNoiseScale against a problem whose answer is known and against NumPy."""
 from math import inf, isnan
 
 import mindspore as ms
@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, amp, nn
 from noisy_samples import FEATURES, Position
 
 from ms_accum import Accumulator, make_train_step
-from ms_accum.batch_size import GradientNoiseScale, scale_lr
+from ms_accum.batch_size import GradientNoiseScale
 
 MEAN = np.full(FEATURES, 0.3)             # |G|² = 9
 SPREAD = np.linspace(0.5, 1.5, FEATURES)  # S = sum of its squares
@@ -106,10 +106,9 @@ def test_what_is_wrong_is_seen():
     assert not estimates(growing, 0.5)[0] == pytest.approx(estimates(growing)[0], rel=0.01)
 
 
-@pytest.mark.parametrize("scale", [None, 2.0**12])
-def test_pieces_are_the_small_batches(scale):
+def test_pieces_are_the_small_batches():
     """pieces=3 cuts 13 samples into 5 + 5 + 3; a loss scale drops out."""
-    network, acc = build(accumulate_step=2, loss_scaler=scale and amp.StaticLossScaler(scale))
+    network, acc = build(accumulate_step=2, loss_scaler=amp.StaticLossScaler(2.0**12))
     train_step = make_train_step(network, acc, pieces=3)
     coarse = windows_of([13, 13], 6)
     for x in (x for pair in coarse for x in pair):
@@ -161,11 +160,6 @@ REFUSED = [
     (TypeError, r"decay is '1' of type str, expected a number with 0 < decay <= 1", GradientNoiseScale, ("1",)),
     (ValueError, r"decay is 0, expected a number with 0 < decay <= 1; 1 takes plain means", GradientNoiseScale, (0,)),
     (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None", accumulator_with, (True,)),
-    (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
-    (ValueError, r"lr is 0, expected a finite number > 0", scale_lr, (0, 2)),
-    (TypeError, r"accumulate_step is \{0: 2\} of type dict, expected a finite number > 0; of a schedule", scale_lr, (0.1, {0: 2})),
-    (ValueError, r"accumulate_step is 0, expected a finite number > 0", scale_lr, (0.1, 0)),
-    (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", scale_lr, (0.1, 2, "cubic")),
 ]
 
 
@@ -173,8 +167,3 @@ def test_bad_arguments_are_refused():
     for error, message, function, arguments in REFUSED:
         with pytest.raises(error, match=message):
             function(*arguments)
-
-
-def test_scale_lr():
-    for times, linear, sqrt in ((16, 1.6, 0.4), (1, 0.1, 0.1), (1 / 4, 0.025, 0.05)):
-        assert (scale_lr(0.1, times), scale_lr(0.1, times, rule="sqrt")) == (pytest.approx(linear), pytest.approx(sqrt))

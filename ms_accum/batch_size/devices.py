@@ -1,0 +1,74 @@
+"""Whether a device is there, and how much of its memory is free."""
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import mindspore as ms
+
+from .process import in_a_process, is_dry_run
+
+DEVICES = ("CPU", "GPU", "Ascend")
+_USED = 0.9  # of the free memory; the rest is left to other processes
+_SIMULATED = 2**36  # bytes: that of the device which MindSpore simulates, and of an NPU of 64 GB
+# Of both versions of cgroups: where a process's path stands, and files with its limit, its usage and what can be freed.
+_CGROUPS = ((r"0::/(.*)", "", "memory.max", "memory.current", "inactive_file"),
+            (r"\d+:memory:/(.*)", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+
+
+def require_cann() -> None:
+    """Raise ValueError if the Ascend backend, which a dry run needs, cannot be loaded, with what is missing."""
+    outcome = in_a_process("Ascend", _missing_cann)
+    missing = outcome.reason or outcome.result
+    if missing:
+        raise ValueError(f"no CANN for a dry run: {missing}; install CANN's toolkit (no device is needed) and source "
+                         "its set_env.sh")
+
+
+def _missing_cann() -> str:
+    try:
+        ms.set_device("Ascend")
+    except RuntimeError as error:
+        library = re.search(r"(\S+\.so\S*): cannot open", str(error))
+        reason = f"{library[1]} is not found" if library else str(error).strip().split("\n")[0]
+        return f"ASCEND_HOME_PATH is {os.environ.get('ASCEND_HOME_PATH') or 'not set'}, and {reason}"
+    return ""
+
+
+def free_memory(device_target: str) -> int:
+    """Return 90 % of the bytes that a device has, or that are free on this machine and left to this cgroup."""
+    if device_target == "CPU":
+        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+        available = 1024 * int(re.search(r"^MemAvailable:\s+(\d+)", meminfo, re.MULTILINE)[1])
+        return int(_USED * min([available, *_cgroups_leave(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
+    if is_dry_run(device_target):
+        return int(_USED * _SIMULATED)
+    outcome = in_a_process(device_target, _total_memory, device_target)  # not run, for lack of a GPU or an NPU
+    if outcome.ended != "completed":
+        raise ValueError(f"the memory of {device_target} is unknown ({outcome.reason}); give a memory limit, or "
+                         "another device")
+    return int(_USED * outcome.result)
+
+
+def _total_memory(device_target: str) -> int:
+    ms.set_device(device_target)
+    return ms.hal.get_device_properties(0).total_memory
+
+
+def _cgroups_leave(membership: Path, root: Path) -> list[int]:
+    """Return the bytes that each limited cgroup of this process, and each one above, has left."""
+    left, groups = [], membership.read_text(encoding="utf-8") if membership.exists() else ""
+    for line, controller, *names, inactive in _CGROUPS:
+        for path in re.findall(f"^{line}$", groups, re.MULTILINE):
+            folder = root / controller / path
+            # A container sees its own cgroup as the root, under the path that it has outside.
+            for group in (folder, *folder.parents):
+                try:
+                    limit, used = [int((group / name).read_text(encoding="ascii")) for name in names]
+                except (OSError, ValueError):
+                    continue  # not a cgroup, or one without a limit
+                # The kernel drops inactive files from memory before it ends a process.
+                files = re.search(rf"^{inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                left.append(max(limit - used + int(files[1]), 0))
+    return left

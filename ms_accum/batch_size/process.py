@@ -1,0 +1,130 @@
+"""Call a function in a process of its own, which may fail in any way."""
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from math import inf
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any, NamedTuple, Optional
+
+_POLL_SECONDS = 0.02
+_OUT_OF_MEMORY = re.compile(r"MemoryError|bad_alloc|(out of|not enough|cannot allocate) memory|memory not enough|"
+                            r"alloc\w* .{0,80}fail", re.IGNORECASE)
+_LEVEL = "MS_SIMULATION_LEVEL"  # MindSpore's own; 1 compiles and plans memory, without a device
+
+
+class Outcome(NamedTuple):
+    """How a process ended."""
+
+    ended: str  # "completed", "beyond the limit" (stopped for it), "out of memory" or "failed"
+    reason: str = ""  # why it failed, in one line
+    result: Any = None  # what the function returned
+    peak: Optional[int] = None  # bytes: on CPU, the most memory that was seen
+
+
+def is_dry_run(device_target: str) -> bool:
+    """Return whether trials are dry runs: for Ascend, if no NPU is here or the environment asks MindSpore for one."""
+    return device_target == "Ascend" and bool(os.environ.get(_LEVEL) or not any(Path("/dev").glob("davinci[0-9]*")))
+
+
+def in_a_process(device_target: str, function: Callable, *arguments: Any, memory_limit: float = inf,
+                 timeout: Optional[float] = None) -> Outcome:
+    """Call a function in a new process, which is told to make a dry run if that is what its device stands for.
+
+    On CPU, the process is stopped once it holds more than `memory_limit` bytes. After `timeout` seconds, it fails.
+    """
+    receiver, sender = get_context("spawn").Pipe(duplex=False)
+    with TemporaryDirectory() as folder:
+        log = Path(folder, "output")
+        process = get_context("spawn").Process(target=_child, args=(sender, log, function, arguments))
+        with _environment({_LEVEL: "1", "MS_DEV_SAVE_GRAPHS_PATH": folder} if is_dry_run(device_target) else {}):
+            process.start()
+        sender.close()
+        seen, end = None, monotonic() + (timeout or inf)
+        try:
+            while not receiver.poll(_POLL_SECONDS) and process.is_alive():
+                if device_target == "CPU":
+                    seen = max(_resident(process.pid), seen or 0)
+                if (seen or 0) > memory_limit:
+                    return Outcome("beyond the limit", peak=seen)
+                if monotonic() > end:
+                    return Outcome("failed", f"it was not done within {timeout:g} s", peak=seen)
+            with suppress(EOFError):
+                if receiver.poll():
+                    return receiver.recv()._replace(peak=seen)
+            process.join()
+            return _cause_of_death(process.exitcode, log)._replace(peak=seen)
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # its children, too; before it has its own group, it has none
+            process.kill()
+            process.join()
+            receiver.close()
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    kept = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(kept)
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0  # it has just ended
+
+
+def _cause_of_death(status: int, log: Path) -> Outcome:
+    lines = [line.strip() for line in log.read_text(errors="replace").split("\n")] if log.exists() else []
+    if status == -signal.SIGKILL or (status < 0 and any(map(_OUT_OF_MEMORY.search, lines[-20:]))):
+        return Outcome("out of memory")
+    how = f"its process ended with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
+    last = next(filter(None, reversed(lines)), "")
+    return Outcome("failed", f"{how}: {last}" if last else (
+        f'{how} before it began; a script needs `if __name__ == "__main__":` around what is not to run in each trial'))
+
+
+def _child(sender: Connection, log: Path, function: Callable, arguments: tuple) -> None:
+    with suppress(PermissionError):
+        os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    with suppress(OSError):  # if the machine still runs out of memory, the kernel ends this process and no other
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    try:
+        sender.send(Outcome("completed", result=function(*arguments)))
+    except BaseException as error:
+        lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+        reason = ": ".join([type(error).__name__, *lines[:1]])
+        sender.send(Outcome("out of memory" if _OUT_OF_MEMORY.search(reason) else "failed", reason))
+
+
+def pickled(make_step: Callable) -> bytes:
+    """Pickle `make_step` by its module and name. ValueError if another process would not find it."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    try:
+        if getattr(make_step, "__module__", None) == "__main__" and not Path(script).is_file():
+            raise AttributeError("it was defined in an interactive session")
+        return pickle.dumps(make_step)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(make_step, "__qualname__", None) or f"of type {type(make_step).__name__}"
+        raise ValueError(f"make_step is {name}, which the processes of the trials cannot import ({error}); define it "
+                         "with `def` at the top level of a module or script (functools.partial of such a function "
+                         "works, too)") from error

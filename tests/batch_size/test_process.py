@@ -1,0 +1,97 @@
+"""Processes that end in every way. Imports little, because each process imports this file."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ms_accum.batch_size.process import in_a_process, pickled
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+MIB = 2**20
+
+
+def growing():
+    """10 GB, unless it is stopped on its way."""
+    return [np.ones(50 * MIB // 8) for _ in range(200)]
+
+
+def raising(error, message):
+    raise error(message)
+
+
+def crashing():
+    subprocess.Popen(["sleep", "1000"])
+    print("the last words", flush=True)
+    os._exit(3)
+
+
+@pytest.mark.parametrize(("call", "limits", "ended", "reason"), [
+    ((signal.raise_signal, signal.SIGKILL), {}, "out of memory", ""),
+    ((raising, RuntimeError, "Malloc memory failed: size 123"), {}, "out of memory", "RuntimeError: Malloc memory failed: size 123"),
+    ((raising, ValueError, "no data\nsecond line"), {}, "failed", "ValueError: no data"),
+    ((crashing,), {}, "failed", "its process ended with status 3: the last words"),
+    ((time.sleep, 1000), {"timeout": 1.5}, "failed", "it was not done within 1.5 s"),
+    ((growing,), {"memory_limit": 700 * MIB}, "beyond the limit", "")])
+def test_whatever_happens_is_named_and_leaves_no_process(call, limits, ended, reason):
+    before = processes()
+    outcome = in_a_process("CPU", *call, **limits)
+    assert (outcome.ended, outcome.reason, outcome.result) == (ended, reason, None)
+    assert ended != "beyond the limit" or 700 * MIB < outcome.peak < 2000 * MIB
+    end = time.monotonic() + 10
+    while processes() - before and time.monotonic() < end:
+        time.sleep(0.01)  # until the kernel has ended them
+    assert processes() - before == set()
+
+
+def processes():
+    """The numbers of all processes that belong to this one, or whose parent was one that has ended."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, parent = (folder / "cmdline").read_bytes(), int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+        if b"resource_tracker" not in command and (parent == os.getpid() or command == b"sleep\x001000\x00"):  # Python's own tracker stays
+            found.add(folder.name)
+    return found
+
+
+def test_a_dry_run_is_told_so_and_the_environment_stays(monkeypatch):
+    monkeypatch.setenv("MS_SIMULATION_LEVEL", "0")
+    before = dict(os.environ)
+    for device, level in (("Ascend", "1"), ("CPU", "0")):
+        outcome = in_a_process(device, os.getenv, "MS_SIMULATION_LEVEL", memory_limit=1 if device == "Ascend" else 2**40)
+        assert outcome[:3] == ("completed", "", level)
+        assert (outcome.peak is None) == (device == "Ascend")  # that of the process is not the device's
+    assert dict(os.environ) == before
+
+
+def test_functions_that_cannot_be_imported_are_refused():
+    def closure(microbatch):
+        return None
+
+    for function in (closure, lambda microbatch: None):
+        with pytest.raises(ValueError, match=r"make_step is .*<locals>.* cannot import .*; define it with `def` at the top level"):
+            pickled(function)
+    typed = subprocess.run([sys.executable, "-"], capture_output=True, text=True, check=False, input=(
+        "from ms_accum.batch_size import plan_micro_batch\ndef make_step(n):\n    return int\nplan_micro_batch(make_step, 4)\n"))
+    assert "make_step is make_step, which the processes of the trials cannot import (it was defined in an interactive" in typed.stderr
+
+
+def test_functions_of_a_script_need_a_guard():
+    """With one, they work: as a script runs the docstring's example in test_package.py."""
+    Path("unguarded.py").write_text("""
+from ms_accum.batch_size import plan_micro_batch
+def make_step(microbatch):
+    return int
+plan_micro_batch(make_step, 2, memory_limit=2**40)
+""")
+    done = subprocess.run([sys.executable, "unguarded.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert 'a script needs `if __name__ == "__main__":` around what is not to run in each trial' in done.stderr.splitlines()[-1]
