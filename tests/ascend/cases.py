@@ -110,8 +110,19 @@ def loss_scaler():
     return train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100))
 
 
+class Named(nn.Cell):
+    """Three layers, each with a name of its own: O1 leaves those that are reached by an index in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = [nn.Dense(SIZE, SIZE) for _ in range(3)]
+
+    def construct(self, x):
+        return self.third(self.second(self.first(x))).astype(ms.float32).mean()
+
+
 def amp_level(level):
-    network = Network(ms.float32)
+    network = Named()
     return train_network(amp.auto_mixed_precision(network, level), momentum(network.trainable_params()), (rows(ms.float32),))
 
 

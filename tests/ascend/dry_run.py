@@ -35,6 +35,10 @@ class Report(NamedTuple):
     graphs: list
     numbers: dict
 
+    def __repr__(self):
+        """Return a text that ends: the one of nodes would hold each as often as there are ways to it."""
+        return f"<{len(self.graphs)} graphs, {self.numbers}>"
+
 
 class Run(NamedTuple):
     """What a process compiles.
