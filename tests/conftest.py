@@ -152,7 +152,7 @@ def compiled(function, mode):
 
 
 class MLP(nn.Cell):
-    """The network of tests/reference.py, with the same initial weights for the same seed."""
+    """The network of tests/support/reference.py, with the same initial weights for the same seed."""
 
     def __init__(self, features=6, hidden=5, classes=3, seed=0):
         super().__init__()

@@ -33,15 +33,15 @@ def quick(suite, folder, *arguments, **environment):
 
 @pytest.mark.slow
 def test_parts_compute_what_they_say():
-    """See tests/benchmark_parts.py."""
-    assert run(Path(__file__).with_name("benchmark_parts.py"), "others").split() == [
+    """See tests/support/benchmark_parts.py."""
+    assert run(Path(__file__).with_name("support") / "benchmark_parts.py", "others").split() == [
         "refusals", "kinks", "growth", "late_ranks", "states", "figure", "old_names", "planned"]
 
 
 @pytest.mark.slow
 def test_floors_compute_their_gradients():
     saving = {"MS_DEV_SAVE_GRAPHS": "3", "MS_DEV_SAVE_GRAPHS_PATH": "graphs"}
-    assert run(Path(__file__).with_name("benchmark_parts.py"), "floors", **saving) == "floors\n"
+    assert run(Path(__file__).with_name("support") / "benchmark_parts.py", "floors", **saving) == "floors\n"
 
 
 def read(record):

@@ -23,15 +23,8 @@ def mixed(prefix):
     return ParameterTuple([Parameter(Tensor(value, dtype), name=f"{prefix}{dtype}") for dtype, value in kinds])
 
 
-def test_dtypes_of_parameters_and_buffers(mode):
-    """Several microbatches in one function; each gradient in its parameter's dtype; a reset also clears NaN."""
-    asked_for = (None, ms.float16, ms.float32, ms.float64)
-    accumulators = tuple([Accumulator(Counting(mixed(f"{i}.")), 9, INF, reduction="mean", buffer_dtype=dtype)
-                          for i, dtype in enumerate(asked_for)])
-    assert [b.dtype for b in accumulators[0].buffers.parameters] == [ms.float32, ms.float32, ms.float64]
-    for accumulator, dtype in zip(accumulators[1:], asked_for[1:]):
-        assert {b.dtype for b in accumulator.buffers.parameters} == {dtype}
-
+def adding_three(accumulators, mode):
+    """What adds a gradient 1, 0.25 and 0.25 times to each accumulator, and what resets them. Both return `mini_step`."""
     def step(half, single, double):
         for accumulator in accumulators:
             for factor in (1, 0.25, 0.25):
@@ -44,11 +37,24 @@ def test_dtypes_of_parameters_and_buffers(mode):
         return accumulators[0].mini_step + 0
 
     step, reset = compiled(step, mode), compiled(reset, mode)
-    for value in (NAN, INF, 0.1):
-        assert int(step(Tensor([value], ms.float16), Tensor(value, ms.float32), Tensor([value], ms.float64))) == 3
-        if value != 0.1:
-            assert int(reset()) == 0
-            assert not any(np.any(b.asnumpy()) for accumulator in accumulators for b in accumulator.buffers.parameters)
+    return (lambda value: int(step(Tensor([value], ms.float16), Tensor(value, ms.float32), Tensor([value], ms.float64)))), reset
+
+
+def test_dtypes_of_parameters_and_buffers(mode):
+    """Several microbatches in one function; each gradient in its parameter's dtype; a reset also clears NaN."""
+    asked_for = (None, ms.float16, ms.float32, ms.float64)
+    accumulators = tuple([Accumulator(Counting(mixed(f"{i}.")), 9, INF, reduction="mean", buffer_dtype=dtype)
+                          for i, dtype in enumerate(asked_for)])
+    assert [b.dtype for b in accumulators[0].buffers.parameters] == [ms.float32, ms.float32, ms.float64]
+    for accumulator, dtype in zip(accumulators[1:], asked_for[1:]):
+        assert {b.dtype for b in accumulator.buffers.parameters} == {dtype}
+
+    added, reset = adding_three(accumulators, mode)
+    for value in (NAN, INF):
+        assert added(value) == 3
+        assert int(reset()) == 0
+        assert not any(np.any(b.asnumpy()) for accumulator in accumulators for b in accumulator.buffers.parameters)
+    assert added(0.1) == 3
     for accumulator in accumulators:
         assert accumulator.flush()
         seen = accumulator.optimizer.seen
@@ -149,7 +155,7 @@ def test_emptying_the_buffers_holds_no_second_copy_of_them():
 
     In the same new process: names start at accumulator0, in this one too when it began.
     """
-    script = (Path(__file__).parent / "buffers.py").read_text(encoding="utf-8")
+    script = (Path(__file__).parent / "support" / "buffers.py").read_text(encoding="utf-8")
     ours, zeros_like, names = run_python(script).splitlines()
     assert float(ours) < 0.5
     assert float(zeros_like) > float(ours) + 0.5

@@ -102,7 +102,7 @@ def test_a_defect_that_is_put_back_is_found(defect, tmp_path):
     put_back(tmp_path / "ms_accum", defect)
     done = subprocess.run(
         [sys.executable, "-m", "differential.defects", str(tmp_path), PUT_BACK[defect][0]], cwd=tmp_path, capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{tests}"})
+        check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, tests, tests / "support")))})
     assert "\nfound: " in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1
 

@@ -204,7 +204,7 @@ def test_leaving_an_epoch_early_leaves_the_window_open():
 @pytest.mark.parametrize("microbatches", [4_000, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_a_very_long_run_grows_by_nothing_and_counts_right(microbatches):
     """After a warm-up of 300 windows of 3: windows of 7."""
-    script = (Path(__file__).parent / "long_run.py").read_text(encoding="utf-8")
+    script = (Path(__file__).parent / "support" / "long_run.py").read_text(encoding="utf-8")
     grown, compiled, mini_step, update_step, finite = run_python(script, str(microbatches)).split()
     print(f"{microbatches} microbatches: memory grew by {int(grown) / 2**20:.2f} MiB after the warm-up")
     assert int(grown) <= 5e6

@@ -122,18 +122,7 @@ def in_float32(layers: Layers, forward_fn: Callable, batch: tuple) -> Iterator[t
     copies: dict[int, Parameter] = {}
     with ExitStack() as afterwards:
         for cell in layers.cells.values():
-            flags = {flag: cell.get_flags().get(flag, False) for flag in _TO_FLOAT}
-            if flags["fp16"] or flags["bf16"]:
-                afterwards.callback(cell.add_flags, **flags)
-                cell.add_flags(fp16=False, bf16=False, fp32=True)
-            parameters = vars(cell)["_params"]
-            for name, p in parameters.items():
-                if p is not None and p.dtype in HALF:  # `set_dtype`, there and back, would not reach a compiled graph
-                    afterwards.callback(setitem, parameters, name, p)
-                    copy = Parameter(p.astype(ms.float32), name=p.name, requires_grad=p.requires_grad)
-                    parameters[name] = copies.setdefault(id(p), copy)
-            if type(cell).__name__ == "_OutputTo16":  # which O2 wraps around a float32 layer
-                afterwards.enter_context(patch.object(cell, "dtype", ms.float32))
+            _layer_in_float32(cell, copies, afterwards)
         for function in filter(casts_inside, (forward_fn, *layers.cells.values())):
             module = sys.modules[type(function).__module__]
             if hasattr(module, "amp_cast"):  # which O1 has written
@@ -143,3 +132,18 @@ def in_float32(layers: Layers, forward_fn: Callable, batch: tuple) -> Iterator[t
             afterwards.enter_context(patch.object(amp, name, lambda *strategy: None))
         layers.keep()
         yield tuple([t.astype(ms.float32) if isinstance(t, Tensor) and t.dtype in HALF else t for t in batch])
+
+
+def _layer_in_float32(cell: nn.Cell, copies: dict[int, Parameter], afterwards: ExitStack) -> None:
+    flags = {flag: cell.get_flags().get(flag, False) for flag in _TO_FLOAT}
+    if flags["fp16"] or flags["bf16"]:
+        afterwards.callback(cell.add_flags, **flags)
+        cell.add_flags(fp16=False, bf16=False, fp32=True)
+    parameters = vars(cell)["_params"]
+    for name, p in parameters.items():
+        if p is not None and p.dtype in HALF:  # `set_dtype`, there and back, would not reach a compiled graph
+            afterwards.callback(setitem, parameters, name, p)
+            copy = Parameter(p.astype(ms.float32), name=p.name, requires_grad=p.requires_grad)
+            parameters[name] = copies.setdefault(id(p), copy)
+    if type(cell).__name__ == "_OutputTo16":  # which O2 wraps around a float32 layer
+        afterwards.enter_context(patch.object(cell, "dtype", ms.float32))

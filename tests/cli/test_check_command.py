@@ -8,10 +8,8 @@ from ms_accum.cli import main as cli
 
 
 @pytest.fixture
-def check(capsys, monkeypatch):
+def check(capsys):
     """Run `ms-accum check` in this process: (status, stdout, stderr)."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
     def run(*arguments):
         return cli.main(["check", *arguments]), *capsys.readouterr()
     return run

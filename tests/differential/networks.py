@@ -153,6 +153,14 @@ def _norm(name, statistics):
     return {"none": nn.Identity, "layer": lambda: nn.LayerNorm((HIDDEN,)), "group": GroupNorm}[name]()
 
 
+def _draw(network, seed):
+    rng = np.random.default_rng(seed)
+    for parameter in network.get_parameters():
+        low = 0.5 if parameter.name.endswith("moving_variance") else None
+        value = rng.normal(0, 0.5, parameter.shape) if low is None else rng.uniform(low, 1.5, parameter.shape)
+        parameter.set_data(Tensor(value, ms.float32))
+
+
 def build_loss(case, seed):
     """The loss of the case's network as a Cell, with initial values drawn from `seed`."""
     # Model calls set_train on the whole cell, which would thaw a layer that is frozen by set_train(False).
@@ -162,11 +170,7 @@ def build_loss(case, seed):
         network = TiedNetwork(norm, last)
     else:
         network = Network(_front(case.front), norm, last, outputs(case.front, case.loss))
-    rng = np.random.default_rng(seed)
-    for parameter in network.get_parameters():
-        low = 0.5 if parameter.name.endswith("moving_variance") else None
-        value = rng.normal(0, 0.5, parameter.shape) if low is None else rng.uniform(low, 1.5, parameter.shape)
-        parameter.set_data(Tensor(value, ms.float32))
+    _draw(network, seed)
     dtype = ms.float32
     if case.level in AMP_LEVELS:
         network = amp.auto_mixed_precision(network, case.level, ms.float16)

@@ -4,8 +4,8 @@ import pytest
 import reference
 from conftest import MLP, difference, mean_loss, tensors, values
 from rank_cases import LAUNCHES, LOCAL, accumulator, cases_of, every_launch_of, microbatches, train, train_by
-from test_reducers import ORACLES, undivided
-from test_reducers import simulated as distributed
+from simulated_ranks import ORACLES, undivided
+from simulated_ranks import simulated as distributed
 
 from ms_accum import load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.distributed import LocalUpdates

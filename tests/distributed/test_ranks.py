@@ -9,7 +9,7 @@ import pytest
 from conftest import MLP, difference, values
 from mindspore import nn
 from rank_cases import LAUNCHES, MNIST, cases_of, dealt_out, every_launch_of, microbatches, said_by, step_of, train
-from test_reducers import simulated, undivided
+from simulated_ranks import simulated, undivided
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.cli import main as cli

@@ -116,15 +116,20 @@ def agree(group: Group, team: Team) -> None:
         figures = team.figures[name]
         if not parameters:
             figures["status"] = "no update"
-        elif expected is None or start is None:
-            figures.update(status="crashed", message=f"no referee: {REFEREE} is not there")
         else:
-            difference, drift = oracle.difference(parameters, expected), oracle.drift(parameters, expected, start)
-            figures.update(difference=difference, drift=drift, **verdict(difference, drift))
-            if figures["status"] == "disagreed":
-                say(f"  {name}: disagreed: {figures['message']}")
+            figures.update(judged(parameters, expected, start))
+        if figures.get("status") == "disagreed":
+            say(f"  {name}: disagreed: {figures['message']}")
     for name in team.names:
         team.figures[name].update(team.ask(name, "state") or {})
+
+
+def judged(parameters: list, expected: list | None, start: list | None) -> dict:
+    """`verdict` of what was trained, with what it is about."""
+    if expected is None or start is None:
+        return {"status": "crashed", "message": f"no referee: {REFEREE} is not there"}
+    difference, drift = oracle.difference(parameters, expected), oracle.drift(parameters, expected, start)
+    return {"difference": difference, "drift": drift, **verdict(difference, drift)}
 
 
 def verdict(difference: float, drift: float) -> dict[str, str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import ms_accum
 from ms_accum import batch_size, distributed
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
 PATHS = [TUTORIALS / "index.md", TUTORIALS / "changelog.md", *sorted(TUTORIALS.glob("guide/*.md")),
          *sorted(TUTORIALS.glob("reference/*.md"))]
