@@ -72,8 +72,9 @@ def test_training_goes_on_bit_identically(mode, case):
 def test_killed_while_two_processes_save_to_one_path(kills):
     """Each goes on from a whole file of one of the two, at least as new as was said, and nothing is left beside it."""
     rng, (network, acc, _) = random.Random(kills), build(hidden=300)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(kills):
-        processes = [subprocess.Popen([sys.executable, checkpointing.__file__, "c.safetensors", "100000"], text=True,
+        processes = [subprocess.Popen([sys.executable, checkpointing.__file__, "c.safetensors", "100000"], text=True, env=environment,
                                       stdout=subprocess.PIPE) for _ in range(2)]
         said = [process.stdout.readline() for process in processes]
         time.sleep(rng.uniform(0, 0.2))
