@@ -121,11 +121,12 @@ _add_unmarked = ops.Primitive("AssignAdd")
 
 def _add_anytime(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
     if buffer.dtype in HALF:
-        return _add_in_turn(0, buffer, gradient)
+        return add_in_turn(0, buffer, gradient)
     return _add_unmarked(buffer, gradient.astype(buffer.dtype))
 
 
-def _add_in_turn(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
+def add_in_turn(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
+    """Add behind a mark of a side effect: each waits for the one before it in the code."""
     gradient = gradient.astype(buffer.dtype)
     if buffer.dtype in HALF:
         # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
@@ -134,11 +135,11 @@ def _add_in_turn(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
 
 
 def _add_large(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:
-    return _add_in_turn(None, buffer, gradient) if buffer.size >= size else gradient
+    return add_in_turn(None, buffer, gradient) if buffer.size >= size else gradient
 
 
 def _add_small(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:
-    return _add_in_turn(None, buffer, gradient) if buffer.size < size else gradient
+    return add_in_turn(None, buffer, gradient) if buffer.size < size else gradient
 
 
 def buffer_dtype_of(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:

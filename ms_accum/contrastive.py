@@ -117,10 +117,10 @@ class _Cached:
         starts = starts_of(samples, pieces)
         rows = starts[0][1]
         self._starts = [(Tensor(start, ms.int32), rows) for start, rows in starts]
-        self._encode, self._backward = {}, {}
+        self._encode, self.backward = {}, {}
         for length in {rows for _, rows in starts}:
             self._encode[length] = straight(_encode_fn(encode, cut, length), accumulator)
-            self._backward[length] = straight(_backward_fn(encode, accumulator, samples, cut, length), accumulator)
+            self.backward[length] = straight(_backward_fn(encode, accumulator, samples, cut, length), accumulator)
         self._first = straight(_first_fn(encode, loss_fn, accumulator, samples, cut, rows), accumulator)
         self._end = compiled(_end_fn(accumulator))
 
@@ -138,7 +138,7 @@ class _Cached:
                              "be wrong: does it draw random numbers? Switch Dropout off (p=0, or "
                              "network.set_train(False)); the batch was ignored")
         for start, rows in self._starts[1:]:
-            self._backward[rows](start, cotangents, *batch)
+            self.backward[rows](start, cotangents, *batch)
         self._end(Tensor(len(self._starts), ms.int32))
         return loss
 

@@ -10,7 +10,7 @@ from mindspore import nn, ops
 from .accumulator import Accumulator
 
 
-class _Graph(nn.Cell):
+class Graph(nn.Cell):
     """A function as a Cell. MindSpore warns when a second train step compiles a jitted function, but not a Cell."""
 
     def __init__(self, function: Callable) -> None:
@@ -23,7 +23,7 @@ class _Graph(nn.Cell):
 
 def compiled(function: Callable) -> Callable:
     """Return `function` as a graph of its own, in graph mode and PyNative."""
-    return ms.jit(_Graph(function))
+    return ms.jit(Graph(function))
 
 
 def straight(function: Callable, accumulator: Accumulator) -> Callable:

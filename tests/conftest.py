@@ -74,11 +74,11 @@ def _noting(function):
 
 
 # Compilations, runs of graphs, and gradients that are taken op by op.
-api._JitExecutor.__call__ = _noting(api._JitExecutor.__call__)
-api._CellGraphExecutor.__call__ = _noting(api._CellGraphExecutor.__call__)
-api._CellGraphExecutor.compile = _noting(api._CellGraphExecutor.compile)
+api._JitExecutor.__call__ = _noting(api._JitExecutor.__call__)  # noqa: SLF001
+api._CellGraphExecutor.__call__ = _noting(api._CellGraphExecutor.__call__)  # noqa: SLF001
+api._CellGraphExecutor.compile = _noting(api._CellGraphExecutor.compile)  # noqa: SLF001
 _GRADIENT = (base, "_pynative_func_grad_forward") if hasattr(base, "_pynative_func_grad_forward") else (
-    base._Grad, "_pynative_forward_run")  # MindSpore 2.7 and 2.8
+    base._Grad, "_pynative_forward_run")  # MindSpore 2.7 and 2.8  # noqa: SLF001
 setattr(*_GRADIENT, _noting(getattr(*_GRADIENT)))
 
 

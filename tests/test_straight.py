@@ -100,7 +100,7 @@ def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, names, monkeypatc
     """Without the branch that CPU gets. Controls: a graph by hand has a Switch, and so has a step with that branch."""
     save_graphs()
     made = []
-    monkeypatch.setattr(straight._Graph, "__init__", noting(straight._Graph.__init__, made))
+    monkeypatch.setattr(straight.Graph, "__init__", noting(straight.Graph.__init__, made))
     with monkeypatch.context() as patch:
         patch.setattr(straight, "needs_branch", lambda: False)
         for name in names:

@@ -41,7 +41,7 @@ def free_memory(device_target: str) -> int:
     if device_target == "CPU":
         meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
         available = 1024 * int(re.search(r"^MemAvailable:\s+(\d+)", meminfo, re.MULTILINE)[1])
-        return int(_USED * min([available, *_cgroups_leave(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
+        return int(_USED * min([available, *cgroups_leave(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
     if is_dry_run(device_target):
         return int(_USED * _SIMULATED)
     outcome = in_a_process(device_target, _total_memory, device_target)  # not run, for lack of a GPU or an NPU
@@ -56,7 +56,7 @@ def _total_memory(device_target: str) -> int:
     return ms.hal.get_device_properties(0).total_memory
 
 
-def _cgroups_leave(membership: Path, root: Path) -> list[int]:
+def cgroups_leave(membership: Path, root: Path) -> list[int]:
     """Return the bytes that each limited cgroup of this process, and each one above, has left."""
     left, groups = [], membership.read_text(encoding="utf-8") if membership.exists() else ""
     for line, controller, *names, inactive in _CGROUPS:

@@ -14,7 +14,7 @@ from .devices import DEVICES, free_memory, require_cann
 from .process import is_dry_run, pickled
 from .trial import MakeStep, Trial, run_trial
 
-_DRY_RUN = "dry run: memory is planned by MindSpore's Ascend backend; nothing was launched, times are not measured"
+DRY_RUN = "dry run: memory is planned by MindSpore's Ascend backend; nothing was launched, times are not measured"
 
 
 class PlanError(RuntimeError):
@@ -146,7 +146,7 @@ def table(trials: Sequence[Trial]) -> str:
         seconds = "-" if trial.seconds is None else f"{trial.seconds:.1f}"
         lines.append(f"{trial.microbatch:10,}  {trial.accumulate_step:15,}  {peak:>10}  {seconds:>8}  "
                      f"{'fits' if trial.fits else trial.ended}")
-    return "\n".join([*lines, _DRY_RUN] if any(trial.seconds is None for trial in trials) else lines)
+    return "\n".join([*lines, DRY_RUN] if any(trial.seconds is None for trial in trials) else lines)
 
 
 def size(number: int) -> str:

@@ -12,6 +12,7 @@ from mindspore import Tensor, nn
 from .comparison import CONFIDENCE, Calls, Comparison, Division, norms
 from .groupnorm import BATCH_NORMS, statistics_of
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 # What a cause does, and the remedy.
 _SWITCHED_OFF = ("random: no two runs draw the same numbers, accumulated or not; compared with the layer switched off",
                  "none needed: a mask concerns one sample at a time, so accumulation is exact for whatever is drawn")
@@ -67,7 +68,7 @@ def in_loss(division: Division, what: str, remedy: str) -> list[Cause]:
 def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause], list[Cause]]:
     """Switch off random layers, and those of their kind, until two runs agree.
 
-    Return those of MindSpore, which draw masks; those of others, which may do more in training; what stays random.
+    Return those that draw masks, MindSpore's; those of others, which may do more in training; what stays random.
     """
     off: dict[str, nn.Cell] = {}
     while True:
@@ -78,9 +79,10 @@ def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause], lis
         if random.keys() <= off.keys():  # none, or found again
             off = {name: cell for name, cell in off.items() if name not in random}
             in_function = in_loss(division, *_RANDOM) if _distance([(loss, other_loss)]) > limit else []
-            own = {name: cell for name, cell in off.items() if type(cell).__module__.startswith("mindspore.")}
-            blindly = {name: cell for name, cell in off.items() if name not in own}
-            return (causes_in(own, *_SWITCHED_OFF), causes_in(blindly, *_SWITCHED_OFF_BLINDLY),
+            masks = {name: cell for name, cell in off.items()
+                     if isinstance(cell, _DROPOUTS) or type(cell).__module__.startswith("mindspore.")}
+            blindly = {name: cell for name, cell in off.items() if name not in masks}
+            return (causes_in(masks, *_SWITCHED_OFF), causes_in(blindly, *_SWITCHED_OFF_BLINDLY),
                     causes_in(random, *_RANDOM) or in_function)
         kinds = {type(cell) for cell in random.values()}
         off |= random | {name: cell for name, cell in division.layers.cells.items()

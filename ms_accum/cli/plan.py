@@ -57,7 +57,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
         help="the function make_step(microbatch), in a module that can be imported from here")
     add("--total-batch-size", type=count, required=True, metavar="N",
         help="samples that one update is made of: those of all microbatches of a window")
-    add("--memory-limit", type=_bytes, metavar="SIZE",
+    add("--memory-limit", type=size_in_bytes, metavar="SIZE",
         help="e.g. 4GiB, 500MB or a number of bytes (default: 90 %% of the free memory, or in a dry run of 64 GiB)")
     add("--device", "--device-target", choices=DEVICES, default="CPU",
         type=lambda text: {device.lower(): device for device in DEVICES}.get(text.lower(), text),
@@ -70,7 +70,8 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
     add("--json", type=Path, metavar="FILE", help="write the plan, every trial and the noise scale")
 
 
-def _bytes(text: str) -> int:
+def size_in_bytes(text: str) -> int:
+    """Return bytes from a text such as 8GiB or 500 MB. ArgumentTypeError if it is none."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower())
     unit = (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0
     if not match or float(match[1]) * unit < 1:

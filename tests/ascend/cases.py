@@ -213,7 +213,7 @@ def grad_cache():
     data = rows(ms.float32)
     with suppress(ValueError):  # "the same in both passes" reads as 0, which stops it before the other pieces
         step(data)
-    second = step.microbatch(step.prepared((data,), {})[0])._backward[ROWS // 2]
+    second = step.microbatch(step.prepared((data,), {})[0]).backward[ROWS // 2]
     second(Tensor(ROWS // 2, ms.int32), Tensor(np.zeros((ROWS, 8)), ms.float32), data)
     close(step.accumulator)
     return {}
@@ -405,7 +405,7 @@ def memory_of_copies():
     from ms_accum.gradients import mapped
 
     def add(self, gradients):
-        return mapped(buffers._add_in_turn, None, self.parameters, gradients)
+        return mapped(buffers.add_in_turn, None, self.parameters, gradients)
 
     def copying(*_):
         return in_place.Copying()

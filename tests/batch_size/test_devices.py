@@ -19,8 +19,8 @@ def test_free_memory_minds_cgroups(tmp_path):
             "cgroup": "4:memory:/c\n3:cpuset:/\n0::/a/b\n"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert sorted(devices._cgroups_leave(tmp_path / "cgroup", tmp_path))[:2] == [650, 900]
-    assert devices._cgroups_leave(tmp_path / "none", tmp_path) == []
+    assert sorted(devices.cgroups_leave(tmp_path / "cgroup", tmp_path))[:2] == [650, 900]
+    assert devices.cgroups_leave(tmp_path / "none", tmp_path) == []
     available = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     assert 0 < free_memory("CPU") <= 0.95 * 1024 * available
 

@@ -46,7 +46,8 @@ def taught(network, teacher, broken):
 
 def trace(*cells):
     """All that a check might leave behind."""
-    return [(name, type(cell).__name__, cell.training, cell.phase, len(cell._forward_hook), [id(p) for p in cell._primitives.values()],
+    return [(name, type(cell).__name__, cell.training, cell.phase, len(cell._forward_hook),  # noqa: SLF001
+             [id(p) for p in cell._primitives.values()],  # noqa: SLF001
              [(p.name, p.requires_grad, p.dtype, p.asnumpy().tobytes()) for p in cell.get_parameters(expand=False)])
             for root in cells for name, cell in root.cells_and_names()]
 

@@ -155,4 +155,4 @@ def test_a_bad_plan_is_refused_in_one_line(arguments, message, capsys):
 
 def test_sizes():
     for text, size in (("4GiB", 2**32), ("500MB", 5 * 10**8), ("1.5g", 15 * 10**8), ("12", 12), ("2 kib", 2048)):
-        assert plan_command._bytes(text) == size
+        assert plan_command.size_in_bytes(text) == size

@@ -104,7 +104,7 @@ def test_two_hosts_train_as_two_ranks_on_one_host(rate, tmp_path, on_one_host):
 
 def kill_rank(cluster, host):
     """Kill the python processes of a host that msrun started, but not msrun."""
-    for pid in subprocess.run(["ip", "netns", "pids", cluster._names[host]], capture_output=True, text=True, check=True).stdout.split():
+    for pid in subprocess.run(["ip", "netns", "pids", cluster.names[host]], capture_output=True, text=True, check=True).stdout.split():
         if f"MS_NODE_ID={host}" in Path("/proc", pid, "environ").read_text(encoding="utf-8").split("\0"):
             os.kill(int(pid), 9)
 

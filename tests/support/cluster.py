@@ -31,7 +31,7 @@ class Cluster:
         self.hosts = range(hosts)
         self.rate = rate
         name = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
-        self._names = [f"{name}-host{host}" for host in self.hosts]
+        self.names = [f"{name}-host{host}" for host in self.hosts]
         self._switch = f"{name}-switch"
 
     def __enter__(self) -> Cluster:
@@ -43,7 +43,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _remove([*self._names, self._switch])
+        _remove([*self.names, self._switch])
 
     def address(self, host: int) -> str:
         """Return the address of a host."""
@@ -52,12 +52,12 @@ class Cluster:
     def start(self, host: int, command: Iterable[object], log: Path, **options: object) -> subprocess.Popen:
         """Start a command on a host, with its output in the file `log`; the other options are those of Popen."""
         with log.open("w") as output:
-            return subprocess.Popen(["ip", "netns", "exec", self._names[host], *map(str, command)],
+            return subprocess.Popen(["ip", "netns", "exec", self.names[host], *map(str, command)],
                                     stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **options)
 
     def sent(self, host: int) -> int:
         """Return the bytes that a host has sent, counted at its interface, headers included."""
-        link, = json.loads(_run("ip", "-n", self._names[host], "-json", "-statistics", "link", "show", "eth0"))
+        link, = json.loads(_run("ip", "-n", self.names[host], "-json", "-statistics", "link", "show", "eth0"))
         return link["stats64"]["tx"]["bytes"]
 
     def cut(self, host: int) -> None:
@@ -71,15 +71,15 @@ class Cluster:
     def kill(self, host: int) -> None:
         """Kill all that runs on a host, as if its power failed. Its link is cut first, so that nobody is told."""
         self.cut(host)
-        _kill(self._names[host])
+        _kill(self.names[host])
 
     def _build(self) -> None:
-        for name in (self._switch, *self._names):
+        for name in (self._switch, *self.names):
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
         _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
-        for host, name in zip(self.hosts, self._names):
+        for host, name in zip(self.hosts, self.names):
             _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", f"port{host}", "netns", self._switch)
             _run("ip", "-n", self._switch, "link", "set", f"port{host}", "up", "master", "bridge")
             _run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")

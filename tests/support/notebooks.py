@@ -1,4 +1,4 @@
-"""Notebooks, executed from a clean kernel. As a script it stores the outputs: `python tests/notebooks.py tutorials/1-*.ipynb`."""
+"""Notebooks, executed from a clean kernel. As a script it stores the outputs: `python tests/support/notebooks.py tutorials/1-*.ipynb`."""
 import copy
 import os
 import re
