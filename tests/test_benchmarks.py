@@ -55,6 +55,35 @@ def row_of(page, start):
     return row.strip("| ").split(" | ")
 
 
+POINTS = """
+import json, records, report
+print(json.dumps([report.points(group) for group in records.read(records.FOLDER / "strategies.json")["groups"]]))
+"""
+
+
+def test_readme_and_the_page_on_ascend_have_the_records_figures(tmp_path):
+    """README: those that its figure shows. The page: the memory of the dry run."""
+    (tmp_path / "points.py").write_text(POINTS, encoding="utf-8")
+    panels = [panel for panel in json.loads(run(tmp_path / "points.py")) if panel]
+    readme = " ".join((BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8").replace("×", "x").split())
+
+    def shown(name, i):
+        return [f"{panel[name][i]['median']:.2f}" for panel in panels]
+
+    assert "{} x (MLP), {} x (CNN) and {} x (transformer)".format(*shown("ms_accum", 0)) in readme
+    assert "{}, {} and {} x the extra memory".format(*shown("ms_accum-pieces", 1)) in readme
+    assert "{}, {} and {} x its time".format(*shown("ms_accum-pieces", 0)) in readme
+    names = "undivided", "tutorial", "boost", "parallel-nn", "split", "split-in-step"
+    starts = "| MLP, 0.7 M", "| CNN, 11 M", "| ViT, 2.7 M", "| transformer, 11 M", "| transformer, 353 M"
+    for start, group in zip(starts, read("ascend")["groups"], strict=True):
+        found = [group["contestants"][name] for name in names]
+        shares = [f"{of['per_sample'] / found[0]['per_sample']:.2f}" for of in found[1:]]
+        expected = [f"{of['per_parameter']:.1f}, {share}" for of, share in zip(found, ["1", *shares])]
+        assert row_of("accelerators.md", start)[1:] == expected, start
+    ours, tutorials = (f"{found[i]['per_parameter']:.1f}" for i in (4, 1))
+    assert f"takes {ours} bytes per parameter, with the tutorial's class {tutorials}." in readme
+
+
 def test_the_page_on_batch_sizes_has_the_records_figures():
     for problem in read("batch_size")["problems"].values():
         for name, found in problem["contestants"].items():
