@@ -65,7 +65,7 @@ def test_readme_and_the_page_on_ascend_have_the_records_figures(tmp_path):
     """README: those that its figure shows. The page: the memory of the dry run."""
     (tmp_path / "points.py").write_text(POINTS, encoding="utf-8")
     panels = [panel for panel in json.loads(run(tmp_path / "points.py")) if panel]
-    readme = " ".join((BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8").replace("×", "x").split())
+    readme = " ".join((BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8").replace("\u00d7", "x").split())
 
     def shown(name, i):
         return [f"{panel[name][i]['median']:.2f}" for panel in panels]
