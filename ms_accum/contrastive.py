@@ -108,7 +108,11 @@ class GradCacheStep(TrainStep):
 
 
 class _Cached:
-    """A microbatch whose pieces are encoded twice: for the loss of the batch, and backward from its gradient."""
+    """A microbatch whose pieces are encoded twice: for the loss of the batch, and backward from its gradient.
+
+    Attributes:
+        backward: What adds the gradients of a piece, by the number of its rows.
+    """
 
     alone = None
 

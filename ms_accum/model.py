@@ -1,8 +1,8 @@
 """A train step as a Cell, for `mindspore.train.Model` and whatever else takes one."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Optional, Union
 
 import mindspore as ms
@@ -14,9 +14,9 @@ from .batch import positional
 from .boundary import Boundary
 from .differentiate import make_gradients_of, weight_of
 from .distributed.exchange import DataParallel
-from .distributed.ranks import raise_if_left_alone
+from .errors import explaining_errors
 from .observer import Observer
-from .optimizers import INSTANCE, cell_prefix, own_name, require_rates, require_same_parameters, state_of
+from .optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
 from .pieces import FLAT, layout, layout_of
 from .straight import compiled
 from .train_step import RENAMED, averaging, require_functions
@@ -142,7 +142,7 @@ class TrainOneStepCell(nn.Cell):
             self.accumulator.require_whole()
             self._boundary_now().settle()
         self._returned, self._loads = False, countdown.loads
-        with self._explaining_errors():
+        with self._forgetting_graphs():
             result = super().__call__(*batch)
         self._returned = True
         return result
@@ -181,20 +181,11 @@ class TrainOneStepCell(nn.Cell):
         for do in self.before_flush:
             do()
         self._returned = False
-        with self._explaining_errors():
+        with self._forgetting_graphs():
             return self._boundary_now().flush()
 
-    @contextmanager
-    def _explaining_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            # A graph in which a kernel failed fails in all its later calls (MindSpore 2.10): compile it again.
-            self.compile_cache.clear()
-            raise_if_left_alone(error)
-            if "'Gather'" in str(error):
-                require_rates(self.optimizer)
-            raise
+    def _forgetting_graphs(self) -> AbstractContextManager:
+        return explaining_errors(self.optimizer, self.compile_cache.clear)
 
     def _boundary_now(self) -> Boundary:
         return self._boundaries[ms.get_context("mode")]

@@ -8,24 +8,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Optional
 
 from .accumulator import Accumulator
 from .batch import as_arguments, as_tensors, named_values, ordered, require_batched
 from .boundary import Boundary
-from .distributed.ranks import raise_if_left_alone
+from .errors import explaining_errors
 from .optimizers import require_rates, require_trainable
 from .pieces import layout
 from .straight import straight
-
-_REBUILT = ("forward_fn and the optimizer use different Parameters of the same name, expected those of one network; if "
-            "the network was built again (in a notebook, say), build the optimizer and the train step again, too, and "
-            "give two networks names of their own with Cell.update_parameters_name")
-_BFLOAT16 = ("something in the step takes no bfloat16 ({}), expected operators and an optimizer that do, unlike nn.SGD "
-             "and nn.Adam (here: {}); give nn.AdamWeightDecay, nn.ASGD or mint.optim.AdamW, or keep the parameters in "
-             "float32")
 
 
 class TrainStep:
@@ -63,7 +56,8 @@ class TrainStep:
         `updated` is true then. To know which batch is the last, each is read before the loss of the one before it is
         yielded. So an iterator whose loop is left early has been read one batch further: give `islice(iterator, n)` to
         train on n of its batches. A generator must not wait for what the loop does, and the position of a loader is one
-        ahead. An error of reading a batch is raised after the loss of the one before it.
+        ahead. An error of reading a batch is raised after the loss of the one before it, and not at all if the loop is
+        left with that loss.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
         applies it, `accumulator.reset()` drops it. With several ranks, the data may be uneven: a rank at its end takes
@@ -189,26 +183,9 @@ class TrainStep:
         self.updated = updated
         return result
 
-    @contextmanager
-    def forgetting_graphs(self) -> Iterator[None]:
-        """Forget all graphs after an error: one in which a kernel failed fails in all its later calls (MindSpore 2.10).
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            self.forget_graphs()
-            if "already exists. Please set a unique name" in str(error):
-                raise ValueError(_REBUILT) from error
-            raise_if_left_alone(error)
-            if "'Gather'" in str(error):
-                require_rates(self.accumulator.optimizer)
-            raise
-        except Exception as error:
-            self.forget_graphs()
-            if isinstance(error, TypeError) and "BFloat16" in str(error):
-                reason, name = str(error).strip().split("\n")[0][:160], type(self.accumulator.optimizer).__name__
-                raise TypeError(_BFLOAT16.format(reason, name)) from error
-            raise
+    def forgetting_graphs(self) -> AbstractContextManager:
+        """Forget all graphs after an error within the block, and explain it."""
+        return explaining_errors(self.accumulator.optimizer, self.forget_graphs)
 
     def _after_microbatch(self, held: int, remaining: int) -> tuple[int, Optional[int], bool]:
         """Close the window if it is full. Return what the open one holds and needs, and whether one was applied."""

@@ -18,6 +18,7 @@ class Graph(nn.Cell):
         self.function = function
 
     def construct(self, *arguments: Any) -> Any:
+        """Return what the function returns."""
         return self.function(*arguments)
 
 

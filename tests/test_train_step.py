@@ -277,7 +277,8 @@ def test_a_network_that_was_built_again_is_refused_with_the_remedy():
         TrainOneStepCell(nn.WithLossCell(new, LOSS), sgd(old), 2)
 
 
-def test_an_optimizer_that_takes_no_bfloat16_is_named():
+@pytest.mark.parametrize("make", [make_train_step, TrainOneStepCell])
+def test_an_optimizer_that_takes_no_bfloat16_is_named(make):
     class Scaled(nn.Cell):
         def __init__(self):
             super().__init__()
@@ -287,7 +288,7 @@ def test_an_optimizer_that_takes_no_bfloat16_is_named():
             return (self.weight.astype(ms.float32) * x).mean()
 
     network = Scaled()
-    train_step = make_train_step(network, nn.SGD(network.trainable_params(), 0.1), 1)
+    train_step = make(network, nn.SGD(network.trainable_params(), 0.1), 1)
     with pytest.raises(TypeError, match=r"takes no bfloat16 .*\(here: SGD\); give nn.AdamWeightDecay"):
         train_step(ms.Tensor([[1.0, 1.0]], ms.float32))
 
