@@ -55,7 +55,7 @@ def stratified():
 @pytest.mark.parametrize("case", stratified(), ids=lambda case: f"{case.driver}-{case.level}")
 def test_runs_of_each_driver_and_level(case, tmp_path):
     print(case)
-    follow(case, tmp_path)
+    assert follow(case, tmp_path) > len(case.sizes)
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_any_run(shard, tmp_path_factory):
         assume(nontrivial)
         case = compose(lambda options: data.draw(st.sampled_from(options)))
         print(case)
-        follow(case, tmp_path_factory.mktemp("run"))
+        assert follow(case, tmp_path_factory.mktemp("run")) > 0
 
     run()
 
@@ -82,7 +82,7 @@ def test_narrow_draws(name, tmp_path_factory):
     """Around defects that ms_accum has had."""
     for case in cases(name):
         print(case)
-        follow(case, tmp_path_factory.mktemp("run"))
+        assert follow(case, tmp_path_factory.mktemp("run")) > 0
 
 
 def test_each_defect_can_be_put_back():

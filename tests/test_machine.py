@@ -27,6 +27,7 @@ def microbatch(size, seed, bad):
 
 class Machine(RuleBasedStateMachine):
     driver = None
+    runs = 0
     wrong = staticmethod(lambda weight: weight)  # what a control changes in the oracle
 
     def __init__(self):
@@ -34,6 +35,7 @@ class Machine(RuleBasedStateMachine):
         self.run = run_of(self.driver)
         self.oracle = self.run.oracle()
         self.saved = None
+        type(self).runs += 1
 
     @rule(size=SIZES, seed=st.integers(0, 10**6), bad=st.sampled_from([False] * 7 + [True]))
     def train(self, size, seed, bad):
@@ -88,7 +90,9 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_calls_in_any_order_equal_the_oracle(driver):
-    run_state_machine_as_test(type("Run", (Machine,), {"driver": driver}), settings=settings(max_examples=12, stateful_step_count=25))
+    machine = type("Run", (Machine,), {"driver": driver})
+    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=25))
+    assert machine.runs >= 12
 
 
 @pytest.mark.parametrize("driver", ["step", "cell-pynative"])

@@ -99,6 +99,25 @@ def test_lengths_and_updates_are_those_of_the_formula(seed, skips):
     assert lengths[0] < max(lengths) > lengths[-2], "nothing was adapted"
 
 
+def ends(scale, target, begin=1):
+    """The lengths in NumPy, for microbatches of 4 samples."""
+    expected = Expected(1, 64, target, rate=0.0)
+    expected.adaptive.length = expected.adaptive.chosen = begin
+    for x in noisy([4] * 3200, scale):
+        expected.microbatch(x)
+    return expected.lengths
+
+
+@pytest.mark.parametrize(("scale", "target", "right"), [(128, 1.0, 32), (32, 1.0, 8), (32, 0.5, 16), (4, 1.0, 1), (1e6, 1.0, 64)])
+def test_it_ends_at_the_right_power_of_two_and_stays(scale, target, right):
+    """Noise scale / target / 4 microbatches, from below and above. Control: with a wrong target it ends elsewhere."""
+    for begin in (1, 64):
+        lengths = ends(scale, target, begin)
+        late = set(lengths[-max(len(lengths) // 4, 4):])
+        assert late == {right} or (right == 1 and late == {1, 2}), lengths  # of 1, some are 2 to measure
+    assert ends(scale, 4 * target)[-1] != right or right in (1, 64)
+
+
 def test_resume_across_a_change_is_bit_identical(tmp_path):
     """Saved in the middle of the last window before a change, before the first one after it, and in the middle of that."""
     data = noisy([4] * 60, 1e6)

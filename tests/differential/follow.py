@@ -12,18 +12,20 @@ TOLERANCE = {"exact": 3e-5, "16 bit": 3e-2}
 
 
 def follow(case, folder):
-    """Raise AssertionError where ms_accum and plain MindSpore disagree."""
+    """Raise AssertionError where ms_accum and plain MindSpore disagree. Return how many arrays were compared."""
+    following = _Follow(case, folder)
     try:
-        _Follow(case, folder).run()
+        following.run()
     except BaseException:
         recover()
         raise
+    return following.compared
 
 
 class _Follow:
     def __init__(self, case, folder):
         self.case, self.folder = case, folder
-        self.position = 0
+        self.position = self.compared = 0
         self.over = False
 
     def run(self):
@@ -125,6 +127,7 @@ class _Follow:
     # --- what is compared ----------------------------------------------------------------------------------------------------
 
     def _equal(self, what, got, expected, bound):
+        self.compared += 1
         got, expected = np.asarray(got, float), np.asarray(expected, float)
         with np.errstate(invalid="ignore"):
             off = np.abs(got - expected)
