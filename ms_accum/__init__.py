@@ -21,5 +21,6 @@ from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .train_step import make_train_step as make_train_step
 from .window import by_epoch as by_epoch
 from .window import until_weight as until_weight
+from .window import updates_of as updates_of
 
 __version__ = "0.2.0.dev0"

@@ -19,7 +19,7 @@ from .gradients import Gradients, Scalar, after, mapped, weighted
 from .in_place import in_place
 from .loss_scale import LossScale, NoLossScale, checked_loss_scaler
 from .lost_window import watched
-from .nonfinite import GUARDS, SkipWindow
+from .nonfinite import guard_of
 from .observer import Observer
 from .optimizers import checked_parameters, describe, name_state
 from .update import REDUCTIONS, Reduce, Reduced, Update, checked_clip_norm, checked_hook, normaliser_of
@@ -38,10 +38,10 @@ class Accumulator:
         gradient *= min(1, clip_norm / (norm(gradient) + 1e-6))  # if clip_norm is given
         optimizer(gradient); buffer = 0
 
-    A drop-in replacement for the class of MindSpore's gradient accumulation tutorial, with half its memory. With "sum",
-    the default and the tutorial's contract, *the script divides its loss by `accumulate_step`*: an undivided loss makes
-    updates N times too large without an error. `make_train_step` and `TrainOneStepCell` build an accumulator with
-    "mean" and take the undivided loss; prefer them in a new script.
+    A drop-in replacement for the class of MindSpore's tutorial, with half its memory. With "sum", the default and the
+    tutorial's contract, *the script divides its loss by `accumulate_step`*: an undivided loss makes updates N times too
+    large without an error. `make_train_step` and `TrainOneStepCell` take the undivided loss, and build an accumulator
+    with "mean"; prefer them in a new script.
 
     With "mean", mean losses, and the number of samples (or unmasked tokens) as weights, the update equals the
     full-batch update up to rounding, also for ragged microbatches and an incomplete last window.
@@ -64,12 +64,14 @@ class Accumulator:
             the microbatch (in pieces: the piece) the weight 0, and do not count a microbatch of which nothing is left,
             so that the window stays open for another one (`optax.skip_not_finite`). "skip_window": drop the window when
             it closes, without an update. A gradient is finite if the sum of its elements is.
+        max_skips: How many windows ("skip_microbatch": microbatches or pieces of this rank) may be skipped one after
+            the other; after one more, the end of a window raises a RuntimeError: in a train step, a cell or `flush`,
+            by hand in `guard.require_progress()`, for a graph cannot. None: no limit.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
-        after_update: A function without arguments that is called after each update, never for a microbatch or a window
-            that is skipped; for a moving average of the weights, say. In graph mode it is part of the graph: it has to
-            change Parameters, and what it does in Python alone (appending to a list, say) never runs. The Parameters of
-            a Cell, or of a Cell whose method it is, are state of the accumulator; those of other functions are not
-            saved in checkpoints.
+        after_update: A function without arguments that is called after each update, never for what is skipped; for a
+            moving average of the weights, say. In graph mode it is part of the graph: it has to change Parameters, and
+            what it does in Python alone never runs. The Parameters of a Cell, or of a Cell whose method it is, are
+            state of the accumulator; those of other functions are not saved in checkpoints.
         noise_scale: A `ms_accum.batch_size.GradientNoiseScale`, which measures up to which batch size more samples
             help. It costs one norm per microbatch. The weights have to be numbers of samples or tokens.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
@@ -83,6 +85,9 @@ class Accumulator:
         closed_windows: Windows closed, with an update or dropped: int32 Parameter of shape `()`.
         skipped: Gradients of this rank ignored because they were not finite, each of a microbatch or piece
             ("skip_microbatch") or of a window ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
+        skipped_in_row: The same, since the last gradient that was not skipped.
+        seen: Sum of the weights in all updates of all ranks, each rounded: samples, or what `weight_fn` counts, tokens
+            for example: int64 Parameter of shape `()`.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN until it has
             been measured, and always without `clip_norm`.
         weight_sum: Sum of the weights in the open window: float32 Parameter of shape `()`.
@@ -98,8 +103,7 @@ class Accumulator:
         TypeError: If an argument is of the wrong kind.
         ValueError: If an argument is out of range, or a loss scaler comes with "skip_microbatch".
 
-    Source: the tutorial's class
-        (https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html);
+    Source: https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html (the class);
     schedules and skipping are those of `optax.MultiSteps`; the clip factor is that of `torch.nn.utils.clip_grad_norm_`.
 
     Example:
@@ -133,6 +137,7 @@ class Accumulator:
         reduction: str = "sum",
         buffer_dtype: Optional[ms.Type] = None,
         on_nonfinite: str = "apply",
+        max_skips: Optional[int] = None,
         reducer: Optional[DataParallel] = None,
         after_update: Optional[Callable] = None,
         noise_scale: Optional[Observer] = None,
@@ -140,7 +145,7 @@ class Accumulator:
     ) -> None:
         parameters = checked_parameters(optimizer)
         names, shapes, dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in parameters))
-        clip_norm, guard = checked_clip_norm(clip_norm), GUARDS[one_of("on_nonfinite", on_nonfinite, tuple(GUARDS))]
+        clip_norm, guard = checked_clip_norm(clip_norm), guard_of(on_nonfinite, max_skips, loss_scaler is not None)
         self.optimizer, self.countdown, after_update = optimizer, Countdown(), checked_hook(after_update)
         self.reduction = one_of("reduction", reduction, REDUCTIONS)
         self.buffer_dtypes = tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes)
@@ -158,11 +163,11 @@ class Accumulator:
         self.counters = counters = watched(Counters(prefix), self)
         self._update = Update(optimizer, dtypes, normaliser_of(reduction, self.exchange.ranks), clip_norm, after_update,
                               self.observer, in_place(self.exchange.ranks == 1 and loss_scaler is None), prefix)
-        self.mini_step, self.weight_sum = counters.mini_step, counters.weight_sum
+        self.mini_step, self.skipped, self.weight_sum = counters.mini_step, counters.skipped, counters.weight_sum
         self.closed_windows, self.window_weight = counters.closed_windows, counters.window_weight
-        self.skipped, self.update_step, self.grad_norm = counters.skipped, self._update.step, self._update.grad_norm
+        self.update_step, self.seen, self.grad_norm = self._update.step, self._update.seen, self._update.grad_norm
         self.loss_scale = NoLossScale() if loss_scaler is None else LossScale(loss_scaler, self, prefix)
-        self.guard = (guard if loss_scaler is None else SkipWindow)(self.skipped)
+        self.guard, self.skipped_in_row = guard(counters, self.update_step), counters.skipped_in_row
         self._add = Add((names, shapes), self.guard, self.observer, self.loss_scale, self.exchange, self.buffers,
                         self.weight_sum)
         self._reduce = Reduce(self.exchange, self.loss_scale, self.guard)
@@ -268,12 +273,8 @@ class Accumulator:
         Inside `ms.jit`, prefer it to an `if` of your own around `apply`: graph mode drops a branch that nothing depends
         on without an error, as in `if done: acc.apply()` before `return done`.
 
-        Returns:
-            Whether a window with microbatches in it was closed: bool Tensor of shape `()`.
-
-        Raises:
-            TypeError: If `condition` is neither a Tensor nor a bool.
-            ValueError: If it is a Tensor of more than one element.
+        Return whether a window with microbatches in it was closed: bool Tensor of shape `()`. TypeError if `condition`
+        is neither a Tensor nor a bool, ValueError if it is a Tensor of more than one element.
         """
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
         mini_step = self.mini_step + 0
@@ -303,13 +304,14 @@ class Accumulator:
         """Update with a window: normalise, clip, optimizer, hooks; see `update.py`. Then clear."""
         self.counters.begin_update(reduced[0][-1])
         self._update(reduced, True)
+        self.guard.applied()
         self.loss_scale.adjust(True)
         self.counters.close(self.weight_sum)
         self.reset()
 
     def drop(self) -> None:
         """Clear without an update, and count in `skipped`."""
-        ops.assign_add(self.skipped, 1)
+        self.guard.dropped()
         self.loss_scale.adjust(False)
         self.counters.close(self.weight_sum)
         self.reset()

@@ -84,6 +84,7 @@ class Boundary:
                 others = self._close_with(0.0)[1]
         elif int(accumulator.mini_step) > 0:
             self.close()
+        accumulator.guard.require_progress()
         return int(accumulator.closed_windows) > windows
 
     def _add_nothing(self, pieces: int) -> float:
@@ -137,11 +138,14 @@ def _graphs(accumulator: Accumulator) -> dict[str, Callable]:
         apply, judge, reduce, update, drop, end, nothing_of(accumulator))}
 
 
-def nothing_of(accumulator: Accumulator) -> Callable:
-    """Return `() -> ranks that have data`, which takes part in the exchange of a piece without one."""
+def nothing_of(accumulator: Accumulator, present: int = 0) -> Callable:
+    """Return `() -> ranks that have data`, which takes part in the exchange of a piece without one.
+
+    `present`: 1 if this rank has data, of which this piece holds nothing.
+    """
     def nothing() -> Tensor:
         # With weight 0, any Tensors of the right shapes are ignored. None is made of this loss.
         begun = accumulator.begun(Tensor(0.0, ms.float32))
-        return ops.depend(as_tensor(accumulator.add_piece(accumulator.optimizer.parameters, 0.0, 0)), begun)
+        return ops.depend(as_tensor(accumulator.add_piece(accumulator.optimizer.parameters, 0.0, present)), begun)
 
     return nothing

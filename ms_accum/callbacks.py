@@ -192,9 +192,10 @@ class WindowLog(Callback):
 
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
     mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (NaN without
-    `clip_norm`); `skipped`, so far; with a loss scaler `loss_scale`; and with a noise scale `noise_scale`. For a window
-    that was open when the training began, the loss is the mean over the microbatches that the callback has seen. It
-    reads a few numbers before and after each microbatch, which waits for the device. Put it after `FlushCallback`.
+    `clip_norm`); `skipped` and `seen`, so far (see `Accumulator`); with a loss scaler `loss_scale`; and with a noise
+    scale `noise_scale`. For a window that was open when the training began, the loss is the mean over the microbatches
+    that the callback has seen. It reads a few numbers before and after each microbatch, which waits for the device. Put
+    it after `FlushCallback`.
 
     On several ranks, losses and weights are those of this rank, but with `sync="microbatch"` and "node" weights are
     sums over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A
@@ -306,7 +307,7 @@ class WindowLog(Callback):
         row = {"epoch": self._place[0], "microbatch": self._place[1],
                "update_step": int(accumulator.update_step) - of_others, "loss": total / (weight or 1.0),
                "weight": float(accumulator.window_weight), "grad_norm": float(accumulator.grad_norm),
-               "skipped": int(accumulator.skipped)}
+               "skipped": int(accumulator.skipped), "seen": int(accumulator.seen)}
         if of_others:
             row.update(weight=self._weight if accumulator.exchange.inside == 1 else nan, grad_norm=nan)
         if accumulator.loss_scaler is not None:

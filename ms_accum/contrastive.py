@@ -18,7 +18,8 @@ from .arguments import require_callable, spelled
 from .batch import positional
 from .differentiate import checked_loss
 from .gradients import FLOATS
-from .pieces import select_rows, starts_of
+from .microbatch import Empty
+from .pieces import Cut, select_rows, starts_of
 from .step import TrainStep
 from .straight import compiled, straight
 from .train_step import RENAMED, averaging, checked_pieces
@@ -100,7 +101,9 @@ class GradCacheStep(TrainStep):
     """What `make_grad_cache_step` returns: see there, and `TrainStep`."""
 
     def __init__(self, encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, pieces: int) -> None:
-        def microbatch_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> _Cached:
+        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[_Cached, Empty]:
+            if samples == 0:
+                return Empty(accumulator, pieces)
             encode = _encoder(positional("encode_fn", encode_fn, len(cut), names))
             return _Cached(encode, positional("loss_fn", loss_fn), accumulator, samples, cut, pieces)
 
@@ -117,7 +120,7 @@ class _Cached:
     alone = None
 
     def __init__(self, encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int,
-                 cut: tuple[bool, ...], pieces: int) -> None:
+                 cut: Cut, pieces: int) -> None:
         starts = starts_of(samples, pieces)
         rows = starts[0][1]
         self._starts = [(Tensor(start, ms.int32), rows) for start, rows in starts]
@@ -147,7 +150,7 @@ class _Cached:
         return loss
 
 
-def _encode_fn(encode: Callable, cut: tuple[bool, ...], rows: int) -> Callable:
+def _encode_fn(encode: Callable, cut: Cut, rows: int) -> Callable:
     """Return `(start, *batch) -> representations of a piece, side by side`."""
     def encode_piece(start: Tensor, *batch: Any) -> Tensor:
         representations = encode(*select_rows(start + ops.arange(rows), cut, batch))
@@ -159,7 +162,7 @@ def _encode_fn(encode: Callable, cut: tuple[bool, ...], rows: int) -> Callable:
     return encode_piece
 
 
-def _first_fn(encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int, cut: tuple[bool, ...],
+def _first_fn(encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int, cut: Cut,
               rows: int) -> Callable:
     """Return `(first, cached, *batch) -> (loss, whether both passes agreed, its gradient at the representations)`.
 
@@ -187,7 +190,7 @@ def _first_fn(encode: Callable, loss_fn: Callable, accumulator: Accumulator, sam
     return first
 
 
-def _backward_fn(encode: Callable, accumulator: Accumulator, samples: int, cut: tuple[bool, ...],
+def _backward_fn(encode: Callable, accumulator: Accumulator, samples: int, cut: Cut,
                  rows: int) -> Callable:
     """Return `(start, cotangents, *batch)`, which adds the gradient of one piece."""
     def differentiated(cotangents: Tensor, *piece: Any) -> Tensor:

@@ -31,13 +31,13 @@ class Counters:
 
     def __init__(self, prefix: str) -> None:
         self.saved: Optional[tuple[int, int]] = None
-        self.mini_step, self.closed_windows, self.skipped, self.torn, self.taken = (
+        self.mini_step, self.closed_windows, self.skipped, self.skipped_in_row, self.torn, self.taken = (
             empty_parameter(f"{prefix}.{name}", (), ms.int32)
-            for name in ("mini_step", "closed_windows", "skipped", "unfinished", "taken"))
+            for name in ("mini_step", "closed_windows", "skipped", "skipped_in_row", "unfinished", "taken"))
         self.weight_sum, self.window_weight = (
             empty_parameter(f"{prefix}.{name}", (), ms.float32) for name in ("weight_sum", "window_weight"))
         self.of_window = (self.mini_step, self.torn, self.taken, self.weight_sum)
-        self.kept = (self.closed_windows, self.skipped, self.window_weight)
+        self.kept = (self.closed_windows, self.skipped, self.skipped_in_row, self.window_weight)
 
     def note(self, change: Scalar) -> Tensor:
         """Note the begin or the end of something that must not be stopped in the middle. Return what to wait for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -21,8 +21,8 @@ from .accumulator import Accumulator
 from .arguments import as_weight
 from .differentiate import checked_loss, parted
 from .gradients import Numbers, as_vector
-from .microbatch import Functions, Pieces
-from .pieces import checked_aux, counted, select_rows
+from .microbatch import Empty, Functions, Pieces
+from .pieces import Cut, checked_aux, counted, select_rows
 from .step import TrainStep, next_or_error
 from .straight import compiled
 
@@ -53,7 +53,7 @@ class SeveralLossesStep(TrainStep):
     """A train step whose `forward_fn` returns several losses; see `make_train_step`."""
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
-                 losses: int) -> None:
+                 losses: int, batch_axis: int) -> None:
         if accumulator.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so that '
                              'windows cannot be weighed before; give sync="window"')
@@ -61,10 +61,13 @@ class SeveralLossesStep(TrainStep):
             raise ValueError(f'got losses={losses} with on_nonfinite="skip_microbatch", which changes the weight of a '
                              'window after it was weighed; give "skip_window"')
 
-        def microbatch_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> WeighedPieces:
-            return WeighedPieces(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
+        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[WeighedPieces, Empty]:
+            functions = functions_for(len(cut), names)
+            if samples == 0:
+                return Empty(accumulator, pieces, losses, functions.has_aux)
+            return WeighedPieces(functions, accumulator, losses, samples, cut, pieces)
 
-        super().__init__(function, accumulator, pieces, microbatch_for)
+        super().__init__(function, accumulator, pieces, microbatch_for, batch_axis)
         self._losses = losses
         self._nothing = Tensor(np.zeros(losses + 1), ms.float32)
         accumulator.buffers.fix_unit(1.0)
@@ -144,7 +147,7 @@ class SeveralLossesStep(TrainStep):
         """Train on the microbatches of a window, and close it with the last one."""
         own = np.concatenate(window.weights)
         with self.forgetting_graphs():
-            totals = self._announce(Tensor([*own.sum(0), (own != 0).any(1).sum()], ms.float32))
+            totals = self._totals = self._announce(Tensor([*own.sum(0), (own != 0).any(1).sum()], ms.float32))
         self._length = len(window.batches)
         self.accumulator.countdown.set(0, self._length)
         for (key, batch), weights in zip(window.batches, window.weights):
@@ -159,14 +162,20 @@ class SeveralLossesStep(TrainStep):
         self.accumulator.require_whole()
         if int(self.accumulator.mini_step) != self._length:
             raise RuntimeError(_CHANGED)
-        return 0, None, self._boundary.close()
+        updated = self._boundary.close()
+        if updated:  # with weight 1 for each piece, the pieces were counted
+            of_first = (self._totals[0] - self._totals[-1]).round()
+            ops.assign_add(self.accumulator.seen, of_first.astype(ms.int64))
+        else:
+            self.accumulator.guard.require_progress()
+        return 0, None, updated
 
 
 class WeighedPieces(Pieces):
     """A microbatch, whole or in pieces, of a window whose totals are known. A whole one is a single piece."""
 
     def __init__(self, functions: Functions, accumulator: Accumulator, losses: int, samples: int,
-                 cut: tuple[bool, ...], pieces: int) -> None:
+                 cut: Cut, pieces: int) -> None:
         self.count = losses
         super().__init__(functions, accumulator, samples, cut, pieces)
         self._weigh = compiled(self._weigh_fn())
@@ -182,7 +191,7 @@ class WeighedPieces(Pieces):
 
     def graph_for(self, rows: int, present: tuple[bool, ...]) -> Callable:
         """Return what adds a piece. A loss that has no weight in it is left out: as a mean over nothing it is 0/0."""
-        (forward_fn, _, has_aux), accumulator, cut, count = self.functions, self.accumulator, self.cut, self.count
+        (forward_fn, _, has_aux, axis), accumulator, cut, count = self.functions, self.accumulator, self.cut, self.count
         counts = [t for t in range(count) if present[t]]
 
         def differentiated(shares: Tensor, *piece: Any) -> tuple:
@@ -201,7 +210,7 @@ class WeighedPieces(Pieces):
             of_window = window[:count]
             shares = weights * window[count] / ops.where(of_window == 0, ops.ones_like(of_window), of_window)
             (total, losses, aux), gradients = grad_fn(shares, *inputs)
-            aux = checked_aux(aux, rows) if has_aux else aux
+            aux = checked_aux(aux, rows, axis) if has_aux else aux
             taken = accumulator.add_piece(gradients, 1.0 if counts else 0.0)
             losses = ops.depend(counted(losses, weights), (total, taken))
             totals = totals + ops.concat((losses, weights))

@@ -17,16 +17,17 @@ from .arguments import as_weight
 from .boundary import nothing_of
 from .differentiate import make_gradients_of, weight_of
 from .gradients import as_tensor, as_vector
-from .pieces import aux_values, checked_aux, counted, join_aux, select_rows, starts_of
+from .pieces import Cut, aux_values, checked_aux, counted, join_aux, select_rows, starts_of
 from .straight import compiled, straight
 
 
 class Functions(NamedTuple):
-    """What a train step does with a piece. Functions are by position, as from `batch.positional`."""
+    """What a train step does with a piece; see `make_train_step`. Functions are by position: `batch.positional`."""
 
     forward_fn: Callable
     weight_fn: Optional[Callable]
     has_aux: bool
+    batch_axis: int = 0
 
 
 class Whole:
@@ -38,7 +39,7 @@ class Whole:
     """
 
     def __init__(self, functions: Functions, accumulator: Accumulator, samples: int) -> None:
-        forward_fn, weight_fn, has_aux = functions  # a graph cannot read a named tuple
+        forward_fn, weight_fn, has_aux, _ = functions  # a graph cannot read a named tuple
         accumulated = make_gradients_of(forward_fn, accumulator, has_aux)
         straightaway = make_gradients_of(forward_fn, accumulator, has_aux, begins=False)
 
@@ -84,7 +85,7 @@ class Pieces:
     alone = None
     count = 1
 
-    def __init__(self, functions: Functions, accumulator: Accumulator, samples: int, cut: tuple[bool, ...],
+    def __init__(self, functions: Functions, accumulator: Accumulator, samples: int, cut: Cut,
                  pieces: int) -> None:
         self.functions, self.accumulator, self.cut = functions, accumulator, cut
         self.starts = starts_of(samples, pieces)
@@ -92,7 +93,8 @@ class Pieces:
         # Ranks that sum each piece have to add as many.
         self._missing = pieces - len(self.starts) if accumulator.exchange.inside > 1 else 0
         self._nothing = straight(nothing_of(accumulator), accumulator)
-        self._end = compiled(_end_of(accumulator, self.count, len(self.starts), self._missing))
+        end = _end_of(accumulator, self.count, len(self.starts), self._missing, functions.batch_axis)
+        self._end = compiled(end)
 
     def __call__(self, *batch: Any) -> Any:
         """Add a microbatch. Return the loss, or `(loss, aux)`: the mean over the pieces."""
@@ -120,7 +122,7 @@ class Pieces:
     def graph_for(self, rows: int) -> Callable:
         """Return `(start, totals, *batch) -> totals`, or `(totals, weight, aux)`, which adds a piece of so many rows.
         """
-        (forward_fn, weight_fn, has_aux), accumulator, cut = self.functions, self.accumulator, self.cut
+        (forward_fn, weight_fn, has_aux, axis), accumulator, cut = self.functions, self.accumulator, self.cut
         gradients_of = make_gradients_of(forward_fn, accumulator, has_aux)
 
         def piece(start: Tensor, totals: Tensor, *batch: Any) -> Any:
@@ -128,7 +130,7 @@ class Pieces:
             inputs = select_rows(start + ops.arange(rows), cut, batch)
             weight = weight_of(weight_fn, rows, inputs)
             loss, aux, gradients = gradients_of(*inputs)
-            aux = checked_aux(aux, rows) if has_aux else aux
+            aux = checked_aux(aux, rows, axis) if has_aux else aux
             present = accumulator.add_piece(gradients, weight)
             totals = totals + as_vector((counted(loss, weight), ops.depend(as_tensor(weight), present)))
             return (totals, as_vector((weight,)), aux) if has_aux else totals
@@ -136,14 +138,44 @@ class Pieces:
         return piece
 
 
-def _end_of(accumulator: Accumulator, count: int, pieces: int, missing: int) -> Callable:
+class Empty:
+    """A microbatch without samples, as a filter may leave one: it counts, and weighs nothing. Nothing is compiled.
+
+    Attributes:
+        result: What a call returns: the loss 0, or as many losses; with aux, `(loss, None)`.
+    """
+
+    alone = None
+
+    def __init__(self, accumulator: Accumulator, pieces: int = 1, losses: int = 1, has_aux: bool = False) -> None:
+        self.accumulator, self.pieces, self.losses = accumulator, pieces, losses
+        loss = Tensor(0.0, ms.float32) if losses == 1 else (Tensor(0.0, ms.float32),) * losses
+        self.result = (loss, None) if has_aux else loss
+
+    def weigh(self, *batch: Any) -> np.ndarray:
+        """See `losses.WeighedPieces`."""
+        return np.zeros((1, self.losses))
+
+    def __call__(self, *batch: Any) -> Any:
+        """Count a microbatch. Ranks that sum each piece take part in it."""
+        if self.accumulator.exchange.inside == 1:
+            self.accumulator.counters.count(1)
+            return self.result
+        nothing = straight(nothing_of(self.accumulator, 1), self.accumulator)
+        for _ in range(self.pieces):
+            nothing()
+        self.accumulator.end_microbatch(self.pieces)
+        return self.result
+
+
+def _end_of(accumulator: Accumulator, count: int, pieces: int, missing: int, batch_axis: int) -> Callable:
     """Return `(totals, *results) -> (*losses, *aux)`, which ends a microbatch of so many pieces."""
     def end(totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
         accumulator.end_microbatch(pieces + missing)
         losses = ()
         for t in range(count):
             losses = (*losses, totals[t] / _divisor(totals[count + t]))
-        return (*losses, *join_aux(results, pieces, _divisor(totals[count])))
+        return (*losses, *join_aux(results, pieces, _divisor(totals[count]), batch_axis))
 
     return end
 

@@ -15,11 +15,12 @@ from .boundary import Boundary
 from .differentiate import make_gradients_of, weight_of
 from .distributed.exchange import DataParallel
 from .errors import explaining_errors
+from .microbatch import Empty
 from .observer import Observer
 from .optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
 from .pieces import FLAT, layout, layout_of
 from .straight import compiled
-from .train_step import RENAMED, averaging, require_functions
+from .train_step import RENAMED, averaging, checked_axis, require_functions
 from .window import AccumulateStep
 
 _NESTED = f"a tuple, list or dict, {FLAT}"
@@ -48,10 +49,12 @@ class TrainOneStepCell(nn.Cell):
             `nn.WithLossCell`.
         optimizer: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
         accumulate_step: Microbatches in a window, with an optimizer; see `Accumulator`.
+        batch_axis: The axis that counts the samples; see `make_train_step`.
         weight_fn: `(*batch) -> weight`: what the network's mean divides by; see `make_train_step`.
         clip_norm: With an optimizer; see `Accumulator`. So are the following.
         loss_scaler: See `Accumulator`.
         on_nonfinite: See `Accumulator`.
+        max_skips: See `Accumulator`.
         reducer: See `Accumulator`.
         after_update: See `Accumulator`.
         noise_scale: See `Accumulator`.
@@ -100,10 +103,12 @@ class TrainOneStepCell(nn.Cell):
         optimizer: Union[nn.Optimizer, Accumulator],
         accumulate_step: Optional[AccumulateStep] = None,
         *,
+        batch_axis: int = 0,
         weight_fn: Optional[Callable] = None,
         clip_norm: Optional[float] = None,
         loss_scaler: Optional[amp.LossScaler] = None,
         on_nonfinite: str = "apply",
+        max_skips: Optional[int] = None,
         reducer: Optional[DataParallel] = None,
         after_update: Optional[Callable] = None,
         noise_scale: Optional[Observer] = None,
@@ -116,11 +121,13 @@ class TrainOneStepCell(nn.Cell):
         require_functions(network=network, weight_fn=weight_fn)
         accumulator = averaging(
             optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
-            reducer=reducer, after_update=after_update, noise_scale=noise_scale, buffer_dtype=buffer_dtype)
+            max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,
+            buffer_dtype=buffer_dtype)
         require_same_parameters(network, accumulator.optimizer)
         _name_for_a_cell(accumulator)
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
+        self.batch_axis = checked_axis(batch_axis)
         self.before_flush: list[Callable[[], None]] = []
         self._gradients_of = make_gradients_of(network, accumulator, has_aux=False, begins=False)
         self._weight_fn = positional("weight_fn", weight_fn)
@@ -134,8 +141,7 @@ class TrainOneStepCell(nn.Cell):
         if named:
             raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
                             "in the order of the network's, or use make_train_step")
-        samples = layout(batch)[0]
-        self.accumulator.buffers.fix_unit(float(samples))
+        samples = layout(batch, self.batch_axis)[0]
         countdown = self.accumulator.countdown
         countdown.take()
         if not self._returned or self._loads != countdown.loads:
@@ -143,9 +149,20 @@ class TrainOneStepCell(nn.Cell):
             self._boundary_now().settle()
         self._returned, self._loads = False, countdown.loads
         with self._forgetting_graphs():
-            result = super().__call__(*batch)
+            result = self._train_on(samples, batch)
         self._returned = True
+        self.accumulator.guard.require_progress()
         return result
+
+    def _train_on(self, samples: int, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        accumulator = self.accumulator
+        if samples > 0:
+            accumulator.buffers.fix_unit(float(samples))
+            return super().__call__(*batch)
+        skipped, loss = int(accumulator.skipped), Empty(accumulator)()
+        scale = None if accumulator.loss_scaler is None else accumulator.loss_scaler.scale_value + 0.0
+        self._boundary_now().settle()
+        return loss if scale is None else (loss, Tensor(int(accumulator.skipped) > skipped), scale)
 
     def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class."""
@@ -162,7 +179,7 @@ class TrainOneStepCell(nn.Cell):
 
     def _add(self, batch: tuple) -> Tensor:
         """Add a microbatch. Return its loss."""
-        samples, _ = layout_of(tuple([_kind(argument) for argument in batch]))
+        samples, _ = layout_of(tuple([_kind(argument) for argument in batch]), self.batch_axis)
         weight = weight_of(self._weight_fn, samples, batch)
         loss, _, gradients = self._gradients_of(*batch)
         self.accumulator.add(gradients, weight)

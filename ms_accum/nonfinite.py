@@ -1,27 +1,43 @@
 """What to do with NaN and infinity in a gradient: apply them, leave out a microbatch, or drop a window."""
 from __future__ import annotations
 
-from typing import Union
+from collections.abc import Callable
+from functools import partial
+from typing import Optional, Union
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
+from .arguments import one_of, whole_number
+from .counters import Counters
 from .gradients import Gradients, Scalar, all_finite
+
+_STUCK = ("{} {} in a row were skipped, because their gradients were not finite, after update {} ({} skipped in all), "
+          "expected at most max_skips={}; look for NaN in the batches since then, lower the learning rate, or load an "
+          "earlier checkpoint; another call goes on")
 
 
 @ms.jit_class
 class ApplyAll:
     """Apply everything, without looking at it. The plain case, and the base of the others.
 
+    Args:
+        counters: Where it counts what it skips.
+        update_step: Updates done.
+        max_skips: See `Accumulator`.
+
     Attributes:
+        noun: What is skipped.
         judges: Whether `accepts` may refuse a window.
         judges_pieces: Whether `weight` may leave out a piece.
     """
 
     judges = judges_pieces = False
+    noun = "windows"
 
-    def __init__(self, skipped: Parameter) -> None:
-        self.skipped = skipped
+    def __init__(self, counters: Counters, update_step: Parameter, max_skips: Optional[int]) -> None:
+        self.skipped, self.in_row, self.update_step = counters.skipped, counters.skipped_in_row, update_step
+        self.max_skips = max_skips
 
     def weight(self, gradients: Gradients, weight: Scalar) -> tuple[Scalar, Scalar]:
         """Return the weight that a piece of a microbatch counts with, and whether it is taken: 1 or 0."""
@@ -30,6 +46,20 @@ class ApplyAll:
     def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:
         """Return whether a window's gradient makes an update: True, or, if it `judges`, a bool Tensor of shape `()`."""
         return True
+
+    def applied(self) -> None:
+        """Note that a window was applied."""
+
+    def dropped(self) -> None:
+        """Note that a window was dropped."""
+        ops.assign_add(self.skipped, 1)
+        ops.assign_add(self.in_row, 1)
+
+    def require_progress(self) -> None:
+        """Raise RuntimeError if more than `max_skips` were skipped in a row. For the host: it waits for the device."""
+        if self.max_skips is not None and int(self.in_row) > self.max_skips:
+            raise RuntimeError(_STUCK.format(int(self.in_row), self.noun, int(self.update_step), int(self.skipped),
+                                             self.max_skips))
 
 
 @ms.jit_class
@@ -40,12 +70,15 @@ class SkipMicrobatch(ApplyAll):
     """
 
     judges_pieces = True
+    noun = "microbatches or pieces"
 
     def weight(self, gradients: Gradients, weight: Scalar) -> tuple[Tensor, Tensor]:
         """See `ApplyAll`. What has the weight 0 already is ignored in any case, and is not looked at."""
         weight = weight * ops.ones_like(self.skipped).astype(ms.float32)  # a Tensor, also of a number
         taken = ops.logical_or(all_finite((*gradients, weight)), weight == 0)
-        ops.assign_add(self.skipped, 1 - taken.astype(ms.int32))
+        missed = 1 - taken.astype(ms.int32)
+        ops.assign_add(self.skipped, missed)
+        ops.assign(self.in_row, (self.in_row + 1) * missed)
         return ops.where(taken, weight, ops.zeros_like(weight)), taken.astype(ms.int32)
 
 
@@ -59,5 +92,17 @@ class SkipWindow(ApplyAll):
         """See `ApplyAll`."""
         return all_finite(gradients)
 
+    def applied(self) -> None:
+        """See `ApplyAll`."""
+        ops.assign(self.in_row, 0)
 
-GUARDS = {"apply": ApplyAll, "skip_microbatch": SkipMicrobatch, "skip_window": SkipWindow}
+
+def guard_of(on_nonfinite: object, max_skips: object, scaled: bool) -> Callable[[Counters, Parameter], ApplyAll]:
+    """Return what makes the guard of an accumulator, `scaled` if it has a loss scaler. TypeError or ValueError if one
+    of the other arguments is none.
+    """
+    guards = {"apply": ApplyAll, "skip_microbatch": SkipMicrobatch, "skip_window": SkipWindow}
+    guard = guards[one_of("on_nonfinite", on_nonfinite, tuple(guards))]
+    if max_skips is not None:
+        max_skips = whole_number("max_skips", max_skips, "it is the most skips in a row", minimum=0)
+    return partial(SkipWindow if scaled else guard, max_skips=max_skips)

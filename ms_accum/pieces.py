@@ -11,20 +11,26 @@ from .gradients import Scalar
 
 FLAT = "expected Tensors and plain values; give each Tensor as an argument of its own (a dict as **batch)"
 Aux = Union[Tensor, tuple[Tensor, ...]]
+Cut = tuple[Optional[int], ...]  # along which axis each argument is cut; None: it goes to every piece whole
 
 
-def layout(batch: tuple) -> tuple[int, tuple[bool, ...]]:
-    """Return the number of samples in a batch, and which of its arguments hold one row per sample."""
-    return _layout(tuple([_kind(argument) for argument in batch]))
+def layout(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
+    """Return the number of samples in a batch, and for each argument the axis that counts them, or None."""
+    return _layout(tuple([_kind(argument) for argument in batch]), batch_axis)
 
 
 @constexpr
-def layout_of(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
+def layout_of(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
     """As `layout`, inside a graph: for each argument its shape, the reason to refuse it, or None for a plain value."""
-    return _layout(kinds)
+    return _layout(kinds, batch_axis)
 
 
-def _layout(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
+def axis_of(axes: int, batch_axis: int) -> int:
+    """Return which of so many axes counts the samples: `batch_axis`, or 0 where there is no such axis."""
+    return batch_axis if batch_axis < axes else 0
+
+
+def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
     refused = next((kind for kind in kinds if isinstance(kind, str)), None)
     if refused is not None:
         # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
@@ -32,15 +38,16 @@ def _layout(kinds: tuple) -> tuple[int, tuple[bool, ...]]:
     dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
     if dynamic is not None:
         raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected lengths that are "
-                         "known when the graph is compiled: axis 0 counts the samples; leave set_inputs out, or give "
+                         "known when the graph is compiled: one axis counts the samples; leave set_inputs out, or give "
                          "it the full shapes")
-    lengths = [kind[0] if kind else None for kind in kinds]
+    axes = [axis_of(len(kind), batch_axis) if kind else None for kind in kinds]
+    lengths = [None if axis is None else kind[axis] for kind, axis in zip(kinds, axes)]
     samples = next((length for length in lengths if length is not None), None)
-    if not samples:
+    if samples is None:
         given = ["no Tensor" if kind is None else f"a Tensor of shape {tuple(kind)}" for kind in kinds]
-        raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor with axes and one "
-                         "row; axis 0 of the first one is the batch")
-    return samples, tuple(length == samples for length in lengths)
+        raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor with axes; axis "
+                         f"{batch_axis} of the first one is the batch")
+    return samples, tuple([axis if length == samples else None for axis, length in zip(axes, lengths)])
 
 
 def _kind(argument: Any) -> Union[tuple, str, None]:
@@ -57,36 +64,37 @@ def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
     return [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
 
 
-def select_rows(rows: Tensor, cut: tuple[bool, ...], batch: tuple) -> tuple:
+def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
     """Return the arguments of one piece: `rows` (int Tensor) of those that are cut, the others whole."""
     inputs = ()
-    for argument, is_cut in zip(batch, cut):
-        inputs = (*inputs, ops.gather(argument, rows, 0) if is_cut else argument)
+    for argument, axis in zip(batch, cut):
+        inputs = (*inputs, argument if axis is None else ops.gather(argument, rows, axis))
     return inputs
 
 
-def checked_aux(aux: Aux, rows: int) -> Aux:
+def checked_aux(aux: Aux, rows: int, batch_axis: int) -> Aux:
     """Return the aux of a piece of `rows`. TypeError or ValueError if it cannot be joined to that of other pieces."""
     require_aux_values(len(aux_values(aux)))
     for value in aux_values(aux):
-        require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows)
+        require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows, batch_axis)
     return aux
 
 
-def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor) -> tuple[Tensor, ...]:
+def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor, batch_axis: int) -> tuple[Tensor, ...]:
     """Return the Tensors of a batch's aux: all rows, and the scalars' weighted means.
 
     Args:
         results: For each piece its weight (float32, `(1,)`) and the Tensors of its aux, one after the other.
         pieces: How many there are.
         divisor: The sum of the weights.
+        batch_axis: The axis that counts the samples, where there is one.
     """
     values = len(results) // pieces
     joined = ()
     for place in range(1, values):
         parts = results[place::values]
         if parts[0].ndim:
-            whole = ops.concat(tuple(parts))
+            whole = ops.concat(tuple(parts), axis_of(parts[0].ndim, batch_axis))
         else:
             whole = 0.0
             for i, part in enumerate(parts):
@@ -116,11 +124,11 @@ def require_aux_values(count: int) -> bool:
 
 
 @constexpr
-def require_aux_shape(shape: Optional[tuple], rows: int) -> bool:
+def require_aux_shape(shape: Optional[tuple], rows: int, batch_axis: int) -> bool:
     """Refuse aux that is neither a scalar nor a row per sample: it cannot be joined to that of the whole batch."""
     remedy = "return Tensors of shape () or with one row for each sample, or give pieces=1"
     if shape is None:
         raise TypeError(f"forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {remedy}")
-    if len(shape) and shape[0] != rows:
+    if len(shape) and shape[axis_of(len(shape), batch_axis)] != rows:
         raise ValueError(f"forward_fn returned aux of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
     return True

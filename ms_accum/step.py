@@ -28,8 +28,9 @@ class TrainStep:
         function: The function whose parameters order a batch with names.
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
-        microbatch_for: `(samples, which arguments are cut, names) -> ` what adds one microbatch when it is called: see
+        microbatch_for: `(samples, how arguments are cut, names) -> ` what adds one microbatch when it is called: see
             `microbatch.Whole`.
+        batch_axis: Which axis counts the samples.
 
     Attributes:
         accumulator: The accumulator that it feeds.
@@ -38,8 +39,9 @@ class TrainStep:
             incomplete last window, and so it does when its last loss is yielded.
     """
 
-    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, microbatch_for: Callable) -> None:
-        self.accumulator, self.pieces, self.updated = accumulator, pieces, False
+    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, microbatch_for: Callable,
+                 batch_axis: int = 0) -> None:
+        self.accumulator, self.pieces, self.batch_axis, self.updated = accumulator, pieces, batch_axis, False
         self._function, self._microbatch_for = function, microbatch_for
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self.forget_graphs()
@@ -124,7 +126,11 @@ class TrainStep:
         pieces = [f"{self.pieces} pieces"] if self.pieces > 1 else []
         return "{}({})".format(type(self).__name__, ", ".join([
             length, *pieces, type(accumulator.optimizer).__name__, f"{held} of {held + remaining} in the open window",
-            f"{int(accumulator.update_step)} updates"]))
+            f"{int(accumulator.update_step)} updates", f"{int(accumulator.seen)} seen"]))
+
+    def updates_of(self, microbatches: int, epochs: int = 1) -> int:
+        """Return how many updates a run of so many epochs makes: see `ms_accum.updates_of`."""
+        return self.accumulator.window.updates_of(microbatches, epochs)
 
     def flush(self) -> bool:
         """Apply the incomplete window, if one is open. Return whether a window was closed: applied or dropped.
@@ -151,12 +157,13 @@ class TrainStep:
             names = self._orders[frozenset(named)]
             batch = (*batch, *[named[name] for name in names])
         # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
-        return (*layout(batch), names), batch
+        return (*layout(batch, self.batch_axis), names), batch
 
     def microbatch(self, key: tuple) -> Any:
         """Return what adds a microbatch with this key. The first one fixes the unit of weights."""
         if key not in self._microbatches:
-            self.accumulator.buffers.fix_unit(float(-(-key[0] // self.pieces)))
+            if key[0]:
+                self.accumulator.buffers.fix_unit(float(-(-key[0] // self.pieces)))
             self._microbatches[key] = self._microbatch_for(*key)
         return self._microbatches[key]
 
@@ -195,9 +202,12 @@ class TrainStep:
         accumulator.require_whole()
         held, remaining = accumulator.position()
         if remaining > 0:  # one was skipped
+            accumulator.guard.require_progress()
             return held, remaining, False
         updates = int(accumulator.update_step)
         updated = self._boundary.close()
+        if not updated:
+            accumulator.guard.require_progress()
         return 0, accumulator.window.length_after(updates + updated), updated
 
 

@@ -12,9 +12,10 @@ from .arguments import boolean, require_callable, spelled, whole_number
 from .batch import positional
 from .distributed.exchange import DataParallel
 from .losses import SeveralLossesStep
-from .microbatch import Functions, Pieces, Whole
+from .microbatch import Empty, Functions, Pieces, Whole
 from .observer import Observer
 from .optimizers import checked_parameters, require_trainable
+from .pieces import Cut
 from .step import TrainStep
 from .window import AccumulateStep
 
@@ -30,12 +31,14 @@ def make_train_step(
     accumulate_step: Optional[AccumulateStep] = None,
     *,
     pieces: int = 1,
+    batch_axis: int = 0,
     weight_fn: Optional[Callable] = None,
     has_aux: bool = False,
     losses: int = 1,
     clip_norm: Optional[float] = None,
     loss_scaler: Optional[amp.LossScaler] = None,
     on_nonfinite: str = "apply",
+    max_skips: Optional[int] = None,
     reducer: Optional[DataParallel] = None,
     after_update: Optional[Callable] = None,
     noise_scale: Optional[Observer] = None,
@@ -57,16 +60,18 @@ def make_train_step(
         accumulate_step: Microbatches in a window, with an optimizer: an int, `{update_step: n}`, a callable or
             `until_weight(budget)`, see `Accumulator`; or a `ms_accum.batch_size.AdaptiveWindow()`.
         pieces: Number of pieces that each microbatch is cut into. Peak activation memory is that of one piece. The
-            batch size n is the length of axis 0 of the first Tensor that has axes (of named ones, in the order of
-            `forward_fn`'s parameters). Tensors whose axis 0 has length n are cut, all other arguments go to every piece
-            whole. Pieces have ceil(n / pieces) samples; if that does not divide n, the last one is shorter and weighs
-            less.
+            batch size n is the length of the batch axis of the first Tensor that has axes (of named ones, in the order
+            of `forward_fn`'s parameters). Tensors whose batch axis has length n are cut, all other arguments go to
+            every piece whole. Pieces have ceil(n / pieces) samples; if that does not divide n, the last one is shorter
+            and weighs less. A batch with n = 0 counts as a microbatch of weight 0 and loss 0 (aux None).
+        batch_axis: The axis that counts the samples, e.g. 1 for `(time, batch, features)`. Of a Tensor that has no such
+            axis, it is axis 0.
         weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: what the mean in `forward_fn` divides by,
             e.g. the number of unmasked tokens. None: the number of samples. Of a batch with names, it gets those that
             it has parameters for.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
-            those of shape `()` are returned as their mean (float32) by the weights, those with one row per sample as
-            the rows of the whole batch.
+            those of shape `()` are returned as their mean (float32) by the weights, those with one row per sample (on
+            the batch axis) as those of the whole batch.
         losses: How many losses `forward_fn` returns, in a tuple, each a mean over a count of its own: tokens for one,
             images or routed tokens for another. `weight_fn` returns a tuple of as many weights. The gradient is that of
             the sum of their means over the window, on all ranks. A window is weighed before it is trained: `epoch`
@@ -75,6 +80,7 @@ def make_train_step(
         loss_scaler: See `Accumulator`. Return the loss in float32 then: a float16 loss overflows from a scale
             of 2**16 on.
         on_nonfinite: See `Accumulator`.
+        max_skips: See `Accumulator`.
         reducer: See `Accumulator`.
         after_update: See `Accumulator`.
         noise_scale: See `Accumulator`.
@@ -128,25 +134,28 @@ def make_train_step(
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
     require_functions(forward_fn=forward_fn, weight_fn=weight_fn)
-    pieces = checked_pieces(pieces)
+    pieces, batch_axis = checked_pieces(pieces), checked_axis(batch_axis)
     accumulator = averaging(
         optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
-        reducer=reducer, after_update=after_update, noise_scale=noise_scale, buffer_dtype=buffer_dtype)
+        max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,
+        buffer_dtype=buffer_dtype)
 
     def functions_for(count: int, names: tuple[str, ...]) -> Functions:
         return Functions(positional("forward_fn", forward_fn, count, names),
-                         positional("weight_fn", weight_fn, count, names), has_aux)
+                         positional("weight_fn", weight_fn, count, names), has_aux, batch_axis)
 
     if losses > 1:
-        return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses)
+        return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, batch_axis)
 
-    def microbatch_for(samples: int, cut: tuple[bool, ...], names: tuple[str, ...]) -> Union[Whole, Pieces]:
+    def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[Whole, Pieces, Empty]:
         functions = functions_for(len(cut), names)
+        if samples == 0:
+            return Empty(accumulator, pieces, has_aux=has_aux)
         if pieces == 1:
             return Whole(functions, accumulator, samples)
         return Pieces(functions, accumulator, samples, cut, pieces)
 
-    return TrainStep(forward_fn, accumulator, pieces, microbatch_for)
+    return TrainStep(forward_fn, accumulator, pieces, microbatch_for, batch_axis)
 
 
 def require_functions(**functions: Optional[Callable]) -> None:
@@ -159,6 +168,11 @@ def require_functions(**functions: Optional[Callable]) -> None:
 def checked_pieces(pieces: object) -> int:
     """Return `pieces` as an int >= 1. TypeError or ValueError if it is none."""
     return whole_number("pieces", pieces, "it is the number of pieces that a batch is cut into")
+
+
+def checked_axis(batch_axis: object) -> int:
+    """Return `batch_axis` as an int >= 0. TypeError or ValueError if it is none."""
+    return whole_number("batch_axis", batch_axis, "it is the axis that counts the samples", minimum=0)
 
 
 def averaging(optimizer: object, accumulate_step: object = None, **options: Any) -> Accumulator:

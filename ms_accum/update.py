@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from .arguments import instance_of, number
 from .buffers import empty_parameter
 from .distributed.exchange import OneDevice
-from .gradients import Gradients, Numbers, Scalar, clip_factor, global_norm
+from .gradients import Gradients, Numbers, Scalar, as_tensor, clip_factor, global_norm
 from .in_place import Copying
 from .loss_scale import NoLossScale
 from .observer import Observer
@@ -111,6 +111,7 @@ class Update:
 
     Attributes:
         step: Updates done: int32 Parameter of shape `()`.
+        seen: Sum of their weights, rounded: int64 Parameter of shape `()`.
         grad_norm: Norm of the last gradient before clipping: float32 Parameter of shape `()`; NaN if not measured.
         parameters: Its state, that of a hook included.
     """
@@ -122,9 +123,10 @@ class Update:
         self.scaling, self.copying = scaling, Copying()
         self.hooks = () if after_update is None else (after_update,)
         self.step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
+        self.seen = empty_parameter(f"{prefix}.seen", (), ms.int64)
         self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
         self.clip = NoClip() if clip_norm is None else Clip(clip_norm, self.grad_norm)
-        self.parameters = (self.step, self.grad_norm, *_state_of_hook(after_update, optimizer))
+        self.parameters = (self.step, self.seen, self.grad_norm, *_state_of_hook(after_update, optimizer))
 
     def __call__(self, reduced: Reduced, buffered: bool) -> None:
         """Update once. `buffered`: whether the window comes out of the buffers."""
@@ -134,6 +136,7 @@ class Update:
         self.observer.of_update(gradients, unit, weight, numbers[1:])
         factor = self.clip.clipped(gradients, factor)
         ops.assign_add(self.step, 1)
+        ops.assign_add(self.seen, ops.round(as_tensor(weight)).astype(ms.int64))
         if isinstance(factor, Tensor):  # the observer has read the buffers by then
             factor = ops.depend(factor, self.step + 0)
         scaling = self.scaling if buffered else self.copying

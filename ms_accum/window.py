@@ -27,6 +27,8 @@ AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Ten
 _COMPARED = (0, *(2**i for i in range(17)))
 _REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, "
            "until_weight(65_536) or AdaptiveWindow()")
+_UNKNOWN = ("{} decides during the run how long windows are, expected lengths that are known before; give an int, a "
+            "dict {{update_step: n}} or a function of the update count, or divide the weight of the run by the budget")
 
 
 @ms.jit_class
@@ -85,6 +87,21 @@ class Window:
             length = ops.where(update_step >= start, stage_length, length)
         return length
 
+    def updates_of(self, microbatches: int, epochs: int = 1) -> int:
+        """Return how many updates a run makes: see the function `updates_of`."""
+        microbatches = _length("microbatches", microbatches, "give the microbatches of an epoch")
+        if self.budget is not None:
+            raise ValueError(_UNKNOWN.format(self.description))
+        updates = 0
+        for _ in range(whole_number("epochs", epochs, "give the epochs of a run")):
+            left = microbatches
+            while left > 0:
+                length, ends = self.host_length(updates), [start for start, _ in self.stages if start > updates]
+                alike = 1 if self.schedule else min(ends, default=inf) - updates
+                windows = min(-(-left // length), alike)
+                updates, left = updates + windows, left - windows * length
+        return updates
+
     def share(self, ranks: int) -> None:
         """Let the weights of so many ranks count together: the budget is that of one of them."""
         if self.budget is not None:
@@ -138,6 +155,10 @@ class HostLength(Window):
 
     def length_after(self, update_step: int) -> None:
         """See `Window`: to choose it now would wait for the update."""
+
+    def updates_of(self, microbatches: int, epochs: int = 1) -> int:
+        """Refuse to know it before the run. ValueError."""
+        raise ValueError(_UNKNOWN.format(self.description))
 
 
 class LengthChooser:
@@ -242,6 +263,37 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
         lengths[updates] = length
         previous = epoch, length
     return lengths
+
+
+def updates_of(accumulate_step: AccumulateStep, microbatches: int, epochs: int = 1) -> int:
+    """Return how many updates a run makes, for the schedule of its optimizer.
+
+        total = updates_of(4, len(dataset), epochs=10)
+        rates = nn.cosine_decay_lr(0.0, 0.1, total, 1, total)
+        optimizer = nn.Momentum(parameters, rates, 0.9)
+
+    It is exact if every epoch ends in a flush and nothing is skipped. A train step has it, too:
+    `train_step.updates_of(microbatches, epochs)`.
+
+    Args:
+        accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a function of the update count, as in
+            `Accumulator`. A function is called once for each update.
+        microbatches: Microbatches in an epoch, on each rank; with uneven data, of the rank that has most.
+        epochs: Epochs in the run.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a number is out of range, or the length of windows is not known before the run
+            (`until_weight`, `AdaptiveWindow`).
+
+    Source: Lightning's `Trainer.estimated_stepping_batches`.
+
+    Example:
+        >>> from ms_accum import updates_of
+        >>> print(updates_of(4, microbatches=10, epochs=2), updates_of({0: 1, 5: 4}, microbatches=10, epochs=2))
+        6 10
+    """
+    return bind_window(accumulate_step, None, "updates_of")[0].updates_of(microbatches, epochs)
 
 
 def _length(name: str, value: object, remedy: str) -> int:

@@ -17,15 +17,18 @@ from model_runs import RATES, SIZES, Recorder, TwoCells, dataset, dataset_of, ma
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
 
-COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped"]
+COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped", "seen"]
 
 
 class Oracle(reference.Accumulation):
-    """The oracle, which keeps the weight of the last window."""
+    """The oracle, which keeps the weight of the last window, and of all updates."""
+
+    seen = 0
 
     def apply(self):
-        self.weight = sum(weight for weight, _ in self.window)
+        self.weight, updates = sum(weight for weight, _ in self.window), self.update_step
         super().apply()
+        self.seen += self.weight * (self.update_step - updates)
 
 
 class Meddling(Callback):
@@ -53,7 +56,7 @@ def expected_rows(oracle, epochs, acts):
             if oracle(gradients, len(x)) or (act == "flush" and oracle.flush()):
                 losses, weights = zip(*seen or [(0, 1)])
                 rows.append([epoch, microbatch, oracle.update_step, np.average(losses, weights=weights), oracle.weight,
-                             oracle.grad_norm, oracle.skipped])
+                             oracle.grad_norm, oracle.skipped, oracle.seen])
                 seen = []
             elif act == "reset":
                 oracle.reset()

@@ -71,8 +71,8 @@ ROWS = Tensor(np.zeros((4, 6)), ms.float32)
 
 
 @pytest.mark.parametrize(("error", "message", "batch"), [
-    *[(ValueError, r"expected at least one Tensor with axes and one row", batch)
-      for batch in ((), (None,), (3, "x"), (Tensor(1.0),), (Tensor(np.zeros((0, 6)), ms.float32),))],
+    *[(ValueError, r"expected at least one Tensor with axes; axis 0 of the first one is the batch", batch)
+      for batch in ((), (None,), (3, "x"), (Tensor(1.0),))],
     *[(TypeError, rf"the batch holds a {type(nested).__name__}, expected Tensors .* as an argument of its own", (ROWS, nested))
       for nested in ((Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)})],
 ])
@@ -80,7 +80,8 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_changes_no_bit(error, message
     def encode(x):
         return x
 
-    assert layout((3, ROWS, ROWS[0], ROWS)) == (4, (False, True, False, True))
+    assert layout((3, ROWS, ROWS[0], ROWS)) == (4, (None, 0, None, 0))
+    assert layout((3, ROWS, ROWS[0], ROWS[:, 0]), 1) == (6, (None, 1, 0, None))
     for make in (*(partial(make_train_step, LOSS, pieces=pieces) for pieces in (1, 3)),
                  partial(make_grad_cache_step, encode, LOSS, pieces=2)):
         acc = counting(MLP(), 3)

@@ -166,11 +166,11 @@ def test_single_calls_take_arrays_and_repr_says_where_it_stands():
     train_step = make_train_step(mean_loss(network), sgd(network), 4, pieces=2)
     losses = [float(train_step(*batch)) for batch in (tensors(x, y), (x.astype(np.float32), y.astype(np.int32)))]
     assert losses[0] == losses[1]
-    assert repr(train_step) == "TrainStep(4 microbatches a window, 2 pieces, SGD, 2 of 4 in the open window, 0 updates)"
+    assert repr(train_step) == "TrainStep(4 microbatches a window, 2 pieces, SGD, 2 of 4 in the open window, 0 updates, 0 seen)"
     train_step.flush()
-    assert repr(train_step).endswith("SGD, 0 of 4 in the open window, 1 updates)")
+    assert repr(train_step).endswith("SGD, 0 of 4 in the open window, 1 updates, 12 seen)")
     scheduled = make_train_step(mean_loss(network), sgd(network), {0: 1, 5: 8}, losses=1)
-    assert repr(scheduled) == "TrainStep({0: 1, 5: 8}, SGD, 0 of 1 in the open window, 0 updates)"
+    assert repr(scheduled) == "TrainStep({0: 1, 5: 8}, SGD, 0 of 1 in the open window, 0 updates, 0 seen)"
 
 
 def test_what_changed_since_the_last_epoch_is_refused():

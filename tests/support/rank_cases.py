@@ -55,11 +55,11 @@ LOCAL = {"local": (2, 0.7, 0.9), "averaged": (2, 1, 0), "each": (1, 1, 0), "roun
 MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
 CHOICES = {"sizes": ("equal", "unequal", "uneven"), "optimizer": tuple(OPTIMIZERS), "windows": tuple(WINDOWS), "noise": (False, True),
            "driver": ("step 1", "step 3", "step 4", "cell", "hand mean", "hand sum"),  # and pieces (of 1 to 6 rows) or reduction
-           "nan": ("", "skip_microbatch", "skip_window", "scaler", "zero")}
+           "nan": ("", "skip_microbatch", "skip_window", "scaler", "zero", "empty")}
 
 
 def drawn(number):
-    """The settings of a run: 36 of them combine each sync with each choice. A NaN is in rank 1's second microbatch, if in any."""
+    """The settings of a run: 36 of them combine each sync with each choice. Rank 1's second microbatch holds a NaN or is empty."""
     turn, sync = divmod(int(number), len(SYNCS))
     run = {"sync": list(SYNCS)[sync]}
     for i, (name, choices) in enumerate(CHOICES.items()):
@@ -100,7 +100,9 @@ def microbatches(sizes, rank, nan=False):
     """[(x float64 (n, 6), y int (n,))] of a rank."""
     rng = np.random.default_rng(100 + rank)
     batches = [(rng.normal(size=(n, 6)), rng.integers(0, 3, n)) for n in SIZES[sizes](rank)]
-    if nan and rank == 1:
+    if nan == "empty" and rank == 1:
+        batches[1] = tuple(rows[:0] for rows in batches[1])
+    elif nan and rank == 1:
         batches[1][0][0, 0] = np.nan
     return batches
 
@@ -149,6 +151,9 @@ def train_by(driver, network, acc, batches, pieces=1, weight_fn=None):
 
     step = compiled(step, "pynative" if os.environ["MS_JIT"] == "0" else "jit")
     for x, y in batches:
+        if not len(x):  # by hand, nothing of it is differentiated
+            acc(acc.optimizer.parameters, 0.0)
+            continue
         x, y = tensors(x, y)
         step(x, y, finite_rows(x, y) if weight_fn else Tensor(x.shape[0], ms.float32))
     return acc.flush()

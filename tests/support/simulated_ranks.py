@@ -22,7 +22,7 @@ class Group:
                      for i in range(max(map(len, batches)))]
 
     def cut(self, x, y):
-        rows = -(-len(x) // self.run["pieces"])
+        rows = -(-len(x) // self.run["pieces"]) or 1
         return [(x[i:i + rows], y[i:i + rows]) for i in range(0, len(x), rows)]
 
     def window(self, length, budget):
@@ -31,7 +31,7 @@ class Group:
         while self.left and held < length and weight < budget * len(self.ranks):
             microbatch = self.left.pop(0)
             kept = [(x, y) for x, y in microbatch if self.run["nan"] not in ("skip_microbatch", "zero") or not np.isnan(x).any()]
-            held += bool(kept) or self.run["nan"] == "zero"
+            held += bool(kept) or self.run["nan"] in ("zero", "empty")
             pieces += kept
             weight += sum(len(x) for x, _ in kept)
         return pieces
