@@ -2,7 +2,11 @@
 
 Each by hand, in a train step and in a cell; what is state is resumed.
 """
+import importlib
 import math
+import re
+import sys
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -16,6 +20,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
 from model_runs import make_cell, train
+from pages import PAGES
 
 from ms_accum import (
     Accumulator,
@@ -40,9 +45,10 @@ def built(request, mode_named):
     name, _, how = request.param.partition(" ")
     mode_named("graph" if how == "graph" else "pynative")
 
-    def build(accumulate_step=2, **options):
+    def build(accumulate_step=2, hook=None, optimizer_of=None, **options):
         network = MLP()
-        acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), accumulate_step, reduction="mean", **options)
+        optimizer = optimizer_of(network) if optimizer_of else nn.SGD(network.trainable_params(), 0.1)
+        acc = Accumulator(optimizer, accumulate_step, reduction="mean", after_update=hook and hook(network), **options)
         if name == "step":
             step = make_train_step(mean_loss(network), acc, pieces=2 if how else 1)
         elif name == "cell":
@@ -380,3 +386,78 @@ def test_aux_has_its_rows_on_the_same_axis_and_a_wrong_axis_is_refused():
     assert float(loss) == pytest.approx(float(network(x).mean()), rel=1e-4, abs=1e-6)
     with pytest.raises(ValueError, match=r"batch_axis is -1, expected an int >= 0"):
         make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), 1, batch_axis=-1)
+
+
+# --- a moving average of the weights, and an optimizer that is careful: the recipes of the guide ------------------------------------
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """`(page, name)`: a class of the guide, in a module of its own, because graph mode reads the source and imports it."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def found(page, name):
+        code = re.search(rf"^class {name}.*?(?=^\S|^```)", PAGES[page], re.MULTILINE | re.DOTALL)[0]
+        module = f"recipe_of_{name}"
+        Path(f"{module}.py").write_text(f"import mindspore as ms\nfrom mindspore import Tensor, nn, ops\n\n{code}", encoding="utf-8")
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        return getattr(importlib.import_module(module), name)
+
+    return found
+
+
+def test_averages_of_weights_are_swapped_in_and_resumed(built, recipe):
+    """After each update of windows of two. A run that was saved in the middle of a window, between two swaps, ends with the same bits."""
+    made, data = recipe("train-step", "MovingAverage"), batches([4] * 7)
+
+    def run(stop=None, load=False):
+        average = None
+
+        def averaging(network):
+            nonlocal average
+            average = made(network.trainable_params(), 0.5)
+            return average
+
+        network, acc, step = built(2, hook=averaging)
+        done = load_checkpoint("ema.ckpt", network, acc) if load else 0
+        expected = values(average.averages)
+        for i, (x, y) in enumerate(data[done:stop], done):
+            step(x, y)
+            if i % 2:
+                expected = [(a + p) / 2 for a, p in zip(expected, values(network.trainable_params()))]
+        assert difference(values(average.averages), expected) < 1e-5
+        trained = [p.asnumpy().tobytes() for p in (*average.originals, *average.averages)]
+        average.swap()
+        assert [p.asnumpy().tobytes() for p in network.trainable_params()] == trained[len(trained) // 2:] != trained[:len(trained) // 2]
+        average.swap()
+        save_checkpoint("ema.ckpt", network, acc, extra=stop)
+        assert [p.asnumpy().tobytes() for p in (*average.originals, *average.averages)] == trained
+        return trained
+
+    whole = run(7)
+    assert run(3) != whole
+    assert run(7, load=True) == whole
+
+
+def test_an_optimizer_may_clip_elements_and_leave_out_updates(built, recipe):
+    """As it does without accumulation, on the undivided batch. Controls: some elements are clipped, one update of three is left out."""
+    careful = recipe("limits", "Careful")
+    x, y = batches([8])[0]
+
+    def optimizer_of(network):
+        return careful(network.trainable_params(), 0.1, 0.9)
+
+    plain = MLP()
+    optimizer, grad_fn = optimizer_of(plain), ms.grad(mean_loss(plain), None, plain.trainable_params())
+    network, acc, step = built(2, optimizer_of=optimizer_of)
+    after = []
+    for scale in (1.0, 10.0, 1.0):
+        gradients = grad_fn(*tensors(x * scale, y))
+        optimizer(gradients)
+        for rows in (slice(4), slice(4, 8)):
+            step(x[rows] * scale, y[rows])
+        after.append((values(plain.trainable_params()), max(float(g.abs().max()) for g in gradients)))
+        assert difference(values(network.trainable_params()), after[-1][0]) < 1e-4
+    assert int(acc.update_step) == 3
+    assert max(largest for _, largest in after) > 0.25
+    assert difference(after[0][0], after[1][0]) == 0 < difference(after[1][0], after[2][0])
