@@ -48,7 +48,7 @@ def run_trial(make_step: MakeStep, microbatch: int, accumulate_step: int, device
     elif ended == "out of memory":
         ended, reason = "failed", "this machine ran out of memory, not the NPU that is planned for"
     elif ended == "failed":
-        reason += " (in a dry run, every value that the step reads is 0)"
+        reason += " (if the step reads values: in a dry run, all are 0)"
     if ended == "completed" and result > memory_limit:
         ended = "beyond the limit"
     return Trial(microbatch, accumulate_step, result or seen, ended == "completed", ended, seconds, reason)

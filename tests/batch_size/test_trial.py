@@ -92,7 +92,7 @@ def test_what_is_no_step_is_refused():
     (Outcome("completed", result=5), "completed", "completed"),
     (Outcome("completed", result=11), "beyond the limit", "beyond the limit"),
     (Outcome("out of memory"), "out of memory", "failed: this machine ran out of memory, not the NPU that is planned for"),
-    (Outcome("failed", "why"), "failed: why", "failed: why (in a dry run, every value that the step reads is 0)")])
+    (Outcome("failed", "why"), "failed: why", "failed: why (if the step reads values: in a dry run, all are 0)")])
 def test_a_dry_run_has_no_times_and_blames_this_machine(outcome, on_a_device, in_a_dry_run, monkeypatch):
     monkeypatch.setattr(trial, "in_a_process", lambda *_, **__: outcome)
     for dry, expected in ((False, on_a_device), (True, in_a_dry_run)):
