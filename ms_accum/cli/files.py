@@ -46,18 +46,18 @@ def require_outputs(options: argparse.Namespace, **suffixes: tuple[str, ...]) ->
 def write_json(path: Path, figures: dict) -> None:
     """Write `figures`, with null for NaN and infinity."""
     figures = json.loads(json.dumps(figures), parse_constant=lambda constant: None)
-    with whole(path) as part:
+    with replacing(path) as part:
         part.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def write_png(path: Path, figure: Figure) -> None:
     """Write a figure."""
-    with whole(path) as part:
+    with replacing(path) as part:
         figure.savefig(part, format="png", dpi=120)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write to. It replaces `path` at the end of the block, and is removed after an error."""
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
         part = Path(folder) / path.name

@@ -9,11 +9,11 @@ from ms_accum.cli import files
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     path.write_text("before")
-    with pytest.raises(ZeroDivisionError), files.whole(path) as part:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), files.replacing(path) as part:  # noqa: PT012
         part.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "before"
-    with files.whole(path) as part:
+    with files.replacing(path) as part:
         part.write_text("after")
         assert path.read_text() == "before"
     assert path.read_text() == "after"
