@@ -27,6 +27,7 @@ from ms_accum import (
     FlushCallback,
     TrainOneStepCell,
     WindowLog,
+    check_equivalence,
     load_checkpoint,
     make_grad_cache_step,
     make_train_step,
@@ -368,6 +369,16 @@ def test_samples_may_be_counted_along_another_axis(driver):
         wrong, seen = accumulated(driver, axis=0)
         assert seen == 10
         assert max(np.abs(a - p).max() for a, p in zip(wrong, plain)) > 1e-3 * moved
+
+
+@pytest.mark.parametrize(("axis", "ok"), [(1, True), (0, False)])
+def test_the_check_cuts_along_the_same_axis(axis, ok):
+    network = nn.Dense(3, 2)
+
+    def forward_fn(x):
+        return ops.square(ops.tanh(network(x)).sum(0)).mean()
+
+    assert check_equivalence(forward_fn, network, (sequences()[0][0],), 2, batch_axis=axis).ok is ok
 
 
 def test_aux_has_its_rows_on_the_same_axis_and_a_wrong_axis_is_refused():

@@ -60,11 +60,11 @@ class Division:
     """
 
     def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
-                 weight_fn: Optional[Callable]) -> None:
+                 weight_fn: Optional[Callable], batch_axis: int = 0) -> None:
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
-        self.samples, cut = layout(batch)
+        self.samples, cut = layout(batch, batch_axis)
         spans = starts_of(self.samples, pieces)
         self.pieces = [select_rows(ops.arange(start, start + rows), cut, batch) for start, rows in spans]
         self.error, self.between = None, False

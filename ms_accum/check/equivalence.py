@@ -13,7 +13,7 @@ from ..arguments import instance_of, spelled, whole_number
 from ..batch import as_arguments, named_values, ordered, positional
 from ..losses import require_entries
 from ..pieces import layout
-from ..train_step import PIECES
+from ..train_step import PIECES, checked_axis
 from . import causes
 from .causes import Cause as Cause
 from .causes import in_loss
@@ -92,6 +92,7 @@ def check_equivalence(
     batch: Union[tuple, dict[str, Any]],
     pieces: int = 4,
     *,
+    batch_axis: int = 0,
     weight_fn: Optional[Callable] = None,
     losses: int = 1,
 ) -> Report:
@@ -109,6 +110,7 @@ def check_equivalence(
         batch: The arguments of `forward_fn`: a tuple, or a dict that is matched by name. NumPy arrays become Tensors.
         pieces: Number of pieces that the batch is cut into, as in `make_train_step`; at least 2. If it exceeds the
             number of samples, each piece is one sample.
+        batch_axis: The axis that counts the samples, as for `make_train_step`.
         weight_fn: `(*piece) -> weight`, as for `make_train_step`. None: the number of samples.
         losses: Number of losses that `forward_fn` returns, as for `make_train_step`; each is checked by itself.
 
@@ -147,16 +149,17 @@ def check_equivalence(
     named = named_values(forward_fn, named)
     names = ordered(forward_fn, named)
     batch = (*arguments, *[named[name] for name in names])
-    if layout(batch)[0] < 2:
-        raise ValueError("the batch has 1 sample, which cannot be cut; give at least 2")
+    samples, _ = layout(batch, checked_axis(batch_axis))
+    if samples < 2:
+        raise ValueError(f"the batch has {samples} sample{'s' * (samples != 1)}, expected at least 2, which can be cut")
     pieces = whole_number("pieces", pieces, "give the number of pieces to cut the batch into", minimum=2)
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
-    reports = []
+    divided, reports = partial(Division, network=network, pieces=pieces, batch_axis=batch_axis), []
     for t in range(losses):
         functions = {name: function and _wrapped(name, function, batch, names, t, losses)
                      for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
         try:
-            reports.append(_checked(network, batch, partial(Division, network=network, pieces=pieces, **functions)))
+            reports.append(_checked(network, batch, partial(divided, **functions)))
         except ValueError as error:
             raise ValueError(f"loss {t + 1}: {error}" if losses > 1 else str(error)) from error
     if losses == 1:

@@ -400,7 +400,7 @@ GOOD = {"forward_fn": stranger, "network": MLP(), "batch": (normal(8, 6), labels
     ({"network": frozen()}, ValueError, "network has no trainable parameters"),
     ({"batch": normal(8, 6)}, TypeError, "batch is of type Tensor, expected a tuple"),
     ({"batch": ()}, ValueError, "expected at least one Tensor with axes"),
-    ({"batch": (normal(1, 6), labels(1))}, ValueError, "the batch has 1 sample, which cannot be cut"),
+    ({"batch": (normal(1, 6), labels(1))}, ValueError, "the batch has 1 sample, expected at least 2"),
     ({"pieces": 1}, ValueError, "pieces is 1, expected an int >= 2; give the number of pieces"),
     ({"pieces": 2.0}, TypeError, "pieces is 2.0 of type float, expected an int >= 2"),
     ({"micro_size": 2}, TypeError, "micro_size is now called pieces"),
