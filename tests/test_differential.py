@@ -46,7 +46,7 @@ def stratified():
     """Cases in which each compiled driver occurs once, each other one three times, each amp level at least twice, and windows, errors
     and checkpoints in turn."""
     one_graph = {"event": "none", "front": "dense", "norm": "none", "shapes": (6, 6)}
-    windows = (3, ("until", 14.0, 4), 2, 1, "growing", ((0, 2), (1, 1), (2, 3)))
+    windows = (3, ("until", 14.0, 4), 2, ((0, 2), (1, 1), (2, 3)), "growing", 1)
     for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
         cut = driver in ("step", "step-pynative", "ahead")
         level = "none" if driver.startswith("ahead") else LEVELS[3 * i % len(LEVELS)]
@@ -152,6 +152,7 @@ def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, sampl
         step(*map(Tensor, batch))
     with accumulating:
         accumulating.train(batches, lambda loss, aux: None)
-    expected = [p.asnumpy().tobytes() for p in loss.trainable_params()]
+    accumulator, expected = accumulating.accumulator, [p.asnumpy().tobytes() for p in loss.trainable_params()]
+    assert [int(accumulator.update_step), int(accumulator.closed_windows)] == [UPDATES] * 2
     assert all(one != other for one, other in zip(start, expected))
     assert [p.asnumpy().tobytes() for p in accumulating.loss.trainable_params()] == expected

@@ -264,21 +264,3 @@ def test_an_optimizer_that_takes_no_bfloat16_is_named(make):
     train_step = make(network, nn.SGD(network.trainable_params(), 0.1), 1)
     with pytest.raises(TypeError, match=r"takes no bfloat16 .*\(here: SGD\); give nn.AdamWeightDecay"):
         train_step(ms.Tensor([[1.0, 1.0]], ms.float32))
-
-
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_windows_of_one_count_their_updates(clip_norm):
-    """Without clipping, the factor on the gradient is a constant of the graph."""
-    network = nn.Dense(2, 1)
-    train_step = make_train_step(mean_of(network), nn.SGD(network.trainable_params(), 0.1), 1, clip_norm=clip_norm)
-    for _ in range(3):
-        train_step(ms.Tensor([[1.0, 2.0]], ms.float32))
-    accumulator = train_step.accumulator
-    assert (int(accumulator.update_step), int(accumulator.closed_windows)) == (3, 3)
-
-
-def mean_of(network):
-    def forward_fn(x):
-        return network(x).mean()
-
-    return forward_fn
