@@ -152,7 +152,7 @@ try:
 except RuntimeError as error:
     print(str(error)[:60])
 train_step.accumulator.reset()
-print(len([train_step(short) for _ in range(2)]), int(train_step.accumulator.update_step))
+print(len([float(train_step(batch)) for batch in (good, short)]), int(train_step.accumulator.update_step))
 """
 
 

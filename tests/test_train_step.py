@@ -145,6 +145,7 @@ def test_one_batch_is_read_ahead_and_a_loop_that_is_left_leaves_the_window_open(
     assert (int(accumulator.mini_step), int(accumulator.update_step)) == (0, 1)
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_single_calls_take_arrays_and_repr_says_where_it_stands():
     network, (x, y) = MLP(), batches([6])[0]
     train_step = make_train_step(mean_loss(network), sgd(network), 4, pieces=2)

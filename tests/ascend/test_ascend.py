@@ -29,7 +29,7 @@ RUNS = {
     "fast": Run(("whole:float32", "whole:bfloat16", "clipped", "token_weights", "cell", "op_by_op", "memory_momentum_groups",
                  "memory_of_copies", "sgd_in_bfloat16")),
     "fused": Run(("whole:bfloat16",), FUSION),
-    "2 ranks": Run(EXCHANGES, ranks=2),
+    "2 ranks": Run(EXCHANGES[::2], ranks=2),
     "more": Run(("whole:float16", "loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale", "several_losses",
                  "grad_cache", "amp_level:O1", "amp_level:O2", "amp_level:O3", "amp_level:auto", "by_hand", "sink")),
     "more fused": Run(("whole:float16", "pieces", "whole:float32"), FUSION),
@@ -176,10 +176,10 @@ def all_before(node, seen=None):
 
 @pytest.mark.parametrize("ranks", [2, slow(8)])
 def test_the_exchange_of_ranks_compiles(compiled, ranks):
-    window, microbatch, shards = (collectives(report) for report in compiled(f"{ranks} ranks").values())
+    window, *microbatch, shards = (collectives(report) for report in compiled(f"{ranks} ranks").values())
     everybody = "hccl_world_group"
     assert window == [[], [("AllReduce", everybody)]]
-    assert microbatch[0] == [("AllReduce", everybody)]
+    assert [added for added, _ in microbatch] == [[("AllReduce", everybody)]] * (ranks == 8)
     assert ("ReduceScatter", everybody) in shards[0]
     assert ("AllGather", everybody) in shards[1]
 
