@@ -1,5 +1,4 @@
 """Several losses, each divided by its own count in the window: what is refused. That they are exact is drawn in test_differential.py."""
-import mindspore as ms
 import numpy as np
 import pytest
 from conftest import MLP, difference, values
@@ -34,21 +33,6 @@ def counts(x, y, counted):
     return x.shape[0], counted.sum()
 
 
-def undivided(batches):
-    """Parameters after plain updates with the windows as single batches, whose sums of both losses are differentiated."""
-    network = MLP()
-    forward_fn, optimizer = pair_of(network), nn.SGD(network.trainable_params(), 0.5)
-
-    def total(*batch):
-        one, other = forward_fn(*batch)
-        return one + other
-
-    grad_fn = ms.grad(total, None, optimizer.parameters)
-    for start in range(0, len(batches), N):
-        optimizer(grad_fn(*map(Tensor, map(np.concatenate, zip(*batches[start:start + N])))))
-    return values(network.trainable_params())
-
-
 def step_of(**options):
     network = MLP()
     optimizer = nn.SGD(network.trainable_params(), 0.5)
@@ -77,7 +61,9 @@ def test_a_loop_that_is_left_needs_a_reset():
             refused()
     step.accumulator.reset()
     list(step.epoch(microbatches()))
-    assert difference(values(network.trainable_params()), undivided(microbatches())) <= 1e-6
+    never_left, step = step_of()
+    list(step.epoch(microbatches()))
+    assert difference(values(network.trainable_params()), values(never_left.trainable_params())) == 0
 
 
 @pytest.mark.usefixtures("uncompiled")

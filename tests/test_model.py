@@ -10,7 +10,7 @@ from conftest import MLP, batches, difference, tensors, values
 from following import LOSS
 from mindspore import Tensor, amp, nn
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
-from model_runs import dataset, make_cell, train, trained_oracle
+from model_runs import TwoCells, dataset, make_cell, train, trained_oracle
 
 from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
 
@@ -71,15 +71,8 @@ def test_a_model_checkpoint_holds_a_window_that_is_half_full(mode_named, context
     assert go_on(network, cell) != uninterrupted
 
 
-class Both(nn.Cell):
-    """Two cells in one graph."""
-
-    def __init__(self):
-        super().__init__()
-        (_, self.one), (_, self.other) = make_cell(), make_cell(accumulate_step=3)
-
-    def construct(self, x, y):
-        return self.one(x, y) + self.other(x, y)
+def two_cells():
+    return TwoCells(make_cell()[1], make_cell(accumulate_step=3)[1])
 
 
 def test_two_cells_in_one_function_have_the_names_of_their_networks():
@@ -104,10 +97,10 @@ def test_two_cells_in_one_function_have_the_names_of_their_networks():
 def test_two_cells_in_one_graph_have_names_of_their_own(mode_named):
     """By their place in the Cell that holds them. Each trains as it does alone; control: another accumulate_step does not."""
     mode_named("graph")
-    both = Both()
+    both = two_cells()
     names = [p.name for p in both.get_parameters()]
     assert len(set(names)) == len(names)
-    assert names == [p.name for p in Both().get_parameters()], "names depend on what this process has built before"
+    assert names == [p.name for p in two_cells().get_parameters()], "names depend on what this process has built before"
     train(both, data=dataset([6] * 6))
     alone = []
     mode_named("pynative")

@@ -68,7 +68,7 @@ class TwoCells(nn.Cell):
     """Trains two networks on the same microbatch."""
 
     def __init__(self, one, other):
-        super().__init__(auto_prefix=False)
+        super().__init__()
         self.one, self.other = one, other
 
     def construct(self, x, y):
