@@ -56,6 +56,7 @@ def stratified():
         elif driver != "ahead-pynative":
             fixed["event"] = ("save", "both", "error", "save")[(i + i // 5) % 4]
             fixed.update({} if fixed["event"] == "save" else {"loss": ("masked", "mean")[i % 2]}, load_into=("fresh", "used")[i // 5 % 2])
+            fixed.update({"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 2} if i == 6 else {})
         count = 4 if driver == "ahead" else 7 if driver.startswith("model") else 6  # a model ends in an incomplete window
         yield drawn(i, driver=driver, level=level, large=False, count=count, pieces=1 + cut, **fixed)
 

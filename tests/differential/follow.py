@@ -164,6 +164,9 @@ class _Follow:
         for name in ("weight_sum", "window_weight"):
             expected = getattr(plain, name)
             self._equal(f"{name} {where}", getattr(accumulator, name).asnumpy(), expected, 1e-6 * expected)
+        if self.case.scaler is not None:
+            scaler = self.accumulating.scaler
+            assert (float(scaler.scale_value), int(getattr(scaler, "counter", 0))) == (plain.scale, plain.finite_windows), where
         self._equal(f"grad_norm {where}", float(accumulator.grad_norm), plain.grad_norm, self.tolerance * plain.grad_norm)
 
     def _compare_parameters(self, where):
