@@ -17,44 +17,25 @@ pytestmark = pytest.mark.core
 INF, NAN = float("inf"), float("nan")
 
 
-def mixed(prefix):
-    """Parameters of every float dtype, one of them a scalar."""
-    kinds = ((ms.float16, [0.0]), (ms.float32, 0.0), (ms.float64, [0.0]))
-    return ParameterTuple([Parameter(Tensor(value, dtype), name=f"{prefix}{dtype}") for dtype, value in kinds])
+def test_dtypes_of_parameters_and_buffers(mode):
+    """Several microbatches in one function, which 16-bit buffers must not lose; each gradient in its parameter's dtype."""
+    def parameters(prefix):
+        kinds = ((ms.float16, [0.0]), (ms.float32, 0.0), (ms.float64, [0.0]))
+        return ParameterTuple([Parameter(Tensor(value, dtype), name=f"{prefix}{dtype}") for dtype, value in kinds])
 
+    asked_for = (None, ms.float16, ms.float32, ms.float64)
+    accumulators = tuple([Accumulator(Counting(parameters(f"{i}.")), 9, INF, reduction="mean", buffer_dtype=dtype)
+                          for i, dtype in enumerate(asked_for)])
+    expected = [[ms.float32, ms.float32, ms.float64], *([dtype] * 3 for dtype in asked_for[1:])]
+    assert [[b.dtype for b in accumulator.buffers.parameters] for accumulator in accumulators] == expected
 
-def adding_three(accumulators, mode):
-    """What adds a gradient 1, 0.25 and 0.25 times to each accumulator, and what resets them. Both return `mini_step`."""
-    def step(half, single, double):
+    def step(*gradients):
         for accumulator in accumulators:
             for factor in (1, 0.25, 0.25):
-                accumulator.add((half * factor, single * factor, double * factor))
+                accumulator.add(tuple([gradient * factor for gradient in gradients]))
         return accumulators[0].mini_step + 0
 
-    def reset():
-        for accumulator in accumulators:
-            accumulator.reset()
-        return accumulators[0].mini_step + 0
-
-    step, reset = compiled(step, mode), compiled(reset, mode)
-    return (lambda value: int(step(Tensor([value], ms.float16), Tensor(value, ms.float32), Tensor([value], ms.float64)))), reset
-
-
-def test_dtypes_of_parameters_and_buffers(mode):
-    """Several microbatches in one function; each gradient in its parameter's dtype; a reset also clears NaN."""
-    asked_for = (None, ms.float16, ms.float32, ms.float64)
-    accumulators = tuple([Accumulator(Counting(mixed(f"{i}.")), 9, INF, reduction="mean", buffer_dtype=dtype)
-                          for i, dtype in enumerate(asked_for)])
-    assert [b.dtype for b in accumulators[0].buffers.parameters] == [ms.float32, ms.float32, ms.float64]
-    for accumulator, dtype in zip(accumulators[1:], asked_for[1:]):
-        assert {b.dtype for b in accumulator.buffers.parameters} == {dtype}
-
-    added, reset = adding_three(accumulators, mode)
-    for value in (NAN, INF):
-        assert added(value) == 3
-        assert int(reset()) == 0
-        assert not any(np.any(b.asnumpy()) for accumulator in accumulators for b in accumulator.buffers.parameters)
-    assert added(0.1) == 3
+    assert int(compiled(step, mode)(Tensor([0.1], ms.float16), Tensor(0.1, ms.float32), Tensor([0.1], ms.float64))) == 3
     for accumulator in accumulators:
         assert accumulator.flush()
         seen = accumulator.optimizer.seen
@@ -131,8 +112,7 @@ def undivided():
     return values(ms.grad(mean_loss(network), None, network.trainable_params())(*tensors(x, y)))
 
 
-@pytest.mark.parametrize(("driver", "order"), [
-    ("step", "hand first"), ("step", "driver first"), ("cell", "hand first"), ("cell", "driver first")])
+@pytest.mark.parametrize(("driver", "order"), [("step", "hand first"), ("cell", "driver first")])
 def test_a_graph_by_hand_and_a_driver_share_a_window(mode_named, driver, order):
     """Microbatches have other sizes; whichever is compiled first, the other counts in its unit."""
     if driver == "cell":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mindspore import Tensor, amp, nn
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import Callback, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint, ReduceLROnPlateau
-from model_runs import RATES, SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
+from model_runs import SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
 
@@ -161,7 +161,7 @@ class StopAfterThree(Callback):
 def test_flush_after_a_stop_in_mid_epoch(tested):
     """Before the test, if there is one."""
     network, cell = make_cell()
-    oracle, _ = trained_oracle(network, 1, sizes=SIZES[:3])
+    oracle = trained_oracle(network, SIZES[:3])
     stop = StopAfterThree(cell)
     model = Model(cell, eval_network=nn.WithEvalCell(network, nn.CrossEntropyLoss()), eval_indexes=[0, 1, 2],
                   metrics={"loss"})
@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused():
     assert difference(values(plain.trainable_params()), before) == 0
     with pytest.raises(ValueError, match=r"give Model\(TrainOneStepCell\(...\)\) without an optimizer"):
         Model(one, optimizer=nn.SGD(network.trainable_params(), 0.1))
-    short = make_cell(learning_rate=RATES[:2])[1]
+    short = make_cell(learning_rate=[0.3, 0.1])[1]
     with pytest.raises(ValueError, match="list of 2 learning rates is used up"):
         train(short, FlushCallback())  # the third update is that of the flush
     samples = NumpySlicesDataset({"x": np.zeros((8, 6), np.float32), "y": np.zeros(8, np.int32)})

@@ -43,13 +43,22 @@ def drawn(number, **fixed):
 
 
 def stratified():
-    """Cases in which each compiled driver occurs once, each other one three times, and each amp level at least twice."""
+    """Cases in which each compiled driver occurs once, each other one three times, each amp level at least twice, and windows, errors
+    and checkpoints in turn."""
     one_graph = {"event": "none", "front": "dense", "norm": "none", "shapes": (6, 6)}
+    windows = (3, ("until", 14.0, 4), 2, ((0, 2), (1, 1), (2, 3)), "growing", 1)
     for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
         cut = driver in ("step", "step-pynative", "ahead")
         level = "none" if driver.startswith("ahead") else LEVELS[3 * i % len(LEVELS)]
-        fixed = {**one_graph, **({} if driver == "ahead" else {"weight": "number"})} if driver in COMPILED else {}
-        yield drawn(i, driver=driver, level=level, large=False, count=6, pieces=1 + cut, **fixed)
+        fixed = {} if driver == "hand-pynative" and i > 10 else {"accumulate_step": windows[i % len(windows)], "reduction": "mean"}
+        if driver in COMPILED:
+            fixed.update(one_graph, **({"aux": True} if driver == "ahead" else {"weight": "number"}))
+        elif driver != "ahead-pynative":
+            fixed["event"] = ("save", "both", "error", "save")[(i + i // 5) % 4]
+            fixed.update({} if fixed["event"] == "save" else {"loss": ("masked", "mean")[i % 2]}, load_into=("fresh", "used")[i // 5 % 2])
+            fixed.update({"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 2} if i == 6 else {})
+        count = 4 if driver == "ahead" else 7 if driver.startswith("model") else 6  # a model ends in an incomplete window
+        yield drawn(i, driver=driver, level=level, large=False, count=count, pieces=1 + cut, **fixed)
 
 
 @pytest.mark.parametrize("case", stratified(), ids=lambda case: f"{case.driver}-{case.level}")
@@ -125,7 +134,8 @@ def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, sampl
     case = drawn(
         samples, driver=driver, level=level, front="dense", norm="none", backward_clip=False, loss="mean", factor=1.0, rates="number",
         optimizer="nn.SGD" if level == "half" else "nn.Momentum", accumulate_step=1, clip_norm=None, pieces=1, weight="samples",
-        scaler=None, on_nonfinite="apply", noise_scale=False, event="none", nonfinite_at=None, sizes=(samples,) * UPDATES)
+        scaler=None, on_nonfinite="apply", noise_scale=False, event="none", nonfinite_at=None, sizes=(samples,) * UPDATES, hook=False,
+        aux=False, buffer_dtype=None)
     print(case)
     loss = build_loss(case, case.seed)
     optimizer = build_optimizer(case, loss.trainable_params())
@@ -143,7 +153,8 @@ def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, sampl
     for batch in batches:
         step(*map(Tensor, batch))
     with accumulating:
-        accumulating.train(batches, lambda value: None)
-    expected = [p.asnumpy().tobytes() for p in loss.trainable_params()]
+        accumulating.train(batches, lambda loss, aux: None)
+    accumulator, expected = accumulating.accumulator, [p.asnumpy().tobytes() for p in loss.trainable_params()]
+    assert [int(accumulator.update_step), int(accumulator.closed_windows)] == [UPDATES] * 2
     assert all(one != other for one, other in zip(start, expected))
     assert [p.asnumpy().tobytes() for p in accumulating.loss.trainable_params()] == expected

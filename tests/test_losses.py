@@ -1,12 +1,10 @@
-"""Several losses, each divided by its own count in the window: exact in epochs, by single calls, and refused otherwise."""
-import mindspore as ms
+"""Several losses, each divided by its own count in the window: what is refused. That they are exact is drawn in test_differential.py."""
 import numpy as np
 import pytest
 from conftest import MLP, difference, values
-from following import run_as
 from mindspore import Tensor, nn, ops
 
-from ms_accum import check_equivalence, make_train_step, until_weight
+from ms_accum import check_equivalence, make_train_step
 
 pytestmark = pytest.mark.core
 
@@ -35,90 +33,10 @@ def counts(x, y, counted):
     return x.shape[0], counted.sum()
 
 
-def rows(x, y, counted):
-    return x.shape[0], x.shape[0]
-
-
-def undivided(windows):
-    """Parameters after plain updates with the windows as single batches, whose sums of both losses are differentiated."""
-    network = MLP()
-    forward_fn, optimizer = pair_of(network), nn.SGD(network.trainable_params(), 0.5)
-
-    def total(*batch):
-        one, other = forward_fn(*batch)
-        return one + other
-
-    grad_fn = ms.grad(total, None, optimizer.parameters)
-    for window in windows:
-        optimizer(grad_fn(*map(Tensor, map(np.concatenate, zip(*window)))))
-    return values(network.trainable_params())
-
-
-def windows_of(batches, n=N):
-    return [batches[start:start + n] for start in range(0, len(batches), n)]
-
-
-def step_of(accumulate_step=N, weight_fn=counts, forward_of=pair_of, **options):
+def step_of(**options):
     network = MLP()
     optimizer = nn.SGD(network.trainable_params(), 0.5)
-    return network, make_train_step(forward_of(network), optimizer, accumulate_step, weight_fn=weight_fn, losses=2, **options)
-
-
-@pytest.mark.parametrize(("mode", "pieces"), [("jit", 4), ("pynative", 1), ("pynative", 3)])
-def test_two_losses_are_those_of_the_undivided_batch(mode, pieces, capfd):
-    """Also where the second one is a mean over nothing (0/0), in a piece, a microbatch, or the loss that is returned."""
-    network, step = step_of(pieces=pieces)
-    with run_as(mode):
-        returned = list(step.epoch(microbatches()))
-    assert difference(values(network.trainable_params()), undivided(windows_of(microbatches()))) <= 1e-6
-    assert len(step.accumulator.buffers.parameters) == 4  # one set
-    assert (int(step.accumulator.update_step), step.updated) == (3, True)
-    assert "eliminated by mistake" not in capfd.readouterr().err
-    one, other = pair_of(MLP())(*map(Tensor, microbatches()[1]))  # of the first window, like the start
-    assert [float(loss) for loss in returned[1]] == pytest.approx([float(one), float(other)], rel=1e-5)
-    assert float(returned[0][1]) == 0 or pieces == 1
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_the_naive_denominator_is_wrong():
-    """Negative control: the second loss counted by rows, as a mean of means does."""
-    batches = [batch for batch in microbatches() if batch[2].any()]  # without these it would be NaN
-    results = []
-    for weight_fn in (counts, rows):
-        network, step = step_of(weight_fn=weight_fn)
-        list(step.epoch(batches))
-        results.append(values(network.trainable_params()))
-    exact = undivided(windows_of(batches))
-    assert difference(results[0], exact) <= 1e-6
-    assert difference(results[1], exact) > 1e-2
-
-
-def test_a_single_call_is_a_window_of_its_own():
-    """In pieces, with aux: the rows of the batch, and a scalar as the mean by the first loss's weights."""
-    def with_aux(network):
-        forward_fn = pair_of(network)
-
-        def both(x, y, counted):
-            return forward_fn(x, y, counted), (x, y.astype(ms.float32).mean())
-
-        return both
-
-    network, step = step_of(1, forward_of=with_aux, pieces=4, has_aux=True)
-    for batch in microbatches()[1:3]:
-        _, (x, y_mean) = step(*map(Tensor, batch))
-        assert step.updated
-        assert (x.asnumpy() == batch[0]).all()
-        assert float(y_mean) == pytest.approx(batch[1].mean(), rel=1e-6)
-    assert difference(values(network.trainable_params()), undivided(windows_of(microbatches()[1:3], 1))) <= 1e-6
-    assert step.flush() is False
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_windows_by_the_weight_of_the_first_loss():
-    network, step = step_of(until_weight(50))
-    closed = [step.updated for _ in step.epoch(microbatches())]
-    assert closed == [False, False, True, False, False, True, True]  # the end of the data is known, too
-    assert difference(values(network.trainable_params()), undivided(windows_of(microbatches()))) <= 1e-6
+    return network, make_train_step(pair_of(network), optimizer, N, weight_fn=counts, losses=2, **options)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -143,7 +61,9 @@ def test_a_loop_that_is_left_needs_a_reset():
             refused()
     step.accumulator.reset()
     list(step.epoch(microbatches()))
-    assert difference(values(network.trainable_params()), undivided(windows_of(microbatches()))) <= 1e-6
+    never_left, step = step_of()
+    list(step.epoch(microbatches()))
+    assert difference(values(network.trainable_params()), values(never_left.trainable_params())) == 0
 
 
 @pytest.mark.usefixtures("uncompiled")

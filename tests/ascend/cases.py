@@ -86,28 +86,13 @@ def whole(dtype):
     return train(getattr(ms, dtype), momentum if dtype == "float32" else decayed)
 
 
-def pieces():
-    return train(pieces=3)
-
-
-def alone():
-    return train(accumulate_step=1)
-
-
-def clipped():
-    return train(clip_norm=1.0)
-
-
-def skip_window():
-    return train(on_nonfinite="skip_window")
-
-
-def skip_microbatch():
-    return train(on_nonfinite="skip_microbatch")
-
-
-def loss_scaler():
-    return train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100))
+def trained(kind):
+    """With one option more."""
+    return train(**{
+        "pieces": {"pieces": 3}, "alone": {"accumulate_step": 1}, "clipped": {"clip_norm": 1.0},
+        "skip_window": {"on_nonfinite": "skip_window"}, "skip_microbatch": {"on_nonfinite": "skip_microbatch"},
+        "loss_scaler": {"dtype": ms.float16, "loss_scaler": amp.DynamicLossScaler(2**10, 2, 100)},
+        "noise_scale": {"noise_scale": GradientNoiseScale()}}[kind])
 
 
 class Named(nn.Cell):
@@ -124,10 +109,6 @@ class Named(nn.Cell):
 def amp_level(level):
     network = Named()
     return train_network(amp.auto_mixed_precision(network, level), momentum(network.trainable_params()), (rows(ms.float32),))
-
-
-def noise_scale():
-    return train(noise_scale=GradientNoiseScale())
 
 
 def token_weights():
@@ -349,44 +330,17 @@ def bytes_of(order="forward", optimizer=decayed, dtype=ms.bfloat16, **options):
     return {"add": add - before / count, "update": update - before / count}
 
 
-def memory_forward():
-    return bytes_of()
-
-
-def memory_backwards():
-    return bytes_of("backwards")
-
-
-def memory_groups():
-    return bytes_of("groups")
-
-
-def memory_momentum_groups():
-    return bytes_of("groups", momentum, ms.float32)
-
-
-def memory_momentum():
-    return bytes_of(optimizer=momentum, dtype=ms.float32)
-
-
-def memory_momentum_clipped():
-    return bytes_of(optimizer=momentum, dtype=ms.float32, clip_norm=1.0)
-
-
 def adam(parameters):
     return nn.Adam(parameters, 1e-3)
 
 
-def memory_adam():
-    return bytes_of(optimizer=adam, dtype=ms.float32)
-
-
-def memory_adam_clipped():
-    return bytes_of(optimizer=adam, dtype=ms.float32, clip_norm=1.0)
-
-
-def memory_decayed_clipped():
-    return bytes_of(clip_norm=1.0)
+def memory(what):
+    """`bytes_of` with one of these."""
+    in_float32, clipped = {"optimizer": momentum, "dtype": ms.float32}, {"clip_norm": 1.0}
+    return bytes_of(**{
+        "forward": {}, "backwards": {"order": "backwards"}, "groups": {"order": "groups"}, "decayed_clipped": clipped,
+        "momentum": in_float32, "momentum_groups": {**in_float32, "order": "groups"}, "momentum_clipped": {**in_float32, **clipped},
+        "adam": {**in_float32, "optimizer": adam}, "adam_clipped": {**in_float32, "optimizer": adam, **clipped}}[what])
 
 
 def memory_by_hand():
@@ -412,7 +366,7 @@ def memory_of_copies():
 
     with patch.object(accumulator, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
             buffers.Buffers, "add", add):
-        return memory_momentum_groups()
+        return memory("momentum_groups")
 
 
 def batch_of_8192(pieces="plain"):

@@ -5,10 +5,13 @@
 Only what has to return something is written by hand, in `stand_ins.cc`. Every other function returns 0. With them and
 `MS_SIMULATION_LEVEL=1`, MindSpore compiles graphs with all passes of its Ascend backend and plans their memory, on any Linux machine.
 """
+import fcntl
+import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,6 +57,27 @@ def build(parent):
         _run("g++", "-shared", "-fPIC", f"-Wl,-soname,lib{name}.so", "-o", libraries / f"lib{name}.so", nothing, "-Wl,--no-as-needed",
              f"-L{libraries}", "-lascendcl")
     return folder
+
+
+def shared_folder(tmp_path_factory):
+    """Return the folder that all workers of pytest-xdist share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@contextmanager
+def locked(path):
+    """Let the workers of pytest-xdist in one after the other."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def built_once(tmp_path_factory):
+    """Return the folder of stand-ins that are built once for all tests and workers."""
+    folder = shared_folder(tmp_path_factory)
+    with locked(folder / "cann.lock"):
+        return folder / "cann" if (folder / "cann").exists() else build(folder)
 
 
 def _run(*command):

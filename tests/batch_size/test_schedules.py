@@ -78,6 +78,7 @@ def test_a_number_is_a_cosine_or_constant_and_arrays_are_lists():
     assert seesaw(1, 0.5) == batch_ramp(1, 0.5) == ({0: 1}, [0.5])
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_training_equals_numpy():
     """Linear regression on 12 microbatches of 2 samples. The optimizer refuses an update past the end of the list."""
     rng = np.random.default_rng(0)

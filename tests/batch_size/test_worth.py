@@ -10,9 +10,9 @@ from mindspore import Tensor, nn
 from noisy_samples import Position
 
 from ms_accum import Accumulator, make_train_step
-from ms_accum.batch_size import PlanError
+from ms_accum.batch_size import PlanError, worth
 from ms_accum.batch_size.planning import Plan
-from ms_accum.batch_size.process import pickled
+from ms_accum.batch_size.process import Outcome, pickled
 from ms_accum.batch_size.worth import longest_within, measure_noise, noise_of, require_measurable, table
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -42,32 +42,32 @@ def unweighted(microbatch, accumulate_step=None, noise_scale=None):
 
 
 def forgetful(microbatch, accumulate_step=None, noise_scale=None):
-    return make_step(microbatch, accumulate_step)
+    return unweighted(microbatch, accumulate_step)
 
 
 def of_its_own(microbatch, accumulate_step=None, noise_scale=None):
-    return make_step(microbatch, 2, noise_scale)
-
-
-def raising(microbatch, accumulate_step=None, noise_scale=None):
-    raise KeyError("no data")
+    return unweighted(microbatch, 2, noise_scale)
 
 
 def test_a_known_noise_scale_is_found_in_samples_whatever_the_weights_count():
     tokens = partial(make_step, weight_fn=seven_tokens, pieces=2)
     for function, spread in ((partial(make_step, spread=0.5), 0.5), (tokens, 1.0), (unweighted, 1.0)):
-        noise = noise_of(pickled(function), "CPU", 4, 2, 200)
+        noise = noise_of(pickled(function), "CPU", 4, 2, 50)
         assert noise == pytest.approx((spread / MEAN)**2, rel=0.1), function
     for function, closed in ((forgetful, 0), (of_its_own, 16)):
         with pytest.raises(ValueError, match=rf"^{closed} windows were measured in 8 \* 4 microbatches, expected 8; make_step has to give"):
             noise_of(pickled(function), "CPU", 4, 4, 8)
 
 
-def test_a_process_measures_it_or_its_failure_is_named():
-    assert measure_noise(make_step, PLAN, 60) == pytest.approx((1 / MEAN)**2, rel=0.2)
-    for function, timeout, message in ((raising, None, "KeyError: 'no data'"), (make_step, 0.1, r"it was not done within 0\.1 s")):
-        with pytest.raises(PlanError, match=f"measuring the noise scale failed: {message}"):
-            measure_noise(function, PLAN, 2, timeout=timeout)
+def test_it_is_measured_in_a_process_of_half_the_microbatch_and_no_less_memory(monkeypatch):
+    """What such a process answers, and that its failure is named, is tested in tests/cli/test_plan_command.py."""
+    asked = []
+    monkeypatch.setattr(worth, "free_memory", lambda device: 7)
+    monkeypatch.setattr(worth, "in_a_process", lambda *call, **limits: asked.append((call, limits)) or Outcome("failed", "too late"))
+    for plan, parts in ((PLAN, (2, 8)), (Plan(3, 1, 3, 1, 2**40, ()), (1, 3))):
+        with pytest.raises(PlanError, match=r"measuring the noise scale failed: too late"):
+            measure_noise(make_step, plan, 60, timeout=0.1)
+        assert asked.pop() == (("CPU", noise_of, pickled(make_step), "CPU", *parts, 60), {"timeout": 0.1, "memory_limit": 2**40})
 
 
 @pytest.mark.parametrize(("noise", "plan", "best", "answer"), [

@@ -23,7 +23,7 @@ def growing(update_step):
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
-        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed"))):
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype"))):
     """One run. Everything random in it comes from `seed`."""
 
     __slots__ = ()
@@ -144,6 +144,10 @@ def compose(choose, **fixed):
     count = pick("count", (6, 7, 8))
     pick("sizes", [tuple(other if reduction == "mean" and i % 3 == 1 else one for i in range(count))])
     pick("seed", range(1000))
+    pick("hook", (False, True))
+    pick("aux", (False, True) if driver.split("-")[0] in ("step", "ahead") else (False,))
+    narrower = () if exact or loss == "mse" else ("float16",)
+    pick("buffer_dtype", (None, None, "float32", "float64", *narrower))
     return Case(**{name: values[name] for name in Case._fields})
 
 

@@ -61,6 +61,9 @@ NARROW = {
     "pieces": (
         {**_QUIET, "loss": "mean", "level": "none", "accumulate_step": 2, "backward_clip": False, "shapes": (7, 7)},
         {"driver": ("step-pynative", "step"), "pieces": (2, 3)}),
+    "two losses": (
+        {**_PLAIN_NETWORK, **_QUIET, "level": "none", "scaler": None, "weight": "tensor", "accumulate_step": 3},
+        {"driver": ("ahead-pynative",), "pieces": (1, 2)}),
     # The pieces before the one that raised stayed in the window.
     "pieces before an error": (
         {**_PLAIN_NETWORK, "loss": "mean", "level": "none", "nonfinite_at": None, "event": "error", "accumulate_step": 3,
@@ -102,6 +105,8 @@ PUT_BACK = {
         "nonfinite", [("nonfinite.py", "ops.zeros_like(weight)), taken.astype(ms.int32)", "ops.zeros_like(weight)), 1")]),
     "the loss of a batch is the sum of its pieces'": (
         "pieces", [("microbatch.py", "totals[t] / _divisor(", "totals[t] * pieces / _divisor(")]),
+    "all losses are divided by the count of the first": (
+        "two losses", [("losses.py", "of_window = window[:count]", "of_window = ops.zeros_like(window[:count]) + window[0]")]),
     "the short last piece counts as a full one": (
         "pieces", [("pieces.py", "[(start, min(rows, samples - start))", "[(min(start, samples - rows), rows)")]),
 }

@@ -48,17 +48,22 @@ class _Follow:
         self._flush()
         if not self.over:
             self._require_motion()
+            # A run that was used before has its own unit of weights, and an error after the save resets it.
+            if case.save_at is not None and case.load_into == "fresh" and (case.error_at or 0) <= case.save_at:
+                self._require_same_bits()
 
     @property
     def tolerance(self):
         return TOLERANCE["exact" if self.case.exact else "16 bit"] + 4 * self.plain.rounding
 
-    def _after(self, loss):
+    def _after(self, loss, aux):
         if self.over:
             return
         expected, full = self.plain.microbatch(self.case.batch(self.position))
         where = f"after microbatch {self.position}"
         self._equal(f"loss {where}", loss, expected, self.tolerance * np.maximum(np.abs(expected), self.case.factor))
+        for got, part in zip(aux, self.plain.aux):
+            self._equal(f"aux {where}", got, part, 1e-6)
         self.position += 1
         # Of a window that was weighed before, the end of the data is known, too.
         if full or (self.case.ahead and self.position == len(self.case.sizes)):
@@ -75,14 +80,17 @@ class _Follow:
             return
         self._compare_parameters(where)
         self._compare_state(where)
+        if self.case.hook:
+            for got, expected, p, path in zip(self.accumulating.hook.averages, self.plain.averages, self.plain.loss.trainable_params(),
+                                              self.plain.path):
+                self._equal(f"average of {p.name} {where}", got.asnumpy(), expected, self._bound(p, path))
         if self.case.noise_scale:
             self._compare_noise(where)
 
     def _flush(self):
         with self.accumulating:
             closed = self.accumulating.flush()
-            if not self.case.driver.startswith("model"):
-                assert closed == (self.plain.mini_step > 0)
+            assert closed == (self.plain.mini_step > 0 and not self.case.driver.startswith("model")), "a model's callback has flushed"
         if self.plain.mini_step > 0:
             self._close("after the flush")
         self._compare_counters("after the flush")
@@ -92,14 +100,14 @@ class _Follow:
         case, accumulator = self.case, self.accumulating.accumulator
         before = _open_window(accumulator)
         with self.accumulating, pytest.raises((RuntimeError, ValueError)):
-            self.accumulating.train([case.batch(case.error_at)], lambda loss: None)
+            self.accumulating.train([case.batch(case.error_at)], _ignored)
         recover()
         with self.accumulating:
             if case.compiled:
                 self.accumulating.build_step()
             if _open_window(accumulator) != before or self._save_is_refused():
                 with pytest.raises(RuntimeError, match="reset"):
-                    self.accumulating.train([case.batch(case.error_at, spoil=False)], lambda loss: None)
+                    self.accumulating.train([case.batch(case.error_at, spoil=False)], _ignored)
                 assert self._save_is_refused()
                 accumulator.reset()
                 self.plain.mini_step, self.plain.window = 0, []
@@ -117,12 +125,22 @@ class _Follow:
         path = self.folder / "run.ckpt"
         with self.accumulating:
             self.accumulating.save(path, self.position)
-        self.accumulating = Accumulating(self.case, self.case.seed + 1)
+        self.saved, self.accumulating = self.accumulating, Accumulating(self.case, self.case.seed + 1)
         with self.accumulating:
             if self.case.load_into == "used":
-                self.accumulating.train([self.case.batch(1, spoil=False)], lambda loss: None)
+                self.accumulating.train([self.case.batch(1, spoil=False)], _ignored)
             assert self.accumulating.load(path) == self.position
+        self.accumulating.calls = self.saved.calls
         self._compare_counters("after the load")
+
+    def _require_same_bits(self):
+        """Of the run that was saved, which goes on, and of the one that it was loaded into."""
+        with self.saved:
+            self.saved.train([self.case.batch(i) for i in range(self.case.save_at, len(self.case.sizes))], _ignored, last=True)
+            self.saved.flush()
+        got, expected = self.accumulating.bits(), self.saved.bits()
+        assert got.keys() == expected.keys()
+        assert [name for name in expected if got[name] != expected[name]] == []
 
     # --- what is compared ----------------------------------------------------------------------------------------------------
 
@@ -141,11 +159,14 @@ class _Follow:
         if self.over:
             return
         accumulator, plain = self.accumulating.accumulator, self.plain
-        for name in ("mini_step", "update_step", "skipped"):
+        for name in ("mini_step", "update_step", "skipped", "closed_windows"):
             assert int(getattr(accumulator, name)) == getattr(plain, name), f"{name} {where}"
         for name in ("weight_sum", "window_weight"):
             expected = getattr(plain, name)
             self._equal(f"{name} {where}", getattr(accumulator, name).asnumpy(), expected, 1e-6 * expected)
+        if self.case.scaler is not None:
+            scaler = self.accumulating.scaler
+            assert (float(scaler.scale_value), int(getattr(scaler, "counter", 0))) == (plain.scale, plain.finite_windows), where
         self._equal(f"grad_norm {where}", float(accumulator.grad_norm), plain.grad_norm, self.tolerance * plain.grad_norm)
 
     def _compare_parameters(self, where):
@@ -184,6 +205,10 @@ class _Follow:
             return
         bounds = [self._bound(p, path) / path for p, path in zip(self.plain.loss.trainable_params(), self.plain.path) if path]
         assert min(bounds, default=1.0) < (1e-3 if self.case.exact else 0.3), f"the bounds are too wide for the motion: {bounds}"
+
+
+def _ignored(loss, aux):
+    """What is done after a microbatch that is compared with nothing."""
 
 
 def _open_window(accumulator):

@@ -36,7 +36,7 @@ class Plain:
         self.loss = build_loss(case, case.seed)
         self.optimizer = build_optimizer(case, self.loss.trainable_params())
         self.update = ms.jit(self.optimizer) if case.optimizer in COMPILED_ONLY else self.optimizer
-        self.mini_step = self.update_step = self.skipped = 0
+        self.mini_step = self.update_step = self.skipped = self.closed_windows = 0
         self.grad_norm, self.window_weight = np.nan, 0.0
         self.window = []
         self.scale, self.finite_windows = 1.0, 0
@@ -45,6 +45,7 @@ class Plain:
         self.noise_totals, self.noise_error = np.zeros(3), 0.0
         self.diverged = False
         self.path = [0.0] * len(self.loss.trainable_params())
+        self.averages = [p.asnumpy().astype(np.float64) for p in self.loss.trainable_params()]
         self.rounding = 0.0
 
     @property
@@ -85,7 +86,13 @@ class Plain:
         else:
             total = sum(w for w, _ in losses)
             loss = sum(w * value for w, value in losses) / np.where(total == 0, 1.0, total)
+        self.aux = batch[1], np.average([piece[3].mean() for piece in pieces], weights=self._first_of(losses, case.pieces))
         return loss, self._full()
+
+    def _first_of(self, losses, pieces):
+        """What the means over the pieces of a microbatch are weighed with."""
+        weights = np.array([np.ravel(weight)[0] for weight, _ in losses], float)
+        return weights if pieces > 1 and weights.any() else np.ones(len(losses))
 
     def _full(self):
         if self.case.budget is None:
@@ -140,6 +147,7 @@ class Plain:
         if self.case.scaler is not None:
             self._adjust(finite)
         self.window_weight = self.weight_sum
+        self.closed_windows += 1
         self.mini_step, self.window = 0, []
 
     def _update(self, gradients, weight):
@@ -162,6 +170,7 @@ class Plain:
         self.path = [length + float(np.abs(p.asnumpy().astype(float) - old).max())
                      for length, old, p in zip(self.path, before, self.loss.trainable_params())]
         self.diverged = not np.isfinite(self.path).all()
+        self.averages = [0.5 * average + 0.5 * p.asnumpy() for average, p in zip(self.averages, self.loss.trainable_params())]
         self.update_step += 1
 
     def _rounding(self, gradients, weight):

@@ -76,7 +76,7 @@ OTHER_RANKS = [f"other_ranks:{sync}" for sync in ("window", "shard", "nodes")]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*(f"trained:{i}" for i in range(36)), "pair:uneven:1", "pair:equal:2", *OUTER, *RESUME, *OTHER_RANKS, *ADAPTIVE,
                  "two_dtypes", "logged:window", "logged:microbatch", "traffic:window", "traffic:microbatch", "traffic:nodes",
-                 "refusals", "trained:6:jit", "outer:halved:local:SGD:jit", "mnist", "failing"]),
+                 "refusals", "trained:6:jit", "outer:alike:local:SGD:jit", "mnist", "failing"]),
     "compiled": (2, [*(f"trained:{i}:jit" for i in range(24)), *(f"{case}:jit" for case in (
         "pair:uneven:1", "pair:equal:2", *OUTER, *RESUME, *ADAPTIVE, "mnist"))]),
     "four": (4, [*(f"trained:{i}" for i in range(36, 60)), *(f"trained:{i}:jit" for i in range(24, 30)), "pair:uneven:1", *OUTER,
