@@ -1,7 +1,8 @@
-"""Several losses, each divided by its own count in the window: what is refused. That they are exact is drawn in test_differential.py."""
+"""Several losses, each divided by its own count in the window: what is compiled and refused. That they are exact is drawn in test_differential.py."""
 import numpy as np
 import pytest
-from conftest import MLP, difference, values
+from conftest import MLP, compiled_graphs, difference, values
+from following import warned
 from mindspore import Tensor, nn, ops
 
 from ms_accum import check_equivalence, make_train_step
@@ -37,6 +38,18 @@ def step_of(**options):
     network = MLP()
     optimizer = nn.SGD(network.trainable_params(), 0.5)
     return network, make_train_step(pair_of(network), optimizer, N, weight_fn=counts, losses=2, **options)
+
+
+def test_they_compile_once_and_warn_of_nothing(capfd):
+    """Weigh, announce, a piece with and without tokens for the second loss, end, apply."""
+    _, step = step_of()
+    counted = [compiled_graphs()]
+    for _ in range(3):
+        assert len(list(step.epoch(microbatches()))) == len(COUNTS)
+        counted.append(compiled_graphs())
+    assert 0 < counted[1] - counted[0] <= 6
+    assert counted[1] == counted[2] == counted[3]
+    assert warned(capfd) == []
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
