@@ -6,6 +6,7 @@ The block gets what it calls yours (`model` or `network`, `loss_fn`, `batches` o
 The last line printed has two distances from plain training on the undivided batch of each window, as shares of the motion:
 of the block's parameters, and of those that unweighted means of the microbatches' gradients train.
 """
+import json
 import sys
 import types
 from pathlib import Path
@@ -34,8 +35,8 @@ MAKE, ms_accum.make_train_step = ms_accum.make_train_step, recorded
 
 def state(optimizer):
     """Copies of weights and of the optimizer's own values."""
-    return [(parameter, parameter.asnumpy().copy()) for parameter in {id(p): p for p in (*optimizer.parameters, *optimizer.get_parameters())
-                                                                      }.values()]
+    found = {id(parameter): parameter for parameter in (*optimizer.parameters, *optimizer.get_parameters())}
+    return [(parameter, parameter.asnumpy().copy()) for parameter in found.values()]
 
 
 def restored():
@@ -81,7 +82,7 @@ def checked(batches):
     wrong = plainly_trained(batches, mean_of_means)
     restored()
     start = weights()
-    print(neighbours.off(found, wanted, start), neighbours.off(wrong, wanted, start))
+    print(json.dumps([neighbours.off(found, wanted, start), neighbours.off(wrong, wanted, start)]))
 
 
 # --- what the blocks call yours --------------------------------------------------------------------------------------------
@@ -126,5 +127,7 @@ if __name__ == "__main__":
     vars(module).update(GIVEN[name]())
     exec(compile(Path(block).read_text(encoding="utf-8"), block, "exec"), vars(module))
     assert int(module.train_step.accumulator.update_step) == 2
+    averages = [getattr(module, name).updates for name in ("ema", "average") if hasattr(module, name)]
+    assert [float(updates.asnumpy()) for updates in averages] == [2.0] * len(averages)
     checked(module.batches)
     del nn.Cell.__del__  # it uses modules that are gone when the interpreter exits
