@@ -515,10 +515,14 @@ NAMES = {"mindone": "MindONE", "mindcv": "MindCV", "mindyolo": "MindYOLO", "mind
 
 def line(row: dict) -> str:
     """Return a row as one of the guide's table."""
-    theirs = f"`{row['raised'].split(':')[0]}`" if "raised" in row else f"{row['error']:.2g}"
+    theirs = f"`{row['raised'].split(':')[0]}`" if "raised" in row else shown(row["error"])
     calls = ", {} averages for {} updates".format(*row["calls"][::2]) if "calls" in row else ""
     ours = f"{row['ms_accum']:.0e}" if "ms_accum" in row else ""
     return f"| {NAMES[row['library']]} {row['call']} | {row['data']} | {theirs}{calls} | {ours} |"
+
+
+def shown(error: float) -> str:
+    return f"{error:.2g}" if error >= 1e-3 else f"{error:.0e}"
 
 
 def main(arguments: list[str]) -> None:
