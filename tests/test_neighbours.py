@@ -18,7 +18,7 @@ BENCHMARKS, SUPPORT = ROOT / "tutorials" / "benchmarks", ROOT / "tests" / "suppo
 PAGE = PAGES["other-libraries"]
 RECORD = json.loads((BENCHMARKS / "records" / "neighbours.json").read_text(encoding="utf-8"))
 BLOCKS = {found: block for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-          for found in re.findall(r"^from (mind\w+)\.\w+ ", block, re.MULTILINE)[:1] if found != "mindspore"}
+          for found in re.findall(r"^from (mind\w+)\.", block, re.MULTILINE)[:1] if found != "mindspore"}
 
 
 def run(script, *arguments):
