@@ -25,7 +25,8 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "docs": DOCS,
-        "ecosystem": ["mindcv", "mindone"],
+        # MindYOLO's wheel names no requirements. MindOCR pins old ones: pip install --no-deps mindocr
+        "ecosystem": ["mindcv", "mindone", "mindyolo", "opencv-python-headless", "pycocotools", "setuptools<81"],
         "tutorials": ["ipykernel", "matplotlib", "mindcv", "nbclient"],
         "test": [*DOCS, "mindcv", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "nbclient", "nbformat",
                  "ipykernel", "ruff"],

@@ -41,17 +41,19 @@ for path in sys.argv[1:]:
 print(json.dumps(printed))
 """
 END = "--- end of block {} ---\n"
+ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)  # their blocks: tests/test_neighbours.py
 
 
 def script(name):
     """Return the blocks of a page as one script that prints where each block ends, and what else is tested of the page."""
-    blocks = [code + f"print({END.format(i)[:-1]!r})\n" for i, (code, _, _) in enumerate(SCRIPTS[name])]
-    return "".join(blocks) + ("\n".join(replacements()) if name == "migration" else "")
+    blocks = [("" if ANOTHER_LIBRARY.search(code) else code) + f"print({END.format(i)[:-1]!r})\n"
+              for i, (code, _, _) in enumerate(SCRIPTS[name])]
+    return "".join(blocks) + ("\n".join(replacements()) if name == "other-libraries" else "")
 
 
 def replacements():
-    """The code in the last column of the table of migration.md."""
-    rows = [row.split("|") for row in PAGES["migration"].splitlines() if row.startswith("| ") and row.count("|") == 4]
+    """The code in the last column of the table of other-libraries.md."""
+    rows = [row.split("|") for row in PAGES["other-libraries"].splitlines() if row.startswith("| ") and row.count("|") == 4]
     assert len(rows) == 11
     lines = [line for row in rows[1:] for line in re.findall(r"`([^`]+)`", row[3]) if line not in ("loss / 4", "sync_gradients")]
     assert len(lines) > 10
