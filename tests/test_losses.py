@@ -1,4 +1,4 @@
-"""Several losses, each divided by its own count: what is compiled and refused. Drawn runs in test_differential.py show that they are exact."""
+"""Several losses: what is compiled and what is refused. That they are exact is drawn in test_differential.py."""
 import numpy as np
 import pytest
 from conftest import MLP, compiled_graphs, difference, values
