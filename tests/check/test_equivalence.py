@@ -1,6 +1,7 @@
 """check_equivalence: what is exact, what is not and why, what it cannot tell, and what is refused."""
 import os
 import re
+from collections import OrderedDict
 from pathlib import Path
 
 import mindspore as ms
@@ -409,7 +410,8 @@ GOOD = {"forward_fn": stranger, "network": MLP(), "batch": (normal(8, 6), labels
     ({}, ValueError, "the gradient is 0 in all parameters of network"),
     ({"forward_fn": lambda x, y: x}, ValueError, r"forward_fn returned a loss of shape \(8, 6\), expected shape \(\)"),
     ({"forward_fn": lambda x, y: (x.mean(), x)}, TypeError, "forward_fn returned 2 values, expected the loss alone; return no aux"),
-    ({"forward_fn": lambda x, y: 1.0}, TypeError, "forward_fn returned no Tensor, expected the loss alone"),
+    ({"forward_fn": lambda x, y: 1.0}, TypeError, "forward_fn returned a value of type float, expected the loss alone"),
+    ({"forward_fn": lambda x, y: OrderedDict(loss=x.mean())}, TypeError, "returned a value of type OrderedDict, .*return_dict=False"),
     ({"forward_fn": lambda x, y: y.sum()}, TypeError, "forward_fn returned a loss of Int"),
     ({"forward_fn": lambda x: x}, TypeError, "positional argument"),
     ({"losses": 2}, ValueError, "loss 1: what forward_fn returned is no tuple, expected a tuple of 2 because of losses=2"),
