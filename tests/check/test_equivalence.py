@@ -370,6 +370,32 @@ def test_what_only_a_graph_can_run_is_compiled(loss):
     assert "MS_JIT" not in os.environ
 
 
+@pytest.mark.parametrize(("wrong", "asked"), [("places", True), ("length", True), ("labels", False)])
+def test_an_error_in_a_piece_alone_asks_for_row_numbers(wrong, asked):
+    """Rows picked by their place in the batch, a loss built for 24 rows; and labels that the whole batch does not run with, either."""
+    network, target = MLP(), Tensor(np.arange(24) % 3 + (wrong == "labels"), ms.int32)
+
+    def forward_fn(x, places):
+        if wrong == "places":
+            return ops.gather_elements(network(x).mean(1), 0, places).mean()
+        return ops.cross_entropy(network(x), target if wrong == "length" else target[:len(x)])
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        check_equivalence(forward_fn, network, (ROWS[0], Tensor(np.arange(24), ms.int32)), 4)
+    question = r"\nforward_fn failed on piece [14] of 4 and runs on the whole batch: does it use row numbers or the batch's length\?$"
+    assert len(re.findall(question, str(raised.value))) == asked
+
+
+@pytest.mark.parametrize(("level", "wrong"), [("to_float", False), ("to_float", True), ("O3", False)])
+def test_what_only_a_graph_can_run_has_a_float32_copy(level, wrong):
+    network = amp_at(MLP(), level)
+
+    def forward_fn(x, y):
+        rows = ops.exp(network(x)).max(1) * (y + 1).astype(ms.float32)
+        return rows.sum() if wrong else rows.mean()
+    report = check_equivalence(forward_fn, network, ROWS, 4)
+    assert (report.ok, COPY[0] in report.notes, "compiled" in report.notes[0]) == (not wrong, True, True), str(report)
+
+
 def test_the_guides_report_is_a_real_one():
     page = (Path(__file__).parents[2] / "tutorials" / "guide" / "check.md").read_text(encoding="utf-8")
     code, printed = re.search(r"```python\n([^`]*check_equivalence[^`]*)```\n\n[^`]*```text\n(.*?)```", page, re.DOTALL).groups()
