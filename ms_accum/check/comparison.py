@@ -65,9 +65,9 @@ class Division:
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
-        self.samples, cut = layout(batch)
+        self.samples, self._cut = layout(batch)
         spans = starts_of(self.samples, pieces)
-        self.pieces = [select_rows(ops.arange(start, start + rows), cut, batch) for start, rows in spans]
+        self.pieces = [self.rows(start, start + rows) for start, rows in spans]
         self.error, self.between = None, False
         try:
             runs = [self.run(batch)]
@@ -100,6 +100,10 @@ class Division:
             raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return what "
                              "the mean in forward_fn divides by, e.g. the number of unmasked tokens")
         self.shares = np.array(weights) / sum(weights)
+
+    def rows(self, start: int, stop: int) -> tuple:
+        """Return some rows of the batch."""
+        return select_rows(ops.arange(start, stop), self._cut, self.batch)
 
     def _on_piece(self, place: int, function: Callable) -> Any:
         """Return what `run` or `gradients` return for a piece. The batch was run before."""

@@ -333,7 +333,10 @@ def test_a_piece_without_tokens_whose_gradient_is_zero():
 
 
 def test_a_sum_of_two_means_asks_for_losses():
-    """Boxes per target, and objectness per cell: no weights of the pieces make it exact, two losses do."""
+    """Boxes per target, and objectness per cell: no weights of the pieces make it exact, two losses do, with the weights that are named.
+
+    Control: a mean over what no argument counts.
+    """
     network = MLP(classes=4)
     batch = normal(16, 6), normal(16, 3), Tensor(np.arange(16) % 5 < np.repeat([1, 4, 2, 3], 4), ms.float32)
 
@@ -346,9 +349,16 @@ def test_a_sum_of_two_means_asks_for_losses():
         box, objectness = yolo(x, boxes, targets)
         return box + objectness
     report = check_equivalence(added, network, batch, 4)
-    assert (report.ok, causes(report)) == (False, [("added", "function", "no weighted mean")])
-    remedy = report.causes[0].remedy
-    assert 0 < remedy.index("losses=2") < remedy.index("make_grad_cache_step")
+    assert (report.ok, causes(report)) == (False, [("added", "function", WRONG)])
+    code = re.search(r"losses=2, and let weight_fn return (\(.*\)), in the order", report.causes[0].remedy)[1]
+    counts = eval(code, dict(zip(("x", "boxes", "targets"), batch)))
+    assert sorted(map(int, counts)) == sorted((int(batch[2].sum()), 16))
+
+    def hidden(x, boxes, targets):
+        return added(x, boxes, targets) + (ops.relu(network(x)[:, 0]) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum()
+    report = check_equivalence(hidden, network, batch, 4)
+    assert (report.ok, causes(report)) == (False, [("hidden", "function", "no weighted mean")])
+    assert 0 < report.causes[0].remedy.index("losses=2") < report.causes[0].remedy.index("make_grad_cache_step")
     weights = {"weight_fn": lambda x, boxes, targets: (targets.sum(), x.shape[0]), "losses": 2}
     assert check_equivalence(yolo, network, batch, 4, **weights).ok
     assert check_equivalence(yolo, network, batch, 4, losses=2).ok is False  # the samples do not weigh the boxes
