@@ -197,35 +197,34 @@ def _usual_weights(division: Division, pieces: list[tuple]) -> Iterator[tuple[st
 def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
     """Return the cause if the loss is a sum of two means, over counts a and b of the arguments.
 
-    Let a part i of the batch have the gradient g_i = A_i + B_i. Some parts together then have the gradient mean_a(A) +
-    mean_b(B), which is mean_a(g) + mean_b(B) - mean_a(B): 6 linear equations for the B_i of 4 parts. They have a
-    solution only if the counts are right, because only differences of the B_i occur.
+    Let a part i of the batch have the gradient A_i + B_i. Neighbours together have mean_a(A) + mean_b(B), which is
+    mean_a(A + B) + mean_b(B) - mean_a(B): for 4 parts, 6 equations for 3 differences of the B_i. With 2 parts, any two
+    counts solve the only equation.
     """
-    starts = [start for start, _ in starts_of(division.samples, 4)] + [division.samples]
-    ranges = sorted(combinations(range(len(starts)), 2), key=lambda ends: ends[1] - ends[0])
-    parts, gradients = len(starts) - 1, []
-    inputs = [division.rows(starts[i], starts[j]) for i, j in ranges]
+    if division.samples < 3:
+        return []
+    ends = [*(start for start, _ in starts_of(division.samples, 4)), division.samples]
+    parts, gradients = len(ends) - 1, []
+    ranges = sorted(combinations(range(len(ends)), 2), key=lambda ends: ends[1] - ends[0])
+    inputs = [division.rows(ends[i], ends[j]) for i, j in ranges]
     for rows in inputs:
         division.layers.restore()
         gradients.append(division.gradients(rows)[1])
-    gradients = np.array(gradients)
+    split = np.split(np.array(gradients), [-1], axis=1)  # gradients, losses
+    split = [np.linalg.qr(values.T, mode="r").T for values in split]  # all that norms and sums need
     inside = np.array([[i <= part < j for part in range(parts)] for i, j in ranges[parts:]])
     means = {}
     for code, weight in _usual_weights(division, inputs[:parts]):
         if (weight > 0).all():
-            shares = inside * weight / (inside * weight).sum(1, keepdims=True)
-            if not any(np.allclose(shares, other) for other in means.values()):
-                means[code] = shares
-    for (one, a), (other, b) in combinations(means.items(), 2):
-        for values in (gradients[:, :-1], gradients[:, -1:]):
-            rest = values[parts:] - a @ values[:parts]
-            rest -= (b - a) @ np.linalg.lstsq(b - a, rest, rcond=1e-9)[0]
-            if not np.linalg.norm(rest) <= comparison.rounding * np.linalg.norm(values):
-                break
-        else:
-            return in_loss(division, f"wrong normalisation: the loss is a sum of two means, over {one} and over "
-                           f"{other}, which need weights of their own", "return the means as a tuple, with losses=2, "
-                           f"and let weight_fn return ({one}, {other}), in the order of the means")
+            shares = inside * weight / (inside @ weight)[:, None]
+            means.setdefault(shares.round(9).tobytes(), (code, shares))
+    for (one, a), (other, b) in combinations(means.values(), 2):
+        left = [values[parts:] - a @ values[:parts] for values in split]
+        left = [rest - (b - a) @ np.linalg.lstsq(b - a, rest, rcond=1e-9)[0] for rest in left]
+        if all(np.linalg.norm(rest) <= comparison.rounding * np.linalg.norm(of) for rest, of in zip(left, split)):
+            return in_loss(division, f"wrong normalisation: the loss is a sum of two means, over {one} and {other}",
+                           "return the means as a tuple, with losses=2, and let weight_fn return their counts, "
+                           f"({one}, {other}) in the order of the means")
     return []
 
 

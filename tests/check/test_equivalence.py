@@ -350,7 +350,7 @@ def test_a_sum_of_two_means_asks_for_losses():
         return box + objectness
     report = check_equivalence(added, network, batch, 4)
     assert (report.ok, causes(report)) == (False, [("added", "function", WRONG)])
-    code = re.search(r"losses=2, and let weight_fn return (\(.*\)), in the order", report.causes[0].remedy)[1]
+    code = re.search(r"losses=2, and let weight_fn return their counts, (\(.*\)) in the order", report.causes[0].remedy)[1]
     counts = eval(code, dict(zip(("x", "boxes", "targets"), batch)))
     assert sorted(map(int, counts)) == sorted((int(batch[2].sum()), 16))
 
@@ -362,6 +362,15 @@ def test_a_sum_of_two_means_asks_for_losses():
     weights = {"weight_fn": lambda x, boxes, targets: (targets.sum(), x.shape[0]), "losses": 2}
     assert check_equivalence(yolo, network, batch, 4, **weights).ok
     assert check_equivalence(yolo, network, batch, 4, losses=2).ok is False  # the samples do not weigh the boxes
+
+
+@pytest.mark.parametrize("samples", [2, 3, 24])
+def test_a_contrastive_loss_is_no_sum_of_two_means(samples):
+    """Of arguments whose sums are weights."""
+    network = MLP()
+    batch = normal(samples, 6).abs(), normal(samples, 6, seed=1).abs()
+    report = check_equivalence(info_nce(network), network, batch, 2)
+    assert (report.ok, causes(report)) == (False, [("contrastive", "function", "no weighted mean")])
 
 
 # --- how it computes ------------------------------------------------------------------------------------------------------
