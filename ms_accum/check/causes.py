@@ -197,22 +197,22 @@ def _usual_weights(division: Division, pieces: list[tuple]) -> Iterator[tuple[st
 def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
     """Return the cause if the loss is a sum of two means, over counts a and b of the arguments.
 
-    Let a part i of the batch have the gradient A_i + B_i. Neighbours together have mean_a(A) + mean_b(B), which is
-    mean_a(A + B) + mean_b(B) - mean_a(B): for 4 parts, 6 equations for 3 differences of the B_i. With 2 parts, any two
+    Let a part i of the batch have the gradient A_i + B_i. Some parts together have mean_a(A) + mean_b(B), which is
+    mean_a(A + B) + mean_b(B) - mean_a(B): for 4 parts, 11 equations for 3 differences of the B_i. With 2 parts, any two
     counts solve the only equation.
     """
     if division.samples < 3:
         return []
     ends = [*(start for start, _ in starts_of(division.samples, 4)), division.samples]
     parts, gradients = len(ends) - 1, []
-    ranges = sorted(combinations(range(len(ends)), 2), key=lambda ends: ends[1] - ends[0])
-    inputs = [division.rows(ends[i], ends[j]) for i, j in ranges]
+    sets = [some for size in range(parts) for some in combinations(range(parts), size + 1)]
+    inputs = [division.rows([row for i in some for row in range(ends[i], ends[i + 1])]) for some in sets]
     for rows in inputs:
         division.layers.restore()
         gradients.append(division.gradients(rows)[1])
     split = np.split(np.array(gradients), [-1], axis=1)  # gradients, losses
     split = [np.linalg.qr(values.T, mode="r").T for values in split]  # all that norms and sums need
-    inside = np.array([[i <= part < j for part in range(parts)] for i, j in ranges[parts:]])
+    inside = np.array([[part in some for part in range(parts)] for some in sets[parts:]])
     means = {}
     for code, weight in _usual_weights(division, inputs[:parts]):
         if (weight > 0).all():

@@ -15,7 +15,7 @@ the weight. Rounding explains the difference of the two norms below, with a prob
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Optional
 
 import mindspore as ms
@@ -67,7 +67,7 @@ class Division:
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
         self.samples, self._cut = layout(batch)
         spans = starts_of(self.samples, pieces)
-        self.pieces = [self.rows(start, start + rows) for start, rows in spans]
+        self.pieces = [self.rows(range(start, start + rows)) for start, rows in spans]
         self.error, self.between = None, False
         try:
             runs = [self.run(batch)]
@@ -101,9 +101,9 @@ class Division:
                              "the mean in forward_fn divides by, e.g. the number of unmasked tokens")
         self.shares = np.array(weights) / sum(weights)
 
-    def rows(self, start: int, stop: int) -> tuple:
+    def rows(self, places: Iterable[int]) -> tuple:
         """Return some rows of the batch."""
-        return select_rows(ops.arange(start, stop), self._cut, self.batch)
+        return select_rows(Tensor(list(places), ms.int32), self._cut, self.batch)
 
     def _on_piece(self, place: int, function: Callable) -> Any:
         """Return what `run` or `gradients` return for a piece. The batch was run before."""

@@ -335,7 +335,7 @@ def test_a_piece_without_tokens_whose_gradient_is_zero():
 def test_a_sum_of_two_means_asks_for_losses():
     """Boxes per target, and objectness per cell: no weights of the pieces make it exact, two losses do, with the weights that are named.
 
-    Control: a mean over what no argument counts.
+    Control: a third mean, over what the second one leaves.
     """
     network = MLP(classes=4)
     batch = normal(16, 6), normal(16, 3), Tensor(np.arange(16) % 5 < np.repeat([1, 4, 2, 3], 4), ms.float32)
@@ -354,10 +354,11 @@ def test_a_sum_of_two_means_asks_for_losses():
     counts = eval(code, dict(zip(("x", "boxes", "targets"), batch)))
     assert sorted(map(int, counts)) == sorted((int(batch[2].sum()), 16))
 
-    def hidden(x, boxes, targets):
-        return added(x, boxes, targets) + (ops.relu(network(x)[:, 0]) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum()
-    report = check_equivalence(hidden, network, batch, 4)
-    assert (report.ok, causes(report)) == (False, [("hidden", "function", "no weighted mean")])
+    def three(x, boxes, targets):
+        others = 1 - targets
+        return added(x, boxes, targets) + (ops.relu(network(x)[:, 0]) * others).sum() / others.sum()
+    report = check_equivalence(three, network, batch, 4)
+    assert (report.ok, causes(report)) == (False, [("three", "function", "no weighted mean")])
     assert 0 < report.causes[0].remedy.index("losses=2") < report.causes[0].remedy.index("make_grad_cache_step")
     weights = {"weight_fn": lambda x, boxes, targets: (targets.sum(), x.shape[0]), "losses": 2}
     assert check_equivalence(yolo, network, batch, 4, **weights).ok
