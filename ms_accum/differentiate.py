@@ -1,7 +1,8 @@
 """value_and_grad of a piece, with checks of what the functions of a train step return."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Any, Optional
 
 import mindspore as ms
@@ -10,6 +11,10 @@ from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
 from .gradients import FLOATS, Gradients, Scalar
+
+_PAIR = "(loss, aux) because of has_aux=True; aux may be a tuple"
+_OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
+               "return model(..., return_dict=False)[0]")
 
 
 def make_gradients_of(forward_fn: Callable, accumulator: Accumulator, has_aux: bool, begins: bool = True) -> Callable:
@@ -51,7 +56,7 @@ def parted(result: Any, has_aux: bool) -> tuple:
     if isinstance(result, tuple):
         require_aux(len(result))
         return result[0], result[1]
-    require_aux(None)
+    refuse(result, "forward_fn", _PAIR)
     return result, ()
 
 
@@ -60,17 +65,14 @@ def checked_loss(loss: Any, name: str = "forward_fn") -> Tensor:
     if isinstance(loss, Tensor):
         require_loss(loss.shape, loss.dtype, name)
     else:
-        require_loss(None, None, name)
+        refuse(loss, name, "the loss alone")
     return loss
 
 
 @constexpr
-def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type], name: str) -> bool:
+def require_loss(shape: tuple, dtype: ms.Type, name: str) -> bool:
     """Refuse a loss that is not a float scalar: value_and_grad would differentiate a sum of its elements, or a cast."""
-    if shape is None:
-        remedy = ("; give has_aux=True if it returns (loss, aux), losses=2 if it returns two losses"
-                  if name == "forward_fn" else "")
-        raise TypeError(f"{name} returned no Tensor, expected the loss alone{remedy}")
+    require_readable(shape, name, "the loss alone")
     if tuple(shape) != ():
         raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); return the mean over the "
                          "samples")
@@ -80,12 +82,33 @@ def require_loss(shape: Optional[tuple], dtype: Optional[ms.Type], name: str) ->
 
 
 @constexpr
-def require_aux(length: Optional[int]) -> bool:
+def require_aux(length: int) -> bool:
     """Refuse what is not a pair: graph mode would drop a third value without an error."""
+    require_readable(length, "forward_fn", _PAIR)
     if length != 2:
-        got = "no tuple" if length is None else f"{length} values"
-        raise TypeError(f"forward_fn returned {got}, expected (loss, aux) because of has_aux=True; aux may be a tuple")
+        raise TypeError(f"forward_fn returned {length} values, expected {_PAIR}")
     return True
+
+
+def require_readable(fact: Any, name: str, expected: str) -> None:
+    """Refuse the shape or length of a Python object that a graph cannot read: MindSpore gives it as a Tensor."""
+    if isinstance(fact, Tensor):
+        raise TypeError(f"{name} returned a Python object that no graph can read, such as a ModelOutput or a "
+                        f"dataclass, or a part of one, expected {expected}{_OF_A_MODEL}")
+
+
+@constexpr
+def refuse(returned: Any, name: str, expected: str) -> None:
+    """Refuse what is not a Tensor, or not a tuple, and say what it is. TypeError."""
+    got, remedy = "None" if returned is None else f"a value of type {type(returned).__name__}", ""
+    if isinstance(returned, tuple):
+        got = f"{len(returned)} values"
+        remedy = "; give has_aux=True if it returns (loss, aux), losses=2 if it returns two losses"
+    elif type(returned) is dict:
+        remedy = '; return its entry for the loss, e.g. outputs["loss"]'
+    elif isinstance(returned, Mapping) or is_dataclass(returned):
+        remedy = _OF_A_MODEL
+    raise TypeError(f"{name} returned {got}, expected {expected}" + (remedy if name == "forward_fn" else ""))
 
 
 @constexpr

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from os import environ
 
 from .distributed.ranks import raise_if_left_alone
 from .optimizers import require_rates
@@ -13,6 +14,7 @@ _REBUILT = ("forward_fn and the optimizer use different Parameters of the same n
 _BFLOAT16 = ("something in the step takes no bfloat16 ({}), expected operators and an optimizer that do, unlike nn.SGD "
              "and nn.Adam (here: {}); give nn.AdamWeightDecay, nn.ASGD or mint.optim.AdamW, or keep the parameters in "
              "float32")
+_REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")  # of what no batch would get accepted
 
 
 @contextmanager
@@ -38,3 +40,24 @@ def explaining_errors(optimizer: Callable, forget_graphs: Callable[[], object]) 
         if "'Gather'" in said:
             require_rates(optimizer)
         raise
+
+
+def ask_about_piece(error: Exception, place: int, pieces: int, runs_whole: bool = False) -> None:
+    """Add a last line to an error: which piece of a batch failed, and a question about the usual reason.
+
+    Args:
+        error: The error. One of an exchange, or one that refuses what a function returned, stays as it is.
+        place: The piece, from 0. MindSpore may report a kernel's error too late, unless its host waits for kernels.
+        pieces: Number of pieces in the batch.
+        runs_whole: Whether the function runs on the whole batch, as far as anybody has tried.
+    """
+    try:
+        raise_if_left_alone(error)
+    except RuntimeError:
+        return
+    if not str(error).startswith(_REFUSALS):
+        late = isinstance(error, RuntimeError) and not runs_whole and environ.get("MS_DEV_HOST_BLOCKING_RUN") != "1"
+        question = " and runs on the whole batch: does" if runs_whole else "; if it runs on the whole batch, does"
+        said = f"forward_fn failed on piece {place + 1} of {pieces}{' or before it' * late}{question} it use row " \
+               "numbers or the batch's length?"
+        error.args = (f"{error}\n{said}", *error.args[1:])

@@ -19,7 +19,7 @@ from mindspore.ops import constexpr
 
 from .accumulator import Accumulator
 from .arguments import as_weight
-from .differentiate import checked_loss, parted
+from .differentiate import checked_loss, parted, refuse, require_readable
 from .gradients import Numbers, as_vector
 from .microbatch import Empty, Functions, Pieces
 from .pieces import Cut, checked_aux, counted, select_rows
@@ -241,17 +241,17 @@ def _checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:
     if isinstance(returned, tuple):
         require_losses(len(returned), count)
         return tuple([checked_loss(loss) for loss in returned])
-    require_losses(None, count)
+    refuse(returned, "forward_fn", f"a tuple of {count} because of losses={count}")
     return (returned,)
 
 
 @constexpr
-def require_losses(length: Optional[int], count: int) -> bool:
+def require_losses(length: int, count: int) -> bool:
     """Refuse what is not a tuple of as many losses as were announced."""
+    require_readable(length, "forward_fn", f"a tuple of {count} because of losses={count}")
     if length != count:
-        got = "no tuple of losses" if length is None else f"{length} losses"
-        raise TypeError(f"forward_fn returned {got}, expected a tuple of {count} because of losses={count}; with "
-                        "has_aux=True, ((loss, loss), aux)")
+        raise TypeError(f"forward_fn returned {length} losses, expected a tuple of {count} because of losses={count}; "
+                        "with has_aux=True, ((loss, loss), aux)")
     return True
 
 

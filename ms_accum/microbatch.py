@@ -16,6 +16,7 @@ from .accumulator import Accumulator
 from .arguments import as_weight
 from .boundary import nothing_of
 from .differentiate import make_gradients_of, weight_of
+from .errors import ask_about_piece
 from .gradients import as_tensor, as_vector
 from .pieces import Cut, aux_values, checked_aux, counted, join_aux, select_rows, starts_of
 from .straight import compiled, straight
@@ -103,17 +104,22 @@ class Pieces:
     def run(self, keys: list[tuple], inputs: list[tuple], batch: tuple) -> Any:
         """Add each piece by the graph of its key, given its inputs. Return as in a call."""
         has_aux, count = self.functions.has_aux, self.count
-        totals, results = Tensor(np.zeros(2 * count), ms.float32), []
-        for (start, _), key, own in zip(self.starts, keys, inputs):
-            if key not in self._graphs:
-                self._graphs[key] = straight(self.graph_for(*key), self.accumulator)
-            totals = self._graphs[key](Tensor(start, ms.int32), totals, *own, *batch)
-            if has_aux:
-                totals, weight, aux = totals
-                results += [weight, *aux_values(aux)]
-        for _ in range(self._missing):
-            self._nothing()
-        joined = self._end(totals, *results)
+        totals, results, place = Tensor(np.zeros(2 * count), ms.float32), [], 0
+        try:
+            for place in range(len(self.starts)):
+                (start, _), key, own = self.starts[place], keys[place], inputs[place]
+                if key not in self._graphs:
+                    self._graphs[key] = straight(self.graph_for(*key), self.accumulator)
+                totals = self._graphs[key](Tensor(start, ms.int32), totals, *own, *batch)
+                if has_aux:
+                    totals, weight, aux = totals
+                    results += [weight, *aux_values(aux)]
+            for _ in range(self._missing):
+                self._nothing()
+            joined = self._end(totals, *results)
+        except Exception as error:
+            ask_about_piece(error, place, len(self.starts))
+            raise
         losses = joined[0] if count == 1 else joined[:count]
         if not has_aux:
             return losses

@@ -1,5 +1,9 @@
 """What the functions of a train step return: what cannot be used is refused and changes nothing; weights that are NaN."""
 # ruff: noqa: E731 - a lambda in a statement of its own can be compiled, too
+from collections import OrderedDict
+from dataclasses import dataclass, fields
+from typing import Optional
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -40,10 +44,11 @@ ENTRY = ("expected a tuple of 2 because of losses=2, an entry for each; let weig
 
 # What is given to make_train_step, or with `loss_fn` to make_grad_cache_step, and the first line of the message.
 CASES = [
-    ({"forward_fn": scalar, "has_aux": True}, f"TypeError forward_fn returned no tuple, {AUX}"),
+    ({"forward_fn": scalar, "has_aux": True}, f"TypeError forward_fn returned a value of type Tensor, {AUX}"),
+    ({"forward_fn": nothing}, "TypeError forward_fn returned None, expected the loss alone"),
     ({"forward_fn": three_values, "has_aux": True}, f"TypeError forward_fn returned 3 values, {AUX}"),
     ({"forward_fn": three_values},
-     "TypeError forward_fn returned no Tensor, expected the loss alone; give has_aux=True if it returns (loss, aux), "
+     "TypeError forward_fn returned 3 values, expected the loss alone; give has_aux=True if it returns (loss, aux), "
      "losses=2 if it returns two losses"),
     ({"forward_fn": rows}, f"ValueError forward_fn returned a loss of shape (4, 3), {MEAN}"),
     ({"forward_fn": count},
@@ -60,14 +65,15 @@ CASES = [
     ({"forward_fn": scalar, "weight_fn": two_weights},
      "ValueError weight_fn returned a tuple of 2, expected one number or Tensor; give losses=2 to make_train_step if "
      "forward_fn returns as many losses, each with a weight of its own"),
-    ({"forward_fn": scalar, "losses": 2}, f"TypeError forward_fn returned no tuple of losses, {LOSSES}"),
+    ({"forward_fn": scalar, "losses": 2},
+     "TypeError forward_fn returned a value of type Tensor, expected a tuple of 2 because of losses=2"),
     ({"forward_fn": losses, "losses": 2}, f"TypeError forward_fn returned 3 losses, {LOSSES}"),
     ({"forward_fn": losses, "losses": 2, "weight_fn": minus_one}, f"ValueError weight is no tuple, {ENTRY}"),
     ({"encode_fn": nothing, "loss_fn": mean}, f"TypeError encode_fn returned neither a Tensor nor a tuple of Tensors; {ROWS}"),
     ({"encode_fn": vector, "loss_fn": mean}, f"ValueError encode_fn returned a Tensor of shape (3,) for 2 samples; {ROWS}"),
     ({"encode_fn": mixed, "loss_fn": mean}, f"TypeError encode_fn returned Tensors of Float32, Float16; {ROWS}"),
     ({"encode_fn": rows, "loss_fn": mean_rows}, f"ValueError loss_fn returned a loss of shape (3,), {MEAN}"),
-    ({"encode_fn": rows, "loss_fn": pair}, "TypeError loss_fn returned no Tensor, expected the loss alone"),
+    ({"encode_fn": rows, "loss_fn": pair}, "TypeError loss_fn returned 2 values, expected the loss alone"),
     ({"cell": rows}, f"ValueError forward_fn returned a loss of shape (4, 3), {MEAN}"),
     ({"forward_fn": scalar}, "accepted and changed the window"),  # the control
 ]
@@ -107,6 +113,77 @@ def test_functions_that_return_what_cannot_be_used_are_refused(mode):
     """After such an error MindSpore 2.10 now and then cannot compile another gradient."""
     with run_as(mode):
         assert [refusal(functions) for functions, _ in CASES] == [message for _, message in CASES]
+
+
+class ModelOutput(OrderedDict):
+    """As that of transformers: a dict of what is not None, which an index takes for a tuple."""
+
+    def __post_init__(self):
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+    def __getitem__(self, key):
+        return dict(self.items())[key] if isinstance(key, str) else tuple(self.values())[key]
+
+
+@dataclass
+class CausalLMOutput(ModelOutput):
+    loss: Optional[Tensor] = None
+    logits: Optional[Tensor] = None
+
+
+@dataclass
+class Outputs:
+    loss: Tensor
+    logits: Tensor
+
+
+class Model(nn.Cell):
+    def __init__(self, returns):
+        super().__init__(auto_prefix=False)
+        self.network, self.returns = NETWORK, returns
+
+    def construct(self, x):
+        logits = self.network(x)
+        loss = logits.mean()
+        if self.returns == "CausalLMOutput":
+            return CausalLMOutput(loss=loss, logits=logits)
+        if self.returns == "Outputs":
+            return Outputs(loss=loss, logits=logits)
+        if self.returns == "dict":
+            return {"loss": loss, "logits": logits}
+        return loss, logits
+
+
+def loss_of(returns):
+    model = Model(returns)
+
+    def forward_fn(x):
+        return model(x)[0]
+    return forward_fn
+
+
+@pytest.mark.fresh_process("graph")
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.parametrize("returns", ["CausalLMOutput", "Outputs", "dict"])
+def test_what_a_model_returns_is_named_with_a_remedy(mode, returns, mode_named):
+    """A graph cannot read a Python object, nor take a part of it. Control: the remedy."""
+    mode_named(mode)
+    model, unreadable = Model(returns), mode == "graph" and returns != "dict"
+    got = f"a value of type {returns}"
+    if unreadable:
+        got = "a Python object that no graph can read, such as a ModelOutput or a dataclass, or a part of one"
+    remedy = 'return its entry for the loss, e.g. outputs["loss"]' if returns == "dict" else (
+        "take the loss from a tuple, in a function or in the construct of a loss cell: return model(..., return_dict=False)[0]")
+    cases = [({"forward_fn": model}, "the loss alone"), ({"cell": model}, "the loss alone"), (
+        {"forward_fn": model, "has_aux": True}, AUX.partition(" ")[2]), (
+        {"forward_fn": model, "losses": 2}, "a tuple of 2 because of losses=2")]
+    cases += [({"forward_fn": loss_of(returns)}, "the loss alone")] * unreadable
+    with run_as(mode):
+        assert [refusal(functions) for functions, _ in cases] == [
+            f"TypeError forward_fn returned {got}, expected {expected}; {remedy}" for _, expected in cases]
+        assert refusal({"forward_fn": loss_of("a tuple")}) == "accepted and changed the window"
 
 
 @pytest.mark.parametrize(("mode", "on_nonfinite"), [

@@ -1,4 +1,5 @@
 """What of a batch is cut, in which rows, how the aux of the pieces becomes the batch's, and errors between two pieces."""
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -8,11 +9,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, batches, difference, run_python, tensors, values
+from conftest import MLP, batches, difference, recover, run_python, tensors, values
 from following import LOSS, counting, gradient_of, op_by_op, run_as
 from mindspore import Tensor, nn, ops
 
 from ms_accum import make_grad_cache_step, make_train_step, save_checkpoint
+from ms_accum.errors import ask_about_piece
 from ms_accum.pieces import layout
 
 pytestmark = pytest.mark.core
@@ -129,6 +131,53 @@ def test_a_window_with_a_part_of_a_batch_is_refused_until_it_is_reset():
     batch = np.concatenate((X, X[::-1])), np.concatenate((Y, Y))
     expected = reference.loss_and_gradients(values(network.trainable_params()), *batch)[1]
     assert difference(values(acc.optimizer.seen), expected) < 1e-5
+
+
+QUESTION = r"\nforward_fn failed on piece {} of 4{}; if it runs on the whole batch, does it use row numbers or the batch's length\?$"
+
+
+def by_place(network):
+    """A loss that picks rows by their place in the batch, and one that was built for 16 rows: both run on the whole batch."""
+    labels = Tensor(Y, ms.int32)
+
+    def picking(x, places):
+        return ops.gather_elements(LOSS_OF_ROWS(network(x), labels[:len(x)]), 0, places).mean()
+
+    def built(x, places):
+        return ops.cross_entropy(network(x), labels)
+    return picking, built
+
+
+LOSS_OF_ROWS = nn.CrossEntropyLoss(reduction="none")
+
+
+@pytest.mark.parametrize("mode", ["jit", "pynative"])
+@pytest.mark.parametrize(("which", "piece", "error"), [(0, 2, RuntimeError), (1, 1, ValueError)])
+def test_an_error_names_the_piece_and_asks_for_row_numbers(mode, which, piece, error):
+    """Control: with pieces=1, both run."""
+    network, batch = MLP(), (*tensors(X, Y)[:1], Tensor(np.arange(16), ms.int32))
+    forward_fn = by_place(network)[which]
+    with run_as(mode):
+        with pytest.raises(error, match=QUESTION.format(piece, "")):
+            make_train_step(forward_fn, counting(network), pieces=4)(*batch)
+        recover()
+        assert np.isfinite(float(make_train_step(forward_fn, counting(network))(*batch)))
+
+
+@pytest.mark.parametrize(("error", "waits", "late"), [(RuntimeError, "0", " or before it"), (RuntimeError, "1", ""), (TypeError, "0", "")])
+def test_a_kernels_error_may_be_of_a_piece_before(error, waits, late, monkeypatch):
+    monkeypatch.setenv("MS_DEV_HOST_BLOCKING_RUN", waits)
+    raised = error("For 'GatherD', out of range", 3)
+    ask_about_piece(raised, 1, 4)
+    assert re.search(QUESTION.format(2, late), raised.args[0])
+    assert raised.args[1:] == (3,)
+
+
+@pytest.mark.parametrize("said", ["forward_fn returned a loss of shape (3,)", "weight is -1", "Launch kernel failed, AllReduce"])
+def test_refusals_and_failed_exchanges_get_no_question(said):
+    raised = RuntimeError(said)
+    ask_about_piece(raised, 1, 4)
+    assert raised.args == (said,)
 
 
 LATE = """

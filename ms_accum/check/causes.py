@@ -4,11 +4,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from ..pieces import starts_of
 from .comparison import CONFIDENCE, Calls, Comparison, Division, norms
 from .groupnorm import BATCH_NORMS, statistics_of
 
@@ -112,7 +114,8 @@ def causes_of(division: Division, comparison: Comparison) -> list[Cause]:
         (_, batch), (_, piece) = division.run(division.batch), division.run(division.pieces[0])
         coupled = _differing(division, batch, piece, np.sqrt(division.roundoff))
         found += causes_in({name: cell for name, cell in coupled.items() if name not in moved}, *_COUPLING)
-        found += [] if coupled else _wrong_normalisation(division, rest) or _nonlinear_backward(division, rest)
+        found += [] if coupled else (
+            _wrong_normalisation(division, rest) or _nonlinear_backward(division, rest) or _two_means(division, rest))
     return found or in_loss(division, *_NO_MEAN)
 
 
@@ -164,7 +167,7 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
                        f"{len(rows)} pieces takes the mean", "return the mean over the samples")
     fitted = np.linalg.lstsq((rows[:-1] - rows[-1]).T, batch - rows[-1], rcond=1e-12)[0]
     fitted = np.clip(np.append(fitted, 1 - fitted.sum()), 0, None) * rows.any(1)  # as weights with the sum 1
-    weights = [*_usual_weights(division, counted), (
+    weights = [*_usual_weights(division, [division.pieces[i] for i in counted]), (
         "what the mean in the loss divides by, e.g. the number of unmasked tokens", fitted)]
     for code, weight in weights:
         if weight.sum() > 0 and explains(weight / weight.sum()):
@@ -176,18 +179,53 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
     return []
 
 
-def _usual_weights(division: Division, counted: list[int]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield weights that masked means divide by: their code, and what it gives for some pieces."""
+def _usual_weights(division: Division, pieces: list[tuple]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield weights that means divide by: their code, and what it gives for some pieces."""
     function = inspect.unwrap(division.forward_fn)
     parameters = inspect.signature(getattr(function, "construct", function)).parameters.values()
-    for parameter, *values in zip(parameters, *(division.pieces[i] for i in counted)):
+    for parameter, *values in zip(parameters, *pieces):
         if isinstance(values[0], Tensor) and values[0].ndim and parameter.kind != parameter.VAR_POSITIONAL:
             arrays = [value.asnumpy() for value in values]
+            yield f"len({parameter.name})", np.array([float(len(a)) for a in arrays])
             for part, cut in (("", ...), ("[:, 1:]", np.s_[:, 1:]))[:values[0].ndim]:
                 name = parameter.name + part
                 for ignored in (-100, -1, 0):
                     yield f"({name} != {ignored}).sum()", np.array([(a[cut] != ignored).sum() for a in arrays])
                 yield f"{name}.sum()", np.array([float(a[cut].sum()) for a in arrays])
+
+
+def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
+    """Return the cause if the loss is a sum of two means, over counts a and b of the arguments.
+
+    Let a part i of the batch have the gradient A_i + B_i. Some parts together have mean_a(A) + mean_b(B), which is
+    mean_a(A + B) + mean_b(B) - mean_a(B): for 4 parts, 11 equations for 3 differences of the B_i. With 2 parts, any two
+    counts solve the only equation.
+    """
+    if division.samples < 3:
+        return []
+    ends = [*(start for start, _ in starts_of(division.samples, 4)), division.samples]
+    parts, gradients = len(ends) - 1, []
+    sets = [some for size in range(parts) for some in combinations(range(parts), size + 1)]
+    inputs = [division.rows([row for i in some for row in range(ends[i], ends[i + 1])]) for some in sets]
+    for rows in inputs:
+        division.layers.restore()
+        gradients.append(division.gradients(rows)[1])
+    split = np.split(np.array(gradients), [-1], axis=1)  # gradients, losses
+    split = [np.linalg.qr(values.T, mode="r").T for values in split]  # all that norms and sums need
+    inside = np.array([[part in some for part in range(parts)] for some in sets[parts:]])
+    means = {}
+    for code, weight in _usual_weights(division, inputs[:parts]):
+        if (weight > 0).all():
+            shares = inside * weight / (inside @ weight)[:, None]
+            means.setdefault(shares.round(9).tobytes(), (code, shares))
+    for (one, a), (other, b) in combinations(means.values(), 2):
+        left = [values[parts:] - a @ values[:parts] for values in split]
+        left = [rest - (b - a) @ np.linalg.lstsq(b - a, rest, rcond=1e-9)[0] for rest in left]
+        if all(np.linalg.norm(rest) <= comparison.rounding * np.linalg.norm(of) for rest, of in zip(left, split)):
+            return in_loss(division, f"wrong normalisation: the loss is a sum of two means, over {one} and {other}",
+                           "return the means as a tuple, with losses=2, and let weight_fn return their counts, "
+                           f"({one}, {other}) in the order of the means")
+    return []
 
 
 def _nonlinear_backward(division: Division, comparison: Comparison) -> list[Cause]:

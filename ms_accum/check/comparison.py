@@ -15,7 +15,7 @@ the weight. Rounding explains the difference of the two norms below, with a prob
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Optional
 
 import mindspore as ms
@@ -24,6 +24,7 @@ from mindspore import Tensor, nn, ops
 
 from ..arguments import as_weight
 from ..differentiate import checked_loss
+from ..errors import ask_about_piece
 from ..gradients import FLOATS, HALF
 from ..pieces import layout, select_rows, starts_of
 from .isolation import Layers, casts_inside
@@ -64,19 +65,21 @@ class Division:
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
-        self.samples, cut = layout(batch, batch_axis)
+        self.samples, self._cut = layout(batch, batch_axis)
         spans = starts_of(self.samples, pieces)
-        self.pieces = [select_rows(ops.arange(start, start + rows), cut, batch) for start, rows in spans]
+        self.pieces = [self.rows(range(start, start + rows)) for start, rows in spans]
         self.error, self.between = None, False
         try:
-            runs = self._runs()
+            runs = [self.run(batch)]
         except (TypeError, AttributeError) as error:  # as where a Tensor's method returns something else in a graph
             self.error = error
-            os.environ.pop("MS_JIT")  # until `untouched` ends
+            os.environ.pop("MS_JIT", None)  # until `untouched` ends
             try:
-                runs = self._runs()
+                runs = [self.run(batch)]
             except Exception:
                 raise error from None
+        # A piece of each size: after an error in a gradient, MindSpore may not compile again.
+        runs += [self._on_piece(place, self.run) for place in (0, len(self.pieces) - 1)]
         if isinstance(runs[0][0], (tuple, list)):
             raise TypeError(f"forward_fn returned {len(runs[0][0])} values, expected the loss alone; return no aux, or "
                             "give losses= their number (in a shell: --losses) if these are losses")
@@ -84,6 +87,8 @@ class Division:
         tensors = [checked_loss(loss, "forward_fn") for loss, _ in runs]
         tensors += [t for _, calls in runs for _, outputs in calls.values() for t in outputs]
         casts = any(map(casts_inside, (forward_fn, *layers.cells.values())))  # to bfloat16, or to what is finer
+        casts |= self.error is not None and any(  # a graph shows no outputs
+            cell.get_flags().get(flag) for cell in layers.cells.values() for flag in ("fp16", "bf16"))
         dtypes = {t.dtype for t in (*tensors, *self._floats)} | ({ms.bfloat16} if casts else set())
         self.roundoff = max([FLOAT32, *(_ROUNDOFF[dtype] for dtype in dtypes if dtype in HALF)])
         lengths = [p.size // min(p.shape[:2]) for p in self._floats if p.ndim >= 2]
@@ -96,25 +101,34 @@ class Division:
                              "the mean in forward_fn divides by, e.g. the number of unmasked tokens")
         self.shares = np.array(weights) / sum(weights)
 
-    def _runs(self) -> list[tuple[Any, Calls]]:
-        """Run the batch and a piece of each size: after an error in a gradient, MindSpore may not compile again."""
-        runs = [self.run(inputs) for inputs in (self.batch, self.pieces[0], self.pieces[-1])]
-        [t.asnumpy() for loss, _ in runs for t in tensors_in(loss)]  # kernels report errors late
-        return runs
+    def rows(self, places: Iterable[int]) -> tuple:
+        """Return some rows of the batch."""
+        return select_rows(Tensor(list(places), ms.int32), self._cut, self.batch)
+
+    def _on_piece(self, place: int, function: Callable) -> Any:
+        """Return what `run` or `gradients` return for a piece. The batch was run before."""
+        try:
+            return function(self.pieces[place])
+        except Exception as error:
+            ask_about_piece(error, place, len(self.pieces), runs_whole=True)
+            raise
 
     def run(self, inputs: tuple, restored: bool = True) -> tuple[Any, Calls]:
         """Run forward. Return the loss, and the calls of the layers by name, which a graph does not show."""
         if restored:
             self.layers.restore()
-        if self.error is not None:
-            return ms.jit(self._scaled(1.0))(*inputs), {}
         calls: Calls = {}
 
         def visit(name: str, given: tuple, output: Any) -> None:
             calls.setdefault(name, (tensors_in(given), tensors_in(output)))
 
-        with self.layers.watched(visit):
-            return self.forward_fn(*inputs), calls
+        if self.error is None:
+            with self.layers.watched(visit):
+                loss = self.forward_fn(*inputs)
+        else:
+            loss = ms.jit(self._scaled(1.0))(*inputs)
+        [t.asnumpy() for t in tensors_in(loss)]  # kernels report errors late
+        return loss, calls
 
     def gradients(self, inputs: tuple, scale: float = 1.0) -> tuple[list[np.ndarray], np.ndarray]:
         """Return the gradients of the loss times `scale`, and a sketch: some elements of them, and the loss."""
@@ -138,10 +152,10 @@ class Division:
         whole, sketch = self.gradients(self.batch)
         total, magnitudes, sketches = [np.zeros(g.shape) for g in whole], np.zeros(len(whole)), [sketch]
         self.layers.restore()
-        for share, piece in zip(self.shares, self.pieces):
+        for place, share in enumerate(self.shares):
             if self.between:
                 self.layers.restore()
-            gradients, sketch = self.gradients(piece)
+            gradients, sketch = self._on_piece(place, self.gradients)
             sketches.append(sketch)
             if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
                 magnitudes += share * norms(gradients)

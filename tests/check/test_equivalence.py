@@ -1,6 +1,7 @@
 """check_equivalence: what is exact, what is not and why, what it cannot tell, and what is refused."""
 import os
 import re
+from collections import OrderedDict
 from pathlib import Path
 
 import mindspore as ms
@@ -332,7 +333,10 @@ def test_a_piece_without_tokens_whose_gradient_is_zero():
 
 
 def test_a_sum_of_two_means_asks_for_losses():
-    """Boxes per target, and objectness per cell: no weights of the pieces make it exact, two losses do."""
+    """Boxes per target, and objectness per cell: no weights of the pieces make it exact, two losses do, with the weights that are named.
+
+    Control: a third mean, over what the second one leaves.
+    """
     network = MLP(classes=4)
     batch = normal(16, 6), normal(16, 3), Tensor(np.arange(16) % 5 < np.repeat([1, 4, 2, 3], 4), ms.float32)
 
@@ -345,12 +349,29 @@ def test_a_sum_of_two_means_asks_for_losses():
         box, objectness = yolo(x, boxes, targets)
         return box + objectness
     report = check_equivalence(added, network, batch, 4)
-    assert (report.ok, causes(report)) == (False, [("added", "function", "no weighted mean")])
-    remedy = report.causes[0].remedy
-    assert 0 < remedy.index("losses=2") < remedy.index("make_grad_cache_step")
+    assert (report.ok, causes(report)) == (False, [("added", "function", WRONG)])
+    code = re.search(r"losses=2, and let weight_fn return their counts, (\(.*\)) in the order", report.causes[0].remedy)[1]
+    counts = eval(code, dict(zip(("x", "boxes", "targets"), batch)))
+    assert sorted(map(int, counts)) == sorted((int(batch[2].sum()), 16))
+
+    def three(x, boxes, targets):
+        others = 1 - targets
+        return added(x, boxes, targets) + (ops.relu(network(x)[:, 0]) * others).sum() / others.sum()
+    report = check_equivalence(three, network, batch, 4)
+    assert (report.ok, causes(report)) == (False, [("three", "function", "no weighted mean")])
+    assert 0 < report.causes[0].remedy.index("losses=2") < report.causes[0].remedy.index("make_grad_cache_step")
     weights = {"weight_fn": lambda x, boxes, targets: (targets.sum(), x.shape[0]), "losses": 2}
     assert check_equivalence(yolo, network, batch, 4, **weights).ok
     assert check_equivalence(yolo, network, batch, 4, losses=2).ok is False  # the samples do not weigh the boxes
+
+
+@pytest.mark.parametrize("samples", [2, 3, 24])
+def test_a_contrastive_loss_is_no_sum_of_two_means(samples):
+    """Of arguments whose sums are weights."""
+    network = MLP()
+    batch = normal(samples, 6).abs(), normal(samples, 6, seed=1).abs()
+    report = check_equivalence(info_nce(network), network, batch, 2)
+    assert (report.ok, causes(report)) == (False, [("contrastive", "function", "no weighted mean")])
 
 
 # --- how it computes ------------------------------------------------------------------------------------------------------
@@ -367,6 +388,32 @@ def test_what_only_a_graph_can_run_is_compiled(loss):
     assert (report.ok, "compiled, without a look at its layers: op by op, it raises" in str(report)) == (loss is ops.reduce_mean, True)
     assert [cause[2] for cause in causes(report)] == ([] if report.ok else [WRONG])
     assert "MS_JIT" not in os.environ
+
+
+@pytest.mark.parametrize(("wrong", "asked"), [("places", True), ("length", True), ("labels", False)])
+def test_an_error_in_a_piece_alone_asks_for_row_numbers(wrong, asked):
+    """Rows picked by their place in the batch, a loss built for 24 rows; and labels that the whole batch does not run with, either."""
+    network, target = MLP(), Tensor(np.arange(24) % 3 + (wrong == "labels"), ms.int32)
+
+    def forward_fn(x, places):
+        if wrong == "places":
+            return ops.gather_elements(network(x).mean(1), 0, places).mean()
+        return ops.cross_entropy(network(x), target if wrong == "length" else target[:len(x)])
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        check_equivalence(forward_fn, network, (ROWS[0], Tensor(np.arange(24), ms.int32)), 4)
+    question = r"\nforward_fn failed on piece [14] of 4 and runs on the whole batch: does it use row numbers or the batch's length\?$"
+    assert len(re.findall(question, str(raised.value))) == asked
+
+
+@pytest.mark.parametrize(("level", "wrong"), [("to_float", False), ("to_float", True), ("O3", False)])
+def test_what_only_a_graph_can_run_has_a_float32_copy(level, wrong):
+    network = amp_at(MLP(), level)
+
+    def forward_fn(x, y):
+        rows = ops.exp(network(x)).max(1) * (y + 1).astype(ms.float32)
+        return rows.sum() if wrong else rows.mean()
+    report = check_equivalence(forward_fn, network, ROWS, 4)
+    assert (report.ok, COPY[0] in report.notes, "compiled" in report.notes[0]) == (not wrong, True, True), str(report)
 
 
 def test_the_guides_report_is_a_real_one():
@@ -409,7 +456,8 @@ GOOD = {"forward_fn": stranger, "network": MLP(), "batch": (normal(8, 6), labels
     ({}, ValueError, "the gradient is 0 in all parameters of network"),
     ({"forward_fn": lambda x, y: x}, ValueError, r"forward_fn returned a loss of shape \(8, 6\), expected shape \(\)"),
     ({"forward_fn": lambda x, y: (x.mean(), x)}, TypeError, "forward_fn returned 2 values, expected the loss alone; return no aux"),
-    ({"forward_fn": lambda x, y: 1.0}, TypeError, "forward_fn returned no Tensor, expected the loss alone"),
+    ({"forward_fn": lambda x, y: 1.0}, TypeError, "forward_fn returned a value of type float, expected the loss alone"),
+    ({"forward_fn": lambda x, y: OrderedDict(loss=x.mean())}, TypeError, "returned a value of type OrderedDict, .*return_dict=False"),
     ({"forward_fn": lambda x, y: y.sum()}, TypeError, "forward_fn returned a loss of Int"),
     ({"forward_fn": lambda x: x}, TypeError, "positional argument"),
     ({"losses": 2}, ValueError, "loss 1: what forward_fn returned is no tuple, expected a tuple of 2 because of losses=2"),
