@@ -100,10 +100,11 @@ class PerUpdate(Callback):
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
 
     The inner callback gets `update_step` as `cur_step_num`, and the cell's optimizer, which `LearningRateScheduler` and
-    `ReduceLROnPlateau` need. It is called at the end of updates (`on_train_step_end`) and at the begin and end of
-    epochs and of the training. `batch_num` still counts microbatches, so the position in the epoch that `LossMonitor`
-    prints and `ModelCheckpoint` puts into names is a remainder by it. `update_step` is read after each microbatch,
-    which waits for the device. Put it after `FlushCallback`.
+    `ReduceLROnPlateau` need. It is called before the first microbatch of an update (`on_train_step_begin`) and at its
+    end (`on_train_step_end`), and at the begin and end of epochs and of the training. `batch_num` still counts
+    microbatches, so the position in the epoch that `LossMonitor` prints and `ModelCheckpoint` puts into names is a
+    remainder by it. `update_step` is read after each microbatch, which waits for the device. Put it after
+    `FlushCallback`.
 
     On several ranks, the learning rate has to change alike on all. A rank that runs out of data takes part in the
     updates of the others at once, and the inner callback is called after the last of them: give every rank the same
@@ -142,7 +143,7 @@ class PerUpdate(Callback):
     def __init__(self, callback: Callback) -> None:
         super().__init__()
         self.callback = instance_of("callback", callback, Callback, "a mindspore.train.Callback")
-        self._update_step = 0
+        self._update_step, self._begun = 0, False
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember how many updates there are, and pass it on."""
@@ -153,13 +154,19 @@ class PerUpdate(Callback):
         """Pass it on."""
         self._pass_on("on_train_epoch_begin", run_context)
 
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """Pass it on if it is the first since the last update."""
+        if not self._begun:
+            self._begun = True
+            self._pass_on("on_train_step_begin", run_context)
+
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Pass it on if there was an update since the last time."""
         cell = _only_cell(run_context, self)
         updates = int(cell.accumulator.update_step) - self._update_step
         if updates > 0:
             rate = _learning_rate(cell.optimizer)
-            self._update_step += updates
+            self._update_step, self._begun = self._update_step + updates, False
             self._pass_on("on_train_step_end", run_context)
             if updates > 1 and cell.accumulator.exchange.ranks > 1 and _learning_rate(cell.optimizer) != rate:
                 raise RuntimeError(f"the learning rate was changed after {updates} updates, which this rank made at "

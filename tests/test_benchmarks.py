@@ -92,7 +92,7 @@ def test_the_page_on_batch_sizes_has_the_records_figures():
             label = f"| {f'N = {name}' if name.isdigit() else name} | {peak:g} | "
             _, _, _, updates, _, told = row_of("batch-size.md", label)
             assert updates.split()[0] == f"{mean(end[1] for end in ends):.0f}"
-            assert told == f"{mean(losses):.3f} ({', '.join(f'{loss:.3f}' for loss in losses)})"
+            assert told == f"{mean(losses):.3f} ({min(losses):.3f}\u2013{max(losses):.3f})"
 
 
 def test_the_page_on_many_ranks_has_the_records_figures():
@@ -102,7 +102,7 @@ def test_the_page_on_many_ranks_has_the_records_figures():
         mine = [row for row in rows if row[1] == way]
         _, sent, *times = row_of("many-ranks.md", f"| {way} | ")
         assert sent == f"{median(row[5] for row in mine) / 1e6:.1f}"
-        assert times[::2] == ["{:,.0f} ({:,.0f} to {:,.0f})".format(*(1e6 * seconds for seconds in row[2:5])) for row in mine]
+        assert times[::2] == ["{:,.0f} ({:,.0f}\u2013{:,.0f})".format(*(1e6 * seconds for seconds in row[2:5])) for row in mine]
 
 
 def test_the_report_is_made_of_the_records(tmp_path):

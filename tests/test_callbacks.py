@@ -92,6 +92,7 @@ def test_a_row_for_each_window_and_a_call_for_each_update(data):
     assert difference(values(cell.optimizer.parameters), oracle.parameters) <= 1e-5
     assert inner.steps == [*range(updates + 1, oracle.update_step + 1)]
     assert outer.steps == [*range(1, 2 * len(epoch) + 1)], "the run's own count is put back"
+    assert len(inner.steps) <= inner.begun <= len(inner.steps) + 1 <= outer.begun + 1 == 2 * len(epoch) + 1
     assert inner.events == outer.events == ["begin", *2 * ["epoch begin", "epoch end"], "end"]
 
 

@@ -31,13 +31,16 @@ class Recorder(Callback):
     """The numbers of the microbatches, and the events it saw."""
 
     def __init__(self):
-        self.steps, self.events = [], []
+        self.steps, self.events, self.begun = [], [], 0
 
     def on_train_begin(self, run_context):
         self.events.append("begin")
 
     def on_train_epoch_begin(self, run_context):
         self.events.append("epoch begin")
+
+    def on_train_step_begin(self, run_context):
+        self.begun += 1
 
     def on_train_step_end(self, run_context):
         self.steps.append(run_context.original_args().cur_step_num)
