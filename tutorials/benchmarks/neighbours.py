@@ -515,9 +515,9 @@ NAMES = {"mindone": "MindONE", "mindcv": "MindCV", "mindyolo": "MindYOLO", "mind
 
 def line(row: dict) -> str:
     """Return a row as one of the guide's table."""
-    theirs = f"`{row['raised'].split(':')[0]}`" if "raised" in row else shown(row["error"])
-    calls = ", {} averages for {} updates".format(*row["calls"][::2]) if "calls" in row else ""
-    ours = f"{row['ms_accum']:.0e}" if "ms_accum" in row else ""
+    theirs = f"fails: `{row['raised'].split(':')[0]}`" if "raised" in row else shown(row["error"])
+    calls = ", averaged {} times in {} updates".format(*row["calls"][::2]) if "calls" in row else ""
+    ours = f"{row['ms_accum']:.0e}" if "ms_accum" in row else "-"
     return f"| {NAMES[row['library']]} {row['call']} | {row['data']} | {theirs}{calls} | {ours} |"
 
 
