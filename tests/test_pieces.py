@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, batches, difference, recover, run_python, tensors, values
+from conftest import MLP, batches, difference, mean_loss, recover, run_python, tensors, values
 from following import LOSS, counting, gradient_of, op_by_op, run_as
 from mindspore import Tensor, nn, ops
 
@@ -213,11 +213,15 @@ def test_a_torn_window_is_never_applied_if_mindspore_reports_the_error_late(monk
 
 
 def test_an_update_that_was_stopped_is_refused_until_it_is_reset():
-    acc = counting(MLP(), 2)
-    acc.add(acc.optimizer.parameters)
+    """By a flush, and by the next call, although the window needs more microbatches."""
+    network = MLP()
+    acc = counting(network, 3)
+    train_step = make_train_step(mean_loss(network), acc)
+    train_step(*tensors(X, Y))
     acc.counters.begin_update(acc.mini_step)
-    with pytest.raises(RuntimeError, match=r"stopped an update, .*load a checkpoint, or call accumulator\.reset\(\)"):
-        acc.flush()
+    for refused in (acc.flush, lambda: train_step(*tensors(X, Y))):
+        with pytest.raises(RuntimeError, match=r"stopped an update, .*load a checkpoint, or call accumulator\.reset\(\)"):
+            refused()
     acc.reset()
     acc.require_whole()
     assert not acc.flush()
