@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from os import environ
 
 from .distributed.ranks import raise_if_left_alone
+from .nonfinite import NoProgress
 from .optimizers import require_rates
 
 _REBUILT = ("forward_fn and the optimizer use different Parameters of the same name, expected those of one network; if "
@@ -29,6 +30,8 @@ def explaining_errors(optimizer: Callable, forget_graphs: Callable[[], object]) 
     """
     try:
         yield
+    except NoProgress:
+        raise
     except Exception as error:
         forget_graphs()
         said = str(error)

@@ -17,6 +17,10 @@ _STUCK = ("{} {} in a row were skipped, because their gradients were not finite,
           "earlier checkpoint; another call goes on")
 
 
+class NoProgress(RuntimeError):
+    """More was skipped in a row than `max_skips`. No graph has failed."""
+
+
 @ms.jit_class
 class ApplyAll:
     """Apply everything, without looking at it. The plain case, and the base of the others.
@@ -58,8 +62,8 @@ class ApplyAll:
     def require_progress(self) -> None:
         """Raise RuntimeError if more than `max_skips` were skipped in a row. For the host: it waits for the device."""
         if self.max_skips is not None and int(self.in_row) > self.max_skips:
-            raise RuntimeError(_STUCK.format(int(self.in_row), self.noun, int(self.update_step), int(self.skipped),
-                                             self.max_skips))
+            raise NoProgress(_STUCK.format(int(self.in_row), self.noun, int(self.update_step), int(self.skipped),
+                                           self.max_skips))
 
 
 @ms.jit_class
