@@ -12,9 +12,9 @@ from .arguments import one_of, whole_number
 from .counters import Counters
 from .gradients import Gradients, Scalar, all_finite
 
-_STUCK = ("{} {} in a row were skipped, because their gradients were not finite, after update {} ({} skipped in all), "
-          "expected at most max_skips={}; look for NaN in the batches since then, lower the learning rate, or load an "
-          "earlier checkpoint; another call goes on")
+_STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
+          "finite, after update {}; look for NaN in the batches since then, lower the learning rate, or load an earlier "
+          "checkpoint; another call goes on")
 
 
 class NoProgress(RuntimeError):
@@ -62,8 +62,8 @@ class ApplyAll:
     def require_progress(self) -> None:
         """Raise RuntimeError if more than `max_skips` were skipped in a row. For the host: it waits for the device."""
         if self.max_skips is not None and int(self.in_row) > self.max_skips:
-            raise NoProgress(_STUCK.format(int(self.in_row), self.noun, int(self.update_step), int(self.skipped),
-                                           self.max_skips))
+            raise NoProgress(_STUCK.format(self.max_skips, self.noun, int(self.in_row), int(self.skipped),
+                                           int(self.update_step)))
 
 
 @ms.jit_class
