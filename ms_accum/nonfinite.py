@@ -13,7 +13,7 @@ from .counters import Counters
 from .gradients import Gradients, Scalar, all_finite
 
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
-          "finite, after update {}; look for NaN in the batches since then, lower the learning rate, or load an earlier "
+          "finite, after update {}; look for NaN in the batches since then, lower the learning rate, or load a "
           "checkpoint; another call goes on")
 
 
