@@ -89,7 +89,8 @@ def control_flow(graph):
 
 def save_graphs():
     """Read with the first graph of a process; graphs after this test's would go into the working directory if undone."""
-    os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
+    os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_DUMP_IR_PASSES="validate",
+                      MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
 
 
 @pytest.mark.fresh_process("jit")
