@@ -125,7 +125,7 @@ class _Follow:
         path = self.folder / "run.ckpt"
         with self.accumulating:
             self.accumulating.save(path, self.position)
-        self.saved, self.accumulating = self.accumulating, Accumulating(self.case, self.case.seed + 1)
+        self.saved, self.saved_at, self.accumulating = self.accumulating, self.position, Accumulating(self.case, self.case.seed + 1)
         with self.accumulating:
             if self.case.load_into == "used":
                 self.accumulating.train([self.case.batch(1, spoil=False)], _ignored)
@@ -136,7 +136,7 @@ class _Follow:
     def _require_same_bits(self):
         """Of the run that was saved, which goes on, and of the one that it was loaded into."""
         with self.saved:
-            self.saved.train([self.case.batch(i) for i in range(self.case.save_at, len(self.case.sizes))], _ignored, last=True)
+            self.saved.train([self.case.batch(i) for i in range(self.saved_at, len(self.case.sizes))], _ignored, last=True)
             self.saved.flush()
         got, expected = self.accumulating.bits(), self.saved.bits()
         assert got.keys() == expected.keys()
