@@ -13,7 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.common.initializer import initializer
 
 from .gradients import FLOATS, HALF, Gradients, Scalar, mapped, scaled, weighted
-from .in_place import in_place
+from .in_place import add_in_turn, in_place
 
 
 def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
@@ -73,11 +73,11 @@ class Buffers:
         Each gradient is added as soon as it is made. Side effects of a graph run in the order of the program, and those
         in the order of the parameters would keep all gradients in memory: the backward pass makes the gradient of the
         last one first (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the peak instead of 6.5).
-        16-bit buffers are added in that order.
+        On CPU and GPU, 16-bit buffers are added in that order.
 
         Return what the next side effect has to wait for.
         """
-        return mapped(_add_anytime, None, self.parameters, gradients)
+        return self._in_place.add(self.parameters, gradients)
 
     def add_in_turn(self, gradients: Gradients) -> None:
         """The same for any graph: one after the other, as side effects, roughly in the order of the backward pass.
@@ -114,25 +114,6 @@ class Buffers:
         if unit:
             self.unit = unit
         ops.assign(self.held_unit, unit)
-
-
-# AssignAdd without its mark of a side effect, and without a signature that says that it writes, which is a mark, too.
-_add_unmarked = ops.Primitive("AssignAdd")
-
-
-def _add_anytime(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
-    if buffer.dtype in HALF:
-        return add_in_turn(0, buffer, gradient)
-    return _add_unmarked(buffer, gradient.astype(buffer.dtype))
-
-
-def add_in_turn(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
-    """Add behind a mark of a side effect: each waits for the one before it in the code."""
-    gradient = gradient.astype(buffer.dtype)
-    if buffer.dtype in HALF:
-        # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
-        return ops.assign(buffer, buffer + gradient)
-    return ops.assign_add(buffer, gradient)
 
 
 def _add_large(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:

@@ -12,6 +12,13 @@ from .gradients import HALF, Gradients, Scalar, as_tensor, mapped, multiply_no_n
 class Copying:
     """Make a new value for each, and assign it where it has to stay. For CPU and GPU, where no other kernel is sure."""
 
+    def add(self, buffers: Gradients, gradients: Gradients) -> Gradients:
+        """Add gradients of the buffers' dtypes, each as soon as it is made, in a graph that does not read the buffers.
+
+        Those of 16 bits are added in turn: an AssignAdd without a mark is lost on CPU. Return what to wait for.
+        """
+        return mapped(_add_if_wide, None, buffers, gradients)
+
     def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
         """Return `factor * gradients` in `dtypes`, given buffers that are emptied next, or anything for `Copying`."""
         return mapped(scaled, factor, gradients, dtypes)
@@ -32,6 +39,10 @@ class InPlace(Copying):
     13 x Dense 2048 in float32 with Momentum: 16.0 bytes per parameter at the peak with copies, 12.0 in place; clipped,
     12.6.
     """
+
+    def add(self, buffers: Gradients, gradients: Gradients) -> Gradients:
+        """See `Copying`. All of them: in bfloat16, 13 x Dense 2048 take 4.2 bytes per parameter instead of 6.2."""
+        return mapped(_add_unmarked, None, buffers, gradients)
 
     def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
         """See `Copying`. Whatever reads the buffers has to come before `factor`."""
@@ -64,6 +75,27 @@ _zero.add_prim_attr("side_effect_mem", True)  # which it lacks in MindSpore 2.10
 def in_place(buffers: bool = True) -> Copying:
     """Return what suits the device, for buffers; for what is a copy of them (exchanged, unscaled), `Copying`."""
     return InPlace() if buffers and ms.get_context("device_target") == "Ascend" else Copying()
+
+
+# AssignAdd without its mark of a side effect, and without a signature that says that it writes, which is a mark, too.
+_assign_add_unmarked = ops.Primitive("AssignAdd")
+
+
+def _add_unmarked(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
+    return _assign_add_unmarked(buffer, gradient.astype(buffer.dtype))
+
+
+def _add_if_wide(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
+    return add_in_turn(None, buffer, gradient) if buffer.dtype in HALF else _add_unmarked(None, buffer, gradient)
+
+
+def add_in_turn(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
+    """Add behind a mark of a side effect: each waits for the one before it in the code."""
+    gradient = gradient.astype(buffer.dtype)
+    if buffer.dtype in HALF:
+        # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
+        return ops.assign(buffer, buffer + gradient)
+    return ops.assign_add(buffer, gradient)
 
 
 def _clear(zero: Tensor, buffer: Parameter) -> None:

@@ -339,6 +339,7 @@ def memory(what):
     in_float32, clipped = {"optimizer": momentum, "dtype": ms.float32}, {"clip_norm": 1.0}
     return bytes_of(**{
         "forward": {}, "backwards": {"order": "backwards"}, "groups": {"order": "groups"}, "decayed_clipped": clipped,
+        "in_16_bits": {"buffer_dtype": ms.bfloat16},
         "momentum": in_float32, "momentum_groups": {**in_float32, "order": "groups"}, "momentum_clipped": {**in_float32, **clipped},
         "adam": {**in_float32, "optimizer": adam}, "adam_clipped": {**in_float32, "optimizer": adam, **clipped}}[what])
 

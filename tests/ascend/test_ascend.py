@@ -18,6 +18,7 @@ LIMITS = {
     "memory:momentum_groups": {"add": 8.6, "update": 12.1}, "memory:momentum": {"add": 8.6, "update": 12.1},
     "memory:momentum_clipped": {"update": 13.0}, "memory:adam": {"update": 16.1}, "memory:adam_clipped": {"update": 17.0},
     "memory_by_hand": {"update": 13.1}, "memory:forward": {"add": 6.6, "update": 14.1}, "memory:backwards": {"add": 6.6},
+    "memory:in_16_bits": {"add": 4.6},
     "memory:groups": {"add": 6.6, "update": 14.1}, "memory:decayed_clipped": {"update": 14.5}}
 EXCHANGES = "exchange:window", "exchange:microbatch", "exchange_shards:microbatch"
 DTYPES = "float32", "float16", "bfloat16"
