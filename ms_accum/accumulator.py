@@ -65,8 +65,8 @@ class Accumulator:
             so that the window stays open for another one (`optax.skip_not_finite`). "skip_window": drop the window when
             it closes, without an update. A gradient is finite if the sum of its elements is.
         max_skips: How many windows ("skip_microbatch": microbatches or pieces of this rank) may be skipped one after
-            the other; after one more, the end of a window raises a RuntimeError: in a train step, a cell or `flush`,
-            by hand in `guard.require_progress()`, for a graph cannot. None: no limit.
+            the other; after one more, a RuntimeError: in a train step or `flush` at the end of a window, in a cell at
+            once, by hand in `guard.require_progress()`, for a graph cannot raise it. None: no limit.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
         after_update: A function without arguments that is called after each update, never for what is skipped; for a
             moving average of the weights, say. In graph mode it is part of the graph: it has to change Parameters, and

@@ -107,6 +107,9 @@ def guard_of(on_nonfinite: object, max_skips: object, scaled: bool) -> Callable[
     """
     guards = {"apply": ApplyAll, "skip_microbatch": SkipMicrobatch, "skip_window": SkipWindow}
     guard = guards[one_of("on_nonfinite", on_nonfinite, tuple(guards))]
+    if max_skips is not None and guard is ApplyAll and not scaled:
+        raise ValueError(f'got max_skips={max_skips} with on_nonfinite="apply", which skips nothing; give '
+                         '"skip_window" or "skip_microbatch"')
     if max_skips is not None:
         max_skips = whole_number("max_skips", max_skips, "it is the most skips in a row", minimum=0)
     return partial(SkipWindow if scaled else guard, max_skips=max_skips)

@@ -144,9 +144,12 @@ class Machine(RuleBasedStateMachine):
 
         if self.run.counts_down:
             return self.oracle.step(add, self.run.has_alone and len(x))
+        skipped = self.oracle.skipped
         add()
         self.oracle.close_if(self.oracle.full)
-        return self.oracle.require_progress()
+        if self.oracle.skipped > skipped or not self.run.takes_nothing:
+            self.oracle.require_progress()
+        return None
 
     def _added(self, x, y):
         self.oracle(*self._weighed(x, y))

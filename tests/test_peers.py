@@ -51,8 +51,10 @@ def test_the_limit_of_skips_is_seen_at_the_end_of_a_window_and_in_a_flush():
         assert compiled_graphs() == graphs
         with pytest.raises(RuntimeError, match="in a row were skipped"):
             train_step.flush()
-    with pytest.raises(ValueError, match=r"max_skips is -1, expected an int >= 0"):
-        make_train_step(mean_loss(network), optimizer, 3, max_skips=-1)
+    for options, message in ((dict(on_nonfinite="skip_window", max_skips=-1), "max_skips is -1, expected an int >= 0"),
+                             (dict(max_skips=3), 'got max_skips=3 with on_nonfinite="apply", which skips nothing; give "skip_window"')):
+        with pytest.raises(ValueError, match=message):
+            make_train_step(mean_loss(network), optimizer, 3, **options)
 
 
 def test_a_model_ends_after_too_many_skips(mode_named):

@@ -151,7 +151,7 @@ def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cause]:
     """Return the cause if some weights turn the gradients of the pieces into that of the batch."""
-    batch, *pieces = comparison.sketches
+    batch, *pieces = _without_nan_losses(comparison.sketches)
     counted = [i for i, piece in enumerate(pieces) if division.shares[i] > 0 or np.isfinite(piece).all()]
     # A piece without tokens has loss NaN and gradient 0 with nn.CrossEntropyLoss(ignore_index=...).
     rows = np.array([pieces[i] if pieces[i][:-1].any() else np.zeros_like(batch) for i in counted])
@@ -179,16 +179,24 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
     return []
 
 
+def _without_nan_losses(sketches: np.ndarray) -> np.ndarray:
+    """Return sketches in which all losses are 0 if one is not finite: a mean over no token has a gradient of 0."""
+    if np.isfinite(sketches[:, -1]).all():
+        return sketches
+    return np.append(sketches[:, :-1], np.zeros((len(sketches), 1)), axis=1)
+
+
 def _usual_weights(division: Division, pieces: list[tuple]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield weights that means divide by: their code, and what it gives for some pieces."""
     function = inspect.unwrap(division.forward_fn)
     parameters = inspect.signature(getattr(function, "construct", function)).parameters.values()
-    for parameter, *values in zip(parameters, *pieces):
-        if isinstance(values[0], Tensor) and values[0].ndim and parameter.kind != parameter.VAR_POSITIONAL:
+    first = [p.name for p in parameters if p.kind != p.VAR_POSITIONAL][:len(pieces[0]) - len(division.names)]
+    for argument, *values in zip((*first, *division.names), *pieces):
+        if isinstance(values[0], Tensor) and values[0].ndim:
             arrays = [value.asnumpy() for value in values]
-            yield f"len({parameter.name})", np.array([float(len(a)) for a in arrays])
+            yield f"len({argument})", np.array([float(len(a)) for a in arrays])
             for part, cut in (("", ...), ("[:, 1:]", np.s_[:, 1:]))[:values[0].ndim]:
-                name = parameter.name + part
+                name = argument + part
                 for ignored in (-100, -1, 0):
                     yield f"({name} != {ignored}).sum()", np.array([(a[cut] != ignored).sum() for a in arrays])
                 yield f"{name}.sum()", np.array([float(a[cut].sum()) for a in arrays])
@@ -210,7 +218,7 @@ def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
     for rows in inputs:
         division.layers.restore()
         gradients.append(division.gradients(rows)[1])
-    split = np.split(np.array(gradients), [-1], axis=1)  # gradients, losses
+    split = np.split(_without_nan_losses(np.array(gradients)), [-1], axis=1)  # gradients, losses
     split = [np.linalg.qr(values.T, mode="r").T for values in split]  # all that norms and sums need
     inside = np.array([[part in some for part in range(parts)] for some in sets[parts:]])
     means = {}

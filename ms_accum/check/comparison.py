@@ -56,12 +56,14 @@ class Division:
         error: What op by op execution raised, if `forward_fn` is therefore compiled.
         between: Whether state is restored before each piece, not only before the first.
         called: Names of the layers that ran.
+        names: Names of the last arguments of `forward_fn`, if they were given by name.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
         eps: Relative error of a sum.
     """
 
     def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
-                 weight_fn: Optional[Callable], batch_axis: int = 0) -> None:
+                 weight_fn: Optional[Callable], batch_axis: int = 0, names: tuple[str, ...] = ()) -> None:
+        self.names = names
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]

@@ -154,7 +154,7 @@ def check_equivalence(
         raise ValueError(f"the batch has {samples} sample{'s' * (samples != 1)}, expected at least 2, which can be cut")
     pieces = whole_number("pieces", pieces, "give the number of pieces to cut the batch into", minimum=2)
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
-    divided, reports = partial(Division, network=network, pieces=pieces, batch_axis=batch_axis), []
+    divided, reports = partial(Division, network=network, pieces=pieces, batch_axis=batch_axis, names=names), []
     for t in range(losses):
         functions = {name: function and _wrapped(name, function, batch, names, t, losses)
                      for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
