@@ -245,8 +245,10 @@ class WindowLog(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and open the file."""
-        cell = _only_cell(run_context, self)
-        cell.before_flush.append(self._take)
+        cell, running = _only_cell(run_context, self), run_context.original_args().list_callback
+        others = [do for do in cell.before_flush if getattr(do, "__self__", None) is not self]
+        # An error in a training leaves its logs behind.
+        cell.before_flush[:] = [do for do in others if not _is_of_log(do) or do.__self__ in running] + [self._take]
         accumulator = cell.accumulator
         self._losses: list[tuple[float, float]] = []  # of each microbatch: its loss and weight
         self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
@@ -322,6 +324,10 @@ class WindowLog(Callback):
         if accumulator.noise_scale is not None:
             row["noise_scale"] = accumulator.noise_scale.scale()
         return row
+
+
+def _is_of_log(function: Callable) -> bool:
+    return isinstance(getattr(function, "__self__", None), WindowLog)
 
 
 def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:

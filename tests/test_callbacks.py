@@ -205,6 +205,27 @@ def test_flush_keeps_to_the_ends_of_epochs_that_differ_in_length():
     assert all(epoch == [1, 0, 0][:len(epoch)] for epoch in epochs)
 
 
+class Failing(Callback):
+    def on_train_step_end(self, run_context):
+        raise KeyError("no more")
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_log_of_a_training_that_failed_does_not_log_the_next_one():
+    """Nor twice. The window that the error left open is part of the next training's first one."""
+    _, cell = make_cell()
+    first, second = [], []
+    log = WindowLog(first.append)
+    with pytest.raises(KeyError):
+        train(cell, Failing(), log)
+    train(cell, FlushCallback(), WindowLog(second.append))
+    assert first == []
+    assert [(row["microbatch"], row["weight"]) for row in second] == [(1, 12), (3, 12), (5, 8)]
+    assert cell.before_flush == []
+    train(cell, FlushCallback(), log)
+    assert [row["microbatch"] for row in first] == [2, 4, 5]
+
+
 class Sunk:
     """A run context of sunk data, which no CPU run gives."""
 
