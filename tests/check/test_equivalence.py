@@ -1,39 +1,36 @@
 """check_equivalence: what is exact, what is not and why, what it cannot tell, and what is refused."""
 import os
 import re
+import runpy
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, Clip, Counting, mean_loss, run_python
+from conftest import MLP, Clip, Counting, mean_loss
 from layers import (
+    Beside,
     Centre,
-    CentreAndDrop,
     Centred,
     Counter,
     Drop,
     Gumbel,
     Half,
     Mixed,
-    NormAndDrop,
     PythonCounter,
-    RunningMax,
     ScaleBefore,
     SpectralNorm,
     Unused,
     amp_at,
     around,
     attention,
-    attention_loss,
     causes,
     cnn,
-    deep,
     drawn,
     info_nce,
     labels,
-    masked_loss,
     noisy_loss,
     normal,
     sum_loss,
@@ -57,21 +54,21 @@ def drawn_case(seed, level):
     """Layers in random order, with biases whose gradient is 0 but for rounding (in front of a normalisation), and kinks; data, pieces."""
     rng = np.random.default_rng(seed)
     layers, width = [], 12
-    for _ in range(rng.integers(1, 6)):
-        out = 4 * int(rng.integers(1, 12))
+    for _ in range(rng.integers(1, 5)):
+        out = 4 * int(rng.integers(1, 7))
         layers += [nn.Dense(width, out), [nn.ReLU(), nn.Tanh(), nn.GELU(), nn.LayerNorm((out,)), nn.GroupNorm(1, out),
                                           nn.Dropout(p=0.5)][rng.integers(6)]]
         width = out
     network = nn.SequentialCell(*layers, nn.Dense(width, 3)).set_train()
     for p in network.trainable_params():
         p.set_data(Tensor(p.asnumpy() * 2.0 ** rng.integers(-2, 3) + rng.normal(0, 0.01, p.shape), p.dtype))
-    n = int(rng.integers(2, 40))
+    n = int(rng.integers(2, 24))
     return amp_at(network, level), (normal(n, 12, dtype=ms.float16 if level == "float16" else ms.float32, seed=seed), labels(n)), \
-        int(rng.integers(2, 12))
+        int(rng.integers(2, 8))
 
 
 @pytest.mark.parametrize(("level", "seeds"), [
-    ("float32", range(6)), *((level, [i]) for i, level in enumerate(("to_float", "float16", "O1", "O2", "O3", "auto"))),
+    ("float32", range(4)), *((level, [i]) for i, level in enumerate(("to_float", "float16", "O1", "O2", "O3", "auto"))),
     *(pytest.param(level, range(30), marks=pytest.mark.slow) for level in ("float32", "to_float", "O1", "O2", "O3", "auto"))])
 def test_no_false_alarm_on_exact_networks(mode_named, level, seeds):
     """In graph mode, too. Control: the sum instead of the mean."""
@@ -113,64 +110,58 @@ def test_the_differences_are_those_of_the_train_step(monkeypatch):
     expected = [np.linalg.norm(a - g) / np.linalg.norm(g) for a, g in zip(gradient(3), gradient(1))]
     assert list(report.per_parameter.values()) == pytest.approx(expected, rel=1e-3)
     assert report.max_relative_difference > 0.1
+    assert (report.ok, causes(report)) == (False, [("1", "BatchNorm2d", STATISTICS), ("4", "BatchNorm2d", STATISTICS)])
     assert check_equivalence(mean_loss(network), network.set_train(False), IMAGES, 4).ok
 
 
 # --- a verdict and its cause: each beside its control ---------------------------------------------------------------------
 
 
-def clipping(bound):
-    return around(nn.SequentialCell(nn.Dense(16, 16), Clip(bound)), nn.Tanh())
+def at_rest(network, layer):
+    network[layer].set_train(False)
+    return network
 
 
-CASES = {  # network, loss, batch, the verdict, its causes, text of the report
-    "BatchNorm": (cnn, mean_loss, IMAGES, False, [("1", "BatchNorm2d", STATISTICS), ("4", "BatchNorm2d", STATISTICS)],
-                  "remedy: batchnorm_to_groupnorm(network), or freeze"),
-    "no BatchNorm": (lambda: cnn().set_train(False), mean_loss, IMAGES, True, []),
-    "a sum behind BatchNorm": (cnn, sum_loss, IMAGES, False, [("1", "BatchNorm2d", STATISTICS), ("4", "BatchNorm2d", STATISTICS), (
-        "total", "function", WRONG)], "return the mean over the samples"),
-    "every BatchNorm": (lambda: drawn(Mixed()), mean_loss, ROWS, False, [
-        ("flat", "BatchNorm1d", STATISTICS), ("deep.bn2d", "BatchNorm2d", STATISTICS), ("always", "BatchNorm1d", STATISTICS)]),
-    "a layer that couples": (lambda: around(nn.SequentialCell(nn.Tanh(), Centred())), mean_loss, ROWS, False, [("1.1", "Centred", COUPLES)],
-                             "a layer that sees one sample at a time"),
-    "a layer that does not": (lambda: around(nn.SequentialCell(nn.Tanh(), nn.LayerNorm((16,)))), mean_loss, ROWS, True, []),
-    "a contrastive loss": (MLP, info_nce, (normal(24, 6), normal(24, 6, seed=1)), False, [
-        ("contrastive", "function", "no weighted mean")], "make_grad_cache_step"),
-    "clipped in the pieces": (lambda: clipping(0.02), mean_loss, ROWS, False, [("1.1", "Clip", "nonlinear backward pass")], "a bprop"),
-    "clipped always": (lambda: clipping(1e-4), mean_loss, ROWS, False, [("1.1", "Clip", "nonlinear backward pass")], "clip_norm="),
-    "never clipped": (lambda: clipping(0.5), mean_loss, ROWS, True, []),
+MOVING = SpectralNorm, Centre, ScaleBefore, Counter, PythonCounter
+CASTING = partial(nn.SequentialCell, nn.Dense(6, 16), Half(nn.Dense(16, 3)))
+CASES = {  # network, loss, batch, the verdict, its causes, texts of the report
+    "BatchNorm, and a sum": (lambda: drawn(Mixed()), sum_loss, ROWS, False, [
+        ("flat", "BatchNorm1d", STATISTICS), ("deep.bn2d", "BatchNorm2d", STATISTICS), ("always", "BatchNorm1d", STATISTICS),
+        ("total", "function", WRONG)], "remedy: batchnorm_to_groupnorm(network), or freeze", "return the mean over the samples"),
+    "a layer that couples, and one that does not": (
+        lambda: around(nn.SequentialCell(nn.Tanh(), Beside([Centred(), nn.LayerNorm((16,))]))), mean_loss, ROWS, False,
+        [("1.1.0", "Centred", COUPLES)], "a layer that sees one sample at a time"),
+    **{f"clipped to {bound}": (lambda bound=bound: around(nn.SequentialCell(nn.Dense(16, 16), Clip(bound)), nn.Tanh()), mean_loss, ROWS,
+                               not clipped, clipped, *("a bprop", "clip_norm=") * len(clipped))
+       for bound, clipped in ((0.02, [("1.1", "Clip", "nonlinear backward pass")]), (1e-4, [("1.1", "Clip", "nonlinear backward pass")]),
+                              (0.5, []))},
     # Random layers: one that is switched off leaves the rest to be judged.
-    "Dropout": (lambda: around(nn.Dropout(p=0.5), nn.ReLU(), nn.Dropout(p=0.0)), mean_loss, ROWS, True, [("1", "Dropout", "random")],
-                "compared with the layer switched off"),
-    "no Dropout": (lambda: around(nn.Dropout(p=0.5)).set_train(False), mean_loss, ROWS, True, []),
-    "a sum behind Dropout": (lambda: around(nn.Dropout(p=0.5)), sum_loss, ROWS, False, [("1", "Dropout", "random"), (
-        "total", "function", WRONG)], "is a sum over samples, of which accumulation over 4 pieces takes the mean"),
+    "Dropout": (lambda: at_rest(around(nn.Dropout(p=0.5), nn.ReLU(), nn.Dropout(p=0.0), nn.Dropout(p=0.5)), 4), mean_loss, ROWS, True,
+                [("1", "Dropout", "random")], "compared with the layer switched off"),
     "a random layer of one's own": (lambda: around(nn.SequentialCell(nn.ReLU(), Drop())), mean_loss, ROWS, None, [
-        ("1.1", "Drop", "random")], "all else that the layer does in training alone"),
-    "it may do more": (lambda: around(CentreAndDrop()), mean_loss, ROWS, None, [("1", "CentreAndDrop", "random")], "nn.Dropout of its own"),
-    "BatchNorm in a random layer": (lambda: around(NormAndDrop()), mean_loss, ROWS, False, [
-        ("1", "NormAndDrop", "random"), ("1.norm", "BatchNorm1d", STATISTICS)]),
-    "attention": (attention, attention_loss, (normal(6, 24), labels(6)), True, [
+        ("1.1", "Drop", "random")], "all else that the layer does in training alone", "nn.Dropout of its own"),
+    "a sum behind random layers": (lambda: around(nn.Dropout(p=0.5), Drop()), sum_loss, ROWS, False, [
+        ("1", "Dropout", "random"), ("2", "Drop", "random"), ("total", "function", WRONG)],
+        "is a sum over samples, of which accumulation over 4 pieces takes the mean"),
+    "BatchNorm in a random layer": (lambda: around(Drop(nn.BatchNorm1d(16))), mean_loss, ROWS, False, [
+        ("1", "Drop", "random"), ("1.inside", "BatchNorm1d", STATISTICS)]),
+    "attention": (attention, mean_loss, (normal(6, 3, 8), labels(6)), True, [
         ("0.self_attn", "MultiheadAttention", "random"), ("1.self_attn", "MultiheadAttention", "random")]),
-    "noise for ever": (lambda: around(Drop(), nn.Tanh(), Gumbel(), Drop()), mean_loss, ROWS, None, [
+    "noise for ever": (lambda: around(Drop(), nn.BatchNorm1d(16), Gumbel(), Drop()), mean_loss, ROWS, None, [
         ("1", "Drop", "random"), ("4", "Drop", "random"), ("3", "Gumbel", "random")],
         "3 (Gumbel): random: two evaluations of the same batch differ, so nothing can be compared"),
-    "noise for ever, and BatchNorm": (lambda: around(nn.BatchNorm1d(16), Gumbel()), mean_loss, ROWS, None, [("2", "Gumbel", "random")]),
     "a loss that draws": (MLP, noisy_loss, ROWS, None, [("noisy", "function", "random")], "nothing can be compared"),
     "NaN": (MLP, mean_loss, NAN, None, [("forward_fn", "function", "not finite")], "nothing can be compared"),
-    # State that moves in the forward pass, and the same layer at rest.
-    **{layer.__name__: (lambda layer=layer: around(layer()), mean_loss, ROWS, False, [("1", layer.__name__, STATE)], "freeze the state")
-       for layer in (SpectralNorm, RunningMax, Centre, ScaleBefore, Counter, PythonCounter)},
-    **{f"{layer.__name__} at rest": (lambda layer=layer: around(layer(frozen=True)), mean_loss, ROWS, True, [])
-       for layer in (SpectralNorm, RunningMax, Centre, ScaleBefore, Counter, PythonCounter)},
-    "state without effect": (lambda: around(Unused()), mean_loss, ROWS, True, []),
+    # State that moves in the forward pass, and the same layers at rest.
+    "state": (lambda: around(Beside([layer() for layer in MOVING])), mean_loss, ROWS, False, [
+        (f"1.{i}", layer.__name__, STATE) for i, layer in enumerate(MOVING)], "freeze the state"),
+    "state at rest, or without effect": (lambda: around(Beside([*(layer(frozen=True) for layer in MOVING), Unused()])), mean_loss, ROWS,
+                                         True, []),
     "a sum behind state": (lambda: around(SpectralNorm()), sum_loss, ROWS, False, [
         ("1", "SpectralNorm", STATE), ("total", "function", WRONG)]),
     # 16 bits that no copy turns into 32.
-    "casts of its own": (lambda: drawn(nn.SequentialCell(nn.Dense(6, 16), Half(nn.Dense(16, 3)))), mean_loss, ROWS, None, [
-        ("forward_fn", "function", "rounding")], "check a float32 copy"),
-    "casts of its own, and a sum": (lambda: drawn(nn.SequentialCell(nn.Dense(6, 16), Half(nn.Dense(16, 3)))), sum_loss, ROWS, False, [
-        ("total", "function", WRONG)]),
+    "casts of its own": (lambda: drawn(CASTING()), mean_loss, ROWS, None, [("forward_fn", "function", "rounding")], "check a float32 copy"),
+    "casts of its own, and a sum": (lambda: drawn(CASTING()), sum_loss, ROWS, False, [("total", "function", WRONG)]),
 }
 
 
@@ -190,16 +181,22 @@ def test_verdict_and_causes(name):
 # --- rounding: what it explains, and what it must not swallow -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hidden", "counts"), [(5, [15, 14, 13, 13]), (6, [48, 46, 46, 45])])
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
-def test_a_wrong_mean_is_no_rounding_in_16_bits(hidden, counts, activation):
+@pytest.mark.parametrize(("activation", "hidden", "counts"), [(nn.ReLU, 6, [48, 46, 46, 45]), (nn.Tanh, 5, [15, 14, 13, 13])])
+def test_a_wrong_mean_is_no_rounding_in_16_bits(activation, hidden, counts):
     """Off by 1e-2 to 3e-2, where rounding explains 5e-2 and more. With the right weights it is exact."""
-    network = amp_at(deep(hidden, 64, 16, 8, activation), "O3")
+    network = nn.SequentialCell(nn.Dense(16, 64), activation(), *[
+        layer for _ in range(hidden - 1) for layer in (nn.Dense(64, 64), activation())], nn.Dense(64, 8))
+    for seed, p in enumerate(network.trainable_params()):
+        p.set_data(normal(*p.shape, seed=seed) / np.sqrt(3 * p.shape[-1]))
+    network = amp_at(network, "O3")
+
+    def masked(x, target, mask):
+        return (((network(x) - target) ** 2).mean(-1) * mask).sum() / mask.sum()
     mask = (np.arange(48) < np.array(counts)[:, None]).reshape(-1)
     batch = normal(192, 16), normal(192, 8, seed=1), Tensor(mask, ms.float32)
-    report = check_equivalence(masked_loss(network), network, batch, 4)
+    report = check_equivalence(masked, network, batch, 4)
     assert (report.ok, causes(report)) == (False, [("masked", "function", WRONG)])
-    report = check_equivalence(masked_loss(network), network, batch, 4, weight_fn=lambda x, target, mask: mask.sum())
+    report = check_equivalence(masked, network, batch, 4, weight_fn=lambda x, target, mask: mask.sum())
     assert (report.ok, report.notes) == (True, COPY)
     assert 1e-3 < report.max_relative_difference < report.tolerances["0.weight"]
 
@@ -216,15 +213,14 @@ def test_weights_that_are_off_are_no_rounding(level, off):
     assert check_equivalence(mean_loss(network), network, batch, 8).ok
 
 
-@pytest.mark.parametrize(("level", "factor", "expected"), [
-    ("to_float", 1e-6, (False, [("small", "function", "16 bits")])), ("to_float", 1.0, (True, [])), ("float32", 1e-6, (True, []))])
-def test_gradients_that_underflow_are_said_so(level, factor, expected):
-    network = amp_at(around(nn.Tanh()), level)
+def test_gradients_that_underflow_are_said_so():
+    for level, factor, found in (("to_float", 1e-6, ["16 bits"]), ("to_float", 1.0, []), ("float32", 1e-6, [])):
+        network = amp_at(around(nn.Tanh()), level)
 
-    def small(x, y):
-        return ops.cross_entropy(network(x).astype(ms.float32), y) * factor
-    report = check_equivalence(small, network, ROWS, 4)
-    assert (report.ok, causes(report)) == expected
+        def small(x, y):
+            return ops.cross_entropy(network(x).astype(ms.float32), y) * factor  # noqa: B023
+        report = check_equivalence(small, network, ROWS, 4)
+        assert (report.ok, causes(report)) == (not found, [("small", "function", what) for what in found])
 
 
 @pytest.mark.parametrize(("gain", "ok"), [(4, None), (1, True)])
@@ -280,8 +276,7 @@ def token_loss(network, shift, ignored):
     return forward_fn
 
 
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("ignored", [-100, -1])
+@pytest.mark.parametrize(("shift", "ignored"), [(False, -100), (True, -1), (True, 0)])
 def test_the_weights_of_tokens_are_named(shift, ignored):
     """With `(labels != -100).sum()`, which everybody writes, a shifted loss is wrong; the remedy is code that makes it exact."""
     network, rng = Tokens(), np.random.default_rng(0)
@@ -369,23 +364,24 @@ def test_a_sum_of_two_means_asks_for_losses():
 def test_a_contrastive_loss_is_no_sum_of_two_means(samples):
     """Of arguments whose sums are weights."""
     network = MLP()
-    batch = normal(samples, 6).abs(), normal(samples, 6, seed=1).abs()
-    report = check_equivalence(info_nce(network), network, batch, 2)
+    report = check_equivalence(info_nce(network), network, (normal(samples, 6).abs(), normal(samples, 6, seed=1).abs()), 2)
     assert (report.ok, causes(report)) == (False, [("contrastive", "function", "no weighted mean")])
+    assert "make_grad_cache_step" in report.causes[0].remedy
 
 
 # --- how it computes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", [ops.reduce_mean, ops.reduce_sum])
-def test_what_only_a_graph_can_run_is_compiled(loss):
-    """`Tensor.max(axis)` is a Tensor in a graph, and a tuple in PyNative."""
-    network = MLP()
+@pytest.mark.parametrize(("level", "loss"), [("float32", ops.reduce_sum), ("to_float", ops.reduce_sum), ("O3", ops.reduce_mean)])
+def test_what_only_a_graph_can_run_is_compiled(level, loss):
+    """`Tensor.max(axis)` is a Tensor in a graph, and a tuple in PyNative. 16 bits are compiled in a float32 copy, too."""
+    network = amp_at(nn.Dense(6, 3), level)
 
     def forward_fn(x, y):
-        return loss(network(x).max(1) * y.astype(ms.float32))
+        return loss(ops.exp(network(x)).max(1) * (y + 1).astype(ms.float32))
     report = check_equivalence(forward_fn, network, ROWS, 4)
-    assert (report.ok, "compiled, without a look at its layers: op by op, it raises" in str(report)) == (loss is ops.reduce_mean, True)
+    assert (report.ok, report.notes[1:]) == (loss is ops.reduce_mean, COPY if level != "float32" else ())
+    assert report.notes[0].startswith("compiled, without a look at its layers: op by op, it raises ")
     assert [cause[2] for cause in causes(report)] == ([] if report.ok else [WRONG])
     assert "MS_JIT" not in os.environ
 
@@ -405,24 +401,16 @@ def test_an_error_in_a_piece_alone_asks_for_row_numbers(wrong, asked):
     assert len(re.findall(question, str(raised.value))) == asked
 
 
-@pytest.mark.parametrize(("level", "wrong"), [("to_float", False), ("to_float", True), ("O3", False)])
-def test_what_only_a_graph_can_run_has_a_float32_copy(level, wrong):
-    network = amp_at(MLP(), level)
-
-    def forward_fn(x, y):
-        rows = ops.exp(network(x)).max(1) * (y + 1).astype(ms.float32)
-        return rows.sum() if wrong else rows.mean()
-    report = check_equivalence(forward_fn, network, ROWS, 4)
-    assert (report.ok, COPY[0] in report.notes, "compiled" in report.notes[0]) == (not wrong, True, True), str(report)
-
-
-def test_the_guides_report_is_a_real_one():
+def test_the_guides_report_is_a_real_one(capsys):
     page = (Path(__file__).parents[2] / "tutorials" / "guide" / "check.md").read_text(encoding="utf-8")
     code, printed = re.search(r"```python\n([^`]*check_equivalence[^`]*)```\n\n[^`]*```text\n(.*?)```", page, re.DOTALL).groups()
 
+    Path("page.py").write_text(code, encoding="utf-8")
+    runpy.run_path("page.py")
+
     def without_figures(text):
         return [re.sub(r"\d\.\de-\d\d", "#", line) for line in text.splitlines() if not line.startswith(("largest", "beyond"))]
-    assert without_figures(run_python(code)) == without_figures(printed)
+    assert without_figures(capsys.readouterr().out) == without_figures(printed)
 
 
 def frozen():

@@ -73,12 +73,6 @@ class SpectralNorm(Held):
         return x @ self.weight / (u @ self.weight @ v), u
 
 
-class RunningMax(Held):
-    def step(self, x):
-        most = self.state if self.frozen else ops.maximum(self.state, ops.stop_gradient(x.abs().max()))
-        return x / most, most
-
-
 class Centre(Held):
     """A moving centre."""
 
@@ -137,10 +131,14 @@ class Mixed(nn.Cell):
 
 
 class Drop(nn.Cell):
-    """Random by a function, which no list of types knows."""
+    """Random by a function, which no list of types knows; and what it holds."""
+
+    def __init__(self, inside=None):
+        super().__init__()
+        self.inside = inside
 
     def construct(self, x):
-        return ops.dropout(x, 0.5, self.training)
+        return ops.dropout(self.inside(x) if self.inside else x, 0.5, self.training)
 
 
 class Gumbel(nn.Cell):
@@ -150,25 +148,16 @@ class Gumbel(nn.Cell):
         return x * ops.gumbel_softmax(x)
 
 
-class NormAndDrop(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-
-    def construct(self, x):
-        return ops.dropout(self.norm(x), 0.5, self.training)
-
-
-class CentreAndDrop(nn.Cell):
-    """Switched off, it looks harmless."""
-
-    def construct(self, x):
-        return ops.dropout(x - x.mean(0), 0.5, True) if self.training else x
-
-
 class Centred(nn.Cell):
     def construct(self, x):
         return x - x.mean(0)
+
+
+class Beside(nn.CellList):
+    """Layers side by side: the mean of their outputs."""
+
+    def construct(self, x):
+        return sum([layer(x) for layer in self]) / len(self)
 
 
 class Half(nn.Cell):
@@ -185,16 +174,7 @@ class Half(nn.Cell):
 def attention():
     """Random layers behind each other, which only an experiment finds."""
     encoders = [nn.TransformerEncoderLayer(8, 2, 8, dropout=0.1, batch_first=True) for _ in range(2)]
-    return drawn(nn.SequentialCell(*encoders, nn.Dropout(p=0.5), nn.Dense(8, 3)))
-
-
-def deep(hidden, width, inputs, outputs, activation=nn.ReLU):
-    """`hidden` layers of one width: weights of the usual size."""
-    network = nn.SequentialCell(*[layer for i in range(hidden) for layer in (nn.Dense(width if i else inputs, width), activation())],
-                                nn.Dense(width, outputs))
-    for seed, p in enumerate(network.trainable_params()):
-        p.set_data(normal(*p.shape, seed=seed) / np.sqrt(3 * p.shape[-1]))
-    return network
+    return drawn(nn.SequentialCell(*encoders, nn.Dropout(p=0.5), nn.Flatten(), nn.Dense(24, 3)))
 
 
 def sum_loss(network):
@@ -214,15 +194,3 @@ def info_nce(network):
         u, v = (z / ops.sqrt((z * z).sum(-1, keepdims=True)) for z in (network(a), network(b)))
         return ops.cross_entropy(ops.matmul(u, v.T) / 0.1, ops.arange(a.shape[0]).astype(ms.int32))
     return contrastive
-
-
-def attention_loss(network):
-    def attended(x, y):
-        return ops.cross_entropy(network(x.reshape(-1, 3, 8)).mean(1), y)
-    return attended
-
-
-def masked_loss(network):
-    def masked(x, target, mask):
-        return (((network(x) - target) ** 2).mean(-1) * mask).sum() / mask.sum()
-    return masked
