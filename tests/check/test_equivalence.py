@@ -192,8 +192,8 @@ def test_a_wrong_mean_is_no_rounding_in_16_bits(activation, hidden, counts):
 
     def masked(x, target, mask):
         return (((network(x) - target) ** 2).mean(-1) * mask).sum() / mask.sum()
-    mask = (np.arange(48) < np.array(counts)[:, None]).reshape(-1)
-    batch = normal(192, 16), normal(192, 8, seed=1), Tensor(mask, ms.float32)
+    mask = (np.arange(max(counts)) < np.array(counts)[:, None]).reshape(-1)
+    batch = normal(mask.size, 16), normal(mask.size, 8, seed=1), Tensor(mask, ms.float32)
     report = check_equivalence(masked, network, batch, 4)
     assert (report.ok, causes(report)) == (False, [("masked", "function", WRONG)])
     report = check_equivalence(masked, network, batch, 4, weight_fn=lambda x, target, mask: mask.sum())
@@ -372,7 +372,7 @@ def test_a_contrastive_loss_is_no_sum_of_two_means(samples):
 # --- how it computes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("level", "loss"), [("float32", ops.reduce_sum), ("to_float", ops.reduce_sum), ("O3", ops.reduce_mean)])
+@pytest.mark.parametrize(("level", "loss"), [("float32", ops.reduce_sum), ("to_float", ops.reduce_mean)])
 def test_what_only_a_graph_can_run_is_compiled(level, loss):
     """`Tensor.max(axis)` is a Tensor in a graph, and a tuple in PyNative. 16 bits are compiled in a float32 copy, too."""
     network = amp_at(nn.Dense(6, 3), level)
