@@ -5,11 +5,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from ms_accum.batch_size.process import in_a_process, pickled
+from ms_accum.batch_size.process import Outcome, _child, in_a_process, pickled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -25,6 +26,14 @@ def raising(error, message):
     raise error(message)
 
 
+def outcomes(*errors):
+    """What a process sends that ends with each of these errors; and a variable."""
+    sent = []
+    for error in errors:
+        _child(SimpleNamespace(send=sent.append), Path(os.devnull), raising, error)
+    return sent, os.getenv("MS_SIMULATION_LEVEL")
+
+
 def crashing():
     subprocess.Popen(["sleep", "1000"])
     print("the last words", flush=True)
@@ -33,8 +42,6 @@ def crashing():
 
 @pytest.mark.parametrize(("call", "limits", "ended", "reason"), [
     ((signal.raise_signal, signal.SIGKILL), {}, "out of memory", ""),
-    ((raising, RuntimeError, "Malloc memory failed: size 123"), {}, "out of memory", "RuntimeError: Malloc memory failed: size 123"),
-    ((raising, ValueError, "no data\nsecond line"), {}, "failed", "ValueError: no data"),
     ((crashing,), {}, "failed", "its process ended with status 3: the last words"),
     ((time.sleep, 1000), {"timeout": 1.5}, "failed", "it was not done within 1.5 s"),
     ((growing,), {"memory_limit": 700 * MIB}, "beyond the limit", "")])
@@ -62,26 +69,30 @@ def processes():
     return found
 
 
-def test_a_dry_run_is_told_so_and_the_environment_stays(monkeypatch):
+def test_errors_are_told_apart_and_a_dry_run_is_told_so(monkeypatch):
     monkeypatch.setenv("MS_SIMULATION_LEVEL", "0")
     before = dict(os.environ)
-    for device, level in (("Ascend", "1"), ("CPU", "0")):
-        outcome = in_a_process(device, os.getenv, "MS_SIMULATION_LEVEL", memory_limit=1 if device == "Ascend" else 2**40)
-        assert outcome[:3] == ("completed", "", level)
-        assert (outcome.peak is None) == (device == "Ascend")  # that of the process is not the device's
+    full = [(RuntimeError, "Malloc memory failed: size 123"), (MemoryError, ""), (RuntimeError, "std::bad_alloc")]
+    outcome = in_a_process("CPU", outcomes, *full, (ValueError, "no data\nsecond line"), memory_limit=2**40)
+    assert outcome.result == ([Outcome("out of memory", ": ".join(filter(None, (error.__name__, message)))) for error, message in full]
+                              + [Outcome("failed", "ValueError: no data")], "0")
+    assert outcome.peak > 0
+    # The memory of the process is not the device's.
+    assert in_a_process("Ascend", os.getenv, "MS_SIMULATION_LEVEL", memory_limit=1) == Outcome("completed", "", "1", None)
     assert dict(os.environ) == before
 
 
-def test_functions_that_cannot_be_imported_are_refused():
+def test_functions_that_cannot_be_imported_are_refused(monkeypatch):
     def closure(microbatch):
         return None
 
     for function in (closure, lambda microbatch: None):
         with pytest.raises(ValueError, match=r"make_step is .*<locals>.* cannot import .*; define it with `def` at the top level"):
             pickled(function)
-    typed = subprocess.run([sys.executable, "-"], capture_output=True, text=True, check=False, input=(
-        "from ms_accum.batch_size import plan_micro_batch\ndef make_step(n):\n    return int\nplan_micro_batch(make_step, 4)\n"))
-    assert "make_step is make_step, which the processes of the trials cannot import (it was defined in an interactive" in typed.stderr
+    monkeypatch.setattr(growing, "__module__", "__main__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    with pytest.raises(ValueError, match=r"make_step is growing, which the processes of the trials cannot import \(it was defined in an"):
+        pickled(growing)
 
 
 def test_functions_of_a_script_need_a_guard():

@@ -1,4 +1,5 @@
 """Trials: peaks on CPU; and dry runs for Ascend, whose bytes are those counted by hand."""
+import gc
 import json
 import os
 import sys
@@ -9,8 +10,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from ascend.stand_ins import built_once, missing
-from conftest import run_python
 from mindspore import Tensor, nn, ops
+from noisy_samples import FEATURES, Position
 
 from ms_accum import Accumulator, make_train_step
 from ms_accum.batch_size import planning, trial
@@ -67,15 +68,15 @@ def op_by_op(microbatch):
     return lambda: accumulator(grad_fn(data)[1])
 
 
-def on_cpu(microbatch):
-    ms.set_device("CPU")
-    return make_step(microbatch)
-
-
-def holding(mebibytes, microbatch):
-    """Holds more at its last step, the one after an update."""
+def holding(mebibytes, file, microbatch):
+    """Holds more at its last step, the one after an update; the file says how much the process held most before."""
     kept = []
-    return lambda: kept.append(np.ones((mebibytes if len(kept) == 2 else 1) * MIB // 8))
+
+    def step():
+        if len(kept) == 2:
+            Path(file).write_text(Path("/proc/self/status").read_text())
+        kept.append(np.ones((mebibytes if len(kept) == 2 else 1) * MIB // 8))
+    return step
 
 
 def no_step(microbatch):
@@ -83,14 +84,19 @@ def no_step(microbatch):
 
 
 def test_a_peak_is_measured_past_an_update():
-    small, large = (run_trial(partial(holding, mebibytes), 1, 2, "CPU") for mebibytes in (10, 300))
-    assert small.ended == large.ended == "completed"
-    assert large.peak - small.peak == pytest.approx(290 * MIB, rel=0.1)
+    found = run_trial(partial(holding, 300, str(Path("status").absolute())), 1, 2, "CPU")
+    before = next(int(line.split()[1]) * 1024 for line in Path("status").read_text().splitlines() if line.startswith("VmHWM"))
+    assert found.ended == "completed"
+    assert found.peak - before == pytest.approx(300 * MIB, rel=0.1)
 
 
-def test_what_is_no_step_is_refused():
+def test_what_is_no_step_or_chooses_a_device_is_refused(monkeypatch):
     with pytest.raises(TypeError, match=r"make_step\(4\) returned int, expected a function that runs one train step"):
         made_step(pickled(no_step), "CPU", 4)
+    devices = iter(["GPU", "CPU", "CPU"])  # before the step is made, and after
+    monkeypatch.setattr(ms, "get_context", lambda name: next(devices))
+    with pytest.raises(ValueError, match=r"make_step, or its module, chose the device CPU, expected GPU; leave that to the plan"):
+        made_step(pickled(no_step), "GPU", 4)
 
 
 @pytest.mark.parametrize(("outcome", "on_a_device", "in_a_dry_run"), [
@@ -156,38 +162,16 @@ def test_updates_by_hand_are_planned_that_values_of_0_would_leave_out(cann):
     assert found.peak == pytest.approx(counted(2048), rel=0.02)
 
 
-@with_stand_ins
-def test_a_step_for_another_device_is_refused(cann):
-    assert run_trial(on_cpu, 2048, 1, "Ascend").reason.startswith(
-        "ValueError: make_step, or its module, chose the device CPU, expected Ascend; leave that to the plan")
-
-
-UPDATING = """
-import mindspore as ms, numpy as np
-from mindspore import Parameter, Tensor, nn
-from ms_accum import Accumulator, make_train_step
-from ms_accum.batch_size.trial import update_all
-
-def made(name):
-    network = nn.Dense(2, 1)
-    network.update_parameters_name(name)
-    return network, nn.SGD(network.trainable_params(), 1e-3)
-
-def trained(length):
-    network, optimizer = made(f"n{length}.")
-    def forward_fn(x):
-        return network(x).mean()
-    return make_train_step(forward_fn, optimizer, length)
-
-data = Tensor(np.ones((4, 2)), ms.float32)
-one, two = trained(1), trained(2)
-one(data), two(data)
-by_hand = Accumulator(made("hand.")[1], 2)
-update_all()
-print([int(accumulator.update_step) for accumulator in (one.accumulator, two.accumulator, by_hand)])
-"""
-
-
-def test_every_accumulator_updates_once():
+def test_every_accumulator_updates_once(monkeypatch):
     """The one whose train step has updated, in a window of one microbatch, is left alone: it has no use for buffers."""
-    assert run_python(UPDATING).split("\n")[-2] == "[1, 1, 1]"
+    networks = [Position() for _ in range(3)]
+    accumulators = [Accumulator(nn.SGD([network.point], 1e-3), n, reduction="mean") for n, network in zip((1, 2, 2), networks)]
+    steps = [make_train_step(network, acc) for network, acc in zip(networks[:2], accumulators)]
+    monkeypatch.setenv("MS_JIT", "0")
+    for step in steps:
+        step(Tensor(np.ones((4, FEATURES)), ms.float32))
+    monkeypatch.delenv("MS_JIT")
+    found = [thing for thing in gc.get_objects() if any(thing is own for own in (*accumulators, *steps))]
+    monkeypatch.setattr(trial.gc, "get_objects", lambda: found)  # not those of other tests
+    trial.update_all()
+    assert [int(acc.update_step) for acc in accumulators] == [1, 1, 1]

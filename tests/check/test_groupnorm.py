@@ -47,7 +47,7 @@ def test_every_place_gets_a_groupnorm():
     assert check_equivalence(mean_loss(network), network, batch, 4).ok
     assert batchnorm_to_groupnorm(network) == []
     acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 1, reduction="mean")
-    train_step = make_train_step(mean_loss(network), acc, pieces=2)  # compiled
+    train_step = make_train_step(mean_loss(network), acc)  # compiled
     losses = [float(train_step(*batch)) for _ in range(5)]
     assert losses[-1] < losses[0]
 
