@@ -17,7 +17,7 @@ class Towers(nn.Cell):
 
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.left, self.right = nn.Dense(5, 4), nn.Dense(3, 4)
+        self.left, self.right = nn.Dense(5, 4, has_bias=False), nn.Dense(3, 4, has_bias=False)
         self.dropout = nn.Dropout(p=dropout)
         self.log_scale = Parameter(Tensor(1.0), name="log_scale")
         rng = np.random.default_rng(0)
@@ -60,18 +60,17 @@ def undivided(encode, loss_fn):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("pieces", [1, 2, 7, 9])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_gradient_is_that_of_the_undivided_batch(pieces, scaled):
+def test_the_gradient_is_that_of_the_undivided_batch():
     """Also with a loss scale. Control: small batches have other negatives, and another gradient and loss."""
     towers, encode, loss_fn = two_towers()
     expected, loss = gradient_of(undivided(encode, loss_fn), towers, pairs(7))
     naive, naive_loss = gradient_of(undivided(encode, loss_fn), towers, pairs(7), pieces=2)
-    acc = counting(towers, loss_scaler=amp.StaticLossScaler(2.0**20) if scaled else None)
-    got = make_grad_cache_step(encode, loss_fn, acc, pieces=pieces)(*pairs(7))
-    assert (int(acc.optimizer.calls), int(acc.mini_step), int(acc.update_step)) == (1, 0, 1)
-    assert float(got) == pytest.approx(float(loss), rel=1e-6)
-    assert relative(values(acc.optimizer.seen), expected) <= 1e-5
+    for pieces, scaler in ((1, None), (2, amp.StaticLossScaler(2.0**20)), (7, None), (9, amp.StaticLossScaler(2.0**20))):
+        acc = counting(towers, loss_scaler=scaler)
+        got = make_grad_cache_step(encode, loss_fn, acc, pieces=pieces)(*pairs(7))
+        assert (int(acc.optimizer.calls), int(acc.mini_step), int(acc.update_step)) == (1, 0, 1)
+        assert float(got) == pytest.approx(float(loss), rel=1e-6)
+        assert relative(values(acc.optimizer.seen), expected) <= 1e-5
     assert relative(naive, expected) > 0.1
     assert abs(float(naive_loss) - float(loss)) > 0.1
 
@@ -80,35 +79,34 @@ def test_the_gradient_is_that_of_the_undivided_batch(pieces, scaled):
 @pytest.mark.fresh_process("jit")
 @pytest.mark.parametrize("mode", ["jit", "pynative"])
 def test_windows_and_a_random_encoder(mode, capfd):
-    """Batches of 10 = 3 + 3 + 3 + 1 and 4 weigh so much, clipping sees the whole; a batch whose encoder is random is ignored."""
+    """Batches of 5 = 3 + 2 and 2 = 1 + 1 weigh so much, clipping sees the whole; a batch whose encoder is random is ignored."""
     towers, encode, loss_fn = two_towers(dropout=0.5)
     towers.set_train(False)
     with op_by_op():
-        one, other = (gradient_of(undivided(encode, loss_fn), towers, pairs(n, seed))[0] for n, seed in ((10, 1), (4, 2)))
-    expected = [(10 * a + 4 * b) / 14 for a, b in zip(one, other)]
+        one, other = (gradient_of(undivided(encode, loss_fn), towers, pairs(n, n))[0] for n in (5, 2))
+    expected = [(5 * a + 2 * b) / 7 for a, b in zip(one, other)]
     acc = counting(towers, 2, clip_norm=float("inf"))
     with run_as(mode):
-        train_step = make_grad_cache_step(encode, loss_fn, acc, pieces=4)
-        train_step(*pairs(10, 1))
+        train_step = make_grad_cache_step(encode, loss_fn, acc, pieces=2)
+        train_step(*pairs(5, 5))
         assert (int(acc.mini_step), train_step.updated) == (1, False)
-        train_step(*pairs(4, 2))
+        train_step(*pairs(2, 2))
         assert (int(acc.mini_step), train_step.updated) == (0, True)
         assert relative(values(acc.optimizer.seen), expected) <= 1e-5
         assert float(acc.optimizer.seen[0]) == pytest.approx(expected[0], rel=1e-5)  # the temperature
         assert float(acc.grad_norm) == pytest.approx(np.sqrt(sum((g**2).sum() for g in expected)), rel=1e-5)
-        train_step(*pairs(10, 1))
+        train_step(*pairs(5, 5))
         assert train_step.flush() is True
         assert relative(values(acc.optimizer.seen), one) <= 1e-5
         assert warned(capfd) == []
         towers.set_train()
-        drawn = make_grad_cache_step(encode, loss_fn, acc, pieces=4)
         with pytest.raises(ValueError, match=r"encode_fn returned two different .* does it draw random .* was ignored"):
-            drawn(*pairs(10))
+            make_grad_cache_step(encode, loss_fn, acc, pieces=2)(*pairs(2))
         assert (int(acc.mini_step), int(acc.update_step), float(acc.weight_sum)) == (0, 2, 0)
         assert all(not b.asnumpy().any() for b in acc.buffers.parameters)
     with op_by_op():  # control
         towers.set_train(False)
-        make_grad_cache_step(encode, loss_fn, acc, pieces=2)(*pairs(4, 2))
+        make_grad_cache_step(encode, loss_fn, acc, pieces=2)(*pairs(2))
         assert int(acc.mini_step) == 1
 
 

@@ -25,7 +25,7 @@ def make_step(microbatch):
     loss_fn = nn.CrossEntropyLoss()
     def forward_fn(data, label):
         return loss_fn(network(data), label)
-    acc = Accumulator(nn.Adam(network.trainable_params(), 1e-3), 32768 // microbatch, reduction="mean")
+    acc = Accumulator(nn.SGD(network.trainable_params(), 1e-3), 32768 // microbatch, reduction="mean")
     train_step = make_train_step(forward_fn, acc)
     rng = np.random.default_rng(0)
     data, label = Tensor(rng.random((microbatch, 64), np.float32)), Tensor(rng.integers(0, 10, microbatch), ms.int32)
