@@ -66,9 +66,9 @@ from mindspore import Parameter, Tensor, nn
 from ms_accum import Accumulator
 
 def make_step(microbatch, accumulate_step=None, noise_scale=None):
-    point, rng = Parameter(Tensor(np.zeros(100), ms.float32), name="point"), np.random.default_rng(0)
+    point, rng = Parameter(Tensor(np.zeros(400), ms.float32), name="point"), np.random.default_rng(0)
     accumulator = Accumulator(nn.SGD([point], 1e-30), accumulate_step or 1, reduction="mean", noise_scale=noise_scale)
-    gradients = lambda: rng.normal(0.3, 1, (microbatch, 100)).mean(0)
+    gradients = lambda: rng.normal(0.3, 1, (microbatch, 400)).mean(0)
     return lambda: accumulator((Tensor(gradients(), ms.float32),), microbatch)
 
 def two_names(microbatch, accumulate_step=None):
@@ -80,7 +80,7 @@ def test_the_command_ends_with_the_window_that_is_worth_it(capsys, modelled, mon
     """The noise scale is 1 / 0.3² = 11.1 samples. Control: with twice or half of that it would not be 2 x 4 samples."""
     Path("noisy.py").write_text(NOISY)
     plan = ("plan", "--total-batch-size", "16", "--memory-limit", str(100 * 2**20 + 4), "--json", "plan.json", "--noise-scale")
-    assert cli.main([*plan, "100", "noisy:make_step"]) == 0
+    assert cli.main([*plan, "25", "noisy:make_step"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     figures = json.loads(Path("plan.json").read_text())
