@@ -119,14 +119,6 @@ def test_a_check_disturbs_no_training(level):
     assert (trained[0][0] != start[0]).any()
 
 
-class Loss:
-    def __init__(self, forward_fn):
-        self.forward_fn = forward_fn
-
-    def method(self, x, y):
-        return self.forward_fn(x, y)
-
-
 class LossCell(nn.Cell):
     def __init__(self, network, head):
         super().__init__(auto_prefix=False)
@@ -149,7 +141,7 @@ def test_layers_outside_of_network_are_found(form):
 
     def three(_, x, y):
         return closure(x, y)
-    forward_fn = {"partial": partial(three, None), "method": Loss(closure).method, "cell": LossCell(network, head),
+    forward_fn = {"partial": partial(three, None), "method": LossCell(network, head).construct, "cell": LossCell(network, head),
                   "jit": ms.jit(closure)}[form]
     before = trace(head)
     report = check_equivalence(forward_fn, network, BATCH, 3)

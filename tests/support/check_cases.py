@@ -1,4 +1,7 @@
 """Cases for `ms-accum check`, which test_check_command.py imports by name."""
+from functools import partial
+from operator import truediv
+
 import numpy as np
 from mindspore import Tensor, int32, nn, ops
 
@@ -23,33 +26,6 @@ def fails(x, y):
     raise RuntimeError("as it does")
 
 
-def exact():
-    return mean, network, batch
-
-
-def inexact():
-    return total, network, batch
-
-
-def unclear():
-    return noisy, network, batch
-
-
-def weighted():
-    return mean, network, batch, lambda x, y: 1.0
-
-
-def failing():
-    return fails, network, batch
-
-
-def raising():
-    return 1 / 0
-
-
-def short():
-    return mean, network
-
-
-def single():
-    return mean, network, 3
+exact, inexact, unclear, failing = (partial(tuple, (loss, network, batch)) for loss in (mean, total, noisy, fails))
+weighted = partial(tuple, (mean, network, batch, lambda x, y: 1.0))
+short, single, raising = partial(tuple, (mean, network)), partial(tuple, (mean, network, 3)), partial(truediv, 1, 0)

@@ -81,13 +81,6 @@ class Centre(Held):
         return x - centre, centre
 
 
-class ScaleBefore(Held):
-    """A scale that is used before its update."""
-
-    def step(self, x):
-        return x * (self.state * 1.0), 0.5 * (self.state + x.abs().mean())
-
-
 class Counter(Held):
     """It counts its calls, and divides by their number."""
 
