@@ -192,55 +192,32 @@ def test_a_network_that_blows_up_rounding_leaves_nothing_to_tell(gain, ok):
     assert (max(report.tolerances.values()) > 1e-3) == (ok is None)
 
 
-class Shift(nn.Cell):
-    """Logits, and one shift of all of them: its gradient is 0."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift, self.weight = Parameter(Tensor([0.5], ms.float32)), Parameter(normal(32, 3))
-
-    def construct(self, x):
-        return ops.matmul(x, self.weight) + self.shift
-
-
 def test_a_gradient_of_0_is_compared_with_what_it_is_made_of():
-    network, batch = Shift(), (normal(7, 32) * 3, labels(7))
-    report = check_equivalence(mean_loss(network), network, batch, 7)
-    assert (report.ok, report.per_parameter["shift"]) == (True, 0.0)
-    assert check_equivalence(sum_loss(network), network, batch, 7).ok is False
+    """Of one shift of all logits."""
+    network, batch = drawn(nn.Dense(32, 3)), (normal(7, 32) * 3, labels(7))
+    network.shift = Parameter(Tensor([0.5], ms.float32), name="shift")
+    for reduction in ("mean", "sum"):
+        def forward_fn(x, y):
+            return ops.cross_entropy(network(x) + network.shift, y, reduction=reduction)  # noqa: B023
+        report = check_equivalence(forward_fn, network, batch, 7)
+        assert (report.ok, report.per_parameter["shift"]) == (reduction == "mean", 0.0)
 
 
 # --- the weights of the pieces --------------------------------------------------------------------------------------------
 
 
-class Tokens(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.out = nn.Embedding(20, 8), nn.Dense(8, 20)
-
-    def construct(self, ids):
-        return self.out(ops.tanh(self.embed(ids)))
-
-
-def token_loss(network, shift, ignored):
-    """The mean over labels that are not ignored; with a shift, of the next token."""
-    loss_fn = nn.CrossEntropyLoss(ignore_index=ignored)
-
-    def forward_fn(ids, labels):
-        logits = network(ids)
-        return loss_fn(logits[:, :-1].reshape(-1, 20), labels[:, 1:].reshape(-1)) if shift else loss_fn(
-            logits.reshape(-1, 20), labels.reshape(-1))
-    return forward_fn
-
-
 @pytest.mark.parametrize(("shift", "ignored"), [(False, -100), (True, -1), (True, 0)])
 def test_the_weights_of_tokens_are_named(shift, ignored):
     """With `(labels != -100).sum()`, which everybody writes, a shifted loss is wrong; the remedy is code that makes it exact."""
-    network, rng = Tokens(), np.random.default_rng(0)
+    network, rng = nn.SequentialCell(nn.Embedding(20, 8), nn.Tanh(), nn.Dense(8, 20)), np.random.default_rng(0)
+    loss_fn = nn.CrossEntropyLoss(ignore_index=ignored)
     labels = np.where(rng.random((12, 9)) < np.repeat([0.2, 0.5, 0.7, 0.9], 3)[:, None], rng.integers(1, 20, (12, 9)), ignored)
     labels[:3, 0], labels[3:, 0] = 3, ignored
     batch = Tensor(rng.integers(1, 20, (12, 9)), ms.int32), Tensor(labels, ms.int32)
-    forward_fn = token_loss(network, shift, ignored)
+
+    def forward_fn(ids, labels):
+        logits, targets = (network(ids)[:, :-1], labels[:, 1:]) if shift else (network(ids), labels)
+        return loss_fn(logits.reshape(-1, 20), targets.reshape(-1))
     for weight_fn in (None, (lambda ids, labels: (labels != ignored).sum()) if shift else lambda ids, labels: (labels != 7).sum()):
         report = check_equivalence(forward_fn, network, batch, 4, weight_fn=weight_fn)
         assert (report.ok, causes(report)) == (False, [("forward_fn", "function", WRONG)])
