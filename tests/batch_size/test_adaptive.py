@@ -68,9 +68,7 @@ def test_of_windows_of_one_microbatch_each_eighth_has_two_to_measure():
 
 @pytest.mark.parametrize(("maximum", "target", "skips"), [(4, 0.5, "skip_window"), (8, 2.0, "skip_microbatch")])
 def test_lengths_and_updates_are_those_of_the_formula(maximum, target, skips):
-    """Ragged microbatches, pieces, NaN, windows closed early and dropped by hand; microbatches grow, the noise scale falls, and
-    lengths follow it down.
-    """
+    """Ragged microbatches, pieces, NaN, windows closed early and dropped by hand. The noise scale falls, and lengths follow it down."""
     draw, pieces, rate = random.Random(2), 2, 1e-3
     data = [x for scale, sizes in ((150, (4, 16)), (1, (16,))) for x in noisy([draw.choice(sizes) for _ in range(180)], scale)]
     data[40][0, 0] = np.nan
@@ -104,14 +102,14 @@ def ends(scale, target, begin=1):
     return expected.lengths
 
 
-@pytest.mark.parametrize(("scale", "target", "right"), [(128, 1.0, 32), (32, 1.0, 8), (32, 0.5, 16), (4, 1.0, 1), (1e6, 1.0, 64)])
-def test_it_ends_at_the_right_power_of_two_and_stays(scale, target, right):
+def test_it_ends_at_the_right_power_of_two_and_stays():
     """Noise scale / target / 4 microbatches, from below and above. Control: with a wrong target it ends elsewhere."""
-    for begin in (1, 64):
-        lengths = ends(scale, target, begin)
-        late = set(lengths[-max(len(lengths) // 4, 4):])
-        assert late == {right} or (right == 1 and late == {1, 2}), lengths  # of 1, some are 2 to measure
-    assert ends(scale, 4 * target)[-1] != right or right in (1, 64)
+    for scale, target, right in ((128, 1.0, 32), (32, 1.0, 8), (32, 0.5, 16), (4, 1.0, 1), (1e6, 1.0, 64)):
+        for begin in (1, 64):
+            lengths = ends(scale, target, begin)
+            late = set(lengths[-max(len(lengths) // 4, 4):])
+            assert late == {right} or (right == 1 and late == {1, 2}), lengths  # of 1, some are 2 to measure
+        assert ends(scale, 4 * target)[-1] != right or right in (1, 64)
 
 
 def test_resume_across_a_change_is_bit_identical(tmp_path):

@@ -33,25 +33,17 @@ def counted(microbatch):
     return 4 * PARAMETERS + 4 * PARAMETERS + MOMENTS + (1 + LAYERS + 2) * 4 * microbatch * WIDTH
 
 
-class Network(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.CellList([nn.Dense(WIDTH, WIDTH) for _ in range(LAYERS)])
-
-    def construct(self, x):
-        for layer in self.layers:
-            x = ops.relu(layer(x))
-        return x.mean()
-
-
 def made(microbatch):
-    network = Network()
-    return network, nn.Adam(network.trainable_params(), 1e-3), Tensor(np.ones((microbatch, WIDTH)), ms.float32)
+    network = nn.SequentialCell(*[layer for _ in range(LAYERS) for layer in (nn.Dense(WIDTH, WIDTH), nn.ReLU())])
+
+    def forward_fn(x):
+        return network(x).mean()
+    return forward_fn, nn.Adam(network.trainable_params(), 1e-3), Tensor(np.ones((microbatch, WIDTH)), ms.float32)
 
 
 def make_step(microbatch, **options):
-    network, optimizer, data = made(microbatch)
-    train_step = make_train_step(network, optimizer, BATCH // microbatch, **options)
+    forward_fn, optimizer, data = made(microbatch)
+    train_step = make_train_step(forward_fn, optimizer, BATCH // microbatch, **options)
     return lambda: train_step(data)
 
 
@@ -62,9 +54,9 @@ def guarded(microbatch):
 
 def op_by_op(microbatch):
     ms.set_context(mode=ms.PYNATIVE_MODE)
-    network, optimizer, data = made(microbatch)
+    forward_fn, optimizer, data = made(microbatch)
     accumulator = Accumulator(optimizer, BATCH // microbatch, reduction="mean")
-    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
+    grad_fn = ms.value_and_grad(forward_fn, None, optimizer.parameters)
     return lambda: accumulator(grad_fn(data)[1])
 
 
