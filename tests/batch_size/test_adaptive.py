@@ -66,11 +66,12 @@ def test_of_windows_of_one_microbatch_each_eighth_has_two_to_measure():
             assert int(length.chosen) == 1
 
 
-@pytest.mark.parametrize(("maximum", "target", "skips"), [(4, 0.5, "skip_window"), (8, 2.0, "skip_microbatch")])
-def test_lengths_and_updates_are_those_of_the_formula(maximum, target, skips):
+@pytest.mark.parametrize(("maximum", "target", "skips", "sizes"), [
+    (4, 0.5, "skip_window", (4, 16)), (8, 2.0, "skip_microbatch", (8,))])
+def test_lengths_and_updates_are_those_of_the_formula(maximum, target, skips, sizes):
     """Ragged microbatches, pieces, NaN, windows closed early and dropped by hand. The noise scale falls, and lengths follow it down."""
     draw, pieces, rate = random.Random(2), 2, 1e-3
-    data = [x for scale, sizes in ((150, (4, 16)), (1, (16,))) for x in noisy([draw.choice(sizes) for _ in range(180)], scale)]
+    data = [x for scale in (150, 1) for x in noisy([draw.choice(sizes) for _ in range(180)], scale)]
     data[40][0, 0] = np.nan
     expected = Expected(1, maximum, target, rate, skips)
     _, acc, step = build(AdaptiveWindow(maximum=maximum, target=target), rate, pieces, on_nonfinite=skips)

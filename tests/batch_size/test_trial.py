@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from ascend.stand_ins import built_once, missing
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from noisy_samples import FEATURES, Position
 
 from ms_accum import Accumulator, make_train_step

@@ -89,7 +89,7 @@ def test_no_trace_is_left(mode_named, mode, broken, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("level", ["float32", "to_float", "float16", "O1", "O2", "auto"])
+@pytest.mark.parametrize("level", ["float32", "float16", "O1", "O2", "auto"])
 def test_a_check_disturbs_no_training(level):
     """A train step that was compiled before goes on as without a check, and compiles nothing again; also after a float32 copy."""
     network = drawn(nn.SequentialCell(nn.Dense(6, 8), nn.BatchNorm1d(8), Counter(), nn.Dense(8, 3)))
