@@ -19,6 +19,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from .errors import one_line
+
 SUFFIXES = (".ckpt", ".safetensors")
 ABOUT = "ms_accum"
 _VERSION = 3
@@ -151,11 +153,6 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
         raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that "
                               "wrote it")
     return loaded, about
-
-
-def one_line(error: Exception) -> str:
-    """Return what an error says, in one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200]
 
 
 def path_of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:

@@ -64,3 +64,8 @@ def ask_about_piece(error: Exception, place: int, pieces: int, runs_whole: bool 
         said = f"forward_fn failed on piece {place + 1} of {pieces}{' or before it' * late}{question} it use row " \
                "numbers or the batch's length?"
         error.args = (f"{error}\n{said}", *error.args[1:])
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says, in one line of at most 200 characters."""
+    return " ".join(str(error).split()).strip("- ")[:200]

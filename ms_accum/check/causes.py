@@ -191,11 +191,14 @@ def _usual_weights(division: Division, pieces: list[tuple]) -> Iterator[tuple[st
     function = inspect.unwrap(division.forward_fn)
     parameters = inspect.signature(getattr(function, "construct", function)).parameters.values()
     first = [p.name for p in parameters if p.kind != p.VAR_POSITIONAL][:len(pieces[0]) - len(division.names)]
-    for argument, *values in zip((*first, *division.names), *pieces):
+    for argument, axis, *values in zip((*first, *division.names), division.cut, *pieces):
         if isinstance(values[0], Tensor) and values[0].ndim:
             arrays = [value.asnumpy() for value in values]
-            yield f"len({argument})", np.array([float(len(a)) for a in arrays])
-            for part, cut in (("", ...), ("[:, 1:]", np.s_[:, 1:]))[:values[0].ndim]:
+            if axis is not None:
+                size = f"{argument}.shape[{axis}]" if axis else f"len({argument})"
+                yield size, np.array([float(a.shape[axis]) for a in arrays])
+            shifted = ("[1:]", np.s_[1:]) if axis == 1 else ("[:, 1:]", np.s_[:, 1:])  # along time
+            for part, cut in (("", ...), shifted)[:values[0].ndim]:
                 name = argument + part
                 for ignored in (-100, -1, 0):
                     yield f"({name} != {ignored}).sum()", np.array([(a[cut] != ignored).sum() for a in arrays])

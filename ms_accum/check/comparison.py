@@ -55,6 +55,7 @@ class Division:
     Attributes:
         error: What op by op execution raised, if `forward_fn` is therefore compiled.
         between: Whether state is restored before each piece, not only before the first.
+        cut: The axis that counts the samples in each argument; None for one that is not cut.
         called: Names of the layers that ran.
         names: Names of the last arguments of `forward_fn`, if they were given by name.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
@@ -67,7 +68,7 @@ class Division:
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
-        self.samples, self._cut = layout(batch, batch_axis)
+        self.samples, self.cut = layout(batch, batch_axis)
         spans = starts_of(self.samples, pieces)
         self.pieces = [self.rows(range(start, start + rows)) for start, rows in spans]
         self.error, self.between = None, False
@@ -105,7 +106,7 @@ class Division:
 
     def rows(self, places: Iterable[int]) -> tuple:
         """Return some rows of the batch."""
-        return select_rows(Tensor(list(places), ms.int32), self._cut, self.batch)
+        return select_rows(Tensor(list(places), ms.int32), self.cut, self.batch)
 
     def _on_piece(self, place: int, function: Callable) -> Any:
         """Return what `run` or `gradients` return for a piece. The batch was run before."""

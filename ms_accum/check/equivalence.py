@@ -11,6 +11,7 @@ from mindspore import nn
 
 from ..arguments import instance_of, spelled, whole_number
 from ..batch import as_arguments, named_values, ordered, positional
+from ..errors import one_line
 from ..losses import require_entries
 from ..pieces import layout
 from ..train_step import PIECES, checked_axis
@@ -196,7 +197,7 @@ def _checked(network: nn.Cell, batch: tuple, divided: Callable) -> Report:
             ok, found, comparison = finer or (*_judged(division, comparison), comparison)
             ok = None if ok and blindly else ok
     names, relative = [p.name for p in division.parameters], comparison.relative.tolist()
-    notes = [_COMPILED.format(repr(division.error).partition("\\n")[0])] if division.error else []
+    notes = [_COMPILED.format(f"{type(division.error).__name__}: {one_line(division.error)}")] if division.error else []
     notes += [_IN_FLOAT32] * bool(finer)
     return Report(ok, max(relative), dict(zip(names, relative)), dict(zip(names, comparison.tolerances.tolist())),
                   (*off, *blindly, *found), division.samples, len(division.pieces), tuple(notes))
