@@ -169,7 +169,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     accumulator.buffers.adopt(unit)
     accumulator.counters.end_update()
     accumulator.countdown.forget()  # a train step asks the device anew
-    accumulator.counters.note_saved()
+    accumulator.counters.note_loaded()
     return about["extra"]
 
 

@@ -27,10 +27,12 @@ class Counters:
 
     Attributes:
         saved: For the host: closed windows, and microbatches in the open one, when the last checkpoint was saved.
+        reported: For the host: `skipped` when a guard last raised an error about it.
     """
 
     def __init__(self, prefix: str) -> None:
         self.saved: Optional[tuple[int, int]] = None
+        self.reported: Optional[int] = None
         self.mini_step, self.closed_windows, self.skipped, self.skipped_in_row, self.torn, self.taken = (
             empty_parameter(f"{prefix}.{name}", (), ms.int32)
             for name in ("mini_step", "closed_windows", "skipped", "skipped_in_row", "unfinished", "taken"))
@@ -91,6 +93,11 @@ class Counters:
     def note_saved(self) -> None:
         """Note that a checkpoint holds all this: the open window is not lost if the run ends here. For the host."""
         self.saved = self.closed_and_held()
+
+    def note_loaded(self) -> None:
+        """Note that all this came from a checkpoint. For the host."""
+        self.note_saved()
+        self.reported = None
 
     def closed_and_held(self) -> tuple[int, int]:
         """Return the windows closed, and the microbatches in the open one. For the host."""

@@ -148,13 +148,10 @@ class TrainOneStepCell(nn.Cell):
             self.accumulator.require_whole()
             self._boundary_now().settle()
         self._returned, self._loads = False, countdown.loads
-        limited, skipped = self.accumulator.guard.max_skips is not None, self.accumulator.skipped
-        before = int(skipped) if limited else 0
         with self._forgetting_graphs():
             result = self._train_on(samples, batch)
         self._returned = True
-        if limited and int(skipped) > before:
-            self.accumulator.guard.require_progress()
+        self.accumulator.guard.require_progress()
         return result
 
     def _train_on(self, samples: int, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:

@@ -41,7 +41,7 @@ class ApplyAll:
 
     def __init__(self, counters: Counters, update_step: Parameter, max_skips: Optional[int]) -> None:
         self.skipped, self.in_row, self.update_step = counters.skipped, counters.skipped_in_row, update_step
-        self.max_skips = max_skips
+        self.counters, self.max_skips = counters, max_skips
 
     def weight(self, gradients: Gradients, weight: Scalar) -> tuple[Scalar, Scalar]:
         """Return the weight that a piece of a microbatch counts with, and whether it is taken: 1 or 0."""
@@ -60,8 +60,14 @@ class ApplyAll:
         ops.assign_add(self.in_row, 1)
 
     def require_progress(self) -> None:
-        """Raise RuntimeError if more than `max_skips` were skipped in a row. For the host: it waits for the device."""
-        if self.max_skips is not None and int(self.in_row) > self.max_skips:
+        """Raise RuntimeError if more than `max_skips` were skipped in a row, and some of them since it was last raised.
+
+        For the host: it waits for the device.
+        """
+        if self.max_skips is None or int(self.in_row) <= self.max_skips:
+            return
+        skipped, self.counters.reported = self.counters.reported, int(self.skipped)
+        if skipped != self.counters.reported:
             raise NoProgress(_STUCK.format(self.max_skips, self.noun, int(self.in_row), int(self.skipped),
                                            int(self.update_step)))
 
@@ -79,10 +85,11 @@ class SkipMicrobatch(ApplyAll):
     def weight(self, gradients: Gradients, weight: Scalar) -> tuple[Tensor, Tensor]:
         """See `ApplyAll`. What has the weight 0 already is ignored in any case, and is not looked at."""
         weight = weight * ops.ones_like(self.skipped).astype(ms.float32)  # a Tensor, also of a number
-        taken = ops.logical_or(all_finite((*gradients, weight)), weight == 0)
+        ignored = weight == 0
+        taken = ops.logical_or(all_finite((*gradients, weight)), ignored)
         missed = 1 - taken.astype(ms.int32)
         ops.assign_add(self.skipped, missed)
-        ops.assign(self.in_row, (self.in_row + 1) * missed)
+        ops.assign(self.in_row, (self.in_row + 1) * missed + self.in_row * ignored.astype(ms.int32))
         return ops.where(taken, weight, ops.zeros_like(weight)), taken.astype(ms.int32)
 
 

@@ -69,10 +69,10 @@ class Machine(RuleBasedStateMachine):
         x[0, 0] = np.nan
         self._train(x, y)
 
-    @rule(seed=st.integers(0, 10**6))
-    def add_by_hand(self, seed):
-        x, y = microbatch(4, seed)
-        self._both(partial(self.run.add_by_hand, x, y), partial(self._added, x, y))
+    @rule(seed=st.integers(0, 10**6), masked=st.booleans())
+    def add_by_hand(self, seed, masked):
+        (x, y), weight = microbatch(4, seed), 0.0 if masked else 4.0
+        self._both(partial(self.run.add_by_hand, x, y, weight), partial(self._added, x, y, weight))
 
     @rule()
     def flush(self):
@@ -93,7 +93,8 @@ class Machine(RuleBasedStateMachine):
         self.since = None  # a host that goes on counting may close windows later than one that asks
         if asks:
             self.run.accumulator.countdown.take()
-            self.oracle.remaining, self.since = None, []
+            self.run.accumulator.counters.reported = None
+            self.oracle.remaining, self.oracle.reported, self.since = None, None, []
         self.saved = self.oracle.snapshot()
 
     @precondition(lambda self: self.saved is not None)
@@ -144,15 +145,12 @@ class Machine(RuleBasedStateMachine):
 
         if self.run.counts_down:
             return self.oracle.step(add, self.run.has_alone and len(x))
-        skipped = self.oracle.skipped
         add()
         self.oracle.close_if(self.oracle.full)
-        if self.oracle.skipped > skipped or not self.run.takes_nothing:
-            self.oracle.require_progress()
-        return None
+        return self.oracle.require_progress()
 
-    def _added(self, x, y):
-        self.oracle(*self._weighed(x, y))
+    def _added(self, x, y, weight):
+        self.oracle(self._weighed(x, y)[0], weight and self.wrong(weight))
 
     def _flushed(self):
         self.oracle.remaining, closed = None, self.oracle.flush()

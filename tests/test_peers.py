@@ -32,7 +32,7 @@ from ms_accum.batch_size import AdaptiveWindow
 
 
 def test_the_limit_of_skips_is_seen_at_the_end_of_a_window_and_in_a_flush():
-    """Another call goes on, and compiles nothing."""
+    """Once for each skip. Another call goes on, and compiles nothing."""
     x, y = tensors(*batches([4])[0])
     bad = x * np.nan
     network = MLP()
@@ -45,6 +45,7 @@ def test_the_limit_of_skips_is_seen_at_the_end_of_a_window_and_in_a_flush():
         with pytest.raises(RuntimeError, match=message):
             train_step(bad, y)
         assert not train_step.updated
+        assert not train_step.flush()  # it was said already
         graphs = compiled_graphs()
         train_step(x, y)
         train_step(bad, y)

@@ -38,7 +38,7 @@ class Oracle(reference.Accumulation):
     """The NumPy oracle, for microbatches of several pieces, with what a host that counts down knows of the window."""
 
     counted = held = seen = skipped_in_row = 0
-    remaining = None
+    remaining = reported = None
 
     def __init__(self, *arguments, max_skips=None):
         super().__init__(*arguments)
@@ -67,7 +67,7 @@ class Oracle(reference.Accumulation):
         for gradients, weight in pieces:
             skipped = self.skipped
             super().add(gradients, weight)
-            if self.on_nonfinite == "skip_microbatch":
+            if self.on_nonfinite == "skip_microbatch" and weight != 0:
                 self.skipped_in_row = (self.skipped_in_row + 1) * (self.skipped - skipped)
         self.counted += len(self.window) > before
 
@@ -89,7 +89,8 @@ class Oracle(reference.Accumulation):
         self.parameters, self.averages = self.averages, self.parameters
 
     def require_progress(self):
-        if self.max_skips is not None and self.skipped_in_row > self.max_skips:
+        if self.max_skips is not None and self.skipped_in_row > self.max_skips and self.reported != self.skipped:
+            self.reported = self.skipped
             raise RuntimeError(f"{self.skipped_in_row} skipped")
 
     def reset(self):
@@ -98,7 +99,7 @@ class Oracle(reference.Accumulation):
 
     def snapshot(self):
         kept = copy(self)
-        kept.window, kept.optimizer, kept.remaining = list(self.window), copy(self.optimizer), None
+        kept.window, kept.optimizer, kept.remaining, kept.reported = list(self.window), copy(self.optimizer), None, None
         return kept
 
     def step(self, add, alone):
@@ -167,6 +168,7 @@ class Run:
         for parameter, value in self._first:
             ops.assign(parameter, Tensor(value))
         self.accumulator.countdown.take()
+        self.accumulator.counters.reported = None
 
     def oracle(self):
         return Oracle(values(self.network.trainable_params()), reference.SGD(0.1, 0.9), self.windows, "mean", 0.5, self.on_nonfinite,
@@ -180,6 +182,6 @@ class Run:
         finally:
             ms.set_context(mode=ms.PYNATIVE_MODE)
 
-    def add_by_hand(self, x, y):
+    def add_by_hand(self, x, y, weight):
         """One microbatch without the driver, op by op."""
-        return self.accumulator(self.grad_fn(*tensors(x, y))[1], float(len(x)))
+        return self.accumulator(self.grad_fn(*tensors(x, y))[1], weight)
