@@ -33,9 +33,10 @@ def embedded_set(train, test):
     folder = Path(__file__).parents[2] / "ms_accum" / "mnist" / "digits"
     files = {}
     for name, count in zip(NAMES, (train, train, test, test), strict=True):
-        content = gzip.decompress((folder / f"{name}.gz").read_bytes())
         header, item = (16, 784) if "images" in name else (8, 1)
-        files[name] = content[:4] + struct.pack(">I", count) + content[8:header + count * item]
+        with gzip.open(folder / f"{name}.gz") as file:
+            content = file.read(header + count * item)
+        files[name] = content[:4] + struct.pack(">I", count) + content[8:]
     return files
 
 
