@@ -22,7 +22,8 @@ from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.boundary import Boundary
 from ms_accum.straight import compiled
 
-SIZE, LAYERS, ROWS = 64, 3, 16
+SIZE, LAYERS, ROWS = 64, 2, 16
+WIDE, DEEP = 512, 13  # where memory is weighed
 
 
 class Network(nn.Cell):
@@ -96,14 +97,14 @@ def trained(kind):
 
 
 class Named(nn.Cell):
-    """Three layers, each with a name of its own: O1 leaves those that are reached by an index in float32."""
+    """Two layers, each with a name of its own: O1 leaves those that are reached by an index in float32."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.third = [nn.Dense(SIZE, SIZE) for _ in range(3)]
+        self.first, self.second = [nn.Dense(SIZE, SIZE) for _ in range(LAYERS)]
 
     def construct(self, x):
-        return self.third(self.second(self.first(x))).astype(ms.float32).mean()
+        return self.second(self.first(x)).astype(ms.float32).mean()
 
 
 def amp_level(level):
@@ -272,7 +273,7 @@ def compiles(function):
 
 
 def sgd_in_bfloat16():
-    network = Network()
+    network = Network(layers=1)
     return train_network(network, nn.SGD(network.trainable_params(), 1e-3), (rows(),))
 
 
@@ -316,13 +317,13 @@ def peak(run, parameters):
     return ms.runtime.max_memory_allocated() / parameters
 
 
-def bytes_of(order="forward", optimizer=decayed, dtype=ms.bfloat16, **options):
-    """Bytes per parameter at the peak of an addition and of an update: 13 layers of 512, a batch of 16 rows."""
-    network = Network(dtype, 512, 13, backwards=order == "backwards")
+def bytes_of(order="forward", optimizer=decayed, dtype=ms.bfloat16, layers=DEEP, **options):
+    """Bytes per parameter at the peak of an addition and of an update."""
+    network = Network(dtype, WIDE, layers, backwards=order == "backwards")
     parameters = network.trainable_params()
     grouped = [{"params": parameters[1::2]}, {"params": parameters[::4]}, {"params": parameters[2::4]}]
     step = make_train_step(network, optimizer(grouped if order == "groups" else parameters), 4, **options)
-    data, count = rows(dtype, 512), sum(p.size for p in parameters)
+    data, count = rows(dtype, WIDE), sum(p.size for p in parameters)
     before = ms.runtime.memory_allocated()
     add = peak(lambda: step(data), count)
     boundary = Boundary(step.accumulator, compiled)
@@ -340,16 +341,17 @@ def memory(what):
     return bytes_of(**{
         "forward": {}, "backwards": {"order": "backwards"}, "groups": {"order": "groups"}, "decayed_clipped": clipped,
         "in_16_bits": {"buffer_dtype": ms.bfloat16},
-        "momentum": in_float32, "momentum_groups": {**in_float32, "order": "groups"}, "momentum_clipped": {**in_float32, **clipped},
+        "momentum": in_float32, "momentum_groups": {**in_float32, "order": "groups", "layers": 4},
+        "momentum_clipped": {**in_float32, **clipped},
         "adam": {**in_float32, "optimizer": adam}, "adam_clipped": {**in_float32, "optimizer": adam, **clipped}}[what])
 
 
 def memory_by_hand():
-    network = Network(ms.float32, 512, 13)
+    network = Network(ms.float32, WIDE, DEEP)
     optimizer = momentum(network.trainable_params())
     step = hand_step(network, optimizer)
 
-    data, count = rows(ms.float32, 512), sum(p.size for p in optimizer.parameters)
+    data, count = rows(ms.float32, WIDE), sum(p.size for p in optimizer.parameters)
     before = ms.runtime.memory_allocated()
     return {"update": peak(lambda: step(data), count) - before / count}
 

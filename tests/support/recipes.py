@@ -110,7 +110,7 @@ GIVEN = {
     "llama": lambda: sentences(neighbours.llama()),
     "gpt2": lambda: sentences(gpt2()),
     "vit": lambda: {"network": neighbours.vit(), "loss_fn": nn.CrossEntropyLoss(), "epochs": 1,
-                    "batches": microbatches(neighbours.images(ROWS[:N], ROWS[N:]))},
+                    "batches": microbatches(neighbours.images([7, 2, 7, 2], [2, 7, 2]))},
     "detector": lambda: {"network": neighbours.Detector(), "loss_fn": neighbours.yolo_loss(**neighbours.CELLS),
                          "batches": microbatches(neighbours.detections(ROWS[:N], ROWS[N:], our_loss=None))},
     "reader": lambda: {"network": neighbours.Reader(), "batches": microbatches(neighbours.words(ROWS[:N], ROWS[N:])),
