@@ -212,14 +212,12 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
         ...     return network(x).mean()
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=until_weight(10))
-        >>> for samples in (4, 4, 4, 12, 3):
+        >>> for samples in (6, 6, 12):
         ...     loss = train_step(ms.Tensor(np.ones((samples, 2), np.float32)))
         ...     print(samples, bool(train_step.updated))
-        4 False
-        4 False
-        4 True
+        6 False
+        6 True
         12 True
-        3 False
 
     Source: budgets of tokens in place of numbers of rows are common in training language models; fairseq's
     `--max-tokens` bounds a batch so.

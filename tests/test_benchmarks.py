@@ -55,16 +55,16 @@ def row_of(page, start):
     return row.strip("| ").split(" | ")
 
 
-POINTS = """
-import json, records, report
-print(json.dumps([report.points(group) for group in records.read(records.FOLDER / "strategies.json")["groups"]]))
-"""
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import report
+    return report
 
 
-def test_readme_and_the_page_on_ascend_have_the_records_figures(tmp_path):
+def test_readme_and_the_page_on_ascend_have_the_records_figures(report):
     """README: those that its figure shows. The page: the memory of the dry run."""
-    (tmp_path / "points.py").write_text(POINTS, encoding="utf-8")
-    panels = [panel for panel in json.loads(run(tmp_path / "points.py")) if panel]
+    panels = [panel for panel in map(report.points, report.records.read(BENCHMARKS / "records" / "strategies.json")["groups"]) if panel]
     readme = " ".join((BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8").replace("\u00d7", "x").split())
 
     def shown(name, i):
@@ -105,15 +105,15 @@ def test_the_page_on_many_ranks_has_the_records_figures():
         assert times[::2] == ["{:,.0f} ({:,.0f}\u2013{:,.0f})".format(*(1e6 * seconds for seconds in row[2:5])) for row in mine]
 
 
-def test_the_report_is_made_of_the_records(tmp_path):
+def test_the_report_is_made_of_the_records(report, tmp_path):
     """And of them alone. Ours are there with today's names."""
-    run("report.py", "--output", tmp_path)
-    report = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert report == (BENCHMARKS / "records" / "report.md").read_text(encoding="utf-8")
+    report.main(["--output", str(tmp_path)])
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert text == (BENCHMARKS / "records" / "report.md").read_text(encoding="utf-8")
     assert (tmp_path / "report.png").stat().st_size > 10_000
     found = read("strategies")["groups"][0]["contestants"]
     median = found.get("ms_accum", found.get("split"))["spread"]["median"]
-    assert f"|**ms_accum**|{1e3 * median:.3f}|" in report
+    assert f"|**ms_accum**|{1e3 * median:.3f}|" in text
 
 
 @pytest.mark.slow

@@ -135,16 +135,20 @@ def test_no_text_sticks_out_of_its_column(site):
     assert {case: seen["wrong"] for case, seen in found.items() if seen["wrong"]} == {}
 
 
+# What is added to a page, and the widths at which its text then sticks out.
+ADDED = {
+    "table": ("<table><tr>" + "<td>acolumnofatable</td>" * 30 + "</tr></table>", [1280]),  # its own box may scroll on a narrow one
+    "far": ("<div style='width: 2000px; text-align: right'>far away</div>", [1280, 400]),
+    "hidden": ("<div style='overflow: hidden; white-space: nowrap'>" + "hidden words " * 30 + "</div>", [1280, 400]),
+    "code": ("<pre><code>" + "x" * 100 + "</code></pre><style>pre > code { font-size: 3rem !important }</style>", [1280])}
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-@pytest.mark.parametrize(("added", "widths"), [
-    ("<table><tr>" + "<td>acolumnofatable</td>" * 30 + "</tr></table>", [1280]),  # its own box scrolls, which is right on a narrow screen
-    ("<div style='width: 2000px; text-align: right'>far away</div>", [1280, 400]),
-    ("<div style='overflow: hidden; white-space: nowrap'>" + "hidden words " * 30 + "</div>", [1280, 400]),
-    ("<pre><code>" + "x" * 100 + "</code></pre><style>pre > code { font-size: 3rem !important }</style>", [1280]),
-], ids=["table", "div", "hidden", "code"])
-def test_text_that_sticks_out_is_found(site, added, widths):
+def test_text_that_sticks_out_is_found(site):
     html = (site / "guide" / "limits.html").read_text(encoding="utf-8")
     assert "</article>" in html
-    (site / "guide" / "damaged.html").write_text(html.replace("</article>", added + "</article>"), encoding="utf-8")
-    found = looked_at(site, [("guide/damaged", width) for width in WIDTHS])
-    assert [width for width in WIDTHS if found[f"guide/damaged {width}"]["wrong"]] == widths
+    for name, (added, _) in ADDED.items():
+        (site / "guide" / f"{name}.html").write_text(html.replace("</article>", added + "</article>"), encoding="utf-8")
+    found = looked_at(site, [(f"guide/{name}", width) for name in ADDED for width in WIDTHS])
+    assert {name: [width for width in WIDTHS if found[f"guide/{name} {width}"]["wrong"]] for name in ADDED} == {
+        name: widths for name, (_, widths) in ADDED.items()}

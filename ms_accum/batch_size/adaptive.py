@@ -70,7 +70,7 @@ class AdaptiveWindow(LengthChooser):
         ...     return network(x).mean()  # the gradient is the mean of x: true gradient 1/8 each, noise 1 each
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.01)
         >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=AdaptiveWindow())
-        >>> for _ in range(400):
+        >>> for _ in range(200):
         ...     loss = train_step(ms.Tensor(rng.normal(1 / 8, 1, (4, 64)), ms.float32))
         >>> print(train_step.accumulator.window.length)  # noise scale 64 samples, microbatches of 4
         16
