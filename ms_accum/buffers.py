@@ -79,13 +79,14 @@ class Buffers:
         """
         return self._in_place.add(self.parameters, gradients)
 
-    def add_in_turn(self, gradients: Gradients) -> None:
+    def add_in_turn(self, gradients: Gradients) -> tuple[Gradients, Gradients]:
         """The same for any graph: one after the other, as side effects, roughly in the order of the backward pass.
 
-        Small ones come last: MindSpore lets one side effect run for each operator of a path through the graph.
+        Small ones come last: MindSpore lets one side effect run for each operator of a path through the graph. Unless
+        what this returns is used, it warns of side effects that it has eliminated, although it has not.
         """
-        mapped(_add_large, self.large, self.parameters[::-1], gradients[::-1])
-        mapped(_add_small, self.large, self.parameters[::-1], gradients[::-1])
+        large = mapped(_add_large, self.large, self.parameters[::-1], gradients[::-1])
+        return large, mapped(_add_small, self.large, self.parameters[::-1], gradients[::-1])
 
     def empty(self, zero: Tensor) -> None:
         """Set all buffers to 0, given a float32 Tensor that is 0."""
@@ -117,11 +118,11 @@ class Buffers:
 
 
 def _add_large(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:
-    return add_in_turn(None, buffer, gradient) if buffer.size >= size else gradient
+    return add_in_turn(None, buffer, gradient) if buffer.size >= size else Tensor(0.0)
 
 
 def _add_small(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:
-    return add_in_turn(None, buffer, gradient) if buffer.size < size else gradient
+    return add_in_turn(None, buffer, gradient) if buffer.size < size else Tensor(0.0)
 
 
 def buffer_dtype_of(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:
