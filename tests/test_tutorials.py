@@ -77,18 +77,13 @@ def test_a_lost_picture_is_noticed(path):
 
 
 @each_tutorial
-def test_notebooks_import_public_names(path):
+def test_notebooks_install_what_they_need_and_import_public_names(path):
+    assert 'if not importlib.util.find_spec("ms_accum"):\n    %pip install' in code_cells(read(path))[0].source
     found = [(node.module, name.name) for cell in code_cells(read(path)) for node in nodes(cell, ast.ImportFrom)
              for name in node.names if node.module.split(".")[0] == "ms_accum"]
     assert {module for module, _ in found} <= {"ms_accum", "ms_accum.batch_size", "ms_accum.mnist.data"}
     assert found
     assert [(module, name) for module, name in found if not hasattr(importlib.import_module(module), name)] == []
-
-
-@each_tutorial
-def test_notebooks_install_what_they_need(path):
-    first = code_cells(read(path))[0].source
-    assert 'if not importlib.util.find_spec("ms_accum"):\n    %pip install' in first
 
 
 @each_tutorial
@@ -122,19 +117,12 @@ def test_claims_are_printed_with_a_number(path):
 
 
 @each_tutorial
-def test_the_next_notebook_is_linked(path):
-    *_, last = read(path).cells
+def test_the_next_notebook_is_linked_and_links_lead_somewhere(path):
+    texts = [cell.source for cell in read(path).cells if cell.cell_type == "markdown"]
     following = TUTORIALS[TUTORIALS.index(path) + 1:] or TUTORIALS[:1]
-    assert last.cell_type == "markdown"
-    assert f"]({following[0].name})" in last.source.split("\n")[-1]
-
-
-@each_tutorial
-def test_links_lead_somewhere(path):
-    for cell in read(path).cells:
-        if cell.cell_type == "markdown":
-            for target in re.findall(r"\]\((?!https?:)([^)]+)\)", cell.source):
-                assert (path.parent / target).exists(), target
+    assert f"]({following[0].name})" in texts[-1].split("\n")[-1]
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", "\n".join(texts)):
+        assert (path.parent / target).exists(), target
 
 
 def test_an_error_is_reported():
