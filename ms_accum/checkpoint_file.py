@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
+from shutil import rmtree
 from socket import gethostname
 from typing import Any, Union
 
@@ -66,12 +66,15 @@ def write_file(path: Path, entries: dict[str, Parameter], about: dict) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
     _remove_dead_parts(path)
-    part = path.with_name(f"{_parts_of(path)}{os.getpid()}-{token_hex(4)}{path.suffix}")
+    # A folder of its own: MindSpore and safetensors write beside it first, under names that only they know.
+    folder = path.with_name(f"{_parts_of(path)}{os.getpid()}-{token_hex(4)}")
+    part = folder / path.name
     text = _BLANK + b'"}' + json.dumps(about).encode()
     saved = [{"name": name, "data": p} for name, p in entries.items()]
     saved.append({"name": ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
     try:
         try:
+            folder.mkdir()
             ms.save_checkpoint(saved, str(part), format=path.suffix[1:])
         except Exception as error:  # for a full disk: an OSError, a RuntimeError or a SafetensorError
             raise OSError(f"{path} cannot be written ({one_line(error)})") from error
@@ -81,8 +84,7 @@ def write_file(path: Path, entries: dict[str, Parameter], about: dict) -> None:
         _seal(part)
         rename_file(part, path)
     finally:
-        for left in (part, part.with_suffix(".tmp")):  # MindSpore's own unfinished file
-            left.unlink(missing_ok=True)
+        rmtree(folder, ignore_errors=True)
 
 
 def _seal(part: Path) -> None:
@@ -106,18 +108,17 @@ def rename_file(part: Path, path: Path) -> None:
 
 
 def _parts_of(path: Path) -> str:
-    """Return how the names of unfinished files for `path` begin; the process and a number of the call follow."""
+    """Return how a folder of an unfinished file for `path` is called; the process and a number of the call follow."""
     return f".{path.stem.lstrip('.')}.part-{_HERE}-"
 
 
 def _remove_dead_parts(path: Path) -> None:
     """Remove what processes of this host left that were killed while they wrote; others may be writing now."""
-    name = re.compile(rf"{re.escape(_parts_of(path))}(\d+)-[0-9a-f]{{8}}\.\w+")
+    name = re.compile(rf"{re.escape(_parts_of(path))}(\d+)-[0-9a-f]{{8}}")
     for left in path.parent.iterdir():
         found = name.fullmatch(left.name)
         if found and not _lives(int(found[1])):
-            with suppress(OSError):
-                left.unlink()
+            rmtree(left, ignore_errors=True)
 
 
 def _lives(process: int) -> bool:
@@ -162,8 +163,10 @@ def path_of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
 
 def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
     """Remove what this rank's earlier generations left, those of killed runs included."""
-    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}(\.part-[0-9a-f-]+)?"
-                      rf"({re.escape(path.suffix)}|\.tmp)")
+    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}"
+                      rf"(\.part-[0-9a-f-]+|{re.escape(path.suffix)})")
     for old in path.parent.iterdir():
-        if name.fullmatch(old.name) and old != mine:
+        if name.fullmatch(old.name) and old.is_dir():
+            rmtree(old, ignore_errors=True)
+        elif name.fullmatch(old.name) and old != mine:
             old.unlink(missing_ok=True)

@@ -282,6 +282,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(monkeypatch, suffix):
         fsync(descriptor)
 
     def seen_replace(part, path):
+        assert Path(part).parent.name.startswith(".c.part-")
         done.append(("rename", Path(part).name, Path(path).name))
         replace(part, path)
 
@@ -295,9 +296,8 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(monkeypatch, suffix):
         save_checkpoint(f"link{suffix}", network, acc)
     finally:
         os.umask(umask)
-    part = done[0][1]
-    assert done == [("fsync", part, path.read_bytes()), ("rename", part, path.name), ("fsync", "elsewhere", None)]
-    assert part.startswith(".c.part-")
+    assert done == [("fsync", path.name, path.read_bytes()), ("rename", path.name, path.name), ("fsync", "elsewhere", None)]
+    assert os.listdir("elsewhere") == [path.name]
     assert Path(f"link{suffix}").is_symlink()
     assert path.stat().st_mode & 0o777 == 0o640
     other = MLP(seed=7)
@@ -328,17 +328,17 @@ def test_a_save_removes_only_its_own_rests(tmp_path):
     path, new, seen = tmp_path / "g[1].ckpt", "f" * 16, []
     network, acc, _ = build()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "chmod", lambda part, mode: seen.append(Path(part).name))
+        patch.setattr(os, "chmod", lambda part, mode: seen.append(Path(part).parent.name))
         save_checkpoint(path, network, acc)
     start, mine = seen[0].split(f"{os.getpid()}-")[0], checkpoint_file.path_of_rank(path, 1, 2, new)
     dead = 2**22 + 1  # more than any process has
-    gone = [f"{start}{dead}-01234567.tmp", f"g[1].rank1of2-{'0' * 16}.ckpt",
-            f".g[1].rank1of2-{'1' * 16}.part-0123abcd-4711-89abcdef.tmp"]
-    kept = [mine.name, f"{start}{os.getpid()}-01234567.ckpt", f"{start}1-01234567.tmp", f"g1.rank1of2-{new}.ckpt",
-            f".g[1].part-{'0' * 8}-{dead}-01234567.ckpt", f".d{start[2:]}{dead}-01234567.ckpt",
-            f"g[1].rank0of2-{new}.ckpt"]
+    gone = [f"{start}{dead}-01234567", f"g[1].rank1of2-{'0' * 16}.ckpt", f".g[1].rank1of2-{'1' * 16}.part-0123abcd-4711-89abcdef"]
+    kept = [mine.name, f"{start}{os.getpid()}-01234567", f"{start}1-01234567", f"g1.rank1of2-{new}.ckpt",
+            f".g[1].part-{'0' * 8}-{dead}-01234567", f".d{start[2:]}{dead}-01234567", f"g[1].rank0of2-{new}.ckpt"]
     for name in gone + kept:
-        (tmp_path / name).touch()
+        file = tmp_path / name if name.endswith(".ckpt") else tmp_path / name / "g[1].tmp"
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
     save_checkpoint(path, network, acc)
     checkpoint_file.remove_generations(path, 1, 2, mine)
     assert sorted(os.listdir()) == sorted([path.name, *kept])
