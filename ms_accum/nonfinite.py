@@ -64,12 +64,12 @@ class ApplyAll:
 
         For the host: it waits for the device.
         """
-        if self.max_skips is None or int(self.in_row) <= self.max_skips:
+        if self.max_skips is None:
             return
-        skipped, self.counters.reported = self.counters.reported, int(self.skipped)
-        if skipped != self.counters.reported:
-            raise NoProgress(_STUCK.format(self.max_skips, self.noun, int(self.in_row), int(self.skipped),
-                                           int(self.update_step)))
+        in_row, skipped = int(self.in_row), int(self.skipped)
+        if in_row > self.max_skips and skipped != self.counters.reported:
+            self.counters.reported = skipped
+            raise NoProgress(_STUCK.format(self.max_skips, self.noun, in_row, skipped, int(self.update_step)))
 
 
 @ms.jit_class

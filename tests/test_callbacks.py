@@ -64,7 +64,7 @@ def expected_rows(oracle, epochs, acts):
     return rows
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(st.data())
 def test_a_row_for_each_window_and_a_call_for_each_update(data):
     """As the oracle has them, with FlushCallback before or behind.

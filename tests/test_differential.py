@@ -18,7 +18,7 @@ import random
 import shutil
 import subprocess
 import sys
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 
 import mindspore as ms
@@ -43,15 +43,14 @@ def drawn(number, **fixed):
 
 
 def stratified():
-    """Cases in which each compiled driver occurs once, each other one twice, each amp level at least once, and windows, errors and
-    checkpoints in turn."""
+    """Cases in which each compiled driver occurs once, each other one three times, each amp level at least twice, and windows, errors
+    and checkpoints in turn."""
     one_graph = {"event": "none", "front": "dense", "norm": "none", "shapes": (6, 6)}
     windows = (3, ("until", 14.0, 4), 2, ((0, 2), (1, 1), (2, 3)), "growing", 1)
-    levels = cycle(LEVELS[3 * i % len(LEVELS)] for i in range(len(LEVELS)))
-    for i, driver in enumerate(COMPILED + 2 * OP_BY_OP):
+    for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
         cut = driver in ("step", "step-pynative", "ahead")
-        level = "none" if driver.startswith("ahead") else next(levels)
-        fixed = {} if driver == "hand-pynative" and i > 5 else {"accumulate_step": windows[i % len(windows)], "reduction": "mean"}
+        level = "none" if driver.startswith("ahead") else LEVELS[3 * i % len(LEVELS)]
+        fixed = {} if driver == "hand-pynative" and i > 10 else {"accumulate_step": windows[i % len(windows)], "reduction": "mean"}
         if driver in COMPILED:
             fixed.update(one_graph, **({"aux": True} if driver == "ahead" else {"weight": "number"}))
         elif driver != "ahead-pynative":

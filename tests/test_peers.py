@@ -248,7 +248,7 @@ def test_samples_may_be_counted_along_another_axis(driver, axis, mode_named, mon
         for batch in sequences():
             step(*batch)
     else:
-        pieces, losses = 3 if driver == "pieces" else 1, 2 if driver == "losses" else 1
+        pieces, losses = 1 if driver == "step" else 3, 2 if driver == "losses" else 1
         step = make_train_step(network, optimizer, 2, pieces=pieces, losses=losses, batch_axis=axis)
         assert len(list(step.epoch(sequences()))) == 2
     assert int(step.accumulator.seen) == (11 if axis else 10)

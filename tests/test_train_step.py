@@ -175,7 +175,7 @@ def test_what_changed_since_the_last_epoch_is_refused():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
-@pytest.mark.parametrize("microbatches", [2_500, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("microbatches", [4_000, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_a_very_long_run_grows_by_nothing_and_counts_right(microbatches):
     """After a warm-up of 300 windows of 3: windows of 7."""
     script = (Path(__file__).parent / "support" / "long_run.py").read_text(encoding="utf-8")

@@ -151,10 +151,12 @@ def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cause]:
     """Return the cause if some weights turn the gradients of the pieces into that of the batch."""
-    batch, *pieces = _without_nan_losses(comparison.sketches)
+    batch, *pieces = comparison.sketches
     counted = [i for i, piece in enumerate(pieces) if division.shares[i] > 0 or np.isfinite(piece).all()]
     # A piece without tokens has loss NaN and gradient 0 with nn.CrossEntropyLoss(ignore_index=...).
-    rows = np.array([pieces[i] if pieces[i][:-1].any() else np.zeros_like(batch) for i in counted])
+    rows = [pieces[i] if pieces[i][:-1].any() else np.zeros_like(batch) for i in counted]
+    sketches = _without_nan_losses(np.array([batch, *rows]))
+    batch, rows = sketches[0], sketches[1:]
 
     def explains(shares: np.ndarray) -> bool:
         """Return whether these weights of the pieces give the batch's gradient and loss."""
@@ -180,7 +182,7 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
 
 
 def _without_nan_losses(sketches: np.ndarray) -> np.ndarray:
-    """Return sketches in which all losses are 0 if one is not finite: a mean over no token has a gradient of 0."""
+    """Return sketches with losses of 0 if one is not finite: that of two means, of which one is over no token."""
     if np.isfinite(sketches[:, -1]).all():
         return sketches
     return np.append(sketches[:, :-1], np.zeros((len(sketches), 1)), axis=1)

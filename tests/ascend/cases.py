@@ -317,9 +317,9 @@ def peak(run, parameters):
     return ms.runtime.max_memory_allocated() / parameters
 
 
-def bytes_of(order="forward", optimizer=decayed, dtype=ms.bfloat16, layers=DEEP, **options):
+def bytes_of(order="forward", optimizer=decayed, dtype=ms.bfloat16, **options):
     """Bytes per parameter at the peak of an addition and of an update."""
-    network = Network(dtype, WIDE, layers, backwards=order == "backwards")
+    network = Network(dtype, WIDE, DEEP, backwards=order == "backwards")
     parameters = network.trainable_params()
     grouped = [{"params": parameters[1::2]}, {"params": parameters[::4]}, {"params": parameters[2::4]}]
     step = make_train_step(network, optimizer(grouped if order == "groups" else parameters), 4, **options)
@@ -341,7 +341,7 @@ def memory(what):
     return bytes_of(**{
         "forward": {}, "backwards": {"order": "backwards"}, "groups": {"order": "groups"}, "decayed_clipped": clipped,
         "in_16_bits": {"buffer_dtype": ms.bfloat16},
-        "momentum": in_float32, "momentum_groups": {**in_float32, "order": "groups", "layers": 4},
+        "momentum": in_float32, "momentum_groups": {**in_float32, "order": "groups"},
         "momentum_clipped": {**in_float32, **clipped},
         "adam": {**in_float32, "optimizer": adam}, "adam_clipped": {**in_float32, "optimizer": adam, **clipped}}[what])
 

@@ -81,16 +81,15 @@ def test_one_rank_takes_the_outer_steps_along_its_own_differences(monkeypatch, m
     """In mid-epoch, and in the end. Control: plain training is something else."""
     mode_named(mode)
     monkeypatch.setenv("MS_JIT", "0" if mode == "pynative" else "1")
-    sizes, updates = ("long", 6) if mode == "pynative" else ("alike", 3)  # each size is compiled
-    run, plain = (simulated(1, sizes, name, "Momentum") for name in ("local", "averaged"))
+    run, plain = (simulated(1, "long", name, "Momentum") for name in ("local", "averaged"))
     network = MLP(seed=0)
     local = LocalUpdates(network.trainable_params(), *LOCAL["local"])
     acc = accumulator(network, "Momentum", after_update=local)
-    train_by(driver, network, acc, microbatches(sizes, 0))
+    train_by(driver, network, acc, microbatches("long", 0))
     local.finish()
     assert difference(values(network.trainable_params()), run.parameters) <= 1e-6
-    assert int(acc.update_step) == run.ranks[0].update_step == updates
-    assert difference(plain.parameters, run.parameters) > 1e-3
+    assert int(acc.update_step) == run.ranks[0].update_step == 6
+    assert difference(plain.parameters, run.parameters) > 1e-2
 
 
 @pytest.mark.parametrize(("name", "copies"), [("local", 2), ("averaged", 1)])
