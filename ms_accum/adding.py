@@ -50,8 +50,8 @@ class Add:
     def in_turn(self, grads: Gradients, weight: Scalar, present: int) -> Numbers:
         """Add in any graph. Return the same."""
         gradients, numbers = self._weighed(grads, weight, present)
-        added = self.buffers.add_in_turn(gradients)
-        ops.assign_add(self.weight_sum, ops.depend(as_tensor(numbers[0]), added))
+        self.buffers.add_in_turn(gradients)
+        ops.assign_add(self.weight_sum, numbers[0])
         return numbers
 
     def _weighed(self, grads: Gradients, weight: Scalar, present: int) -> tuple[Gradients, Numbers]:

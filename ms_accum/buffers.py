@@ -82,8 +82,8 @@ class Buffers:
     def add_in_turn(self, gradients: Gradients) -> tuple[Gradients, Gradients]:
         """The same for any graph: one after the other, as side effects, roughly in the order of the backward pass.
 
-        Small ones come last: MindSpore lets one side effect run for each operator of a path through the graph. Unless
-        what this returns is used, it warns of side effects that it has eliminated, although it has not.
+        Small ones come last: MindSpore lets one side effect run for each operator of a path through the graph. If this
+        returned nothing, it would warn of lost side effects where no buffer is small, although none are lost.
         """
         large = mapped(_add_large, self.large, self.parameters[::-1], gradients[::-1])
         return large, mapped(_add_small, self.large, self.parameters[::-1], gradients[::-1])

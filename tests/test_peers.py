@@ -21,8 +21,10 @@ from pages import recipe
 from ms_accum import (
     TrainOneStepCell,
     check_equivalence,
+    load_checkpoint,
     make_grad_cache_step,
     make_train_step,
+    save_checkpoint,
     until_weight,
     updates_of,
 )
@@ -48,10 +50,17 @@ def test_the_limit_of_skips_is_seen_at_the_end_of_a_window_and_in_a_flush():
         assert not train_step.flush()  # it was said already
         graphs = compiled_graphs()
         train_step(x, y)
+        save_checkpoint("before.ckpt", network, train_step)
         train_step(bad, y)
         assert compiled_graphs() == graphs
         with pytest.raises(RuntimeError, match="in a row were skipped"):
             train_step.flush()
+        skipped = int(train_step.accumulator.skipped)
+        load_checkpoint("before.ckpt", network, train_step)
+        train_step(bad, y)
+        with pytest.raises(RuntimeError, match="in a row were skipped"):  # as many in all, in a run that was loaded
+            train_step.flush()
+        assert int(train_step.accumulator.skipped) == skipped
     for options, message in ((dict(on_nonfinite="skip_window", max_skips=-1), "max_skips is -1, expected an int >= 0"),
                              (dict(max_skips=3), 'got max_skips=3 with on_nonfinite="apply", which skips nothing; give "skip_window"')):
         with pytest.raises(ValueError, match=message):
