@@ -182,7 +182,7 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
 
 
 def _without_nan_losses(sketches: np.ndarray) -> np.ndarray:
-    """Return sketches with losses of 0 if one is not finite: that of two means, of which one is over no token."""
+    """Return sketches whose losses are all 0 if one is not finite, as that of two means where one has no token."""
     if np.isfinite(sketches[:, -1]).all():
         return sketches
     return np.append(sketches[:, :-1], np.zeros((len(sketches), 1)), axis=1)
