@@ -24,10 +24,9 @@ except ImportError:  # MindSpore 2.8 and older
 
 avoid_busy_waiting()
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    # Each worker, with what it starts, on a core of its own, before MindSpore starts threads: while these wait, they yield to the one
-    # that has work, and take no time from other workers.
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(cores)]})
+    # Each worker has its share of the cores. Threads of MindSpore spin while they wait, and would take time from other workers.
+    cores, number = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.sched_setaffinity(0, cores[number % len(cores)::int(os.environ["PYTEST_XDIST_WORKER_COUNT"])])
 # The same examples in every run, however slow the machine.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 settings.load_profile("suite")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import MLP, compiled, difference, tensors, values
+from following import warned
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_accum import Accumulator
@@ -183,7 +184,8 @@ def tutorial_script(mode, network, accumulate_step, digits):
         yield values(network.trainable_params())
 
 
-def test_the_tutorials_script_runs_unchanged(mode, mnist_microbatches):
+def test_the_tutorials_script_runs_unchanged(mode, mnist_microbatches, capfd):
+    """And without a warning of MindSpore."""
     network, digits = MLP(784, 16, 10), mnist_microbatches[:22]
     previous, moved = values(network.trainable_params()), []
     oracle = reference.Accumulation(previous, reference.SGD(0.1), 4)
@@ -193,6 +195,7 @@ def test_the_tutorials_script_runs_unchanged(mode, mnist_microbatches):
         moved.append(difference(after, previous) > 1e-3)
         previous = after
     assert moved == [i % 4 == 3 for i in range(22)]  # the control: a window of 2 would move at other places
+    assert warned(capfd) == []
 
 
 def article(mode, divisor, rows):
