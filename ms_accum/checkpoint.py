@@ -197,7 +197,7 @@ def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]
               for name, p in (*((p.name, p) for p in optimizer.parameters), *state_of(optimizer))]
     named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
     entries, once = {}, {id(p): (name, p) for name, p in reversed(named)}  # each by the first of its names
-    for name, parameter in once.values():
+    for name, parameter in reversed(once.values()):
         if name in (ABOUT, *entries):
             raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
         entries[name] = parameter
