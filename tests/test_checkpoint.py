@@ -55,7 +55,7 @@ def test_training_goes_on_bit_identically(case):
         assert state(network, acc) == uninterrupted
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_killed_while_two_processes_save_to_one_path(kills):
     """Each goes on from a whole file of one of the two, at least as new as was said, and nothing is left beside it."""
     rng, (network, acc, _) = random.Random(kills), build(hidden=300)
@@ -154,7 +154,7 @@ def test_another_run_is_refused():
             ("c.ckpt", {"on_nonfinite": "skip_window"}, r"was saved with on_nonfinite apply, but this run has skip_window"),
             ("c.ckpt", {"hidden": 6}, r"first\.weight is of Float32 \(5, 6\) in the file, but of Float32 \(6, 6\) in this run"),
             ("c.ckpt", {"buffer_dtype": ms.float16}, r"accumulator:first\.weight is of Float32 .* in the file, but of Float16"),
-            ("c.ckpt", {"optimizer": "Adam"}, r"optimizer:\S+ is missing in the file, but of .* in this run; build network, optimizer"),
+            ("c.ckpt", {"optimizer": "Adam"}, r"optimizer:\S+ is of .* in the file, but of .* in this run; build network, optimizer"),
             ("c.ckpt", {"scaler": True}, scale + " is missing in the file"),
             ("scaled.ckpt", {}, scale + r" is of Float32 \(\) in the file, but missing in this run")):
         refused(path, message, *build(**other)[:2])
