@@ -62,10 +62,7 @@ def test_the_loss_is_the_mean_over_bytes_in_bits_and_validation_counts_every_byt
     assert evaluate(BitsPerByte(one), rows, 4) == pytest.approx(expected.mean(), abs=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_a_window_of_ragged_microbatches_is_one_undivided_batch_and_the_mean_of_means_is_not(mode, monkeypatch):
-    """The other two op by op, because each graph takes seconds to compile."""
-    tiny.shrink(monkeypatch)
+def test_a_window_of_ragged_microbatches_is_one_undivided_batch_and_the_mean_of_means_is_not(tokens, uncompiled):
     rows = data.split(data.documents_of(tiny.text()), 42)[0]
     smallest, *_, larger, largest = sorted(order(rows, 4, 42, 1), key=rows.count)
     window = [larger, np.append(smallest[:2], [-1, -1]), largest]
@@ -78,11 +75,8 @@ def test_a_window_of_ragged_microbatches_is_one_undivided_batch_and_the_mean_of_
         assert int(step.accumulator.update_step) == 1
         return one
 
-    with monkeypatch.context() as patch:
-        patch.setenv("MS_JIT", "0")
-        undivided, means = trained([np.concatenate(window)], count_bytes), trained(window, count_one)
-        accumulated = trained(window, count_bytes) if mode == "pynative" else None
-    accumulated = accumulated or trained(window, count_bytes)
+    undivided = trained([np.concatenate(window)], count_bytes)
+    accumulated, means = trained(window, count_bytes), trained(window, count_one)
     assert largest_difference(accumulated, Network(42)) > 1e-2
     assert largest_difference(accumulated, undivided) < 1e-5
     assert largest_difference(means, undivided) > 1e-3
