@@ -24,6 +24,7 @@ from .checkpoint_file import SUFFIXES, CheckpointError
 from .cli.files import printable, say_written, write_file, write_json
 from .cli.options import count, number, output
 from .distributed.ranks import gather, wait_for_all
+from .errors import one_line
 from .step import TrainStep
 
 if TYPE_CHECKING:
@@ -133,8 +134,7 @@ def join_ranks() -> None:
         try:
             init()
         except RuntimeError as error:
-            said = " ".join(str(error).split("\n\n")[0].split())  # MindSpore's call stack follows
-            sys.exit(f"ms-accum: the scheduler stops: {said}")
+            sys.exit(f"ms-accum: the scheduler stops: {one_line(error)}")
         sys.exit(0)
     init()
     if get_rank() > 0:
