@@ -74,7 +74,10 @@ def _fetch_from(mirror: str, folder: Path) -> None:
     for name, expected in MD5.items():
         path = folder / name
         # Only known names are read and written, so an archive cannot choose where it writes.
-        content = archive.read(f"MNIST_Data/{name}") if archive else gzip.decompress(_download(f"{mirror}{path.name}.gz"))
+        if archive:
+            content = archive.read(f"MNIST_Data/{name}")
+        else:
+            content = gzip.decompress(_download(f"{mirror}{path.name}.gz"))
         if _md5(content) != expected:
             raise ValueError(f"{path.name} has the md5 {_md5(content)}, expected {expected}")
         path.parent.mkdir(parents=True, exist_ok=True)

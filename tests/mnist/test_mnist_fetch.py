@@ -4,12 +4,12 @@ import gzip
 import hashlib
 import io
 import re
-import signal
 import sys
 import threading
 import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
 import pytest
 from mnist_files import NAMES, random_set, write
@@ -125,7 +125,7 @@ def test_full_is_fetched_into_the_users_cache_checked_and_an_interrupt_leaves_no
     monkeypatch.setattr(fetch, "MIRRORS", [f"{address}/good.zip"])
     with pytest.raises(OSError, match=r"train-images-idx3-ubyte has the md5 \w{32}, expected 6bbc9ace"):
         data.load("full")
-    monkeypatch.setattr(fetch, "urlopen", lambda *_, **options: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(fetch, "urlopen", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         data.load("full")
     assert list((tmp_path / "xdg" / "ms_accum").iterdir()) == []
