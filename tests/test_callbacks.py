@@ -16,6 +16,7 @@ from model_runs import SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped", "seen"]
 
 

@@ -58,37 +58,10 @@ def test_a_file_is_written_whole_or_not_at_all():
     assert sorted(os.listdir()) == ["digits", "file"]
 
 
-LOUD = """
-import sys
-from mindspore import nn, ops
-
-def chatter():
-    for _ in range(10_000):
-        print("what a user's code prints")
-
-def when_made():
-    chatter()
-
-def when_run():
-    def forward_fn(x):
-        chatter()
-        return network(x).mean()
-    network = nn.Dense(1, 1)
-    return forward_fn, network, (ops.ones((4, 1)),)
-
-if loud_import:
-    chatter()
-"""
-
-
-@pytest.mark.parametrize("arguments", [
-    QUICK, ("--version",), ("plan", "loud_import:none", "--total-batch-size", "1"), ("check", "loud_import:none"),
-    ("check", "loud:when_made"), ("check", "loud:when_run")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [QUICK, ("--version",), ("check", "loud:none")], ids=" ".join)
 def test_a_closed_pipe_ends_the_command_without_a_word(arguments, monkeypatch, capsys):
-    for name in ("loud", "loud_import"):
-        Path(f"{name}.py").write_text(LOUD.replace("loud_import", str(name == "loud_import")), encoding="utf-8")
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(os.getcwd())
+    """Also if it is noticed in a user's code."""
+    Path("loud.py").write_text('for _ in range(10_000):\n    print("what a user\'s code prints")\n', encoding="utf-8")
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", encoding="utf-8") as closed:
