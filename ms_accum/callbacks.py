@@ -32,16 +32,14 @@ class FlushCallback(Callback):
 
     Example:
         >>> import numpy as np
-        >>> from mindspore import nn
-        >>> from mindspore.dataset import GeneratorDataset
-        >>> from mindspore.train import Model
+        >>> from mindspore import dataset, nn, train
         >>> from ms_accum import FlushCallback, TrainOneStepCell
         >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
-        >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> data = dataset.GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
-        >>> Model(cell).train(1, dataset, callbacks=[FlushCallback()], dataset_sink_mode=False)
+        >>> train.Model(cell).train(1, data, callbacks=[FlushCallback()], dataset_sink_mode=False)
         >>> print(int(cell.accumulator.update_step), int(cell.accumulator.mini_step))
         2 0
     """
@@ -137,20 +135,18 @@ class PerUpdate(_OfOneCell):
 
     Example:
         >>> import numpy as np
-        >>> from mindspore import nn
-        >>> from mindspore.dataset import GeneratorDataset
-        >>> from mindspore.train import LearningRateScheduler, Model
+        >>> from mindspore import dataset, nn, train
         >>> from ms_accum import FlushCallback, PerUpdate, TrainOneStepCell
         >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
-        >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> data = dataset.GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
         >>> def learning_rate(rate, update_step):
         ...     print("update", update_step)
         ...     return rate / 2
-        >>> callbacks = [FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))]
-        >>> Model(cell).train(1, dataset, callbacks=callbacks, dataset_sink_mode=False)
+        >>> callbacks = [FlushCallback(), PerUpdate(train.LearningRateScheduler(learning_rate))]
+        >>> train.Model(cell).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
         update 1
         update 2
     """
@@ -236,18 +232,16 @@ class WindowLog(_OfOneCell):
 
     Example:
         >>> import numpy as np
-        >>> from mindspore import nn
-        >>> from mindspore.dataset import GeneratorDataset
-        >>> from mindspore.train import Model
+        >>> from mindspore import dataset, nn, train
         >>> from ms_accum import FlushCallback, TrainOneStepCell, WindowLog
         >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
-        >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> data = dataset.GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
         >>> def write(row):
         ...     print(row["microbatch"], row["update_step"], row["loss"], row["weight"])
-        >>> Model(cell).train(1, dataset, callbacks=[FlushCallback(), WindowLog(write)], dataset_sink_mode=False)
+        >>> train.Model(cell).train(1, data, callbacks=[FlushCallback(), WindowLog(write)], dataset_sink_mode=False)
         2 1 2.5 8.0
         3 2 5.5 4.0
     """

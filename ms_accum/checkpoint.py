@@ -42,14 +42,14 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
     Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are
     Parameters), the accumulator's buffers, weights and counters, its loss scaler, and `extra`. The state of random
-    layers is not saved, because MindSpore 2.10 does not give access to it on CPU (`get_rng_state` covers none of its
-    kernels): pass masks as arguments of the batch, drawn from a seed and the position in the data, which `extra` holds.
+    layers is not, for MindSpore 2.10 gives no access to it on CPU: pass masks as arguments of the batch, drawn from a
+    seed and the position in the data, which `extra` holds.
 
     The file is written beside `path`, flushed to the disk and renamed, so a process that is killed at any moment leaves
-    the old file or the new one, complete. (`mindspore.save_checkpoint` removes the old file first.) The next save on
-    the same host removes what a killed process left. Several processes may save to one path at once; the last one wins.
-    With several ranks, every rank has to call it with the same path, and only one such run at a time may use the path.
-    The files are `<stem>.rank<r>of<n>-<generation><suffix>`; they become valid together when rank 0 renames its own.
+    the old file or the new one, complete. The next save on the same host removes what a killed process left. Several
+    processes may save to one path at once; the last one wins. With several ranks, every rank has to call it with the
+    same path, and only one such run at a time may use the path. The files of other ranks than 0 are called
+    `<stem>.rank<r>of<n>-<generation><suffix>`; all become valid together when rank 0 renames its own.
 
     Args:
         path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
@@ -58,9 +58,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         extra: Any JSON value: epoch, position in the data, seed. NaN and infinity are kept.
 
     Raises:
-        TypeError: If `network` or `accumulator` is of another kind; if `extra` cannot be written as JSON, or would be
-            read back as something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its
-            state cannot be found.
+        TypeError: If `network` or `accumulator` is of another kind; if `extra` would not come back from JSON as it is
+            (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its state cannot be found.
         ValueError: If the suffix is another one, or two entries of the file would have the same name.
         RuntimeError: If an error or an interrupt stopped a batch or an update in the middle.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
@@ -116,8 +115,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     Args:
         path: The file that was given to `save_checkpoint`.
         network: A network with the parameters that were saved, of any values.
-        accumulator: An accumulator built with the same arguments as the one that was saved, or the train step or
-            `TrainOneStepCell` that feeds it.
+        accumulator: As in `save_checkpoint`, built with the same arguments.
 
     Returns:
         `extra`.
@@ -129,7 +127,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             window, also if it belongs to another number of ranks, `DataParallel` or `accumulate_step` (functions are
             compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, on all of them. Not compared are arguments of
             the optimizer that are not Parameters, factor and window of a loss scaler, and the train step's.
-        TypeError: If `network` or `accumulator` is of another kind.
+        TypeError, ValueError: As in `save_checkpoint`.
 
     Source: see `save_checkpoint`.
 
