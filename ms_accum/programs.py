@@ -134,7 +134,7 @@ def join_ranks() -> None:
         try:
             init()
         except RuntimeError as error:
-            sys.exit(f"ms-accum: the scheduler stops: {one_line(error)}")
+            raise OSError(f"the scheduler stops: {one_line(error)}") from error
         sys.exit(0)
     init()
     if get_rank() > 0:
