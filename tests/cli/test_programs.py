@@ -260,13 +260,13 @@ def test_any_command_line_runs_or_is_refused_in_one_line(monkeypatch, tmp_path, 
 
 
 def test_a_scheduler_that_stops_says_why_in_one_line(run, monkeypatch):
-    why = RuntimeError("It may be one of the following reasons:\n1.MS_SCHED_PORT is occupied.\n\n- C++ Call Stack")
+    why = RuntimeError("It may be one of these:\n1.MS_SCHED_PORT is occupied.\n\n- C++ Call Stack")
     monkeypatch.setattr("mindspore.communication.init", Mock(side_effect=why))
     monkeypatch.setenv("MS_NODE_TIMEOUT", "30")
     monkeypatch.setenv("MS_ROLE", "MS_SCHED")
     status, out, (said,) = run("mnist")
     assert (status, out) == (2, [])
-    assert said.startswith("ms-accum mnist: error: the scheduler stops: It may be one of the following reasons: 1.MS_SCHED_PORT is occupied.")
+    assert said.startswith("ms-accum mnist: error: the scheduler stops: It may be one of these: 1.MS_SCHED_PORT is occupied.")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
