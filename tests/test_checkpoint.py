@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 def test_training_goes_on_bit_identically():
-    """Into a run that was used before; windows that adapt, and a hook with state. What else there is: test_machine.py, test_differential.py.
+    """Into a run that was used before; windows that adapt, a hook with state. For the rest see test_machine.py, test_differential.py.
 
     Saved in an open window after 5 of 11 microbatches, and in the next closed one."""
     def make():
