@@ -3,9 +3,9 @@ import os
 import sys
 from hashlib import sha256
 
-import mindspore as ms
 from conftest import MLP, batches, mean_loss, tensors
 from mindspore import amp, nn
+from pages import recipe
 
 from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint
 
@@ -14,25 +14,13 @@ OPTIMIZERS = {"Momentum": lambda weights: nn.Momentum(weights, nn.exponential_de
 BATCHES = batches([4, 6, 4, 4, 6, 6, 6, 4, 4, 6, 4, 6])
 
 
-class Average(nn.Cell):
-    """A moving average of the weights: a hook with state."""
-
-    def __init__(self, weights):
-        super().__init__()
-        self.weights, self.averages = ms.ParameterTuple(weights), ms.ParameterTuple(weights).clone("average")
-
-    def construct(self):
-        for weight, average in zip(self.weights, self.averages):
-            ms.ops.assign(average, 0.5 * average + 0.5 * weight)
-
-
 def build(optimizer="Momentum", hidden=5, accumulate_step=3, reduction="mean", scaler=False, average=False, **options):
     """A network, its accumulator, and the train step that feeds it."""
     network = MLP(hidden=hidden)
     weights = network.trainable_params()
     acc = Accumulator(OPTIMIZERS[optimizer](weights), accumulate_step, 0.5, reduction=reduction,
                       loss_scaler=amp.DynamicLossScaler(1024, 2, 2) if scaler else None,
-                      after_update=Average(weights) if average else None, **options)
+                      after_update=recipe("train-step", "MovingAverage")(weights, 0.5) if average else None, **options)
     return network, acc, make_train_step(mean_loss(network), acc) if reduction == "mean" else None
 
 
