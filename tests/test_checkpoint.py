@@ -14,13 +14,12 @@ import checkpointing
 import mindspore as ms
 import numpy as np
 import pytest
-from checkpointing import build, run, state, train
-from conftest import MLP, difference, values
+from checkpointing import BATCHES, build, run, state, train
+from conftest import MLP, difference, mean_loss, tensors, values
 from mindspore import Tensor, nn
 
-from ms_accum import Accumulator, CheckpointError, checkpoint_file, load_checkpoint, save_checkpoint
+from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, checkpoint_file, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.batch_size import AdaptiveWindow
-from ms_accum.buffers import Buffers
 
 SUFFIXES = [".ckpt", ".safetensors"]
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -95,22 +94,6 @@ def test_every_entry_matters():
         assert (state(network, acc) == uninterrupted) == (i == len(entries))
 
 
-def test_a_run_goes_on_in_its_own_unit_of_weights(monkeypatch):
-    """Its graphs hold the unit as a constant. Control: the buffers taken as they are."""
-    network, acc, train_step = build(optimizer="SGD")
-    train(train_step, 0, 5)
-    save_checkpoint("c.ckpt", network, acc)
-    train(train_step, 5, 6)
-    uninterrupted = values(network.trainable_params())
-    for adopt, (least, most) in ((Buffers.adopt, (0, 1e-6)), (lambda self, before: None, (1e-3, 1))):
-        monkeypatch.setattr(Buffers, "adopt", adopt)
-        network, acc, train_step = build(optimizer="SGD")
-        train(train_step, 1, 2)  # of 6 samples; the unit of the checkpoint is 4
-        load_checkpoint("c.ckpt", network, acc)
-        train(train_step, 5, 6)
-        assert least <= difference(values(network.trainable_params()), uninterrupted) <= most
-
-
 def test_a_closed_window_goes_on_with_another_accumulate_step():
     """From and to a number and a length that is chosen: bit-identical to a schedule. Control: the same length again."""
     network, acc, train_step = build(accumulate_step={0: 3, 2: 2})
@@ -127,6 +110,25 @@ def test_a_closed_window_goes_on_with_another_accumulate_step():
             assert acc.position() == (0, 2 if same else 3)
             train(train_step, 6, 11)
             assert (difference(values(network.get_parameters()), uninterrupted) == 0) == same
+
+
+def a_cell(network, acc):
+    return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
+
+
+@pytest.mark.parametrize("make", [lambda network, acc: make_train_step(mean_loss(network), acc), a_cell], ids=["step", "cell"])
+def test_a_full_window_that_an_interrupt_left_open_is_closed_by_the_next_call(make):
+    network, acc, _ = build()
+    grad_fn = ms.value_and_grad(mean_loss(network), None, acc.optimizer.parameters)
+    for x, y in BATCHES[:3]:
+        acc.add(grad_fn(*tensors(x, y))[1], 4)
+    save_checkpoint("c.ckpt", network, acc)
+    network, acc, _ = build()
+    train_step = make(network, acc)
+    train(train_step, 0, 1)
+    load_checkpoint("c.ckpt", network, train_step)
+    train(train_step, 3, 4)
+    assert (int(acc.update_step), int(acc.mini_step), float(acc.window_weight)) == (1, 1, 12)
 
 
 def refused(path, message, network, acc):

@@ -10,7 +10,7 @@ from pages import recipe
 from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint
 
 OPTIMIZERS = {"Momentum": lambda weights: nn.Momentum(weights, nn.exponential_decay_lr(0.1, 0.9, 100, 1, 1), 0.9),
-              "Adam": lambda weights: nn.Adam(weights, 0.01), "SGD": lambda weights: nn.SGD(weights, 0.1)}
+              "Adam": lambda weights: nn.Adam(weights, 0.01)}
 BATCHES = batches([4, 6, 4, 4, 6, 6, 6, 4, 4, 6, 4, 6])
 
 
