@@ -188,8 +188,7 @@ def test_what_cannot_be_resumed_is_refused(run):
 
 @pytest.mark.parametrize(("arguments", "match"), [
     ("mnist --batch-size 0", r"argument --batch-size: expected a whole number from 1 to \d+, got '0'"),
-    ("mnist --accumulate-step 2.5", r"argument --accumulate-step: expected a whole number"),
-    ("mnist --epochs x", r"argument --epochs: expected a whole number from 1 to \d+, got 'x'"),
+    ("mnist --epochs 2.5", r"argument --epochs: expected a whole number from 1 to \d+, got '2.5'"),
     ("mnist --lr nan", r"argument --lr: expected a finite number > 0, got 'nan'"),
     ("mnist --clip-norm 0", "clip_norm is 0.0, expected a number > 0"),
     ("mnist --seed -1", r"argument --seed: expected a whole number from 0, got '-1'"),
