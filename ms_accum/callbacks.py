@@ -4,6 +4,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterable
+from functools import partialmethod
 from math import nan
 from typing import Any, Optional, Union
 
@@ -161,10 +162,6 @@ class PerUpdate(_OfOneCell):
         self._update_step, self._begun = int(self._accumulator.update_step), False
         self._pass_on("on_train_begin", run_context)
 
-    def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Pass it on."""
-        self._pass_on("on_train_epoch_begin", run_context)
-
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Pass it on if it is the first since the last update."""
         if not self._begun:
@@ -184,16 +181,6 @@ class PerUpdate(_OfOneCell):
                                    "parameters; give every rank the same number of microbatches, or the optimizer a "
                                    "schedule")
 
-    def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Pass it on, after an update that a flush has just made."""
-        self.on_train_step_end(run_context)
-        self._pass_on("on_train_epoch_end", run_context)
-
-    def on_train_end(self, run_context: RunContext) -> None:
-        """Pass it on, after an update that a flush has just made."""
-        self.on_train_step_end(run_context)
-        self._pass_on("on_train_end", run_context)
-
     def _pass_on(self, event: str, run_context: RunContext) -> None:
         context = run_context.original_args()
         before = context.cur_step_num, context.optimizer
@@ -202,6 +189,15 @@ class PerUpdate(_OfOneCell):
             getattr(self.callback, event)(run_context)
         finally:
             context.cur_step_num, context.optimizer = before
+
+    def _pass_on_after(self, event: str, run_context: RunContext) -> None:
+        """Pass it on, after an update that a flush has just made."""
+        self.on_train_step_end(run_context)
+        self._pass_on(event, run_context)
+
+    on_train_epoch_begin = partialmethod(_pass_on, "on_train_epoch_begin")
+    on_train_epoch_end = partialmethod(_pass_on_after, "on_train_epoch_end")
+    on_train_end = partialmethod(_pass_on_after, "on_train_end")
 
 
 class WindowLog(_OfOneCell):
