@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from math import ceil, inf, log2
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 from tqdm import tqdm
 
@@ -83,23 +83,31 @@ def run(options: argparse.Namespace) -> int:
     make_step = imported(options.function, "train:make_step")
     if options.noise_scale:
         require_measurable(make_step, batch_size, device)
-    most, figures, plan = ceil(log2(len(candidates(batch_size)) + 1)), {}, None
+    most = ceil(log2(len(candidates(batch_size)) + 1))
+    plan, noise, failed, planned = None, None, None, dict.fromkeys(("microbatch", "accumulate_step", "peak"))
     try:
         with tqdm(total=most, desc="trials", unit="trial", leave=False, dynamic_ncols=True, mininterval=0,
                   file=sys.stdout, disable=not sys.stdout.isatty()) as bar:
             plan = plan_micro_batch(make_step, batch_size, memory_limit=options.memory_limit, device_target=device,
                                     timeout=timeout, on_trial=partial(_show, bar))
         print(plan, flush=True)
+        planned, trials = asdict(plan), plan.trials
         if options.noise_scale:
             noise = measure_noise(make_step, plan, options.noise_scale, device, timeout)
             print(table(plan, noise))
-            figures = {"noise_scale": noise, "worth": longest_within(plan, noise)}
     except PlanError as error:
-        _write(options, error.trials, plan, figures)
-        print(f"ms-accum plan: error: {error}", file=sys.stderr)
-        return 1
-    _write(options, plan.trials, plan, figures)
-    return 0
+        failed, trials = error, error.trials
+    if options.json:
+        write_json(options.json, {
+            "function": options.function, "batch_size": batch_size, "device": device, "dry_run": is_dry_run(device),
+            "memory_limit": options.memory_limit, "noise_scale": noise,
+            "worth": None if noise is None else longest_within(plan, noise), **planned,
+            "trials": [asdict(trial) for trial in trials]})
+    if options.plot:
+        write_file(options.plot, draw(trials, plan).savefig)
+    if failed:
+        print(f"ms-accum plan: error: {failed}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _show(bar: tqdm, trial: Trial) -> None:
@@ -108,18 +116,6 @@ def _show(bar: tqdm, trial: Trial) -> None:
     bar.update()
     if bar.disable:
         print(f"trial: {result}", flush=True)
-
-
-def _write(options: argparse.Namespace, trials: Sequence[Trial], plan: Optional[Plan], figures: dict[str, Any]) -> None:
-    """Write the files that the options name, even if no microbatch was found."""
-    if options.json:
-        planned = asdict(plan) if plan else dict.fromkeys(("microbatch", "accumulate_step", "peak"))
-        write_json(options.json, {
-            "function": options.function, "batch_size": options.total_batch_size, "device": options.device,
-            "dry_run": is_dry_run(options.device), "memory_limit": options.memory_limit, "noise_scale": None,
-            "worth": None, **planned, **figures, "trials": [asdict(trial) for trial in trials]})
-    if options.plot:
-        write_file(options.plot, draw(trials, plan).savefig)
 
 
 def draw(trials: Sequence[Trial], plan: Optional[Plan]) -> Figure:
