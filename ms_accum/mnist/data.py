@@ -85,9 +85,7 @@ def _existing(path: Path) -> Path:
     for candidate in (path, path.with_name(f"{path.name}.gz")):
         if candidate.is_file():
             return candidate
-    raise ValueError(f"{path} (or {path.name}.gz) is missing; expected a folder that holds "
-                     "train/train-images-idx3-ubyte, train/train-labels-idx1-ubyte, "
-                     "test/t10k-images-idx3-ubyte and test/t10k-labels-idx1-ubyte")
+    raise ValueError(f"{path} (or {path.name}.gz) is missing; expected a folder that holds {', '.join(fetch.MD5)}")
 
 
 def read_idx(path: Path, item_shape: tuple[int, ...]) -> np.ndarray:
