@@ -144,18 +144,20 @@ class StopAfterThree(Callback):
 
 @pytest.mark.parametrize("tested", [True, False])
 def test_flush_after_a_stop_in_mid_epoch(tested):
-    """Before the test, if there is one."""
+    """Before the test, if there is one; and the update that it makes is counted."""
     network, cell = make_cell()
     oracle = trained_oracle(network, SIZES[:3])
-    stop = StopAfterThree(cell)
+    stop, inner = StopAfterThree(cell), Recorder()
+    callbacks = [FlushCallback(), PerUpdate(inner), stop]
     model = Model(cell, eval_network=nn.WithEvalCell(network, nn.CrossEntropyLoss()), eval_indexes=[0, 1, 2],
                   metrics={"loss"})
     if tested:
-        model.fit(4, dataset(), dataset([8]), callbacks=[FlushCallback(), stop], dataset_sink_mode=False,
+        model.fit(4, dataset(), dataset([8]), callbacks=callbacks, dataset_sink_mode=False,
                   valid_dataset_sink_mode=False)
     else:
-        train(cell, FlushCallback(), stop, epochs=4)
+        train(cell, *callbacks, epochs=4)
     assert stop.open_windows == [0] * tested
+    assert inner.steps == [1, 2]
     assert int(cell.accumulator.update_step) == 2
     assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
     cell(*tensors(*batches([6])[0]))  # negative control: a test of its own is none of the training's
