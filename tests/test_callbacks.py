@@ -2,6 +2,7 @@
 import csv
 import itertools
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import amp, nn
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
-from mindspore.train import Callback, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint, ReduceLROnPlateau
-from model_runs import SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
+from mindspore.train import LambdaCallback, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint, ReduceLROnPlateau
+from model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
 
@@ -31,16 +32,15 @@ class Oracle(reference.Accumulation):
         self.seen += self.weight * (self.update_step - updates)
 
 
-class Meddling(Callback):
-    """Resets or flushes after some microbatches."""
+class Recorder(LambdaCallback):
+    """The numbers of the microbatches, how many began, and the events it saw."""
 
-    def __init__(self, cell, acts):
-        self.acts, self.functions = acts, {"reset": cell.accumulator.reset, "flush": cell.flush}
-
-    def on_train_step_end(self, run_context):
-        act = self.acts.get(run_context.original_args().cur_step_num)
-        if act:
-            self.functions[act]()
+    def __init__(self):
+        self.steps, self.events, self.begun = [], [], []
+        noted = {f"on_train_{event}": lambda context, event=event: self.events.append(event)
+                 for event in ("begin", "epoch_begin", "epoch_end", "end")}
+        super().__init__(on_train_step_begin=self.begun.append, **noted,
+                         on_train_step_end=lambda context: self.steps.append(context.original_args().cur_step_num))
 
 
 def expected_rows(oracle, epochs, acts):
@@ -83,17 +83,19 @@ def test_a_row_for_each_window_and_a_call_for_each_update(data):
     if on_nonfinite != "apply":
         epoch[draw(st.integers(0, len(epoch) - 1))][0][:] = np.nan
     acts = draw(st.dictionaries(st.integers(1, 2 * len(epoch)), st.sampled_from(["reset", "flush"]), max_size=3))
+    functions = {"reset": cell.accumulator.reset, "flush": cell.flush, None: int}
+    meddling = LambdaCallback(on_train_step_end=lambda context: functions[acts.get(context.original_args().cur_step_num)]())
     inner, outer, rows, updates = Recorder(), Recorder(), [], oracle.update_step
     callbacks = [FlushCallback(), WindowLog(rows.append)][::draw(st.sampled_from([1, -1]))]
-    train(cell, *callbacks, Meddling(cell, acts), PerUpdate(inner), outer, epochs=2, data=dataset_of(epoch))
+    train(cell, *callbacks, meddling, PerUpdate(inner), outer, epochs=2, data=dataset_of(epoch))
     expected = expected_rows(oracle, 2 * [epoch], acts)
     assert all(list(row) == COLUMNS for row in rows)
     np.testing.assert_allclose([list(row.values()) for row in rows], expected, rtol=1e-4)
     assert difference(values(cell.optimizer.parameters), oracle.parameters) <= 1e-5
     assert inner.steps == [*range(updates + 1, oracle.update_step + 1)]
     assert outer.steps == [*range(1, 2 * len(epoch) + 1)], "the run's own count is put back"
-    assert len(inner.steps) <= inner.begun <= len(inner.steps) + 1 <= outer.begun + 1 == 2 * len(epoch) + 1
-    assert inner.events == outer.events == ["begin", *2 * ["epoch begin", "epoch end"], "end"]
+    assert len(inner.steps) <= len(inner.begun) <= len(inner.steps) + 1 <= len(outer.begun) + 1 == 2 * len(epoch) + 1
+    assert inner.events == outer.events == ["begin", *2 * ["epoch_begin", "epoch_end"], "end"]
 
 
 def test_a_file_has_the_rows_that_a_function_is_given():
@@ -128,26 +130,14 @@ def test_per_update_shows_the_optimizer():
     assert float(cell.optimizer.learning_rate) == 0.125
 
 
-class StopAfterThree(Callback):
-    """Stops in the middle of an epoch; notes what is in the open window at each test."""
-
-    def __init__(self, cell):
-        self.cell, self.open_windows = cell, []
-
-    def on_train_step_end(self, run_context):
-        if run_context.original_args().cur_step_num == 3:
-            run_context.request_stop()
-
-    def on_eval_end(self, run_context):
-        self.open_windows.append(int(self.cell.accumulator.mini_step))
-
-
 @pytest.mark.parametrize("tested", [True, False])
 def test_flush_after_a_stop_in_mid_epoch(tested):
     """Before the test, if there is one; and the update that it makes is counted."""
     network, cell = make_cell()
     oracle = trained_oracle(network, SIZES[:3])
-    stop, inner = StopAfterThree(cell), Recorder()
+    inner, open_windows = Recorder(), []
+    stop = LambdaCallback(on_train_step_end=lambda context: context.original_args().cur_step_num == 3 and context.request_stop(),
+                          on_eval_end=lambda context: open_windows.append(int(cell.accumulator.mini_step)))
     callbacks = [FlushCallback(), PerUpdate(inner), stop]
     model = Model(cell, eval_network=nn.WithEvalCell(network, nn.CrossEntropyLoss()), eval_indexes=[0, 1, 2],
                   metrics={"loss"})
@@ -156,7 +146,7 @@ def test_flush_after_a_stop_in_mid_epoch(tested):
                   valid_dataset_sink_mode=False)
     else:
         train(cell, *callbacks, epochs=4)
-    assert stop.open_windows == [0] * tested
+    assert open_windows == [0] * tested
     assert inner.steps == [1, 2]
     assert int(cell.accumulator.update_step) == 2
     assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
@@ -176,23 +166,13 @@ def test_flush_keeps_to_the_ends_of_epochs_that_differ_in_length():
         def __iter__(self):
             return iter([microbatch] * next(lengths))
 
-    class Windows(Callback):
-        def on_train_epoch_begin(self, run_context):
-            epochs.append([])
-
-        def on_train_step_end(self, run_context):
-            epochs[-1].append(int(cell.accumulator.mini_step))
-
+    windows = LambdaCallback(on_train_epoch_begin=lambda context: epochs.append([]),
+                             on_train_step_end=lambda context: epochs[-1].append(int(cell.accumulator.mini_step)))
     varying = GeneratorDataset(Varying(), ["x", "y"], shuffle=False)
     assert varying.get_dataset_size() == 3
-    train(cell, FlushCallback(), Windows(), epochs=6, data=varying)
+    train(cell, FlushCallback(), windows, epochs=6, data=varying)
     assert {1, 3} == set(map(len, epochs))
     assert all(epoch == [1, 0, 0][:len(epoch)] for epoch in epochs)
-
-
-class Failing(Callback):
-    def on_train_step_end(self, run_context):
-        raise KeyError("no more")
 
 
 def test_a_log_of_a_training_that_failed_does_not_log_the_next_one():
@@ -201,22 +181,12 @@ def test_a_log_of_a_training_that_failed_does_not_log_the_next_one():
     first, second = [], []
     log = WindowLog(first.append)
     with pytest.raises(KeyError):
-        train(cell, Failing(), log)
+        train(cell, LambdaCallback(on_train_step_end=Mock(side_effect=KeyError)), log)
     train(cell, FlushCallback(), WindowLog(second.append))
     assert first == []
     assert [(row["microbatch"], row["weight"]) for row in second] == [(1, 12), (3, 12), (5, 8)]
     train(cell, FlushCallback(), log)
     assert [row["microbatch"] for row in first] == [2, 4, 5]
-
-
-class Flushing(Callback):
-    """What flushes without telling the logs."""
-
-    def __init__(self, cell):
-        self.cell = cell
-
-    def on_train_step_end(self, run_context):
-        self.cell.flush()
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -231,7 +201,8 @@ def test_a_flush_that_closes_further_windows(told, monkeypatch):
         flush()
 
     monkeypatch.setattr(cell, "flush", flush_twice)
-    train(cell, FlushCallback() if told else Flushing(cell), WindowLog(rows.append), data=dataset([6]))
+    flushing = FlushCallback() if told else LambdaCallback(on_train_step_end=lambda context: cell.flush())
+    train(cell, flushing, WindowLog(rows.append), data=dataset([6]))
     assert rows[0]["microbatch"] == 1
     assert [np.isnan(rows[0][name]) for name in ("grad_norm", "loss", "weight")] == [True, not told, not told]
 
