@@ -89,7 +89,7 @@ def add_options(parser: ArgumentParser, compare: str, **defaults: Any) -> None:
 
 def run(program: Program, options: Namespace) -> None:
     """Train, report, write. ValueError for wrong input, OSError for files that cannot be had."""
-    if options.compare and (options.save or options.resume):
+    if options.compare and (options.save, options.resume) != (None, None):
         raise ValueError("argument --compare: trains twice; leave out --save and --resume")
     join_ranks()
     reports, networks = [], []

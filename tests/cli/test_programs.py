@@ -192,6 +192,7 @@ def test_what_cannot_be_resumed_is_refused(run):
     ("mnist --plot missing/run.png", r"argument --plot: cannot write missing/run\.png \(No such file or directory\); name a new file"),
     ("mnist --save run", r"argument --save: run does not end in \.ckpt or \.safetensors; name the file run\.ckpt"),
     ("mnist --compare --save c.ckpt", "argument --compare: trains twice; leave out --save and --resume"),
+    ("mnist --resume=", r"\S+ ends in '', expected one of \.ckpt, \.safetensors"),
     ("mnist --compare --optimizer adam", "--compare trains in float64, which MindSpore's Adam does not take; give --optimizer sgd"),
     ("mnist --data nowhere", r"nowhere/train/train-images-idx3-ubyte .* is missing; expected a folder"),
     ("mnist --data damaged", r"damaged/.*train-labels-idx1-ubyte has the idx header \(0, 0\), expected 1 to 1000000 items"),
