@@ -3,20 +3,18 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partialmethod
 from math import nan
 from typing import Any, Optional, Union
 
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
 
-from .accumulator import Accumulator
 from .arguments import instance_of
 from .batch import require_batched
 from .model import TrainOneStepCell
 from .optimizers import require_rates, require_trainable
-
-_REMEDY = "give Model(TrainOneStepCell(network_with_loss, optimizer, accumulate_step=4)), without an optimizer"
 
 
 class FlushCallback(Callback):
@@ -35,16 +33,14 @@ class FlushCallback(Callback):
 
     Example:
         >>> import numpy as np
-        >>> from mindspore import nn
-        >>> from mindspore.dataset import GeneratorDataset
-        >>> from mindspore.train import Model
+        >>> from mindspore import dataset, nn, train
         >>> from ms_accum import FlushCallback, TrainOneStepCell
         >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
-        >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> data = dataset.GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
-        >>> Model(cell).train(1, dataset, callbacks=[FlushCallback()], dataset_sink_mode=False)
+        >>> train.Model(cell).train(1, data, callbacks=[FlushCallback()], dataset_sink_mode=False)
         >>> print(int(cell.accumulator.update_step), int(cell.accumulator.mini_step))
         2 0
     """
@@ -55,7 +51,7 @@ class FlushCallback(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Raise ValueError if there is no cell to flush, or what follows cannot work."""
-        train_cells(run_context)
+        _train_cells(run_context)
         context = run_context.original_args()
         require_batched(context.train_dataset)
         for callback in context.list_callback:
@@ -70,7 +66,7 @@ class FlushCallback(Callback):
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Remember where the epoch begins, and check that the optimizer can go on."""
-        for cell in train_cells(run_context):
+        for cell in _train_cells(run_context):
             require_trainable(cell.optimizer.parameters)
             require_rates(cell.optimizer)
         self._begin = run_context.original_args().cur_step_num
@@ -88,13 +84,31 @@ class FlushCallback(Callback):
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Flush what an epoch or a training that was stopped early has left."""
-        for cell in train_cells(run_context):
+        for callback in run_context.original_args().list_callback:
+            if isinstance(callback, WindowLog):
+                callback.take(run_context)
+        for cell in _train_cells(run_context):
             cell.flush()
 
     on_train_end = on_train_epoch_end
 
 
-class PerUpdate(Callback):
+class _OfOneCell(Callback):
+    """The base of those that see single microbatches of one `TrainOneStepCell`."""
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Find the cell. ValueError if there is not exactly one, or in data sink mode."""
+        cells, name = _train_cells(run_context), type(self).__name__
+        if len(cells) > 1:
+            raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, whose updates differ in number; expected "
+                             "one")
+        if run_context.original_args().get("dataset_sink_mode"):
+            raise ValueError(f"{name} with dataset_sink_mode=True: single microbatches are not seen then; give "
+                             "dataset_sink_mode=False")
+        self._optimizer, self._accumulator = cells[0].optimizer, cells[0].accumulator
+
+
+class PerUpdate(_OfOneCell):
     """Call another callback after each update instead of after each microbatch, and let it count updates.
 
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
@@ -122,20 +136,18 @@ class PerUpdate(Callback):
 
     Example:
         >>> import numpy as np
-        >>> from mindspore import nn
-        >>> from mindspore.dataset import GeneratorDataset
-        >>> from mindspore.train import LearningRateScheduler, Model
+        >>> from mindspore import dataset, nn, train
         >>> from ms_accum import FlushCallback, PerUpdate, TrainOneStepCell
         >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
-        >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> data = dataset.GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
         >>> def learning_rate(rate, update_step):
         ...     print("update", update_step)
         ...     return rate / 2
-        >>> callbacks = [FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))]
-        >>> Model(cell).train(1, dataset, callbacks=callbacks, dataset_sink_mode=False)
+        >>> callbacks = [FlushCallback(), PerUpdate(train.LearningRateScheduler(learning_rate))]
+        >>> train.Model(cell).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
         update 1
         update 2
     """
@@ -143,16 +155,12 @@ class PerUpdate(Callback):
     def __init__(self, callback: Callback) -> None:
         super().__init__()
         self.callback = instance_of("callback", callback, Callback, "a mindspore.train.Callback")
-        self._update_step, self._begun = 0, False
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember how many updates there are, and pass it on."""
-        self._update_step = int(_only_cell(run_context, self).accumulator.update_step)
+        super().on_train_begin(run_context)
+        self._update_step, self._begun = int(self._accumulator.update_step), False
         self._pass_on("on_train_begin", run_context)
-
-    def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Pass it on."""
-        self._pass_on("on_train_epoch_begin", run_context)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Pass it on if it is the first since the last update."""
@@ -162,39 +170,37 @@ class PerUpdate(Callback):
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Pass it on if there was an update since the last time."""
-        cell = _only_cell(run_context, self)
-        updates = int(cell.accumulator.update_step) - self._update_step
+        updates = int(self._accumulator.update_step) - self._update_step
         if updates > 0:
-            rate = _learning_rate(cell.optimizer)
+            rate = _learning_rate(self._optimizer)
             self._update_step, self._begun = self._update_step + updates, False
             self._pass_on("on_train_step_end", run_context)
-            if updates > 1 and cell.accumulator.exchange.ranks > 1 and _learning_rate(cell.optimizer) != rate:
+            if updates > 1 and self._accumulator.exchange.ranks > 1 and _learning_rate(self._optimizer) != rate:
                 raise RuntimeError(f"the learning rate was changed after {updates} updates, which this rank made at "
                                    "once because it ran out of data before the others: ranks now hold different "
                                    "parameters; give every rank the same number of microbatches, or the optimizer a "
                                    "schedule")
 
-    def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Pass it on, after an update that a flush has just made."""
-        self.on_train_step_end(run_context)
-        self._pass_on("on_train_epoch_end", run_context)
-
-    def on_train_end(self, run_context: RunContext) -> None:
-        """Pass it on, after an update that a flush has just made."""
-        self.on_train_step_end(run_context)
-        self._pass_on("on_train_end", run_context)
-
     def _pass_on(self, event: str, run_context: RunContext) -> None:
         context = run_context.original_args()
         before = context.cur_step_num, context.optimizer
-        context.cur_step_num, context.optimizer = self._update_step, _only_cell(run_context, self).optimizer
+        context.cur_step_num, context.optimizer = self._update_step, self._optimizer
         try:
             getattr(self.callback, event)(run_context)
         finally:
             context.cur_step_num, context.optimizer = before
 
+    def _pass_on_after(self, event: str, run_context: RunContext) -> None:
+        """Pass it on, after an update that a flush has just made."""
+        self.on_train_step_end(run_context)
+        self._pass_on(event, run_context)
 
-class WindowLog(Callback):
+    on_train_epoch_begin = partialmethod(_pass_on, "on_train_epoch_begin")
+    on_train_epoch_end = partialmethod(_pass_on_after, "on_train_epoch_end")
+    on_train_end = partialmethod(_pass_on_after, "on_train_end")
+
+
+class WindowLog(_OfOneCell):
     """Log each window when it closes, as a row of a CSV file or by calling a function.
 
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
@@ -222,18 +228,16 @@ class WindowLog(Callback):
 
     Example:
         >>> import numpy as np
-        >>> from mindspore import nn
-        >>> from mindspore.dataset import GeneratorDataset
-        >>> from mindspore.train import Model
+        >>> from mindspore import dataset, nn, train
         >>> from ms_accum import FlushCallback, TrainOneStepCell, WindowLog
         >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
-        >>> dataset = GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> data = dataset.GeneratorDataset(rows, ["data", "label"], shuffle=False)
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
         >>> def write(row):
         ...     print(row["microbatch"], row["update_step"], row["loss"], row["weight"])
-        >>> Model(cell).train(1, dataset, callbacks=[FlushCallback(), WindowLog(write)], dataset_sink_mode=False)
+        >>> train.Model(cell).train(1, data, callbacks=[FlushCallback(), WindowLog(write)], dataset_sink_mode=False)
         2 1 2.5 8.0
         3 2 5.5 4.0
     """
@@ -241,78 +245,74 @@ class WindowLog(Callback):
     def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]]) -> None:
         super().__init__()
         instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
-        self._to, self._file, self._place = to, None, (0, 0)
+        self._to = to if callable(to) else os.path.abspath(to)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Remember the state of the accumulator, and open the file."""
-        cell, running = _only_cell(run_context, self), run_context.original_args().list_callback
-        others = [do for do in cell.before_flush if getattr(do, "__self__", None) is not self]
-        # An error in a training leaves its logs behind.
-        cell.before_flush[:] = [do for do in others if not _is_of_log(do) or do.__self__ in running] + [self._take]
-        accumulator = cell.accumulator
+        """Remember the state of the accumulator, and begin the file."""
+        super().on_train_begin(run_context)
         self._losses: list[tuple[float, float]] = []  # of each microbatch: its loss and weight
-        self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
-        self._step: Optional[RunContext] = None  # whose loss was not taken yet
+        self._weight, self._closed = float(self._accumulator.weight_sum), int(self._accumulator.closed_windows)
+        self._taken, self._place = True, (0, 0)
         if not callable(self._to):
-            self._file = open(self._to, "w", newline="", encoding="utf-8")
-            csv.writer(self._file).writerow(self._row(accumulator, 0))
+            self._write("w", self._row(0))
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Log the window if something else closed it since, and forget it if something else reset it."""
-        accumulator, self._step = _only_cell(run_context, self).accumulator, run_context
-        self._log_closed(accumulator)
-        if float(accumulator.weight_sum) != self._weight:
-            self._losses, self._weight = [], float(accumulator.weight_sum)
+        self._log_closed()
+        self._taken, weight = False, float(self._accumulator.weight_sum)
+        if weight != self._weight:
+            self._losses, self._weight = [], weight
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Take the microbatch's loss, and log the window if it was closed, by it or by a flush."""
-        self._take()
-        self._log_closed(_only_cell(run_context, self).accumulator)
+        self.take(run_context)
+        self._log_closed()
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
         """Log what a flush has just closed."""
-        self._log_closed(_only_cell(run_context, self).accumulator)
+        self._log_closed()
 
-    def on_train_end(self, run_context: RunContext) -> None:
-        """Log what a flush has just closed, and close the file."""
-        self.on_train_epoch_end(run_context)
-        _only_cell(run_context, self).before_flush.remove(self._take)
-        if self._file:
-            self._file.close()
+    on_train_end = on_train_epoch_end
 
-    def _take(self) -> None:
-        """Take the microbatch's loss, before a flush closes further windows, and log the window if it was closed."""
-        if self._step is None:
+    def take(self, run_context: RunContext) -> None:
+        """Take the microbatch's loss, once. `FlushCallback` calls it before a flush, which may close further windows.
+
+        If something else has made such a flush, this microbatch's weight is unknown.
+        """
+        if self._taken:
             return
-        context, accumulator = self._step.original_args(), _only_cell(self._step, self).accumulator
-        self._step = None
-        outputs = context.net_outputs
-        self._place = context.cur_epoch_num, context.cur_step_num
-        closed = int(accumulator.closed_windows) > self._closed
-        weight = float(accumulator.window_weight if closed else accumulator.weight_sum)
-        self._losses.append((float(outputs[0] if isinstance(outputs, tuple) else outputs), weight - self._weight))
-        self._weight = weight
-        self._log_closed(accumulator)
-
-    def _log_closed(self, accumulator: Accumulator) -> None:
+        self._taken, context, accumulator = True, run_context.original_args(), self._accumulator
+        self._place, loss = (context.cur_epoch_num, context.cur_step_num), context.net_outputs
         windows = int(accumulator.closed_windows) - self._closed
+        weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
+        self._losses.append((float(loss[0] if isinstance(loss, tuple) else loss), weight - self._weight))
+        self._weight = weight
+        self._log_closed()
+
+    def _log_closed(self) -> None:
+        windows = int(self._accumulator.closed_windows) - self._closed
         if windows <= 0:
             return
         self._closed += windows
-        if self._losses or accumulator.exchange.ranks == 1:
-            row = self._row(accumulator, windows - 1)
-            if self._file:
-                csv.writer(self._file).writerow(row.values())
-                self._file.flush()  # so that the file can be followed during a long run
-            else:
+        if self._losses or self._accumulator.exchange.ranks == 1:
+            row = self._row(windows - 1)
+            if callable(self._to):
                 self._to(row)
+            else:
+                self._write("a", row.values())
         self._losses, self._weight = [], 0.0
 
-    def _row(self, accumulator: Accumulator, of_others: int) -> dict[str, Union[int, float]]:
+    def _write(self, mode: str, values: Iterable) -> None:
+        """Write a row. The file is closed again, so that it can be followed during a long run."""
+        with open(self._to, mode, newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow(values)
+
+    def _row(self, of_others: int) -> dict[str, Union[int, float]]:
         """Return the row of this rank's window. After it, so many windows of other ranks were closed."""
         # A microbatch of weight 0 is ignored, even if its loss is NaN.
         counted = [(loss, weight) for loss, weight in self._losses if weight != 0]
         total, weight = sum(loss * weight for loss, weight in counted), sum(weight for _, weight in counted)
+        accumulator = self._accumulator
         row = {"epoch": self._place[0], "microbatch": self._place[1],
                "update_step": int(accumulator.update_step) - of_others, "loss": total / (weight or 1.0),
                "weight": float(accumulator.window_weight), "grad_norm": float(accumulator.grad_norm),
@@ -326,28 +326,15 @@ class WindowLog(Callback):
         return row
 
 
-def _is_of_log(function: Callable) -> bool:
-    return isinstance(getattr(function, "__self__", None), WindowLog)
-
-
-def train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
+def _train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
     """Return the `TrainOneStepCell`s of a run. ValueError if there is none."""
     network = run_context.original_args().train_network
     cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepCell)]
     if not cells:
         raise ValueError(f"the model trains a {type(network).__name__} without a TrainOneStepCell of ms_accum in it; "
-                         f"{_REMEDY}")
+                         "give Model(TrainOneStepCell(network_with_loss, optimizer, accumulate_step=4)), without an "
+                         "optimizer")
     return cells
-
-
-def _only_cell(run_context: RunContext, callback: Callback) -> TrainOneStepCell:
-    cells, name = train_cells(run_context), type(callback).__name__
-    if len(cells) > 1:
-        raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, whose updates differ in number; expected one")
-    if run_context.original_args().get("dataset_sink_mode"):
-        raise ValueError(f"{name} with dataset_sink_mode=True: single microbatches are not seen then; give "
-                         "dataset_sink_mode=False")
-    return cells[0]
 
 
 def _learning_rate(optimizer: nn.Cell) -> Optional[bytes]:

@@ -7,13 +7,11 @@ is open: a closed window fits any number of ranks and any length of the next one
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -24,6 +22,7 @@ from .checkpoint_file import (
     ABOUT,
     CheckpointError,
     checked_path,
+    part_of,
     path_of_rank,
     read_file,
     remove_generations,
@@ -35,7 +34,7 @@ from .loss_scale import require_scale
 from .optimizers import own_name, state_of
 
 _OF_WINDOW = ("reducer", "accumulate_step")  # settings that a closed window does not depend on
-_ALIKE = "build network, optimizer and accumulator alike"
+_UNIT, _TORN, _SCALE = (f"accumulator:{name}" for name in ("weight_unit", "unfinished", "loss_scaler.scale_value"))
 
 
 def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any, *, extra: Any = None) -> None:
@@ -43,14 +42,14 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
     Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are
     Parameters), the accumulator's buffers, weights and counters, its loss scaler, and `extra`. The state of random
-    layers is not saved, because MindSpore 2.10 does not give access to it on CPU (`get_rng_state` covers none of its
-    kernels): pass masks as arguments of the batch, drawn from a seed and the position in the data, which `extra` holds.
+    layers is not, for MindSpore 2.10 gives no access to it on CPU: pass masks as arguments of the batch, drawn from a
+    seed and the position in the data, which `extra` holds.
 
     The file is written beside `path`, flushed to the disk and renamed, so a process that is killed at any moment leaves
-    the old file or the new one, complete. (`mindspore.save_checkpoint` removes the old file first.) The next save on
-    the same host removes what a killed process left. Several processes may save to one path at once; the last one wins.
-    With several ranks, every rank has to call it with the same path, and only one such run at a time may use the path.
-    The files are `<stem>.rank<r>of<n>-<generation><suffix>`; they become valid together when rank 0 renames its own.
+    the old file or the new one, complete. The next save on the same host removes what a killed process left. Several
+    processes may save to one path at once; the last one wins. With several ranks, every rank has to call it with the
+    same path, and only one such run at a time may use the path. The files of other ranks than 0 are called
+    `<stem>.rank<r>of<n>-<generation><suffix>`; all become valid together when rank 0 renames its own.
 
     Args:
         path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
@@ -59,9 +58,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         extra: Any JSON value: epoch, position in the data, seed. NaN and infinity are kept.
 
     Raises:
-        TypeError: If `network` or `accumulator` is of another kind; if `extra` cannot be written as JSON, or would be
-            read back as something else (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its
-            state cannot be found.
+        TypeError: If `network` or `accumulator` is of another kind; if `extra` would not come back from JSON as it is
+            (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its state cannot be found.
         ValueError: If the suffix is another one, or two entries of the file would have the same name.
         RuntimeError: If an error or an interrupt stopped a batch or an update in the middle.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
@@ -82,26 +80,24 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
     rank, ranks = accumulator.exchange.rank, accumulator.exchange.ranks
     generation, held = _told(ranks, token_hex(8), int(accumulator.mini_step))
-    contents = partial(_contents, network, accumulator, extra, generation, any(held))  # open for all if for one
-    if ranks == 1:
-        write_file(path, *contents())
-        accumulator.counters.note_saved()
-        return
     mine = path_of_rank(path, rank, ranks, generation)
-    # Until rank 0's file has its name, the others belong to no checkpoint.
-    part = mine.with_name(f".{mine.name}") if rank == 0 else mine
-    try:
-        together(lambda: write_file(part, *contents()), OSError)
-    except Exception:
-        with suppress(OSError):  # it may be the last space of a full disk
-            part.unlink(missing_ok=True)
-        raise
-    try:
-        together(lambda: rename_file(part, path) if rank == 0 else None, OSError)
-    except OSError:  # and no other error: it is rank 0's, which has renamed nothing
-        part.unlink(missing_ok=True)
-        raise
-    remove_generations(path, rank, ranks, mine)
+    with part_of(path) as part:
+        def write() -> None:
+            # Open for all if for one.
+            write_file(part, *_contents(network, accumulator, extra, generation, any(held)))
+            if rank > 0:
+                rename_file(part, mine)
+
+        try:
+            _together(ranks, write, OSError)
+            # Until rank 0's file has its name, the others belong to no checkpoint.
+            _together(ranks, lambda: rename_file(part, path) if rank == 0 else None, OSError)
+        except OSError:  # and no other error, after which rank 0's may have its name
+            if rank > 0:
+                mine.unlink(missing_ok=True)
+            raise
+    if rank > 0:
+        remove_generations(path, rank, ranks, mine)
     accumulator.counters.note_saved()
 
 
@@ -119,8 +115,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     Args:
         path: The file that was given to `save_checkpoint`.
         network: A network with the parameters that were saved, of any values.
-        accumulator: An accumulator built with the same arguments as the one that was saved, or the train step or
-            `TrainOneStepCell` that feeds it.
+        accumulator: As in `save_checkpoint`, built with the same arguments.
 
     Returns:
         `extra`.
@@ -132,7 +127,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             window, also if it belongs to another number of ranks, `DataParallel` or `accumulate_step` (functions are
             compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, on all of them. Not compared are arguments of
             the optimizer that are not Parameters, factor and window of a loss scaler, and the train step's.
-        TypeError: If `network` or `accumulator` is of another kind.
+        TypeError, ValueError: As in `save_checkpoint`.
 
     Source: see `save_checkpoint`.
 
@@ -149,21 +144,17 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     """
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
     rank, ranks = accumulator.exchange.rank, accumulator.exchange.ranks
-    run = partial(together, failure=CheckpointError) if ranks > 1 else lambda do: do()
-    first = run(lambda: read_file(path) if rank == 0 else (None, {"generation": "0" * 16}))
+    first = _together(ranks, lambda: read_file(path) if rank == 0 else ({}, {"generation": "0" * 16}), CheckpointError)
     generation, alike = _told(ranks, first[1]["generation"], _exchanged_alike(first[1], accumulator))
-    mine = path_of_rank(path, rank, ranks, generation) if rank > 0 and alike[0] else path
-    loaded, about = run(lambda: _checked(mine, first if rank == 0 else read_file(mine), generation, network,
-                                         accumulator))
+    mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
+    loaded, about = _together(ranks, lambda: _checked(mine, first if rank == 0 else read_file(mine), generation,
+                                                      network, accumulator), CheckpointError)
     unit = float(accumulator.buffers.held_unit)
     if not about["open"]:
         accumulator.reset()
     entries = _entries(network, accumulator)
     accumulator.counters.begin_update(accumulator.mini_step)  # what an interrupt stops here is refused
-    noted = _names(accumulator, [accumulator.counters.torn])
     for name, value in loaded.items():
-        if name in noted:
-            continue
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
         ops.assign(entries[name], value)
     accumulator.buffers.adopt(unit)
@@ -181,12 +172,18 @@ def _checked_accumulator(network: object, accumulator: object) -> Accumulator:
                        "an Accumulator, a train step or a TrainOneStepCell", remedy)
 
 
+def _together(ranks: int, do: Callable[[], Any], failure: type[Exception]) -> Any:
+    return together(do, failure) if ranks > 1 else do()
+
+
 def _told(ranks: int, generation: str, number: int) -> tuple[str, list[int]]:
     """Return rank 0's generation (16 hexadecimal digits) and each rank's number on every rank."""
-    if ranks == 1:
-        return generation, [number]
-    rows = gather(np.array([*np.frombuffer(generation.encode(), np.int32), number], np.int32))
-    return rows[0, :-1].tobytes().decode(), rows[:, -1].tolist()
+    row = np.array([*generation.encode(), number], np.int32)
+    rows = gather(row) if ranks > 1 else row[None]
+    return bytes(rows[0, :-1].tolist()).decode(), rows[:, -1].tolist()
+
+
+# --- what a file holds ------------------------------------------------------------------------------------------------
 
 
 def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]:
@@ -197,23 +194,14 @@ def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]
     named += [(f"optimizer:{own_name(optimizer, name)}", p)
               for name, p in (*((p.name, p) for p in optimizer.parameters), *state_of(optimizer))]
     named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
-    entries, once = {ABOUT: None}, {}
-    for name, parameter in named:
-        once.setdefault(id(parameter), (name, parameter))
-    for name, parameter in once.values():
-        if name in entries:
+    entries, once = {}, {id(p): (name, p) for name, p in reversed(named)}  # each by the first of its names
+    for name, parameter in reversed(once.values()):
+        if name in (ABOUT, *entries):
             raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
         entries[name] = parameter
     if len(accumulator.state) < len(accumulator.parameters):
         raise ValueError("two Parameters of the accumulator's state have the same name; rename those of after_update")
-    del entries[ABOUT]
     return entries
-
-
-def _names(accumulator: Accumulator, parameters: Iterable[Parameter]) -> list[str]:
-    """Return the names of some of an accumulator's state in the file."""
-    wanted = {id(p) for p in parameters}
-    return [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in wanted]
 
 
 def _of_window(accumulator: Accumulator) -> set[str]:
@@ -224,20 +212,8 @@ def _of_window(accumulator: Accumulator) -> set[str]:
 def _of_lengths(accumulator: Accumulator) -> list[str]:
     """Return the names of what goes with `accumulate_step`: a chosen length, and what was measured for it alone."""
     measured = accumulator.observer.parameters if accumulator.fingerprint()["noise_scale"] == "None" else ()
-    return _names(accumulator, (*accumulator.window.parameters, *measured))
-
-
-def _contents(network: nn.Cell, accumulator: Accumulator, extra: Any, generation: str,
-              is_open: bool) -> tuple[dict[str, Parameter], dict]:
-    """Return the entries of a rank's file, and what it says about them."""
-    accumulator.require_whole()
-    entries, lengths = _entries(network, accumulator), _of_lengths(accumulator)
-    unit = _names(accumulator, [accumulator.buffers.held_unit])
-    if not is_open:
-        empty = _of_window(accumulator).difference(lengths, unit)
-        entries = {name: p for name, p in entries.items() if name not in empty}
-    return entries, {**_settings(accumulator), "open": is_open, "lengths": lengths, "unit": unit,
-                     "generation": generation, "extra": extra}
+    own = {id(p) for p in (*accumulator.window.parameters, *measured)}
+    return [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in own]
 
 
 def _settings(accumulator: Accumulator) -> dict[str, str]:
@@ -254,6 +230,17 @@ def _exchanged_alike(about: dict, accumulator: Accumulator) -> bool:
     return about.get("reducer") == _settings(accumulator)["reducer"]
 
 
+def _contents(network: nn.Cell, accumulator: Accumulator, extra: Any, generation: str,
+              is_open: bool) -> tuple[dict[str, Parameter], dict]:
+    """Return the entries of a rank's file, and what it says about them."""
+    accumulator.require_whole()
+    lengths = _of_lengths(accumulator)
+    empty = set() if is_open else _of_window(accumulator).difference(lengths, [_UNIT])
+    entries = {name: p for name, p in _entries(network, accumulator).items() if name not in empty}
+    return entries, {**_settings(accumulator), "open": is_open, "lengths": lengths, "unit": [_UNIT],
+                     "generation": generation, "extra": extra}
+
+
 def _checked(path: Path, file: tuple[dict[str, Tensor], dict], generation: str, network: nn.Cell,
              accumulator: Accumulator) -> tuple[dict[str, Tensor], dict]:
     """Return what to load of a file, and what it says about it. CheckpointError if it does not fit this run."""
@@ -266,29 +253,27 @@ def _checked(path: Path, file: tuple[dict[str, Tensor], dict], generation: str, 
                       "accumulate_step") if name in _OF_WINDOW else "build it alike"
             raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; "
                                   f"{remedy}")
-    unfitting = set() if _exchanged_alike(about, accumulator) else set(about["unit"])
+    ignored = {_TORN, *(() if _exchanged_alike(about, accumulator) else about["unit"])}
     if about["accumulate_step"] != accumulator.fingerprint()["accumulate_step"]:
-        unfitting.update(about["lengths"])
-    loaded = {name: value for name, value in loaded.items() if name not in unfitting}
-    unneeded = set() if about["open"] else _of_window(accumulator).union(_of_lengths(accumulator))
-    _require_entries(path, loaded, unneeded, network, accumulator)
+        ignored.update(about["lengths"])
+    loaded = {name: value for name, value in loaded.items() if name not in ignored}
+    unneeded = {_TORN} if about["open"] else _of_window(accumulator).union(_of_lengths(accumulator))
+    _require_entries(path, loaded, unneeded, _entries(network, accumulator))
     return loaded, about
 
 
-def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], network: nn.Cell,
-                     accumulator: Accumulator) -> None:
-    entries = _entries(network, accumulator)
-    for name in entries:
-        if name not in loaded and name not in unneeded:
-            raise CheckpointError(f"{path} has no entry {name}, which this run needs; {_ALIKE}")
-    for name, value in loaded.items():
-        if name not in entries:
-            raise CheckpointError(f"{path} has the entry {name}, which this run does not know; {_ALIKE}")
-        found, wanted = (f"of {value.dtype} {tuple(value.shape)}" for value in (value, entries[name]))
-        if found != wanted:
-            raise CheckpointError(f"{path}: {name} is {found}, but this run's {wanted}; {_ALIKE}")
-        if accumulator.loss_scaler is not None and entries[name] is accumulator.loss_scaler.scale_value:
-            try:
-                require_scale(value)
-            except ValueError as error:
-                raise CheckpointError(f"{path}: in {name}, {error}") from error
+def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], entries: dict[str, Parameter]) -> None:
+    for name in {**entries, **loaded}:
+        found, wanted = (_described(of.get(name)) for of in (loaded, entries))
+        if found != wanted and (name in loaded or name not in unneeded):
+            raise CheckpointError(f"{path}: {name} is {found} in the file, but {wanted} in this run; build network, "
+                                  "optimizer and accumulator alike")
+    if _SCALE in loaded:
+        try:
+            require_scale(loaded[_SCALE])
+        except ValueError as error:
+            raise CheckpointError(f"{path}: in {_SCALE}, {error}") from error
+
+
+def _described(entry: Optional[Tensor]) -> str:
+    return "missing" if entry is None else f"of {entry.dtype} {tuple(entry.shape)}"

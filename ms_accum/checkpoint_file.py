@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from glob import escape
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
@@ -18,6 +21,7 @@ from typing import Any, Union
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
+from psutil import pid_exists
 
 from .errors import one_line
 
@@ -27,8 +31,6 @@ _VERSION = 3
 _MARK = b'{"ms_accum checkpoint, sha256": "'
 _DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 _BLANK = _MARK + b"0" * 64
-
-
 # This host. Containers that share its name count processes apart.
 _HERE = sha256(f"{gethostname()} {Path('/proc/self/ns/pid').resolve().name}".encode()).hexdigest()[:8]
 
@@ -45,50 +47,69 @@ def checked_path(path: Union[str, os.PathLike]) -> Path:
     return path
 
 
-def _as_json(extra: Any) -> str:
-    try:
-        text = json.dumps(extra)
-        same = repr(json.loads(text)) == repr(extra)  # where NaN is equal to NaN, and 1 is not to True
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra cannot be written as JSON ({error}); give dicts, lists, str, numbers, bool and "
-                        "None") from error
-    if not same:
-        raise TypeError("extra would come back from JSON as something else; give lists for tuples, and str for keys")
-    return text
+def path_of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
+    """Return the path of a rank's file, for a checkpoint at `path`."""
+    return path.with_name(f"{path.stem}.rank{rank}of{ranks}-{generation}{path.suffix}") if rank > 0 else path
 
 
-def write_file(path: Path, entries: dict[str, Parameter], about: dict) -> None:
-    """Write a file beside `path` and flush it to the disk, then give it that name.
+def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
+    """Remove the files of this rank's earlier generations, those of killed runs included."""
+    for old in path.parent.glob(f"{escape(path.stem)}.rank{rank}of{ranks}-{'[0-9a-f]' * 16}{path.suffix}"):
+        if old != mine:
+            old.unlink(missing_ok=True)
 
-    `about` holds any JSON values. TypeError if its "extra" is none; OSError if the file cannot be written.
+
+@contextmanager
+def part_of(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that will be `path`: in a folder of its own, which the end of the block removes.
+
+    MindSpore and safetensors write beside it first, under names that only they know. What processes of this host left
+    that were killed in such a block is removed as well; others may be writing now.
     """
-    about = {"version": _VERSION, "mindspore": ms.__version__, **about, "extra": _as_json(about["extra"])}
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
-    _remove_dead_parts(path)
-    # A folder of its own: MindSpore and safetensors write beside it first, under names that only they know.
-    folder = path.with_name(f"{_parts_of(path)}{os.getpid()}-{token_hex(4)}")
-    part = folder / path.name
-    text = _BLANK + b'"}' + json.dumps(about).encode()
-    saved = [{"name": name, "data": p} for name, p in entries.items()]
-    saved.append({"name": ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
+    start = f".{path.stem.lstrip('.')}.part-{_HERE}-"
+    for left in path.parent.glob(f"{escape(start)}*-*"):
+        if not pid_exists(int(left.name.split("-")[-2])):
+            rmtree(left, ignore_errors=True)
+    folder = path.with_name(f"{start}{os.getpid()}-{token_hex(4)}")
     try:
-        try:
-            folder.mkdir()
-            ms.save_checkpoint(saved, str(part), format=path.suffix[1:])
-        except Exception as error:  # for a full disk: an OSError, a RuntimeError or a SafetensorError
-            raise OSError(f"{path} cannot be written ({one_line(error)})") from error
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(part, 0o666 & ~umask)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
-        _seal(part)
-        rename_file(part, path)
+        yield folder / path.name
     finally:
         rmtree(folder, ignore_errors=True)
 
 
+def write_file(part: Path, entries: dict[str, Parameter], about: dict) -> None:
+    """Write a file where `part_of` says, and flush it to the disk.
+
+    `about` holds any JSON values. TypeError if its "extra" is none; OSError if the file cannot be written.
+    """
+    about = {"version": _VERSION, "mindspore": ms.__version__, **about, "extra": _as_json(about["extra"])}
+    text = _BLANK + b'"}' + json.dumps(about).encode()
+    saved = [{"name": name, "data": p} for name, p in entries.items()]
+    saved.append({"name": ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
+    try:
+        part.parent.mkdir()
+        ms.save_checkpoint(saved, str(part), format=part.suffix[1:])
+        _seal(part)
+    except Exception as error:  # for a full disk: an OSError, a RuntimeError or a SafetensorError
+        raise OSError(f"{part.parents[1] / part.name} cannot be written ({one_line(error)})") from error
+
+
+def _as_json(extra: Any) -> str:
+    try:
+        text = json.dumps(extra)
+        if repr(json.loads(text)) != repr(extra):  # where NaN is equal to NaN, and 1 is not to True
+            raise TypeError("it would come back as something else")
+        return text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"extra cannot be written as JSON ({error}); give dicts with str as keys, lists, str, numbers, "
+                        "bool and None") from error
+
+
 def _seal(part: Path) -> None:
     """Write the SHA-256 of a file in place of its blank, and flush it to the disk."""
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(part, 0o666 & ~umask)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
     with part.open("r+b") as file:
         data = file.read()
         file.seek(data.rindex(_BLANK) + len(_MARK))
@@ -105,30 +126,6 @@ def rename_file(part: Path, path: Path) -> None:
         os.fsync(folder)  # or the name may be lost with the power
     finally:
         os.close(folder)
-
-
-def _parts_of(path: Path) -> str:
-    """Return how a folder of an unfinished file for `path` is called; the process and a number of the call follow."""
-    return f".{path.stem.lstrip('.')}.part-{_HERE}-"
-
-
-def _remove_dead_parts(path: Path) -> None:
-    """Remove what processes of this host left that were killed while they wrote; others may be writing now."""
-    name = re.compile(rf"{re.escape(_parts_of(path))}(\d+)-[0-9a-f]{{8}}")
-    for left in path.parent.iterdir():
-        found = name.fullmatch(left.name)
-        if found and not _lives(int(found[1])):
-            rmtree(left, ignore_errors=True)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        pass
-    return True
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
@@ -154,19 +151,3 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
         raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that "
                               "wrote it")
     return loaded, about
-
-
-def path_of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
-    """Return the path of the file of a rank other than 0, for a checkpoint at `path`."""
-    return path.with_name(f"{path.stem}.rank{rank}of{ranks}-{generation}{path.suffix}")
-
-
-def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
-    """Remove what this rank's earlier generations left, those of killed runs included."""
-    name = re.compile(rf"\.?{re.escape(path.stem)}\.rank{rank}of{ranks}-[0-9a-f]{{16}}"
-                      rf"(\.part-[0-9a-f-]+|{re.escape(path.suffix)})")
-    for old in path.parent.iterdir():
-        if name.fullmatch(old.name) and old.is_dir():
-            rmtree(old, ignore_errors=True)
-        elif name.fullmatch(old.name) and old != mine:
-            old.unlink(missing_ok=True)

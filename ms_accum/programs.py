@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,10 @@ from tqdm import tqdm
 import ms_accum
 
 from .checkpoint_file import SUFFIXES, CheckpointError
-from .cli.files import printable, require_outputs, say_written, write_json, write_png
-from .cli.options import count, number
+from .cli.files import printable, say_written, write_file, write_json
+from .cli.options import count, number, output
 from .distributed.ranks import gather, wait_for_all
+from .errors import one_line
 from .step import TrainStep
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PROGRESS_SECONDS = 10.0
 # Options that a resumed run may change.
-_FREE = {"run", "epochs", "accumulate_step", "sync", "compare", "save", "resume", "json", "plot"}
+_FREE = {"epochs", "accumulate_step", "sync", "compare", "save", "resume", "json", "plot"}
 
 
 def adam(parameters: list[Parameter], learning_rate: float) -> nn.Adam:
@@ -78,38 +78,31 @@ def add_options(parser: ArgumentParser, compare: str, **defaults: Any) -> None:
     add("--sync", choices=("window", "microbatch", "node"), default="window",
         help="when several ranks exchange gradients, see DataParallel (default: %(default)s)")
     add("--compare", action="store_true", help=compare)
-    add("--save", type=Path, metavar="FILE.ckpt", help="write a checkpoint after each epoch")
-    add("--resume", type=Path, metavar="FILE.ckpt",
+    add("--save", type=output(*SUFFIXES), metavar="FILE.ckpt", help="write a checkpoint after each epoch")
+    add("--resume", metavar="FILE.ckpt",
         help="continue from a checkpoint as if the run had never stopped; --epochs, --accumulate-step and the number "
              "of ranks may be others")
-    add("--json", type=Path, metavar="FILE", help="write all figures and options")
-    add("--plot", type=Path, metavar="FILE.png", help="draw loss and score; needs matplotlib")
+    add("--json", type=output(), metavar="FILE", help="write all figures and options")
+    add("--plot", type=output(".png"), metavar="FILE.png", help="draw loss and score; needs matplotlib")
     parser.set_defaults(**defaults)
 
 
-def run(program: Program, parser: ArgumentParser, options: Namespace) -> None:
-    """Train, report, write. Exit with status 2 and one line for wrong input and files that cannot be had."""
-    try:
-        require_outputs(options, json=("",), plot=(".png",), save=SUFFIXES)
-        if options.compare and (options.save or options.resume):
-            raise ValueError("argument --compare: trains twice; leave out --save and --resume")
-        join_ranks()
-        reports, networks = [], []
-        for label, train in list(program.ways.items())[:1 + options.compare]:
-            reports.append(Report(program, label, options))
-            networks.append(train(options, reports[-1]))
-        figures = {**reports[0].figures(), "versions": _versions(), "options": {
-            name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items() if name != "run"}}
-        if options.compare:
-            difference = largest_difference(*networks)
-            print("\ncomparison", *(f"{report.label:<13}  {report.score()}" for report in reports), sep="\n")
-            print(f"largest parameter difference {difference:.3g}", flush=True)
-            figures |= {"compared": reports[1].figures(), "largest_parameter_difference": difference}
-        _write(options, reports, figures)
-    except BrokenPipeError:
-        raise  # `main` handles a closed stdout
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+def run(program: Program, options: Namespace) -> None:
+    """Train, report, write. ValueError for wrong input, OSError for files that cannot be had."""
+    if options.compare and (options.save, options.resume) != (None, None):
+        raise ValueError("argument --compare: trains twice; leave out --save and --resume")
+    join_ranks()
+    reports, networks = [], []
+    for label, train in list(program.ways.items())[:1 + options.compare]:
+        reports.append(Report(program, label, options))
+        networks.append(train(options, reports[-1]))
+    figures = {**reports[0].figures(), "versions": _versions(), "options": vars(options)}
+    if options.compare:
+        difference = largest_difference(*networks)
+        print("\ncomparison", *(f"{report.label:<13}  {report.score()}" for report in reports), sep="\n")
+        print(f"largest parameter difference {difference:.3g}", flush=True)
+        figures |= {"compared": reports[1].figures(), "largest_parameter_difference": difference}
+    _write(options, reports, figures)
 
 
 def _versions() -> dict[str, str]:
@@ -125,7 +118,7 @@ def _write(options: Namespace, reports: list[Report], figures: dict) -> None:
         if options.json:
             write_json(options.json, figures)
         if options.plot:
-            write_png(options.plot, plot(reports))
+            write_file(options.plot, plot(reports).savefig)
     if exchange.ranks > 1:
         wait_for_all()  # where one exits, others that still communicate fail
 
@@ -141,8 +134,7 @@ def join_ranks() -> None:
         try:
             init()
         except RuntimeError as error:
-            said = " ".join(str(error).split("\n\n")[0].split())  # MindSpore's call stack follows
-            sys.exit(f"ms-accum: the scheduler stops: {said}")
+            raise OSError(f"the scheduler stops: {one_line(error)}") from error
         sys.exit(0)
     init()
     if get_rank() > 0:
@@ -192,7 +184,7 @@ class Report:
               f"optimizer  {options.optimizer}, learning rate {options.lr:g}{clipped}, seed {options.seed}",
               sep="\n", flush=True)
 
-    def _resume(self, resumed: Any, path: Path) -> None:
+    def _resume(self, resumed: Any, path: str) -> None:
         if not isinstance(resumed, dict) or not resumed.keys() >= self.state.keys():
             raise CheckpointError(f"{path} holds no epochs; give a file that --save wrote")
         for name, value in self.state["run"].items():
@@ -253,7 +245,7 @@ def plot(reports: list[Report]) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     # A Figure of its own, not pyplot: no global state, and no display is needed.
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("loss", reports[0].program.score)):
         # The second training lies on the first where they agree: dashes and crosses leave the first visible.
         for report, style in zip(reports, ("o-", "x--")):

@@ -1,22 +1,23 @@
 """FlushCallback, PerUpdate and WindowLog in `mindspore.train.Model`: when they act, and what they refuse."""
 import csv
 import itertools
-import os
+from functools import partial
+from unittest.mock import Mock
 
-import mindspore as ms
 import numpy as np
 import pytest
 import reference
 from conftest import MLP, batches, difference, tensors, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mindspore import Tensor, amp, nn
+from mindspore import amp, nn
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
-from mindspore.train import Callback, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint, ReduceLROnPlateau
-from model_runs import SIZES, Recorder, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
+from mindspore.train import LambdaCallback, LearningRateScheduler, LossMonitor, Model, ModelCheckpoint, ReduceLROnPlateau
+from model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped", "seen"]
 
 
@@ -31,16 +32,19 @@ class Oracle(reference.Accumulation):
         self.seen += self.weight * (self.update_step - updates)
 
 
-class Meddling(Callback):
-    """Resets or flushes after some microbatches."""
+class Own(LambdaCallback):
+    """A user's: `Model.fit` does not tell MindSpore's own of its tests."""
 
-    def __init__(self, cell, acts):
-        self.acts, self.functions = acts, {"reset": cell.accumulator.reset, "flush": cell.flush}
 
-    def on_train_step_end(self, run_context):
-        act = self.acts.get(run_context.original_args().cur_step_num)
-        if act:
-            self.functions[act]()
+class Recorder(LambdaCallback):
+    """The numbers of the microbatches, how many began, and the events it saw."""
+
+    def __init__(self):
+        self.steps, self.events, self.begun = [], [], []
+        noted = {f"on_train_{event}": lambda context, event=event: self.events.append(event)
+                 for event in ("begin", "epoch_begin", "epoch_end", "end")}
+        super().__init__(on_train_step_begin=self.begun.append, **noted,
+                         on_train_step_end=lambda context: self.steps.append(context.original_args().cur_step_num))
 
 
 def expected_rows(oracle, epochs, acts):
@@ -83,47 +87,34 @@ def test_a_row_for_each_window_and_a_call_for_each_update(data):
     if on_nonfinite != "apply":
         epoch[draw(st.integers(0, len(epoch) - 1))][0][:] = np.nan
     acts = draw(st.dictionaries(st.integers(1, 2 * len(epoch)), st.sampled_from(["reset", "flush"]), max_size=3))
+    functions = {"reset": cell.accumulator.reset, "flush": cell.flush, None: int}
+    meddling = LambdaCallback(on_train_step_end=lambda context: functions[acts.get(context.original_args().cur_step_num)]())
     inner, outer, rows, updates = Recorder(), Recorder(), [], oracle.update_step
     callbacks = [FlushCallback(), WindowLog(rows.append)][::draw(st.sampled_from([1, -1]))]
-    train(cell, *callbacks, Meddling(cell, acts), PerUpdate(inner), outer, epochs=2, data=dataset_of(epoch))
+    train(cell, *callbacks, meddling, PerUpdate(inner), outer, epochs=2, data=dataset_of(epoch))
     expected = expected_rows(oracle, 2 * [epoch], acts)
     assert all(list(row) == COLUMNS for row in rows)
     np.testing.assert_allclose([list(row.values()) for row in rows], expected, rtol=1e-4)
     assert difference(values(cell.optimizer.parameters), oracle.parameters) <= 1e-5
     assert inner.steps == [*range(updates + 1, oracle.update_step + 1)]
     assert outer.steps == [*range(1, 2 * len(epoch) + 1)], "the run's own count is put back"
-    assert len(inner.steps) <= inner.begun <= len(inner.steps) + 1 <= outer.begun + 1 == 2 * len(epoch) + 1
-    assert inner.events == outer.events == ["begin", *2 * ["epoch begin", "epoch end"], "end"]
+    assert len(inner.steps) <= len(inner.begun) <= len(inner.steps) + 1 <= len(outer.begun) + 1 == 2 * len(epoch) + 1
+    assert inner.events == outer.events == ["begin", *2 * ["epoch_begin", "epoch_end"], "end"]
 
 
-def test_rows_of_a_file(mode_named):
-    """Compiled. Negative control of the test above: losses and norms differ from window to window."""
-    mode_named("graph")
-    train(make_cell()[1], FlushCallback(), WindowLog("windows.csv"), epochs=2)
+def test_a_file_has_the_rows_that_a_function_is_given():
+    """With the loss scale. Negative control of the test above: losses and norms differ from window to window."""
+    rows, names = [], ("epoch", "microbatch", "update_step", "weight", "seen", "loss_scale")
+    _, cell = make_cell(loss_scaler=amp.DynamicLossScaler(8.0, 2, 1))
+    train(cell, FlushCallback(), WindowLog("windows.csv"), WindowLog(rows.append), epochs=2)
     with open("windows.csv", newline="", encoding="utf-8") as file:
-        header, *rows = csv.reader(file)
-    assert header == COLUMNS
-    rows = np.array(rows, float)
-    assert rows[:, [0, 1, 2, 4]].tolist() == [[1, 2, 1, 12], [1, 4, 2, 12], [1, 5, 3, 2],
-                                              [2, 7, 4, 12], [2, 9, 5, 12], [2, 10, 6, 2]]
-    assert len({*rows[:, 3]}) == len({*rows[:, 5]}) == 6
-    assert rows[:, 7].tolist() == [12, 24, 26, 38, 50, 52]
-
-
-def test_a_loss_scale_is_a_column_and_rows_go_into_mindspores_summary_record():
-    rows = []
-    with ms.SummaryRecord("summary") as summary:
-        def write(row):
-            rows.append(row)
-            for name in ("loss", "grad_norm", "weight"):
-                summary.add_value("scalar", name, Tensor(row[name], ms.float32))
-            assert summary.record(row["update_step"])
-        train(make_cell(loss_scaler=amp.DynamicLossScaler(8.0, 2, 1))[1], WindowLog(write), data=dataset([4] * 4))
-    assert [list(row) for row in rows] == [[*COLUMNS, "loss_scale"]] * 2
-    assert [row["loss_scale"] for row in rows] == [16.0, 32.0]
-    (file,) = os.listdir("summary")
-    with open(f"summary/{file}", "rb") as events:
-        assert events.read().count(b"grad_norm") == 2
+        header, *written = csv.reader(file)
+    assert header == [*COLUMNS, "loss_scale"]
+    assert [dict(zip(header, map(float, line))) for line in written] == rows
+    assert [[row[name] for name in names] for row in rows] == [
+        [1, 2, 1, 12, 12, 16], [1, 4, 2, 12, 24, 32], [1, 5, 3, 2, 26, 64], [2, 7, 4, 12, 38, 128], [2, 9, 5, 12, 50, 256],
+        [2, 10, 6, 2, 52, 512]]
+    assert len({row["loss"] for row in rows}) == len({row["grad_norm"] for row in rows}) == 6
 
 
 def test_per_update_shows_the_optimizer():
@@ -139,40 +130,28 @@ def test_per_update_shows_the_optimizer():
         cell.accumulator.reset()
         with pytest.raises(ValueError, match=rf"needs the optimizer, .* give PerUpdate\({type(callback).__name__}\("):
             train(cell, FlushCallback(), callback)
-    with pytest.raises(ValueError, match=r"ModelCheckpoint stands before FlushCallback"):
-        train(cell, ModelCheckpoint(), FlushCallback())
     train(cell, FlushCallback(), PerUpdate(halving()), epochs=3)
     assert float(cell.optimizer.learning_rate) == 0.125
 
 
-class StopAfterThree(Callback):
-    """Stops in the middle of an epoch; notes what is in the open window at each test."""
-
-    def __init__(self, cell):
-        self.cell, self.open_windows = cell, []
-
-    def on_train_step_end(self, run_context):
-        if run_context.original_args().cur_step_num == 3:
-            run_context.request_stop()
-
-    def on_eval_end(self, run_context):
-        self.open_windows.append(int(self.cell.accumulator.mini_step))
-
-
 @pytest.mark.parametrize("tested", [True, False])
 def test_flush_after_a_stop_in_mid_epoch(tested):
-    """Before the test, if there is one."""
+    """Before the test, if there is one; and the update that it makes is counted."""
     network, cell = make_cell()
     oracle = trained_oracle(network, SIZES[:3])
-    stop = StopAfterThree(cell)
+    inner, open_windows = Recorder(), []
+    stop = Own(on_train_step_end=lambda context: context.original_args().cur_step_num == 3 and context.request_stop(),
+               on_eval_end=lambda context: open_windows.append(int(cell.accumulator.mini_step)))
+    callbacks = [FlushCallback(), PerUpdate(inner), stop]
     model = Model(cell, eval_network=nn.WithEvalCell(network, nn.CrossEntropyLoss()), eval_indexes=[0, 1, 2],
                   metrics={"loss"})
     if tested:
-        model.fit(4, dataset(), dataset([8]), callbacks=[FlushCallback(), stop], dataset_sink_mode=False,
+        model.fit(4, dataset(), dataset([8]), callbacks=callbacks, dataset_sink_mode=False,
                   valid_dataset_sink_mode=False)
     else:
-        train(cell, FlushCallback(), stop, epochs=4)
-    assert stop.open_windows == [0] * tested
+        train(cell, *callbacks, epochs=4)
+    assert open_windows == [0] * tested
+    assert inner.steps == [1, 2]
     assert int(cell.accumulator.update_step) == 2
     assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
     cell(*tensors(*batches([6])[0]))  # negative control: a test of its own is none of the training's
@@ -191,39 +170,45 @@ def test_flush_keeps_to_the_ends_of_epochs_that_differ_in_length():
         def __iter__(self):
             return iter([microbatch] * next(lengths))
 
-    class Windows(Callback):
-        def on_train_epoch_begin(self, run_context):
-            epochs.append([])
-
-        def on_train_step_end(self, run_context):
-            epochs[-1].append(int(cell.accumulator.mini_step))
-
+    windows = LambdaCallback(on_train_epoch_begin=lambda context: epochs.append([]),
+                             on_train_step_end=lambda context: epochs[-1].append(int(cell.accumulator.mini_step)))
     varying = GeneratorDataset(Varying(), ["x", "y"], shuffle=False)
     assert varying.get_dataset_size() == 3
-    train(cell, FlushCallback(), Windows(), epochs=6, data=varying)
+    train(cell, FlushCallback(), windows, epochs=6, data=varying)
     assert {1, 3} == set(map(len, epochs))
     assert all(epoch == [1, 0, 0][:len(epoch)] for epoch in epochs)
 
 
-class Failing(Callback):
-    def on_train_step_end(self, run_context):
-        raise KeyError("no more")
-
-
-@pytest.mark.usefixtures("uncompiled")
 def test_a_log_of_a_training_that_failed_does_not_log_the_next_one():
-    """Nor twice. The window that the error left open is part of the next training's first one."""
+    """The window that the error left open is part of the next training's first one."""
     _, cell = make_cell()
     first, second = [], []
     log = WindowLog(first.append)
     with pytest.raises(KeyError):
-        train(cell, Failing(), log)
+        train(cell, LambdaCallback(on_train_step_end=Mock(side_effect=KeyError)), log)
     train(cell, FlushCallback(), WindowLog(second.append))
     assert first == []
     assert [(row["microbatch"], row["weight"]) for row in second] == [(1, 12), (3, 12), (5, 8)]
-    assert cell.before_flush == []
     train(cell, FlushCallback(), log)
     assert [row["microbatch"] for row in first] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_flush_that_closes_further_windows(told, monkeypatch):
+    """As on a rank that has run out of data. If the log is not told of it before, the weight of the microbatch is unknown."""
+    _, cell = make_cell(accumulate_step=3)
+    flush, rows = cell.flush, []
+
+    def flush_twice():
+        flush()
+        cell(*tensors(*batches([4])[0]))
+        flush()
+
+    monkeypatch.setattr(cell, "flush", flush_twice)
+    flushing = FlushCallback() if told else LambdaCallback(on_train_step_end=lambda context: cell.flush())
+    train(cell, flushing, WindowLog(rows.append), data=dataset([6]))
+    assert rows[0]["microbatch"] == 1
+    assert [np.isnan(rows[0][name]) for name in ("grad_norm", "loss", "weight")] == [True, not told, not told]
 
 
 class Sunk:
@@ -242,29 +227,26 @@ def test_what_does_not_fit_is_refused():
     train(TwoCells(one, other), FlushCallback())
     assert [int(cell.accumulator.update_step) for cell in (one, other)] == [3, 2]
     FlushCallback().on_train_begin(Sunk(one))
-    plain = MLP()
+    plain, before = MLP(), values(MLP().trainable_params())
     model = Model(plain, nn.CrossEntropyLoss(), nn.SGD(plain.trainable_params(), 0.1))
-    before = values(plain.trainable_params())
-    for make in (lambda: PerUpdate(LossMonitor()), lambda: WindowLog(print)):
-        with pytest.raises(ValueError, match=r"(PerUpdate|WindowLog) found 2 TrainOneStepCells, whose updates differ"):
-            train(TwoCells(one, other), make())
-        with pytest.raises(ValueError, match=r"(PerUpdate|WindowLog) with dataset_sink_mode=True: single microbatches"):
-            make().on_train_begin(Sunk(one))
-    for callback in (FlushCallback(), PerUpdate(LossMonitor()), WindowLog(print)):
-        with pytest.raises(ValueError, match=r"without a TrainOneStepCell of ms_accum in it; give Model\(TrainOneStep"):
-            model.train(1, dataset(), callbacks=[callback], dataset_sink_mode=False)
-    assert difference(values(plain.trainable_params()), before) == 0
-    with pytest.raises(ValueError, match=r"give Model\(TrainOneStepCell\(...\)\) without an optimizer"):
-        Model(one, optimizer=nn.SGD(network.trainable_params(), 0.1))
-    short = make_cell(learning_rate=[0.3, 0.1])[1]
-    with pytest.raises(ValueError, match="list of 2 learning rates is used up"):
-        train(short, FlushCallback())  # the third update is that of the flush
     samples = NumpySlicesDataset({"x": np.zeros((8, 6), np.float32), "y": np.zeros(8, np.int32)})
-    with pytest.raises(ValueError, match=r"yields samples of NumpySlicesDataset one by one"):
-        train(one, FlushCallback(), data=samples)
-    with pytest.raises(TypeError, match=r"callback is of type builtin_function_or_method, expected a mindspore\.train"):
-        PerUpdate(print)
-    with pytest.raises(TypeError, match="to is of type int, expected the path of a CSV file or a function of a dict"):
-        WindowLog(3)
-    with pytest.raises(FileNotFoundError, match=r"nowhere/a\.csv"):
-        train(one, WindowLog("nowhere/a.csv"))
+    makers = {"FlushCallback": FlushCallback, "PerUpdate": lambda: PerUpdate(LossMonitor()), "WindowLog": lambda: WindowLog(print)}
+    calls = [(partial(model.train, 1, dataset(), [make()], dataset_sink_mode=False), ValueError,
+              r"without a TrainOneStepCell of ms_accum in it; give Model\(TrainOneStep") for make in makers.values()]
+    for name in ("PerUpdate", "WindowLog"):
+        calls += [(partial(train, TwoCells(one, other), makers[name]()), ValueError, f"{name} found 2 TrainOneStepCells, whose updates"),
+                  (partial(makers[name]().on_train_begin, Sunk(one)), ValueError, f"{name} with dataset_sink_mode=True: single microbat")]
+    for call, error, message in (
+            *calls,
+            (partial(Model, one, optimizer=nn.SGD(network.trainable_params(), 0.1)), ValueError,
+             r"give Model\(TrainOneStepCell\(...\)\) without an optimizer"),
+            (partial(train, make_cell(learning_rate=[0.3, 0.1])[1], FlushCallback()), ValueError,  # the third update is the flush's
+             "list of 2 learning rates is used up"),
+            (partial(train, one, FlushCallback(), data=samples), ValueError, r"yields samples of NumpySlicesDataset one by one"),
+            (partial(train, one, ModelCheckpoint(), FlushCallback()), ValueError, "ModelCheckpoint stands before FlushCallback"),
+            (partial(PerUpdate, print), TypeError, r"callback is of type builtin_function_or_method, expected a mindspore\.train"),
+            (partial(WindowLog, 3), TypeError, "to is of type int, expected the path of a CSV file or a function of a dict"),
+            (partial(train, one, WindowLog("nowhere/a.csv")), FileNotFoundError, r"nowhere/a\.csv")):
+        with pytest.raises(error, match=message):
+            call()
+    assert difference(values(plain.trainable_params()), before) == 0

@@ -18,48 +18,40 @@ from checkpointing import BATCHES, build, run, state, train
 from conftest import MLP, difference, mean_loss, tensors, values
 from mindspore import Tensor, nn
 
-from ms_accum import Accumulator, CheckpointError, checkpoint_file, load_checkpoint, save_checkpoint
+from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, checkpoint_file, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.batch_size import AdaptiveWindow
-from ms_accum.buffers import Buffers
 
 SUFFIXES = [".ckpt", ".safetensors"]
-
-
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+def test_training_goes_on_bit_identically():
+    """Into a run that was used before; windows that adapt, a hook with state. For the rest see test_machine.py, test_differential.py.
 
-CASES = {"cell, hook": {"driver": "cell", "average": True}, "schedule, pieces": {"accumulate_step": {0: 2, 2: 3}, "pieces": 2},
-         "adaptive": {"accumulate_step": AdaptiveWindow(minimum=2)}}
+    Saved in an open window after 5 of 11 microbatches, and in the next closed one."""
+    def make():
+        return build(accumulate_step=AdaptiveWindow(minimum=2), average=True)
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_training_goes_on_bit_identically(case):
-    """Into a run that was used before; other settings, drivers and graphs are drawn in test_differential.py.
-
-    Saved in an open window after 5 of 11 microbatches, loaded into another run; and in the next closed one."""
-    network, acc, train_step = build(**CASES[case])
+    network, acc, train_step = make()
     extra, saved = {"epoch": 3, "position": [1, 2.5, None], "seed": "x", "nan": float("inf")}, {}
     for i in range(11):
         if i == 5 or (i > 5 and int(acc.mini_step) == 0 and len(saved) == 1):
             saved[i] = int(acc.mini_step), state(network, acc)
-            save_checkpoint(f"{i}{SUFFIXES[i % 2]}", network, getattr(train_step, "accumulator", acc), extra=extra)
+            save_checkpoint(f"{i}{SUFFIXES[i % 2]}", network, train_step, extra=extra)
         train(train_step, i, i + 1)
     uninterrupted = state(network, acc)
     assert [held > 0 for held, _ in saved.values()] == [True, False]
     for i, (held, then) in saved.items():
-        network, acc, train_step = build(**CASES[case])
+        network, acc, train_step = make()
         train(train_step, 8, 12 if held else 8)
         assert state(network, acc) not in (then, uninterrupted)
-        fed = train_step if hasattr(train_step, "accumulator") else acc
-        assert load_checkpoint(f"{i}{SUFFIXES[i % 2]}", network, fed) == extra
+        assert load_checkpoint(f"{i}{SUFFIXES[i % 2]}", network, train_step) == extra
         assert state(network, acc) == then
         train(train_step, i, 11)
         assert state(network, acc) == uninterrupted
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_killed_while_two_processes_save_to_one_path(kills):
     """Each goes on from a whole file of one of the two, at least as new as was said, and nothing is left beside it."""
     rng, (network, acc, _) = random.Random(kills), build(hidden=300)
@@ -102,22 +94,6 @@ def test_every_entry_matters():
         assert (state(network, acc) == uninterrupted) == (i == len(entries))
 
 
-def test_a_run_goes_on_in_its_own_unit_of_weights(monkeypatch):
-    """Its graphs hold the unit as a constant. Control: the buffers taken as they are."""
-    network, acc, train_step = build(optimizer="SGD")
-    train(train_step, 0, 5)
-    save_checkpoint("c.ckpt", network, acc)
-    train(train_step, 5, 6)
-    uninterrupted = values(network.trainable_params())
-    for adopt, (least, most) in ((Buffers.adopt, (0, 1e-6)), (lambda self, before: None, (1e-3, 1))):
-        monkeypatch.setattr(Buffers, "adopt", adopt)
-        network, acc, train_step = build(optimizer="SGD")
-        train(train_step, 1, 2)  # of 6 samples; the unit of the checkpoint is 4
-        load_checkpoint("c.ckpt", network, acc)
-        train(train_step, 5, 6)
-        assert least <= difference(values(network.trainable_params()), uninterrupted) <= most
-
-
 def test_a_closed_window_goes_on_with_another_accumulate_step():
     """From and to a number and a length that is chosen: bit-identical to a schedule. Control: the same length again."""
     network, acc, train_step = build(accumulate_step={0: 3, 2: 2})
@@ -136,40 +112,23 @@ def test_a_closed_window_goes_on_with_another_accumulate_step():
             assert (difference(values(network.get_parameters()), uninterrupted) == 0) == same
 
 
-def test_a_closed_window_of_two_ranks_goes_on_on_one():
-    """Files that say so of themselves. Control: in the middle of a window, it is refused."""
-    network, acc, train_step = build()
-    for i in range(11):
-        train(train_step, i, i + 1)
-        if i in (4, 5):
-            path = Path(f"{i}.ckpt").resolve()
-            save_checkpoint(path, network, acc, extra="of rank 0")
-            entries, about = checkpoint_file.read_file(path)
-            checkpoint_file.write_file(path, entries, {**about, "reducer": "sum inside 1, across 2"})
-    uninterrupted = state(network, acc)
-    network, acc, train_step = build()
-    train(train_step, 0, 1)
-    refused("4.ckpt", r"with reducer .*2, but this run has .*1; save when train_step\.updated is true", network, acc)
-    assert load_checkpoint("5.ckpt", network, acc) == "of rank 0"
-    train(train_step, 6, 11)
-    assert state(network, acc) == uninterrupted
+def a_cell(network, acc):
+    return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
 
 
-@pytest.mark.parametrize("driver", ["step", "cell"])
-def test_a_full_window_that_an_interrupt_left_open_is_closed_by_the_next_call(driver):
+@pytest.mark.parametrize("make", [lambda network, acc: make_train_step(mean_loss(network), acc), a_cell], ids=["step", "cell"])
+def test_a_full_window_that_an_interrupt_left_open_is_closed_by_the_next_call(make):
     network, acc, _ = build()
     grad_fn = ms.value_and_grad(mean_loss(network), None, acc.optimizer.parameters)
     for x, y in BATCHES[:3]:
         acc.add(grad_fn(*tensors(x, y))[1], 4)
     save_checkpoint("c.ckpt", network, acc)
-    network, acc, train_step = build(driver=driver)
+    network, acc, _ = build()
+    train_step = make(network, acc)
     train(train_step, 0, 1)
     load_checkpoint("c.ckpt", network, train_step)
     train(train_step, 3, 4)
     assert (int(acc.update_step), int(acc.mini_step), float(acc.window_weight)) == (1, 1, 12)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def refused(path, message, network, acc):
@@ -181,26 +140,28 @@ def refused(path, message, network, acc):
 
 
 def test_another_run_is_refused():
+    """Control: the same run is not. A loss scale has to be one that gradients can be divided by."""
     network, acc, train_step = build()
     train(train_step, 0, 5)
     save_checkpoint("c.ckpt", network, acc)
-    for other, message in (
-            ({"accumulate_step": 4}, r"with accumulate_step 3, but this run has 4; save when train_step\.updated is"),
-            ({"driver": "by hand"}, r"was saved with reduction mean, but this run has sum; build it alike"),
-            ({"on_nonfinite": "skip_window"}, r"was saved with on_nonfinite apply, but this run has skip_window"),
-            ({"hidden": 6}, r"first\.weight is of Float32 \(5, 6\), but this run's of Float32 \(6, 6\)"),
-            ({"buffer_dtype": ms.float16}, r"accumulator:first\.weight is of Float32 .*, but this run's of Float16"),
-            ({"optimizer": "Adam"}, r"has no entry optimizer:\S+, which this run needs; build network, optimizer and"),
-            ({"scaler": True}, r"has no entry accumulator:loss_scaler\.scale_value, which this run needs")):
-        refused("c.ckpt", message, *build(**other)[:2])
-    network, acc, _ = build(scaler=True)
-    save_checkpoint("c.ckpt", network, acc)
-    refused("c.ckpt", r"the entry accumulator:loss_scaler\.scale_value, which this run does not know", *build()[:2])
-    for scale in (np.nan, np.inf, 0, -2):  # nothing can be divided by these
-        acc.loss_scaler.scale_value.set_data(Tensor(scale, ms.float32))
-        save_checkpoint("c.ckpt", network, acc)
-        refused("c.ckpt", r"in accumulator:loss_scaler\.scale_value, the loss scale is .*, expected one finite number",
-                *build(scaler=True)[:2])
+    scaled = build(scaler=True)[:2]
+    save_checkpoint("scaled.ckpt", *scaled)
+    scale = r"accumulator:loss_scaler\.scale_value"
+    for path, other, message in (
+            ("c.ckpt", {"accumulate_step": 4}, r"with accumulate_step 3, but this run has 4; save when train_step\.updated is"),
+            ("c.ckpt", {"reduction": "sum"}, r"was saved with reduction mean, but this run has sum; build it alike"),
+            ("c.ckpt", {"on_nonfinite": "skip_window"}, r"was saved with on_nonfinite apply, but this run has skip_window"),
+            ("c.ckpt", {"hidden": 6}, r"first\.weight is of Float32 \(5, 6\) in the file, but of Float32 \(6, 6\) in this run"),
+            ("c.ckpt", {"buffer_dtype": ms.float16}, r"accumulator:first\.weight is of Float32 .* in the file, but of Float16"),
+            ("c.ckpt", {"optimizer": "Adam"}, r"optimizer:\S+ is of .* in the file, but of .* in this run; build network, optimizer"),
+            ("c.ckpt", {"scaler": True}, scale + " is missing in the file"),
+            ("scaled.ckpt", {}, scale + r" is of Float32 \(\) in the file, but missing in this run")):
+        refused(path, message, *build(**other)[:2])
+    load_checkpoint("scaled.ckpt", *build(scaler=True)[:2])
+    for value in (np.nan, np.inf, 0, -2):
+        scaled[1].loss_scaler.scale_value.set_data(Tensor(value, ms.float32))
+        save_checkpoint("scaled.ckpt", *scaled)
+        refused("scaled.ckpt", rf"in {scale}, the loss scale is .*, expected one finite number", *build(scaler=True)[:2])
 
 
 class Malice:
@@ -233,40 +194,36 @@ def test_damaged_files_are_refused_and_never_executed(suffix):
 
 def test_bad_arguments_and_foreign_files_are_refused():
     network, acc, _ = build()
-    for function in (save_checkpoint, load_checkpoint):
-        with pytest.raises(TypeError, match=r"accumulator is of type \w+, expected an Accumulator, a train step or"):
-            function("c.ckpt", network, acc.optimizer)
-        with pytest.raises(TypeError, match=r"network is of type Accumulator, expected a mindspore\.nn\.Cell; give"):
-            function("c.ckpt", acc, network)
-        for name in ("c.npz", "c"):
-            with pytest.raises(ValueError, match=r"c(\.npz)? ends in '(\.npz)?', expected one of \.ckpt, \.safetensor"):
-                function(name, network, acc)
-
-    def optimizer(grads):
-        return True
-
-    optimizer.parameters = tuple(network.trainable_params())
-    with pytest.raises(TypeError, match=r"the optimizer is of type function, expected an nn\.Cell, whose state can be"):
-        save_checkpoint("c.ckpt", network, Accumulator(optimizer, 2))
-    for extra in ({1: 2}, (1, 2), np.float32(1), {"a": {1, 2}}, object()):
-        with pytest.raises(TypeError, match=r"extra (cannot be written as JSON \(.*give dicts|would come .* give li)"):
-            save_checkpoint("c.ckpt", network, acc, extra=extra)
-    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere does not exist"):
-        save_checkpoint("nowhere/c.ckpt", network, acc)
     ms.save_checkpoint(network, "foreign.ckpt")
     refused("foreign.ckpt", r"foreign\.ckpt is truncated, or no checkpoint of ms_accum; give a file", network, acc)
+
+    def function(grads):
+        return True
+
+    function.parameters = tuple(network.trainable_params())
     hook = nn.Cell()
     hook.count = ms.Parameter(Tensor(0), name="update_step")
-    with pytest.raises(ValueError, match="two Parameters of the accumulator's state have the same name; rename those"):
-        save_checkpoint("c.ckpt", network, Accumulator(acc.optimizer, 2, after_update=hook))
-    network.first.bias.name = "ms_accum"
-    with pytest.raises(ValueError, match="two entries of the checkpoint would be called ms_accum; rename one"):
-        save_checkpoint("c.ckpt", network, acc)
-    with pytest.raises(FileNotFoundError):
-        load_checkpoint("c.ckpt", network, acc)
-
-
-# --- the file ---------------------------------------------------------------------------------------------------------
+    hooked, renamed = Accumulator(acc.optimizer, 2, after_update=hook), MLP()
+    renamed.first.bias.name = "ms_accum"
+    of_optimizer, of_accumulator = r"accumulator is of type \w+, expected an Accumulator", r"network is of type Accumulator, expected a m"
+    for call, error, message in (
+            (lambda: save_checkpoint("c.ckpt", network, acc.optimizer), TypeError, of_optimizer),
+            (lambda: load_checkpoint("c.ckpt", network, acc.optimizer), TypeError, of_optimizer),
+            (lambda: save_checkpoint("c.ckpt", acc, network), TypeError, of_accumulator),
+            (lambda: load_checkpoint("c.ckpt", acc, network), TypeError, of_accumulator),
+            (lambda: save_checkpoint("c.npz", network, acc), ValueError, r"c\.npz ends in '\.npz', expected one of \.ckpt, \.safetensors"),
+            (lambda: load_checkpoint("c", network, acc), ValueError, r"c ends in '', expected one of \.ckpt, \.safetensors"),
+            (lambda: load_checkpoint("c.ckpt", network, acc), FileNotFoundError, r"c\.ckpt"),
+            (lambda: save_checkpoint("c.ckpt", network, Accumulator(function, 2)), TypeError, "the optimizer is of type function, exp"),
+            (lambda: save_checkpoint("nowhere/c.ckpt", network, acc), OSError, r"/nowhere/c\.ckpt cannot be written \(.*No such file"),
+            (lambda: save_checkpoint("c.ckpt", network, hooked), ValueError, "two Parameters of the accumulator's state have the same"),
+            (lambda: save_checkpoint("c.ckpt", renamed, acc), ValueError, "two entries of the checkpoint would be called ms_accum; ren")):
+        with pytest.raises(error, match=message):
+            call()
+    for extra in ({1: 2}, (1, 2), np.float32(1), {"a": {1, 2}}, object()):
+        with pytest.raises(TypeError, match=r"extra cannot be written as JSON \(.+\); give dicts with str as keys"):
+            save_checkpoint("c.ckpt", network, acc, extra=extra)
+    assert os.listdir() == ["foreign.ckpt"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
@@ -325,20 +282,17 @@ def test_a_full_disk_leaves_the_old_file():
 
 def test_a_save_removes_only_its_own_rests(tmp_path):
     """Nothing of a living process, of another host, path or rank; also if the name looks like a pattern."""
-    path, new, seen = tmp_path / "g[1].ckpt", "f" * 16, []
-    network, acc, _ = build()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "chmod", lambda part, mode: seen.append(Path(part).parent.name))
-        save_checkpoint(path, network, acc)
-    start, mine = seen[0].split(f"{os.getpid()}-")[0], checkpoint_file.path_of_rank(path, 1, 2, new)
+    path, new = tmp_path / "g[1].ckpt", "f" * 16
+    with checkpoint_file.part_of(path) as part:
+        start, mine = part.parent.name.split(f"{os.getpid()}-")[0], checkpoint_file.path_of_rank(path, 1, 2, new)
     dead = 2**22 + 1  # more than any process has
-    gone = [f"{start}{dead}-01234567", f"g[1].rank1of2-{'0' * 16}.ckpt", f".g[1].rank1of2-{'1' * 16}.part-0123abcd-4711-89abcdef"]
+    gone = [f"{start}{dead}-01234567", f"g[1].rank1of2-{'0' * 16}.ckpt"]
     kept = [mine.name, f"{start}{os.getpid()}-01234567", f"{start}1-01234567", f"g1.rank1of2-{new}.ckpt",
             f".g[1].part-{'0' * 8}-{dead}-01234567", f".d{start[2:]}{dead}-01234567", f"g[1].rank0of2-{new}.ckpt"]
     for name in gone + kept:
         file = tmp_path / name if name.endswith(".ckpt") else tmp_path / name / "g[1].tmp"
         file.parent.mkdir(exist_ok=True)
         file.touch()
-    save_checkpoint(path, network, acc)
+    save_checkpoint(path, *build()[:2])
     checkpoint_file.remove_generations(path, 1, 2, mine)
     assert sorted(os.listdir()) == sorted([path.name, *kept])

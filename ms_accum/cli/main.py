@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Optional
 
 from .. import __version__
@@ -22,11 +23,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
     def parse_known_args(self, *arguments: Any) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as argparse does, but refuse "--" as a value."""
+        """Parse as argparse does, but refuse "--" as a value, and one file for two options."""
         options, others = super().parse_known_args(*arguments)
-        empty = next((name for name, value in vars(options).items() if value == []), None)
-        if empty is not None:  # up to Python 3.12, argparse drops "--" from "--json=--" and gives an empty list
-            self.error(f"argument --{empty.replace('_', '-')}: expected one argument, got '--'")
+        written = {}
+        for name, value in vars(options).items():
+            if value == []:  # up to Python 3.12, argparse drops "--" from "--json=--" and gives an empty list
+                self.error(f"argument --{name.replace('_', '-')}: expected one argument, got '--'")
+            if isinstance(value, Path) and written.setdefault(value.resolve(), name) != name:
+                self.error(f"arguments --{written[value.resolve()]} and --{name} name the same file; give each its own")
         return options, others
 
 
@@ -56,21 +60,22 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _run(argv: Optional[Sequence[str]]) -> int:
     # Whenever MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM; that of SIGTERM stays.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        options = _parser().parse_args(argv)
-        avoid_busy_waiting()
-        options.run(options)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return 0
-
-
-def _parser() -> Parser:
     parser = Parser(prog="ms-accum", description="Gradient accumulation for MindSpore.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ms_accum {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (training, check, plan):
         command.add_parser(subcommands)
-    return parser
+    try:
+        options = parser.parse_args(argv)
+        run, parser = (vars(options).pop(name) for name in ("run", "parser"))
+        avoid_busy_waiting()
+        try:
+            return run(options) or 0
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)

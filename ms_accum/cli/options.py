@@ -1,29 +1,31 @@
-"""Commands and the values of their options: numbers, and functions by their names."""
+"""Commands and the values of their options: numbers, files to write, and functions by their names."""
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
+import pkgutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..arguments import LARGEST_INT32, instance_of
+
+# Where errors come from that are not the user's code: this package, and Python's imports.
+_OURS = os.path.dirname(os.path.dirname(__file__)), "<frozen importlib", pkgutil.__file__
 
 
 def add_command(subcommands: argparse._SubParsersAction, name: str, run: Callable, summary: str, description: str,
                 epilog: str) -> argparse.ArgumentParser:
-    """Add a command to `ms-accum`; `run(parser, options)` runs it."""
+    """Add a command to `ms-accum`. `run(options)` runs it and returns the exit status; a refusal is a ValueError."""
     parser = subcommands.add_parser(name, help=summary, description=description, epilog=epilog, allow_abbrev=False,
                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(run=partial(run, parser))
+    parser.set_defaults(run=run, parser=parser)
     return parser
-
-
-def renamed(new: str, text: str) -> None:
-    """Refuse the old name of an option with the new one. ArgumentTypeError."""
-    raise argparse.ArgumentTypeError(f"is now called {new}")
 
 
 def number(convert: Callable[[str], float], accepts: Callable[[float], bool], expected: str, text: str) -> float:
@@ -39,23 +41,43 @@ def number(convert: Callable[[str], float], accepts: Callable[[float], bool], ex
 count = partial(number, int, lambda n: 1 <= n <= LARGEST_INT32, f"a whole number from 1 to {LARGEST_INT32}")
 
 
+def output(*suffixes: str) -> Callable[[str], Path]:
+    """Return the type of an option that names a file to write. ArgumentTypeError if that file cannot be written."""
+    def file(text: str) -> Path:
+        path = Path(text)
+        if suffixes == (".png",) and find_spec("matplotlib") is None:
+            raise argparse.ArgumentTypeError("matplotlib is not installed; install it, e.g. with "
+                                             f"{sys.executable} -m pip install matplotlib")
+        if suffixes and path.suffix not in suffixes:
+            raise argparse.ArgumentTypeError(f"{path} does not end in {' or '.join(suffixes)}; name the file "
+                                             f"{path.stem or 'name'}{suffixes[0]}")
+        try:
+            if path.resolve().exists() and not path.is_file():
+                raise OSError(None, "it is not a regular file")
+            with TemporaryDirectory(dir=path.parent, prefix=path.name):
+                return path
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"cannot write {path} ({error.strerror}); name a new file, or one to "
+                                             "overwrite, in a folder that exists") from error
+    return file
+
+
 def imported(name: str, example: str) -> Callable:
-    """Return the function that is called `MODULE:FUNCTION`. ValueError or TypeError if there is none."""
-    argument = "argument MODULE:FUNCTION"
-    module_name, _, function = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), function)) or module_name.endswith(".py"):
-        raise ValueError(f"{argument}: got {name!r}, expected e.g. {example}")
+    """Return the function that is called `MODULE:FUNCTION`. ValueError if there is none."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    with refusing(f"argument MODULE:FUNCTION: cannot import {name}, expected e.g. {example} in the current folder"):
+        return instance_of("it", pkgutil.resolve_name(name), Callable, "a function")
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Raise ValueError for any error in the block, after a traceback if it was raised in the user's code."""
     try:
-        module = importlib.import_module(module_name)
+        yield
     except BrokenPipeError:
         raise
     except Exception as error:
-        if not isinstance(error, ModuleNotFoundError) or not f"{module_name}.".startswith(f"{error.name}."):
-            traceback.print_exc()  # an error inside that module
-        raise ValueError(f"{argument}: cannot import {module_name} ({type(error).__name__}: {error}); "
-                         "run ms-accum in the folder that holds it") from error
-    if not hasattr(module, function):
-        raise ValueError(f"{argument}: {module_name} has no function {function}, expected e.g. {example}")
-    return instance_of(f"{argument}: {name}", getattr(module, function), Callable, f"a function, e.g. {example}")
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_OURS):
+            traceback.print_exc()
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error

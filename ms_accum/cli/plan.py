@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from math import ceil, inf, log2
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
 from tqdm import tqdm
 
@@ -18,8 +17,8 @@ from ..batch_size.planning import Plan, PlanError, candidates, plan_micro_batch,
 from ..batch_size.process import is_dry_run
 from ..batch_size.trial import Trial
 from ..batch_size.worth import longest_within, measure_noise, require_measurable, table
-from .files import require_outputs, write_json, write_png
-from .options import add_command, count, imported, number
+from .files import write_file, write_json
+from .options import add_command, count, imported, number, output
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,9 +49,8 @@ exit status: 0 if a microbatch was found, 1 if none fits or a process fails, 2 f
 
 def add_parser(subcommands: argparse._SubParsersAction) -> None:
     """Add `plan` to the commands of `ms-accum`."""
-    parser = add_command(subcommands, "plan", run, "find the largest microbatch that fits into memory", DESCRIPTION,
-                         EXAMPLES)
-    add = parser.add_argument
+    add = add_command(subcommands, "plan", run, "find the largest microbatch that fits into memory", DESCRIPTION,
+                      EXAMPLES).add_argument
     add("function", metavar="MODULE:FUNCTION",
         help="the function make_step(microbatch), in a module that can be imported from here")
     add("--total-batch-size", type=count, required=True, metavar="N",
@@ -66,8 +64,8 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
         type=partial(number, float, lambda seconds: 0 < seconds < inf, "a number of seconds > 0"))
     add("--noise-scale", type=count, nargs="?", const=32, metavar="WINDOWS",
         help="also find the window that is worth it, from the noise scale of so many windows (default: %(const)s)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the peak memory of each trial; needs matplotlib")
-    add("--json", type=Path, metavar="FILE", help="write the plan, every trial and the noise scale")
+    add("--plot", type=output(".png"), metavar="FILE.png", help="draw the peak memory of each trial; needs matplotlib")
+    add("--json", type=output(), metavar="FILE", help="write the plan, every trial and the noise scale")
 
 
 def size_in_bytes(text: str) -> int:
@@ -79,30 +77,37 @@ def size_in_bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Plan, measure, print, write. Exit with status 2 for a bad value, with 1 if nothing fits or a process fails."""
+def run(options: argparse.Namespace) -> int:
+    """Plan, measure, print, write. Return 1 if nothing fits or a process fails."""
     batch_size, device, timeout = options.total_batch_size, options.device, options.timeout
-    most, figures, plan = ceil(log2(len(candidates(batch_size)) + 1)), {}, None
+    make_step = imported(options.function, "train:make_step")
+    if options.noise_scale:
+        require_measurable(make_step, batch_size, device)
+    most = ceil(log2(len(candidates(batch_size)) + 1))
+    plan, noise, failed, planned = None, None, None, dict.fromkeys(("microbatch", "accumulate_step", "peak"))
     try:
-        require_outputs(options, json=("",), plot=(".png",))
-        make_step = imported(options.function, "train:make_step")
-        if options.noise_scale:
-            require_measurable(make_step, batch_size, device)
         with tqdm(total=most, desc="trials", unit="trial", leave=False, dynamic_ncols=True, mininterval=0,
                   file=sys.stdout, disable=not sys.stdout.isatty()) as bar:
             plan = plan_micro_batch(make_step, batch_size, memory_limit=options.memory_limit, device_target=device,
                                     timeout=timeout, on_trial=partial(_show, bar))
         print(plan, flush=True)
+        planned, trials = asdict(plan), plan.trials
         if options.noise_scale:
             noise = measure_noise(make_step, plan, options.noise_scale, device, timeout)
             print(table(plan, noise))
-            figures = {"noise_scale": noise, "worth": longest_within(plan, noise)}
-    except (ValueError, TypeError) as error:
-        parser.error(str(error))
     except PlanError as error:
-        _write(options, error.trials, plan, figures)
-        parser.exit(1, f"{parser.prog}: error: {error}\n")
-    _write(options, plan.trials, plan, figures)
+        failed, trials = error, error.trials
+    if options.json:
+        write_json(options.json, {
+            "function": options.function, "batch_size": batch_size, "device": device, "dry_run": is_dry_run(device),
+            "memory_limit": options.memory_limit, "noise_scale": noise,
+            "worth": None if noise is None else longest_within(plan, noise), **planned,
+            "trials": [asdict(trial) for trial in trials]})
+    if options.plot:
+        write_file(options.plot, draw(trials, plan).savefig)
+    if failed:
+        print(f"ms-accum plan: error: {failed}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _show(bar: tqdm, trial: Trial) -> None:
@@ -113,23 +118,11 @@ def _show(bar: tqdm, trial: Trial) -> None:
         print(f"trial: {result}", flush=True)
 
 
-def _write(options: argparse.Namespace, trials: Sequence[Trial], plan: Optional[Plan], figures: dict[str, Any]) -> None:
-    """Write the files that the options name, even if no microbatch was found."""
-    if options.json:
-        planned = asdict(plan) if plan else dict.fromkeys(("microbatch", "accumulate_step", "peak"))
-        write_json(options.json, {
-            "function": options.function, "batch_size": options.total_batch_size, "device": options.device,
-            "dry_run": is_dry_run(options.device), "memory_limit": options.memory_limit, "noise_scale": None,
-            "worth": None, **planned, **figures, "trials": [asdict(trial) for trial in trials]})
-    if options.plot:
-        write_png(options.plot, draw(trials, plan))
-
-
 def draw(trials: Sequence[Trial], plan: Optional[Plan]) -> Figure:
     """Draw the memory of each trial against its microbatch."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     for fits, style, label in ((True, "oC0", "fits"), (False, "xC3", "does not fit (what was seen before it ended)")):
         tried = [trial for trial in trials if trial.fits == fits]

@@ -71,16 +71,8 @@ def widths(lengths: np.ndarray) -> np.ndarray:
     return np.searchsorted(WIDTHS, lengths)
 
 
-@dataclass(frozen=True)
-class Text:
-    """Documents to train on, and documents to validate on."""
-
-    train: Documents
-    validation: Documents
-
-
-def load(source: str, seed: int) -> Text:
-    """Load the text that `--text` names, and draw the documents to validate on.
+def load(source: str, seed: int) -> tuple[Documents, Documents]:
+    """Load the text that `--text` names. Return documents to train on, and drawn ones to validate on.
 
     "topics": the documentation of Python's language that comes with Python (`pydoc_data.topics`). "excerpt": a part of
     its documents. Anything else is a file; it need not be UTF-8. ValueError if it holds fewer than `FEWEST` documents,
@@ -108,12 +100,12 @@ def documents_of(text: bytes) -> list[bytes]:
     return list(dict.fromkeys(part.strip(b"\n") + b"\n" for part in parts if part.strip()))
 
 
-def split(documents: list[bytes], seed: int) -> Text:
-    """Draw the documents to validate on."""
+def split(documents: list[bytes], seed: int) -> tuple[Documents, Documents]:
+    """Return documents to train on, and drawn ones to validate on."""
     held_out = {*np.random.default_rng(seed).permutation(len(documents))[:len(documents) // HELD_OUT].tolist()}
-    train = [document for i, document in enumerate(documents) if i not in held_out]
-    validation = [document for i, document in enumerate(documents) if i in held_out]
-    return Text(rows_of(train), rows_of(validation))
+    train, validation = ([document for i, document in enumerate(documents) if (i in held_out) == drawn]
+                         for drawn in (False, True))
+    return rows_of(train), rows_of(validation)
 
 
 def rows_of(documents: list[bytes]) -> Documents:

@@ -19,24 +19,24 @@ GENERATED = 80
 
 def train(options: Namespace, report: Report, weight_fn: Callable[[Tensor], Tensor] = count_bytes) -> Network:
     """Train as `ms-accum lm` does, and return the network."""
-    text = load(options.text, options.seed)
+    text, validation = load(options.text, options.seed)
     network = Network(options.seed)
     optimizer = OPTIMIZERS[options.optimizer](network.trainable_params(), options.lr)
     # The loss is a mean over bytes, so a microbatch weighs as many as it holds.
     train_step = make_train_step(BitsPerByte(network), optimizer, options.accumulate_step, weight_fn=weight_fn,
                                  clip_norm=options.clip_norm, reducer=DataParallel(sync=options.sync))
-    resumed = load_checkpoint(options.resume, network, train_step) if options.resume else None
+    resumed = None if options.resume is None else load_checkpoint(options.resume, network, train_step)
     report.begin(options, train_step,
-                 f"{options.text}: {text.train.size:,} bytes to train on, {text.validation.size:,} to validate on; "
-                 f"{text.train.entropy():.2f} bits for a byte by itself", resumed)
+                 f"{options.text}: {text.size:,} bytes to train on, {validation.size:,} to validate on; "
+                 f"{text.entropy():.2f} bits for a byte by itself", resumed)
 
     exchange = train_step.accumulator.exchange  # on one device: rank 0 of 1
     bits = ms.jit(BitsPerByte(network))
     for epoch in report.epochs_left():
-        taken = order(text.train, options.batch_size, options.seed, epoch)[exchange.rank::exchange.ranks]
-        losses = report.progress(train_step.epoch(text.train.batch(rows) for rows in taken),
-                                 [text.train.count(rows) for rows in taken])
-        report.add(losses, evaluate(bits, text.validation, options.batch_size))
+        taken = order(text, options.batch_size, options.seed, epoch)[exchange.rank::exchange.ranks]
+        losses = report.progress(train_step.epoch(text.batch(rows) for rows in taken),
+                                 [text.count(rows) for rows in taken])
+        report.add(losses, evaluate(bits, validation, options.batch_size))
         if options.save:
             save_checkpoint(options.save, network, train_step, extra=report.state)
     seconds = sum(epoch["train_seconds"] for epoch in report.epochs)

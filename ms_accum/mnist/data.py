@@ -6,6 +6,7 @@ import os
 import struct
 import zlib
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import IO
 
@@ -84,9 +85,7 @@ def _existing(path: Path) -> Path:
     for candidate in (path, path.with_name(f"{path.name}.gz")):
         if candidate.is_file():
             return candidate
-    raise ValueError(f"{path} (or {path.name}.gz) is missing; expected a folder that holds "
-                     "train/train-images-idx3-ubyte, train/train-labels-idx1-ubyte, "
-                     "test/t10k-images-idx3-ubyte and test/t10k-labels-idx1-ubyte")
+    raise ValueError(f"{path} (or {path.name}.gz) is missing; expected a folder that holds {', '.join(fetch.MD5)}")
 
 
 def read_idx(path: Path, item_shape: tuple[int, ...]) -> np.ndarray:
@@ -104,25 +103,16 @@ def parse_idx(file: IO[bytes], item_shape: tuple[int, ...], name: object) -> np.
     No more of the file is read than its header says. Source of the format: http://yann.lecun.com/exdb/mnist/ (header:
     magic 0x08 and the number of dimensions, then the size of each dimension, all big-endian).
     """
-    dimensions = 1 + len(item_shape)
-    header_bytes = 4 * (1 + dimensions)
-    header = file.read(header_bytes)
-    if len(header) < header_bytes:
-        raise ValueError(f"{name} holds {len(header)} bytes, but an idx{dimensions} header has {header_bytes}; fetch "
-                         "it again")
-    magic, *shape = struct.unpack(f">{1 + dimensions}I", header)
-    if magic != 0x0800 + dimensions:
-        raise ValueError(f"{name} starts with the magic number {magic}, expected {0x0800 + dimensions} "
-                         f"(idx{dimensions} of uint8)")
-    if tuple(shape[1:]) != item_shape:
-        raise ValueError(f"{name} holds items of shape {tuple(shape[1:])}, expected {item_shape}; is it an MNIST file?")
-    if not 1 <= shape[0] <= MOST_ITEMS:
-        raise ValueError(f"{name} says that it holds {shape[0]} items, expected 1 to {MOST_ITEMS}; is it an MNIST "
-                         "file?")
-    expected = shape[0] * int(np.prod(item_shape, dtype=int))
+    size = 8 + 4 * len(item_shape)
+    magic, count, *shape = struct.unpack(f">{size // 4}I", file.read(size).ljust(size, b"\0"))
+    expected = 0x0801 + len(item_shape), *item_shape
+    if (magic, *shape) != expected or not 1 <= count <= MOST_ITEMS:
+        raise ValueError(f"{name} has the idx header {(magic, count, *shape)}, expected 1 to {MOST_ITEMS} items and, "
+                         f"beside their number, {expected}; is it an MNIST file?")
+    expected = count * prod(item_shape)
     data = file.read(expected + 1)  # one more byte shows that the file is too long, without unpacking the rest
     if len(data) != expected:
         size = f"more than {expected}" if len(data) > expected else str(len(data))
-        raise ValueError(f"{name} holds {size} bytes after its header, expected {expected} for {shape[0]} items; fetch "
-                         "it again")
-    return np.frombuffer(data, np.uint8).reshape(shape)
+        raise ValueError(f"{name} holds {size} bytes after its header, expected {expected} for {count} items; fetch it "
+                         "again")
+    return np.frombuffer(data, np.uint8).reshape(count, *item_shape)

@@ -24,7 +24,7 @@ def train(options: Namespace, report: Report) -> Network:
     optimizer = OPTIMIZERS[options.optimizer](network.trainable_params(), options.lr)
     train_step = make_train_step(make_forward(network), optimizer, options.accumulate_step, clip_norm=options.clip_norm,
                                  reducer=DataParallel(sync=options.sync))
-    resumed = load_checkpoint(options.resume, network, train_step) if options.resume else None
+    resumed = None if options.resume is None else load_checkpoint(options.resume, network, train_step)
     report.begin(options, train_step,
                  f"{options.data}: {len(mnist.train):,} digits to train on, {len(mnist.test):,} to test on", resumed)
 

@@ -11,6 +11,7 @@ from mnist_files import embedded_set, write
 
 import ms_accum
 from ms_accum import programs
+from ms_accum.cli import files
 from ms_accum.cli import main as cli
 
 QUICK = ("mnist", "--data", "digits", "--batch-size", "16")
@@ -27,49 +28,40 @@ def process(*arguments):
                             text=True, env=environment)
 
 
-def test_no_command_is_refused_in_one_line(capsys):
-    assert cli.main([]) == 2
-    assert capsys.readouterr().err == "ms-accum: error: the following arguments are required: COMMAND\n"
+@pytest.mark.parametrize(("arguments", "status", "out", "err"), [
+    ([], 2, "", "ms-accum: error: the following arguments are required: COMMAND\n"),
+    (["--version"], 0, f"ms_accum {ms_accum.__version__}\n", ""),
+    (["--help"], 0, "usage: ms-accum .*mnist .*lm .*check .*plan .*", "")])
+def test_help_version_and_no_command(capsys, arguments, status, out, err):
+    assert cli.main(arguments) == status
+    captured = capsys.readouterr()
+    assert re.fullmatch(out, captured.out, re.DOTALL)
+    assert captured.err == err
 
 
-def test_help_and_version(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"ms_accum {ms_accum.__version__}\n"
-    assert cli.main(["--help"]) == 0
-    assert "mnist" in capsys.readouterr().out
+def test_a_file_is_written_whole_or_not_at_all():
+    def fail(part):
+        part.write_text("half")
+        raise ZeroDivisionError
+
+    def write(part):
+        part.write_text("after")
+        assert path.read_text() == "before"
+
+    path = Path("file")
+    path.write_text("before")
+    with pytest.raises(ZeroDivisionError):
+        files.write_file(path, fail)
+    assert path.read_text() == "before"
+    files.write_file(path, write)
+    assert path.read_text() == "after"
+    assert sorted(os.listdir()) == ["digits", "file"]
 
 
-LOUD = """
-import sys
-from mindspore import nn, ops
-
-def chatter():
-    for _ in range(10_000):
-        print("what a user's code prints")
-
-def when_made():
-    chatter()
-
-def when_run():
-    def forward_fn(x):
-        chatter()
-        return network(x).mean()
-    network = nn.Dense(1, 1)
-    return forward_fn, network, (ops.ones((4, 1)),)
-
-if loud_import:
-    chatter()
-"""
-
-
-@pytest.mark.parametrize("arguments", [
-    QUICK, ("--version",), ("plan", "loud_import:none", "--total-batch-size", "1"), ("check", "loud_import:none"),
-    ("check", "loud:when_made"), ("check", "loud:when_run")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [QUICK, ("--version",), ("check", "loud:none")], ids=" ".join)
 def test_a_closed_pipe_ends_the_command_without_a_word(arguments, monkeypatch, capsys):
-    for name in ("loud", "loud_import"):
-        Path(f"{name}.py").write_text(LOUD.replace("loud_import", str(name == "loud_import")), encoding="utf-8")
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(os.getcwd())
+    """Also if it is noticed in a user's code."""
+    Path("loud.py").write_text('for _ in range(10_000):\n    print("what a user\'s code prints")\n', encoding="utf-8")
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", encoding="utf-8") as closed:
@@ -109,4 +101,4 @@ def test_ctrl_c_stops_a_process_whose_handler_mindspore_has_replaced():
     assert running.returncode == 130
     # MindSpore may add a line of its own, if it was just making a Tensor.
     assert [line for line in error.splitlines() if "[WARNING]" not in line] == ["ms-accum: interrupted"]
-    assert not re.search("run", " ".join(os.listdir()))
+    assert os.listdir() == ["digits"]

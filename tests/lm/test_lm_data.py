@@ -12,13 +12,13 @@ def test_a_text_is_split_at_its_empty_lines_and_one_document_in_ten_is_held_out_
     assert got == [b" one\ntwo\n", b"three \n", b"four\n", b"\xff\x00\n"]
     documents = data.documents_of(tiny.text(40))
     one, other = data.split(documents, 1), data.split(documents, 2)
-    assert one.train.size + one.validation.size == sum(map(len, documents))
-    held_out = [{bytes(row) for row in text.validation.rows[:-1]} for text in (one, other)]
+    assert sum(text.size for text in one) == sum(map(len, documents))
+    held_out = [{bytes(row) for row in validation.rows[:-1]} for _, validation in (one, other)]
     assert held_out[0] != held_out[1]
-    assert not held_out[0] & {bytes(row) for row in one.train.rows}
-    topics = data.load("topics", 42).train
-    assert 200_000 < topics.size < 1_000_000
-    assert 50_000 < data.load("excerpt", 42).train.size < topics.size / 3
+    assert not held_out[0] & {bytes(row) for row in one[0].rows}
+    topics, excerpt = (data.load(source, 42)[0].size for source in ("topics", "excerpt"))
+    assert 200_000 < topics < 1_000_000
+    assert 50_000 < excerpt < topics / 3
 
 
 def test_documents_are_cut_into_rows_and_lose_no_byte():
@@ -36,7 +36,7 @@ def test_documents_are_cut_into_rows_and_lose_no_byte():
 
 @pytest.mark.parametrize("size", [4, 10**9])
 def test_a_microbatch_has_rows_of_one_width_and_all_have_one_size(size):
-    rows = data.split(data.documents_of(tiny.text()), 42).train
+    rows = data.split(data.documents_of(tiny.text()), 42)[0]
     cut = data.microbatches(rows, np.random.default_rng(1).permutation(len(rows)), size)
     assert {rows.batch(taken)[0].shape for taken in cut} == {(min(size, len(rows)), width) for width in WIDTHS}
     taken = np.concatenate(cut)

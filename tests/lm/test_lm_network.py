@@ -55,18 +55,15 @@ def test_the_loss_is_the_mean_over_bytes_in_bits_and_validation_counts_every_byt
     assert float(BitsPerByte(one)(Tensor(tokens))) == pytest.approx(bits.mean(), abs=1e-5)
     assert int(count_bytes(Tensor(tokens))) == len(bits) == 17 + 64 + 40
     assert (int(count_one(Tensor(tokens))), int(count_one(Tensor(tokens[3:])))) == (1, 0)
-    rows = data.split(data.documents_of(tiny.text()), 42).train
+    rows = data.split(data.documents_of(tiny.text()), 42)[0]
     batches = [rows.batch(np.array([i]))[0] for i in range(len(rows))]
     expected = np.concatenate([bits_in_numpy(one(Tensor(batch)).asnumpy(), batch) for batch in batches])
     assert len(expected) == rows.size
     assert evaluate(BitsPerByte(one), rows, 4) == pytest.approx(expected.mean(), abs=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_a_window_of_ragged_microbatches_is_one_undivided_batch_and_the_mean_of_means_is_not(mode, monkeypatch):
-    """The other two op by op, because each graph takes seconds to compile."""
-    tiny.shrink(monkeypatch)
-    rows = data.split(data.documents_of(tiny.text()), 42).train
+def test_a_window_of_ragged_microbatches_is_one_undivided_batch_and_the_mean_of_means_is_not(tokens, uncompiled):
+    rows = data.split(data.documents_of(tiny.text()), 42)[0]
     smallest, *_, larger, largest = sorted(order(rows, 4, 42, 1), key=rows.count)
     window = [larger, np.append(smallest[:2], [-1, -1]), largest]
     assert [rows.batch(taken)[0].shape for taken in window] == [(4, 64), (4, 32), (4, 64)]
@@ -78,11 +75,8 @@ def test_a_window_of_ragged_microbatches_is_one_undivided_batch_and_the_mean_of_
         assert int(step.accumulator.update_step) == 1
         return one
 
-    with monkeypatch.context() as patch:
-        patch.setenv("MS_JIT", "0")
-        undivided, means = trained([np.concatenate(window)], count_bytes), trained(window, count_one)
-        accumulated = trained(window, count_bytes) if mode == "pynative" else None
-    accumulated = accumulated or trained(window, count_bytes)
+    undivided = trained([np.concatenate(window)], count_bytes)
+    accumulated, means = trained(window, count_bytes), trained(window, count_one)
     assert largest_difference(accumulated, Network(42)) > 1e-2
     assert largest_difference(accumulated, undivided) < 1e-5
     assert largest_difference(means, undivided) > 1e-3

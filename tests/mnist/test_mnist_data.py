@@ -14,19 +14,8 @@ from mnist_files import NAMES, idx, random_set, write
 from ms_accum.mnist import data
 from ms_accum.mnist.data import parse_idx, read_idx
 
-IMAGES = np.random.default_rng(0).integers(0, 256, (3, 28, 28)).astype(np.uint8)
-item_shapes = st.sampled_from([(), (28, 28)])
 
-
-@given(item_shapes, st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_arrays_come_back_as_written(item_shape, count, seed):
-    array = np.random.default_rng(seed).integers(0, 256, (count, *item_shape)).astype(np.uint8)
-    got = parse_idx(io.BytesIO(idx(array)), item_shape, "file")
-    assert got.dtype == np.uint8
-    assert (got == array).all()
-
-
-@given(item_shapes, st.data())
+@given(st.sampled_from([(), (28, 28)]), st.data())
 def test_any_damage_is_refused(item_shape, draw):
     """A changed byte in the header, a truncation, or noise; however large an array the header then asks for."""
     content = bytearray(idx(np.random.default_rng(0).integers(0, 10, (3, *item_shape))))
@@ -37,27 +26,8 @@ def test_any_damage_is_refused(item_shape, draw):
         del content[draw.draw(st.integers(0, len(content) - 1)):]
     else:
         content = draw.draw(st.binary(max_size=64))
-    with pytest.raises(ValueError, match=r"^file (starts with the magic|holds|says that it holds)"):
+    with pytest.raises(ValueError, match=r"^file (has the idx header|holds)"):
         parse_idx(io.BytesIO(content), item_shape, "file")
-
-
-PACKED = gzip.compress(idx(IMAGES))
-
-
-@pytest.mark.parametrize(("name", "content", "match"), [
-    ("images", b"", "images holds 0 bytes, but an idx3 header has 16"),
-    ("images", idx(np.zeros(20)), "images starts with the magic number 2049, expected 2051"),
-    ("images", idx(IMAGES.reshape(3, 14, 56)), r"images holds items of shape \(14, 56\), expected \(28, 28\)"),
-    ("images", struct.pack(">4I", 2051, 1_000_001, 28, 28), "holds 1000001 items, expected 1 to 1000000; is it an MNIST file"),
-    ("images", idx(IMAGES)[:-1], "images holds 2351 bytes after its header, expected 2352 for 3 items"),
-    ("images.gz", PACKED[:-20], r"images\.gz is not a complete gzip file"),
-    ("images.gz", b"no gzip" + PACKED, r"images\.gz is not a complete gzip file"),
-    ("images.gz", PACKED[:10] + b"\xff" + PACKED[11:], r"images\.gz is not a complete gzip file"),
-])
-def test_invalid_files_are_refused(tmp_path, name, content, match):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=match):
-        read_idx(tmp_path / name, (28, 28))
 
 
 @pytest.mark.parametrize(("packed", "items"), [(False, 3), (True, 3), (False, 2**32 - 1)])
@@ -69,7 +39,7 @@ def test_a_file_is_not_read_further_than_its_header_says(tmp_path, packed, items
         for _ in range(30):
             file.write(bytes(2**20))
     tracemalloc.start()
-    with pytest.raises(ValueError, match=rf"^{path} (holds|says) .*[^\n]$"):
+    with pytest.raises(ValueError, match=rf"^{path} (holds|has) .*[^\n]$"):
         read_idx(path, (28, 28))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -102,14 +72,29 @@ def test_a_folder_in_the_layout_of_the_tutorial(tmp_path, packed, nested):
     assert [idx(array) for array in got] == list(files.values())
 
 
+IMAGES = np.zeros((7, 28, 28), np.uint8)
+PACKED = gzip.compress(idx(IMAGES))
+HEADER = r"train-images-idx3-ubyte has the idx header \({}\), expected 1 to 1000000 items and, beside their number, \(2051, 28, 28\); is it"
+NO_GZIP = r"train-images-idx3-ubyte\.gz is not a complete gzip file"
+
+
 @pytest.mark.parametrize(("name", "content", "match"), [
+    (NAMES[0], b"", HEADER.format("0, 0, 0, 0")),
+    (NAMES[0], idx(np.zeros(20)), HEADER.format("2049, 20, 0, 0")),
+    (NAMES[0], idx(IMAGES.reshape(7, 14, 56)), HEADER.format("2051, 7, 14, 56")),
+    (NAMES[0], struct.pack(">4I", 2051, 1_000_001, 28, 28), HEADER.format("2051, 1000001, 28, 28")),
+    (NAMES[0], idx(IMAGES)[:-1], "images-idx3-ubyte holds 5487 bytes after its header, expected 5488 for 7 items"),
+    (f"{NAMES[0]}.gz", PACKED[:-20], NO_GZIP),
+    (f"{NAMES[0]}.gz", b"no gzip" + PACKED, NO_GZIP),
+    (f"{NAMES[0]}.gz", PACKED[:10] + b"\xff" + PACKED[11:], NO_GZIP),
     (NAMES[3], None, r"t10k-labels-idx1-ubyte \(or t10k-labels-idx1-ubyte\.gz\) is missing; expected a folder"),
     (NAMES[1], idx(np.zeros(6)), r"holds 7 images, but .*train-labels-idx1-ubyte holds 6 labels"),
     (NAMES[1], idx(np.array([3, 10, 2])), r"labels-idx1-ubyte holds the label 10, expected 0 to 9"),
 ])
 def test_folders_that_hold_no_set_are_refused(tmp_path, name, content, match):
-    write(tmp_path, {**random_set(), **({} if content is None else {name: content})})
-    if content is None:
-        (tmp_path / name).unlink()
+    write(tmp_path, random_set())
+    (tmp_path / name.removesuffix(".gz")).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=match):
         data.load(str(tmp_path))

@@ -3,49 +3,25 @@ import os
 import sys
 from hashlib import sha256
 
-import mindspore as ms
 from conftest import MLP, batches, mean_loss, tensors
 from mindspore import amp, nn
+from pages import recipe
 
-from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint
 
 OPTIMIZERS = {"Momentum": lambda weights: nn.Momentum(weights, nn.exponential_decay_lr(0.1, 0.9, 100, 1, 1), 0.9),
-              "Adam": lambda weights: nn.Adam(weights, 0.01), "SGD": lambda weights: nn.SGD(weights, 0.1)}
+              "Adam": lambda weights: nn.Adam(weights, 0.01)}
 BATCHES = batches([4, 6, 4, 4, 6, 6, 6, 4, 4, 6, 4, 6])
 
 
-class Average(nn.Cell):
-    """A moving average of the weights: a hook with state."""
-
-    def __init__(self, weights):
-        super().__init__()
-        self.weights, self.averages = ms.ParameterTuple(weights), ms.ParameterTuple(weights).clone("average")
-
-    def construct(self):
-        for weight, average in zip(self.weights, self.averages):
-            ms.ops.assign(average, 0.5 * average + 0.5 * weight)
-
-
-def build(optimizer="Momentum", hidden=5, accumulate_step=3, driver="step", pieces=1, scaler=False,
-          average=False, **options):
-    """A network, its accumulator, and what trains it: a train step, a TrainOneStepCell, or, "by hand", a function."""
+def build(optimizer="Momentum", hidden=5, accumulate_step=3, reduction="mean", scaler=False, average=False, **options):
+    """A network, its accumulator, and the train step that feeds it."""
     network = MLP(hidden=hidden)
     weights = network.trainable_params()
-    acc = Accumulator(OPTIMIZERS[optimizer](weights), accumulate_step, 0.5,
-                      reduction="sum" if driver == "by hand" else "mean",
+    acc = Accumulator(OPTIMIZERS[optimizer](weights), accumulate_step, 0.5, reduction=reduction,
                       loss_scaler=amp.DynamicLossScaler(1024, 2, 2) if scaler else None,
-                      after_update=Average(weights) if average else None, **options)
-    if driver == "step":
-        return network, acc, make_train_step(mean_loss(network), acc, pieces=pieces)
-    if driver == "cell":
-        return network, acc, TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
-    grad_fn = ms.value_and_grad(mean_loss(network), None, acc.optimizer.parameters)
-
-    def train_step(x, y):
-        loss, grads = grad_fn(x, y)
-        return loss, acc(grads)
-
-    return network, acc, ms.jit(train_step)
+                      after_update=recipe("train-step", "MovingAverage")(weights, 0.5) if average else None, **options)
+    return network, acc, make_train_step(mean_loss(network), acc) if reduction == "mean" else None
 
 
 def train(train_step, first, last):

@@ -5,7 +5,7 @@ from conftest import MLP, batches, values
 from following import LOSS
 from mindspore import nn
 from mindspore.dataset import GeneratorDataset
-from mindspore.train import Callback, Model
+from mindspore.train import Model
 
 from ms_accum import TrainOneStepCell
 
@@ -25,31 +25,6 @@ def dataset_of(rows):
 
 def train(cell, *callbacks, epochs=1, data=None):
     Model(cell).train(epochs, data or dataset(), callbacks=list(callbacks), dataset_sink_mode=False)
-
-
-class Recorder(Callback):
-    """The numbers of the microbatches, and the events it saw."""
-
-    def __init__(self):
-        self.steps, self.events, self.begun = [], [], 0
-
-    def on_train_begin(self, run_context):
-        self.events.append("begin")
-
-    def on_train_epoch_begin(self, run_context):
-        self.events.append("epoch begin")
-
-    def on_train_step_begin(self, run_context):
-        self.begun += 1
-
-    def on_train_step_end(self, run_context):
-        self.steps.append(run_context.original_args().cur_step_num)
-
-    def on_train_epoch_end(self, run_context):
-        self.events.append("epoch end")
-
-    def on_train_end(self, run_context):
-        self.events.append("end")
 
 
 def make_cell(accumulate_step=2, clip_norm=0.7, learning_rate=0.1, **options):
