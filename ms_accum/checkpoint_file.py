@@ -21,7 +21,6 @@ from typing import Any, Union
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
-from psutil import pid_exists
 
 from .errors import one_line
 
@@ -68,13 +67,23 @@ def part_of(path: Path) -> Iterator[Path]:
     """
     start = f".{path.stem.lstrip('.')}.part-{_HERE}-"
     for left in path.parent.glob(f"{escape(start)}*-*"):
-        if not pid_exists(int(left.name.split("-")[-2])):
+        if not _lives(int(left.name.split("-")[-2])):
             rmtree(left, ignore_errors=True)
     folder = path.with_name(f"{start}{os.getpid()}-{token_hex(4)}")
     try:
         yield folder / path.name
     finally:
         rmtree(folder, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 def write_file(part: Path, entries: dict[str, Parameter], about: dict) -> None:

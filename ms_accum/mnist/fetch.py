@@ -4,18 +4,15 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import socket
 import sys
-from functools import partial
-from io import BytesIO
+from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
-from urllib.request import urlopen
 from zipfile import ZipFile
 
-from tqdm import tqdm
-
-from ..errors import one_line
+from download import download
 
 MD5 = {
     "train/train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
@@ -58,8 +55,9 @@ def full_set(folder: Path) -> Path:
             unpacked = Path(temporary.name, str(number))
             try:
                 _fetch_from(mirror, unpacked)
-            except Exception as error:  # the decoders raise many kinds
-                answers.append(f"{urlsplit(mirror).netloc}: {one_line(error) or type(error).__name__}")
+            except Exception as error:  # `download` and the decoders raise many kinds
+                reason = str(error).split("\nError: ")[-1]  # `download` puts the reason on a second line
+                answers.append(f"{urlsplit(mirror).netloc}: {' '.join(reason.split()) or type(error).__name__}")
                 continue
             for name in MD5:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,25 +68,29 @@ def full_set(folder: Path) -> Path:
 
 
 def _fetch_from(mirror: str, folder: Path) -> None:
-    archive = ZipFile(BytesIO(_download(mirror))) if mirror.endswith(".zip") else None
     for name, expected in MD5.items():
         path = folder / name
-        # Only known names are read and written, so an archive cannot choose where it writes.
-        if archive:
-            content = archive.read(f"MNIST_Data/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if mirror.endswith(".zip"):
+            # Only known names are read and written, so an archive cannot choose where it writes.
+            with ZipFile(_download(mirror, folder / "archive.zip")) as archive:
+                content = archive.read(f"MNIST_Data/{name}")
         else:
-            content = gzip.decompress(_download(f"{mirror}{path.name}.gz"))
+            content = gzip.decompress(_download(f"{mirror}{path.name}.gz", folder / f"{path.name}.gz").read_bytes())
         if _md5(content) != expected:
             raise ValueError(f"{path.name} has the md5 {_md5(content)}, expected {expected}")
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
 
-def _download(url: str) -> bytes:
-    """Return what an address holds, with a progress bar on a terminal."""
-    with urlopen(url, timeout=SILENT_SECONDS) as answer, tqdm.wrapattr(
-            answer, "read", total=answer.length, desc=urlsplit(url).netloc, disable=not sys.stderr.isatty()) as body:
-        return b"".join(iter(partial(body.read, 2**16), b""))
+def _download(url: str, path: Path) -> Path:
+    shown, before = sys.stderr.isatty(), socket.getdefaulttimeout()
+    socket.setdefaulttimeout(SILENT_SECONDS)  # that of `download` covers only the connection
+    try:
+        with redirect_stdout(sys.stderr):  # where `download` draws its progress bar
+            download(url, str(path), progressbar=shown, verbose=shown, timeout=SILENT_SECONDS)
+    finally:
+        socket.setdefaulttimeout(before)
+    return path
 
 
 def _md5(content: bytes) -> str:
