@@ -23,9 +23,9 @@ from pathlib import Path
 
 import mindspore as ms
 import pytest
+from differential.accumulating import Accumulating
 from differential.cases import COMPILED, LEVELS, OP_BY_OP, compose
-from differential.defects import NARROW, PUT_BACK, cases, put_back
-from differential.drivers import Accumulating
+from differential.defects import DEFECTS, PUT_BACK, cases, put_back
 from differential.follow import follow
 from differential.networks import build_loss
 from differential.optimizers import build_optimizer
@@ -86,10 +86,9 @@ def test_any_run(shard, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NARROW)
-def test_narrow_draws(name, tmp_path_factory):
-    """Around defects that ms_accum has had."""
-    for case in cases(name):
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_narrow_draws(defect, tmp_path_factory):
+    for case in cases(defect):
         print(case)
         assert follow(case, tmp_path_factory.mktemp("run")) > 0
 
@@ -97,7 +96,7 @@ def test_narrow_draws(name, tmp_path_factory):
 def test_each_defect_can_be_put_back():
     """A text that is gone, or is there twice, leaves its control without a defect to find."""
     package = Path(__file__).parent.parent / "ms_accum"
-    changes = [(name, text) for _, changes in PUT_BACK.values() for name, text, _ in changes]
+    changes = [(name, text) for defect in PUT_BACK for name, text, _ in DEFECTS[defect][1]]
     counts = {(name, text): (package / name).read_text(encoding="utf-8").count(text) for name, text in changes}
     assert {change: count for change, count in counts.items() if count != 1} == {}
 
@@ -110,8 +109,8 @@ def test_a_defect_that_is_put_back_is_found(defect, tmp_path):
     shutil.copytree(tests.parent / "ms_accum", tmp_path / "ms_accum", ignore=shutil.ignore_patterns("__pycache__"))
     put_back(tmp_path / "ms_accum", defect)
     done = subprocess.run(
-        [sys.executable, "-m", "differential.defects", str(tmp_path), PUT_BACK[defect][0]], cwd=tmp_path, capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, tests, tests / "support")))})
+        [sys.executable, "-m", "differential.defects", str(tmp_path), defect], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, tests, tests / "support")))})
     assert "\nfound: " in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1
 
@@ -152,8 +151,8 @@ def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, sampl
     batches = [case.batch(i) for i in range(UPDATES)]
     for batch in batches:
         step(*map(Tensor, batch))
-    with accumulating:
-        accumulating.train(batches, lambda loss, aux: None)
+    with accumulating.driver:
+        accumulating.train(batches)
     accumulator, expected = accumulating.accumulator, [p.asnumpy().tobytes() for p in loss.trainable_params()]
     assert [int(accumulator.update_step), int(accumulator.closed_windows)] == [UPDATES] * 2
     assert all(one != other for one, other in zip(start, expected))

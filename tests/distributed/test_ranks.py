@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from conftest import MLP, difference, values
 from mindspore import nn
-from rank_cases import LAUNCHES, MNIST, cases_of, dealt_out, every_launch_of, microbatches, said_by, step_of, train
-from simulated_ranks import simulated, undivided
+from rank_cases import LAUNCHES, MNIST, cases_of, dealt_out, every_launch_of, said_by, step_of, train
+from rank_runs import microbatches, run_of, simulated
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.cli import main as cli
@@ -47,11 +47,12 @@ def test_ranks_before_init_are_refused(make, monkeypatch):
         make(MLP().trainable_params())
 
 
-@every_launch_of("resume")
-def test_each_rank_resumes_bit_identically(left_by, launch):
-    """In mid-window. If one rank cannot save, none does and nothing is left; if one file is wrong, none is loaded."""
-    for rank, left in (each for case in cases_of(launch, "resume") for each in enumerate(left_by(case, launch))):
-        assert (left["mini_step"], left["extra"], left["same"], left["files"]) == (1, {"rank": rank}, True, LAUNCHES[launch][0])
+@every_launch_of("damaged")
+def test_ranks_save_and_load_together(left_by, launch):
+    """If one rank cannot save, none does and nothing is left; if one file is wrong, none is loaded."""
+    case, = cases_of(launch, "damaged")
+    for rank, left in enumerate(left_by(case, launch)):
+        assert left["files"] == LAUNCHES[launch][0]
         assert left["unsaved"].startswith("TypeError: " if rank == 1 else "OSError: ")
         for what, message in (("truncated", "is truncated|is damaged"), ("swapped", "restore both from one copy")):
             assert re.search(message, left[what]) if rank == 1 else left[what] == OTHER_RANK
@@ -63,8 +64,8 @@ def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of
     monkeypatch.setenv("MS_JIT", "0")
     ranks = LAUNCHES[launch][0]
     refused = r"CheckpointError: .* was saved with {} .*; save when train_step.updated is true: a closed window loads on any number"
-    run = undivided({"sync": "window", "sizes": "equal", "optimizer": "Momentum", "windows": 8 // ranks})
-    expected = simulated(run, ranks).parameters
+    run = {**run_of("window"), "sizes": "equal", "nan": "", "optimizer": "Momentum", "windows": 8 // ranks}
+    expected = simulated(run, ranks)[0].parameters
     for case in cases_of(launch, "other_ranks"):
         sync, left = case.split(":")[1], left_by(case, launch)
         for said in left:
@@ -73,7 +74,7 @@ def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of
             assert re.match(refused.format("accumulate_step"), said["open"]), said["open"]
         network, step = step_of(None, 8, 1)
         load_checkpoint(folder_of(launch) / f"ranks-{sync}-closed.ckpt", network, step)
-        train(step, dealt_out("equal", ranks)[8:])
+        train(step, dealt_out(ranks)[8:])
         assert difference(values(network.trainable_params()), expected) <= 1e-6, case
         said = said_by(load_checkpoint, folder_of(launch) / f"ranks-{sync}-open.ckpt", *step_of(None, 8 // ranks, 1))
         assert re.match(refused.format("reducer"), said), said

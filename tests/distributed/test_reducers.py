@@ -1,12 +1,16 @@
-"""DataParallel in real processes against NumPy on the undivided batch, and what it refuses."""
+"""Runs of ranks in real processes against one process in NumPy, and what DataParallel refuses."""
+from itertools import product
+
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, difference, tensors, values
-from mindspore import Tensor, nn
+import reference
+from conftest import MLP, difference, values
+from drivers import LossOf
+from mindspore import nn
 from noisy_samples import Expected
-from rank_cases import LAUNCHES, accumulator, cases_of, drawn, every_launch_of, losses_of, microbatches, noisy_data, train_by
-from simulated_ranks import inside, simulated, undivided
+from rank_cases import LAUNCHES, accumulator, cases_of, driver_of, every_launch_of, noisy_data
+from rank_runs import CHOICES, DRAWN, SYNCS, microbatches, run_of, simulated
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import exchange
@@ -14,75 +18,84 @@ from ms_accum.distributed import exchange
 pytest_plugins = ["launch"]
 
 
-def require_equal(results, oracle, case, skipped):
-    """Each rank ends where the oracle does, and all hold the same bits."""
-    for rank, left in enumerate(results):
-        allowed = 1e-5 if "Adam" in case else 1e-6
-        assert difference(list(map(np.array, left["parameters"])), oracle.parameters) <= allowed, f"{case}, rank {rank}"
-        assert left["counters"] == [oracle.update_step, 0, skipped[rank]], case
-        assert left["grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5), case
-        assert left["parameters"] == results[0]["parameters"], f"{case}: ranks hold different parameters"
-
-
 @every_launch_of("trained")
-def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
-    """Drawn: sync x sizes x optimizer x driver x windows x pieces x reduction x what happens to a NaN on rank 1.
-
-    A microbatch is skipped by the rank that has the NaN alone; a window, or a scaler's overflow, by all.
+def test_ranks_train_as_one_process(left_by, launch):
+    """A microbatch is skipped by the rank that has the NaN alone; a window, or a scaler's overflow, by all ranks but those with updates
+    of their own. A resumed run ends with the same bits.
     """
-    count = LAUNCHES[launch][0]
+    ranks = LAUNCHES[launch][0]
     whole = sum(p.nbytes for p in MLP().trainable_params())
     for case in cases_of(launch, "trained"):
-        run, results = undivided(drawn(case.split(":")[1])), left_by(case, launch)
-        oracle = simulated(run, count)
-        alone = [int(run["nan"] == "skip_microbatch" and rank == 1) for rank in range(count)]
-        require_equal(results, oracle, f"{case} {run}", [oracle.skipped + skipped for skipped in alone])
-        assert oracle.skipped == (run["nan"] in ("skip_window", "scaler")), case
-        for left in results:
+        run, results = run_of(case.split(":")[1]), left_by(case, launch)
+        what, local, inside = f"{case} {run}", run["sync"] == "local", SYNCS[run["sync"]](ranks)
+        for rank, (left, oracle) in enumerate(zip(results, simulated(run, ranks))):
+            assert difference(list(map(np.array, left["parameters"])), oracle.parameters) <= 1e-5, f"{what}, rank {rank}"
+            assert left["parameters"] == results[0]["parameters"], f"{what}: ranks hold different parameters"
+            expected = oracle.counters()
+            if not local:
+                assert oracle.skipped == (run["nan"] in ("skip_window", "scaler")), what
+                del expected["window_weight"], expected["skipped_in_row"]  # of this rank
+                expected["skipped"] += run["nan"] == "skip_microbatch" and rank == 1
+            assert left == {**left, **expected}, what
+            assert left["grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5, nan_ok=True), what
             assert left["loss"] == pytest.approx(results[0]["loss"], rel=1e-5), "a graph that was compiled before follows"
-            assert left["scale"] == (1024 / 2**oracle.skipped if run["nan"] == "scaler" else None), case
-            shards = inside(run["sync"], count) if "shard" in run["sync"] else 1
+            assert left["scale"] == (1024 / 2**oracle.skipped if run["nan"] == "scaler" else None), what
             # Padding: at most an element in each of three buckets.
-            assert 0 <= left["bytes"] - whole / shards <= 3 * 4, case
+            assert 0 <= left["bytes"] - whole / (inside if "shard" in run["sync"] else 1) <= 3 * 4, what
             if run["noise"]:
-                np.testing.assert_allclose(left["noise"], oracle.noise, rtol=1e-4, atol=1e-5 * oracle.noise[0], err_msg=f"{case} {run}")
+                noise = reference.noise_and_signal(oracle.measured, 0.9)
+                np.testing.assert_allclose(left["noise"], noise, rtol=1e-4, atol=1e-5 * noise[0], err_msg=what)
+            if run["save"]:
+                assert left["saved"] == {"mini_step": int(run["windows"] != "one"), "extra": {"rank": rank}, "same": True}, what
 
 
-def test_wrong_simulations_are_seen():
-    """Negative control: windows that all ranks close together, a microbatch that all ranks skip, equal weights of unequal ranks."""
-    budget = undivided({"sync": "window", "sizes": "uneven", "windows": "budget"})
-    skip = undivided({"sync": "window", "sizes": "uneven", "nan": "skip_microbatch"})
-    uneven, equal = (undivided({"sync": "window", "sizes": sizes}) for sizes in ("uneven", "unequal"))
-    for right, wrong in ((simulated(budget, 2), simulated(budget, 2, 2)), (simulated(skip, 2), simulated(skip, 2, 2)),
-                         (simulated(uneven, 2), simulated({**uneven, "reduction": "sum"}, 2)),
-                         (simulated(equal, 2), simulated({**equal, "pieces": 1}, 1))):
-        assert difference(wrong.parameters, right.parameters) > 1e-4
+def test_each_kind_of_exchange_is_drawn_with_each_choice():
+    """Of two ranks: alone or together at each microbatch."""
+    runs = [run_of(str(number)) for number in range(DRAWN)]
+    for inside, (name, options) in product((1, 2), CHOICES.items()):
+        found = {run[name] for run in runs if (SYNCS[run["sync"]](2), run["sync"] == "local") == (inside, False)}
+        assert found == set(options), (name, inside)
+    assert {run["local"] for run in runs if run["sync"] == "local"} == set(CHOICES["local"])
 
 
-@every_launch_of("pair")
-def test_two_losses_are_divided_by_what_all_ranks_have(left_by, launch):
-    """Control: the sum of each rank's means is another gradient."""
-    network = MLP(seed=0)
+class HeavyBall(reference.LocalUpdates):
+    """Without Nesterov's look ahead."""
+    def step(self, moved):
+        super().step(moved)
+        return [p - self.rate * v for p, v in zip(self.parameters, self.velocity)]
 
-    def gradients_of(parameters, x, y):
-        """Of the sum of both losses of one batch, by plain MindSpore."""
-        for parameter, value in zip(network.trainable_params(), parameters):
-            parameter.set_data(Tensor(value, ms.float32))
-        losses = losses_of(network)
 
-        def total(x, y):
-            one, other = losses(x, y)
-            return one + other
+class EveryRank(reference.LocalUpdates):
+    """Where ranks without an update count, too."""
+    def step(self, moved):
+        return super().step(self.ranks)
 
-        return None, values(ms.grad(total, None, ms.ParameterTuple(network.trainable_params()))(*tensors(x, y)))
 
-    count = LAUNCHES[launch][0]
-    for case in cases_of(launch, "pair"):
-        oracle = simulated(undivided({"sync": "window", "sizes": case.split(":")[1], "losses": 2}), count, gradients_of=gradients_of)
-        require_equal(left_by(case, launch), oracle, case, [0] * count)
-    start, halves = values(MLP(seed=0).trainable_params()), [microbatches("unequal", rank)[0] for rank in range(2)]
-    means = zip(*(gradients_of(start, *half)[1] for half in halves))
-    assert difference([sum(g) / 2 for g in means], gradients_of(start, *map(np.concatenate, zip(*halves)))[1]) > 1e-3
+PLAIN = {**run_of("window"), "nan": "", "optimizer": "SGD", "sizes": "uneven"}
+OUTER = {**run_of("local"), "sizes": "uneven"}
+WRONG = {
+    "windows that all ranks close together": (({**PLAIN, "windows": "budget"},), {"together": 2}),
+    "a microbatch that all ranks skip": (({**PLAIN, "nan": "skip_microbatch"},), {"together": 2}),
+    "no weights": ((PLAIN, {**PLAIN, "drivers": ("hand sum",)}), {}),
+    "one rank for all": (({**PLAIN, "sizes": "unequal"},), {"ranks": 1}),
+    "heavy ball": ((OUTER,), {"kind": HeavyBall}),
+    "ranks without an update": ((OUTER,), {"kind": EveryRank}),
+    "averages of updates": (({**PLAIN, "sizes": "alike"}, {**OUTER, "sizes": "alike", "local": "averaged"}), {}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_simulations_are_seen(wrong):
+    """Negative control of what ranks are compared with."""
+    (run, *other), options = WRONG[wrong]
+    right, found = simulated(run, 2)[0], simulated(other[0] if other else run, **{"ranks": 2, **options})[0]
+    assert difference(found.parameters, right.parameters) > 1e-4
+
+
+def test_local_updates_of_one_step_are_data_parallel():
+    """With SGD and equal weights, where nothing is clipped: so are the ranks of the run "each", which follow the simulation."""
+    one, other = (simulated({**run_of("each"), "sync": sync}, 2)[0].parameters for sync in ("local", "window"))
+    assert difference(one, other) <= 1e-12
 
 
 @every_launch_of("adaptive")
@@ -104,7 +117,7 @@ def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, l
         results = left_by(case, launch)
         for rank, left in enumerate(results):
             assert left["lengths"] == lengths[:len(data[rank])], case
-            assert left["counters"] == [len(expected.lengths), 0, 0], case
+            assert (left["update_step"], left["mini_step"], left["skipped"]) == (len(expected.lengths), 0, 0), case
             assert difference(list(map(np.array, left["parameters"])), [expected.point]) <= 1e-6, case
             assert left["parameters"] == results[0]["parameters"], case
 
@@ -114,13 +127,12 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
 
     A rank that skips a microbatch exchanges nothing about it.
     """
-    window, microbatch, nodes = (left_by(f"traffic:{sync}") for sync in ("window", "microbatch", "nodes"))
+    window, microbatch = (left_by(f"traffic:{sync}") for sync in ("window", "microbatch"))
     assert (window[0]["collectives"], microbatch[0]["collectives"]) == (2, 16)
     assert window[0]["bytes"] == 2 * (window[0]["parameters"] + 12)
     assert window[0]["bytes"] * 8 == microbatch[0]["bytes"]
-    assert (nodes[0]["collectives"], nodes[0]["bytes"]) == (2, window[0]["bytes"])  # of one rank each
     assert [left["skipped"] for left in window] == [0, 2]
-    for left in (*window, *microbatch, *nodes):
+    for left in (*window, *microbatch):
         seen = np.array(left["seen"])
         assert seen.shape == (17, 10)
         assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(16)] == ([False] * 7 + [True]) * 2
@@ -140,7 +152,8 @@ def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit):
     for sync in (None, "window", "shard"):
         network = MLP(seed=0)
         acc = accumulator(network, sync=sync)
-        train_by("hand", network, acc, microbatches("equal", 0))
+        with driver_of("hand", LossOf(network), acc) as driver:
+            driver.epoch(microbatches("equal", 0))
         found.append(values(network.trainable_params()))
         assert int(acc.update_step) == 3
     assert difference(found[0], values(MLP(seed=0).trainable_params())) > 1e-2
