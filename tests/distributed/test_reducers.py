@@ -36,6 +36,8 @@ def test_ranks_train_as_one_process(left_by, launch):
                 assert oracle.skipped == (run["nan"] in ("skip_window", "scaler")), what
                 del expected["window_weight"], expected["skipped_in_row"]  # of this rank
                 expected["skipped"] += run["nan"] == "skip_microbatch" and rank == 1
+            if case.split(":")[1] == "pair":
+                del expected["seen"]  # of windows that others fill, a rank counts pieces
             assert left == {**left, **expected}, what
             assert left["grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5, nan_ok=True), what
             assert left["loss"] == pytest.approx(results[0]["loss"], rel=1e-5), "a graph that was compiled before follows"

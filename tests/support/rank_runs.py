@@ -24,7 +24,7 @@ CHOICES = {
     "nan": ("", "skip_microbatch", "skip_window", "scaler", "zero"), "local": ("twice", "thrice", "averaged"), "save": (False, False, True)}
 DRAWN, KIND = 3 * len(SYNCS), 9  # nine runs each whose ranks sum windows or microbatches (if they are two), three with local updates
 NAMED = {
-    "each": {"sync": "local", "local": "each", "sizes": "alike", "optimizer": "SGD", "windows": "two", "drivers": ("step 1",) * 2},
+    "each": {"sync": "local", "local": "each", "sizes": "alike", "optimizer": "SGD", "windows": "two", "drivers": ("step 1",)},
     "local": {"sync": "local", "sizes": "alike", "optimizer": "SGD", "windows": "two", "drivers": ("step 1",)},
     "window": {"sync": "window", "sizes": "alike", "windows": "two", "drivers": ("step 1",), "optimizer": "Adam", "nan": "skip_window"},
     "pair": {"sync": "window", "sizes": "uneven", "windows": "two", "drivers": ("ahead 1", "ahead 2"), "nan": "scaler", "optimizer": "SGD"}}
