@@ -24,7 +24,7 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from differential.accumulating import Accumulating
-from differential.cases import COMPILED, LEVELS, OP_BY_OP, compose
+from differential.cases import COMPILED, LEVELS, OP_BY_OP, compose, plain_case
 from differential.defects import DEFECTS, PUT_BACK, cases, put_back
 from differential.follow import follow
 from differential.networks import build_loss
@@ -115,26 +115,18 @@ def test_a_defect_that_is_put_back_is_found(defect, tmp_path):
     assert done.returncode == 1
 
 
-def exact_cases():
-    drivers = ("step", "cell-graph", "cell-pynative")
-    for level, driver in product(LEVELS, drivers):
-        fast = driver == "cell-pynative" or (level, driver) in {("none", "step"), ("O2", "step"), ("O1", "cell-graph"), ("half", "step")}
-        yield pytest.param(level, driver, marks=[] if fast else [pytest.mark.slow])
+EXACT = {(level, driver): driver == "cell-pynative" for level, driver in product(LEVELS, ("step", "cell-graph", "cell-pynative"))}
+EXACT.update({("none", "step"): True, ("O2", "step"): True, ("O1", "cell-graph"): True, ("half", "step"): True})  # in the fast suite
 
 
-@pytest.mark.parametrize("samples", [6, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("level", "driver"), exact_cases())
-def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, samples):
+@pytest.mark.parametrize(("level", "driver"), [pytest.param(*key, marks=[] if fast else [pytest.mark.slow]) for key, fast in EXACT.items()])
+def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver):
     """One microbatch to a window, whole, without clipping: nothing is divided, so nothing may be rounded differently.
 
     In graph mode, MindSpore gives Momentum and Adam float16 gradients that depend on what else is in the graph (on a factor of 1, say);
     SGD gets the same ones.
     """
-    case = drawn(
-        samples, driver=driver, level=level, front="dense", norm="none", backward_clip=False, loss="mean", factor=1.0, rates="number",
-        optimizer="nn.SGD" if level == "half" else "nn.Momentum", accumulate_step=1, clip_norm=None, pieces=1, weight="samples",
-        scaler=None, on_nonfinite="apply", noise_scale=False, event="none", nonfinite_at=None, sizes=(samples,) * UPDATES, hook=False,
-        aux=False, buffer_dtype=None)
+    case = plain_case(driver, level=level, optimizer="nn.SGD" if level == "half" else "nn.Momentum", accumulate_step=1, count=UPDATES)
     print(case)
     loss = build_loss(case, case.seed)
     optimizer = build_optimizer(case, loss.trainable_params())
@@ -145,15 +137,15 @@ def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, sampl
         optimizer(gradients)
         return value
 
-    step = ms.jit(plain) if case.compiled else plain
-    accumulating = Accumulating(case, case.seed)
-    start = [p.asnumpy().tobytes() for p in loss.trainable_params()]
-    batches = [case.batch(i) for i in range(UPDATES)]
-    for batch in batches:
+    def bits(cell):
+        return [p.asnumpy().tobytes() for p in cell.trainable_params()]
+
+    step, accumulating, start = ms.jit(plain) if case.compiled else plain, Accumulating(case, case.seed), bits(loss)
+    for batch in case.batches(0):
         step(*map(Tensor, batch))
     with accumulating.driver:
-        accumulating.train(batches)
-    accumulator, expected = accumulating.accumulator, [p.asnumpy().tobytes() for p in loss.trainable_params()]
+        accumulating.train(case.batches(0))
+    accumulator = accumulating.accumulator
     assert [int(accumulator.update_step), int(accumulator.closed_windows)] == [UPDATES] * 2
-    assert all(one != other for one, other in zip(start, expected))
-    assert [p.asnumpy().tobytes() for p in accumulating.loss.trainable_params()] == expected
+    assert all(one != other for one, other in zip(start, bits(loss)))
+    assert bits(accumulating.loss) == bits(loss)

@@ -22,11 +22,6 @@ from ms_accum import load_checkpoint, save_checkpoint
 SIZES = st.sampled_from([4, 4, 4, 4, 3, 3, 0])  # each size is compiled once
 
 
-def microbatch(size, seed):
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(size, 6)).astype(np.float32), rng.integers(0, 3, size).astype(np.int32)
-
-
 STUCK = object()
 
 
@@ -62,19 +57,19 @@ class Machine(RuleBasedStateMachine):
     @rule(size=SIZES, seed=st.integers(0, 10**6))
     def train(self, size, seed):
         if size or self.run.takes_nothing:
-            self._train(*microbatch(size, seed))
+            self._train(self.run.microbatch(size, seed))
 
     @precondition(lambda self: self.run.on_nonfinite != "apply")
     @rule(seed=st.integers(0, 10**6))
     def train_on_nan(self, seed):
-        x, y = microbatch(4, seed)
-        x[0, 0] = np.nan
-        self._train(x, y)
+        batch = self.run.microbatch(4, seed)
+        batch[0][0, 0] = np.nan
+        self._train(batch)
 
     @rule(seed=st.integers(0, 10**6), masked=st.booleans())
     def add_by_hand(self, seed, masked):
-        (x, y), weight = microbatch(4, seed), 0.0 if masked else 4.0
-        self._both(partial(self.run.add_by_hand, x, y, weight), partial(self._added, x, y, weight))
+        batch, weight = self.run.microbatch(4, seed), 0.0 if masked else 4.0
+        self._both(partial(self.run.add_by_hand, batch, weight), partial(self._added, batch, weight))
 
     @rule()
     def flush(self):
@@ -91,7 +86,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(asks=st.booleans())
     def save(self, asks):
-        save_checkpoint("machine.ckpt", self.run.network, self.run.accumulator, extra=1)
+        save_checkpoint("machine.ckpt", self.run.loss, self.run.accumulator, extra=1)
         self.since = None  # a host that goes on counting may close windows later than one that asks
         if asks:
             self.run.ask()
@@ -101,14 +96,14 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule()
     def load(self):
-        assert load_checkpoint("machine.ckpt", self.run.network, self.run.accumulator) == 1
+        assert load_checkpoint("machine.ckpt", self.run.loss, self.run.accumulator) == 1
         self.oracle, self.since = self.saved.snapshot(), []
 
     @invariant()
     def agrees(self):
         oracle = self.oracle
         assert counters(self.run.accumulator) == pytest.approx(oracle.counters(), rel=1e-6)
-        for got, expected in ((self.run.network.trainable_params(), oracle.parameters), (self.run.average.averages, oracle.averages)):
+        for got, expected in ((self.run.loss.trainable_params(), oracle.parameters), (self.run.average.averages, oracle.averages)):
             assert difference(values(got), expected) <= 2e-5
 
     def teardown(self):
@@ -116,7 +111,7 @@ class Machine(RuleBasedStateMachine):
             type(self).resumed += 1
             ended = self.run.bits()
             self.run.start_over()
-            load_checkpoint("machine.ckpt", self.run.network, self.run.accumulator)
+            load_checkpoint("machine.ckpt", self.run.loss, self.run.accumulator)
             for call in self.since:
                 stuck(call)
             assert self.run.bits() == ended
@@ -130,32 +125,31 @@ class Machine(RuleBasedStateMachine):
         type(self).stuck += got is STUCK
         return got, expected
 
-    def _train(self, x, y):
-        self._both(partial(self.run.train, x, y), partial(self._trained, x, y))
+    def _train(self, batch):
+        self._both(partial(self.run.train_on, batch), partial(self._trained, batch))
 
-    def _trained(self, x, y):
-        rows = -(-len(x) // self.run.pieces)
-
+    def _trained(self, batch):
         def add():
-            pieces = [self._weighed(x[i:i + rows], y[i:i + rows]) for i in range(0, len(x), rows)] if rows else [(self.oracle.zeros, 0.0)]
-            self.oracle.add_pieces(pieces)
+            self.oracle.add_pieces([self._weighed(piece, weight) for piece, weight in self.run.case.pieces_of(batch)])
 
         if self.run.counts_down:
-            return self.oracle.step(add, self.run.has_alone and len(x))
+            return self.oracle.step(add, self.run.has_alone and len(batch[0]))
         add()
         self.oracle.close_if(self.oracle.full)
         return self.oracle.require_progress()
 
-    def _added(self, x, y, weight):
-        self.oracle(self._weighed(x, y)[0], weight and self.wrong(weight))
+    def _added(self, batch, weight):
+        self.oracle(*self._weighed(batch, weight))
 
     def _flushed(self):
         self.oracle.remaining, closed = None, self.oracle.flush()
         self.oracle.require_progress()
         return closed
 
-    def _weighed(self, x, y):
-        return reference.loss_and_gradients(self.oracle.parameters, x, y)[1], self.wrong(len(x))
+    def _weighed(self, piece, weight):
+        x, _, y, _ = piece
+        gradients = reference.loss_and_gradients(self.oracle.parameters, x, y)[1] if len(x) else self.oracle.zeros
+        return gradients, weight and self.wrong(weight)
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -1,7 +1,8 @@
 """The same run with ms_accum, under each of its drivers."""
 import mindspore as ms
 import numpy as np
-from drivers import Driver
+from conftest import values
+from drivers import Driver, counters
 from mindspore import amp, ops
 from pages import recipe
 
@@ -42,9 +43,12 @@ def weight_fns_of(case):
 
 
 class Accumulating:
-    """A run of a Case with ms_accum. Its calls are made in the context of its driver."""
+    """A run of a Case with ms_accum. Its calls are made in the context of its driver.
 
-    def __init__(self, case, seed):
+    `local_updates`: what makes a hook of the parameters. The other options are those of an Accumulator that no Case has.
+    """
+
+    def __init__(self, case, seed, local_updates=None, **options):
         self.case = case
         self.loss = build_loss(case, seed)
         self.optimizer = build_optimizer(case, self.loss.trainable_params())
@@ -53,15 +57,16 @@ class Accumulating:
             kind, exponent, *window = case.scaler
             self.scaler = amp.StaticLossScaler(2.0**exponent) if kind == "static" else amp.DynamicLossScaler(2.0**exponent, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
-        self.hook = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
+        average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
+        self.average, self.local = average, local_updates and local_updates(self.optimizer.parameters)
         self.accumulator = Accumulator(
             self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
-            buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.hook, noise_scale=self.noise_scale,
-            loss_scaler=self.scaler)
-        options = {"pieces": case.pieces, "losses": 2 if case.ahead else 1, "has_aux": case.aux}
+            buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.local or average, noise_scale=self.noise_scale,
+            loss_scaler=self.scaler, **options)
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
-            divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0, **options)
+            divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
+            pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux)
 
     def _forward(self):
         loss = self.loss
@@ -72,7 +77,7 @@ class Accumulating:
 
     def train(self, batches, after=lambda loss, aux: None, last=False):
         """Train on microbatches; `after(loss, aux)` is called after each one. `last`: whether they are the last ones of an epoch."""
-        def value(result):
+        def read(result):
             """The loss, or both of a pair; and aux."""
             losses, aux = result if self.case.aux else (result, ())
             losses = losses if isinstance(losses, (tuple, list)) else (losses,)
@@ -80,12 +85,21 @@ class Accumulating:
             after(losses, [part.asnumpy() for part in aux])
 
         if self.driver.kind == "model":
-            self.driver.epoch(batches, value, flush=last)
+            self.driver.epoch(batches, read, flush=last)
         elif self.case.ahead and self.case.accumulate_step != 1:  # a single call is a window of its own
-            self.driver.epoch(batches, value)
+            self.driver.epoch(batches, read)
         else:
             for batch in batches:
-                value(self.driver(*batch))
+                read(self.driver(*batch))
+
+    def facts(self):
+        """What is compared, as plain values."""
+        scaler, noise, accumulator = self.scaler, self.noise_scale, self.accumulator
+        return {
+            "counters": counters(accumulator), "grad_norm": float(accumulator.grad_norm),
+            "parameters": values(self.loss.trainable_params()), "averages": values(self.average.averages) if self.average else None,
+            "state": values(state_of(self.optimizer)), "noise": noise and [noise.noise, noise.gradient_squared],
+            "scaler": scaler and [float(scaler.scale_value), int(getattr(scaler, "counter", 0))]}
 
     def bits(self):
         """Every bit of state."""

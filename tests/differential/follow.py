@@ -1,8 +1,7 @@
 """Train a Case both ways and compare after each microbatch."""
 import numpy as np
 import pytest
-from conftest import recover
-from drivers import counters
+from conftest import recover, values
 
 from .accumulating import Accumulating
 from .optimizers import state_of
@@ -20,18 +19,94 @@ def follow(case, folder):
     except BaseException:
         recover()
         raise
-    return following.compared
+    return following.comparison.compared
+
+
+class Comparison:
+    """What a run is compared with."""
+
+    def __init__(self, case, plain):
+        self.case, self.plain = case, plain
+        self.compared = 0
+
+    @property
+    def tolerance(self):
+        return TOLERANCE["exact" if self.case.exact else "16 bit"] + 4 * self.plain.rounding
+
+    def equal(self, what, got, expected, bound):
+        """Fail where the difference is larger than the bound."""
+        self.compared += 1
+        got, expected = np.asarray(got, float), np.asarray(expected, float)
+        with np.errstate(invalid="ignore"):
+            off = np.abs(got - expected)
+        close = (off <= bound) | (got == expected) | (np.isnan(got) & np.isnan(expected))
+        if not close.all():
+            worst = np.unravel_index(np.argmax(np.where(np.isnan(off), np.inf, np.where(close, 0.0, off))), close.shape)
+            pytest.fail(f"{what}{[*map(int, worst)]}: got {got[worst]}, plain training has {expected[worst]}; "
+                        f"allowed is a difference of {bound}")
+
+    def counters(self, facts, where, without=(), **more):
+        """What is counted after a microbatch. `more`: what this run has more of."""
+        got, expected = dict(facts["counters"]), self.plain.counters()
+        for name, extra in more.items():
+            expected[name] += extra
+        seen = got.pop("seen"), expected.pop("seen")
+        if "seen" not in without:
+            self.equal(f"seen {where}", *seen, 0.5 * self.plain.update_step)  # rounded in each window
+        expected = {name: value for name, value in expected.items() if name not in without}
+        got = {name: got[name] for name in expected}
+        assert got == pytest.approx(expected, rel=1e-6), where
+        if facts["scaler"] is not None:
+            assert facts["scaler"] == [self.plain.scale, self.plain.finite_windows], where
+        self.equal(f"grad_norm {where}", facts["grad_norm"], self.plain.grad_norm, self.tolerance * self.plain.grad_norm)
+
+    def window(self, facts, where):
+        """What a window changes."""
+        self._parameters("", where, facts["parameters"], self.plain.parameters)
+        if self.case.hook:
+            self._parameters("average of ", where, facts["averages"], self.plain.averages)
+        got, expected = facts["state"], values(state_of(self.plain.optimizer))
+        assert len(got) == len(expected)
+        for i, (one, other) in enumerate(zip(got, expected)):
+            # A moment of a small gradient among large ones has their rounding errors.
+            self.equal(f"state {i} of the optimizer {where}", one, other, 10 * self.tolerance * np.abs(other).max(initial=0.0))
+        if self.case.noise_scale:
+            self._noise(where, facts["noise"])
+
+    def require_motion(self):
+        """Or the comparison says nothing."""
+        if self.plain.update_step == 0:
+            return
+        bounds = [self._bound(p, path) / path for p, path in zip(self.plain.loss.trainable_params(), self.plain.path) if path]
+        assert min(bounds, default=1.0) < (1e-3 if self.case.exact else 0.3), f"the bounds are too wide for the motion: {bounds}"
+
+    def _parameters(self, what, where, got, expected):
+        for one, other, p, path in zip(got, expected, self.plain.loss.trainable_params(), self.plain.path):
+            self.equal(f"{what}{p.name} {where}", one, other, self._bound(p, path))
+
+    def _bound(self, parameter, path):
+        # What is lost when an update is added to the parameter, in all updates so far and on both sides.
+        value = parameter.asnumpy()
+        lost = np.finfo(value.dtype).eps * np.abs(value.astype(float)).max() * self.plain.update_step
+        return self.tolerance * (path + 0.1 * max(self.plain.path)) + lost
+
+    def _noise(self, where, measured):
+        if all(len(window) < 2 for window in self.plain.measured):
+            assert np.isnan(measured[0])
+            return
+        expected, size = self.plain.noise()
+        self.equal(f"noise {where}", measured, expected, 10 * self.tolerance * size)
 
 
 class _Follow:
     def __init__(self, case, folder):
         self.case, self.folder = case, folder
-        self.position = self.compared = 0
-        self.over = False
+        self.position, self.over = 0, False
 
     def run(self):
         case = self.case
         self.plain, self.accumulating = Plain(case), Accumulating(case, case.seed)
+        self.comparison = Comparison(case, self.plain)
         for end in sorted({case.error_at, case.save_at, len(case.sizes)} - {None}):
             if self.position < end:
                 with self.accumulating.driver:
@@ -46,23 +121,20 @@ class _Follow:
                 self._resume()
         self._flush()
         if not self.over:
-            self._require_motion()
+            self.comparison.require_motion()
             # A run that was used before has its own unit of weights, and an error after the save resets it.
             if case.save_at is not None and case.load_into == "fresh" and (case.error_at or 0) <= case.save_at:
                 self._require_same_bits()
-
-    @property
-    def tolerance(self):
-        return TOLERANCE["exact" if self.case.exact else "16 bit"] + 4 * self.plain.rounding
 
     def _after(self, loss, aux):
         if self.over:
             return
         expected, others = self.plain.microbatch(self.case.batch(self.position))
         where = f"after microbatch {self.position}"
-        self._equal(f"loss {where}", loss, expected, self.tolerance * np.maximum(np.abs(expected), self.case.factor))
+        comparison = self.comparison
+        comparison.equal(f"loss {where}", loss, expected, comparison.tolerance * np.maximum(np.abs(expected), self.case.factor))
         for got, part in zip(aux, others):
-            self._equal(f"aux {where}", got, part, 1e-6)
+            comparison.equal(f"aux {where}", got, part, 1e-6)
         self.position += 1
         # Of a window that was weighed before, the end of the data is known, too.
         if self.plain.full or (self.case.ahead and self.position == len(self.case.sizes)):
@@ -77,12 +149,12 @@ class _Follow:
             assert not finite, f"{where}: plain training has become NaN, but ms_accum has not"
             self.over = True
             return
-        self._compare_parameters("", where, self.accumulating.loss.trainable_params(), self.plain.parameters)
-        if self.case.hook:
-            self._compare_parameters("average of ", where, self.accumulating.hook.averages, self.plain.averages)
-        self._compare_state(where)
-        if self.case.noise_scale:
-            self._compare_noise(where)
+        self.comparison.window(self.accumulating.facts(), where)
+
+    def _compare_counters(self, where):
+        if not self.over:  # pieces before an error end a row of skips
+            without = () if self.case.error_at is None else ("skipped_in_row",)
+            self.comparison.counters(self.accumulating.facts(), where, without)
 
     def _flush(self):
         with self.accumulating.driver as driver:
@@ -137,63 +209,3 @@ class _Follow:
         got, expected = self.accumulating.bits(), self.saved.bits()
         assert got.keys() == expected.keys()
         assert [name for name in expected if got[name] != expected[name]] == []
-
-    # --- what is compared ----------------------------------------------------------------------------------------------------
-
-    def _equal(self, what, got, expected, bound):
-        self.compared += 1
-        got, expected = np.asarray(got, float), np.asarray(expected, float)
-        with np.errstate(invalid="ignore"):
-            off = np.abs(got - expected)
-        close = (off <= bound) | (got == expected) | (np.isnan(got) & np.isnan(expected))
-        if not close.all():
-            worst = np.unravel_index(np.argmax(np.where(np.isnan(off), np.inf, np.where(close, 0.0, off))), close.shape)
-            pytest.fail(f"{what}{[*map(int, worst)]}: got {got[worst]}, plain training has {expected[worst]}; "
-                        f"allowed is a difference of {bound}")
-
-    def _compare_counters(self, where):
-        if self.over:
-            return
-        accumulator, scaler = self.accumulating.accumulator, self.accumulating.scaler
-        got, expected = counters(accumulator), self.plain.counters()
-        self._equal(f"seen {where}", got.pop("seen"), expected.pop("seen"), 0.5 * self.plain.update_step)  # rounded in each window
-        if self.case.error_at is not None:  # pieces before the error end a row of skips
-            del got["skipped_in_row"], expected["skipped_in_row"]
-        assert got == pytest.approx(expected, rel=1e-6), where
-        if scaler is not None:
-            found = float(scaler.scale_value), int(getattr(scaler, "counter", 0))
-            assert found == (self.plain.scale, self.plain.finite_windows), where
-        self._equal(f"grad_norm {where}", float(accumulator.grad_norm), self.plain.grad_norm, self.tolerance * self.plain.grad_norm)
-
-    def _compare_parameters(self, what, where, got, expected):
-        for one, other, p, path in zip(got, expected, self.plain.loss.trainable_params(), self.plain.path):
-            self._equal(f"{what}{p.name} {where}", one.asnumpy(), other, self._bound(p, path))
-
-    def _bound(self, parameter, path):
-        # What is lost when an update is added to the parameter, in all updates so far and on both sides.
-        values = parameter.asnumpy()
-        lost = np.finfo(values.dtype).eps * np.abs(values.astype(float)).max() * self.plain.update_step
-        return self.tolerance * (path + 0.1 * max(self.plain.path)) + lost
-
-    def _compare_state(self, where):
-        got, expected = [[np.array(s.asnumpy(), np.float64) for s in state_of(run.optimizer)] for run in (self.accumulating, self.plain)]
-        assert len(got) == len(expected)
-        for i, (one, other) in enumerate(zip(got, expected)):
-            # A moment of a small gradient among large ones has their rounding errors.
-            largest = np.abs(other).max(initial=0.0)
-            self._equal(f"state {i} of the optimizer {where}", one, other, 10 * self.tolerance * largest)
-
-    def _compare_noise(self, where):
-        measured = self.accumulating.noise_scale
-        if all(len(window) < 2 for window in self.plain.measured):
-            assert np.isnan(measured.noise)
-            return
-        expected, size = self.plain.noise()
-        self._equal(f"noise {where}", [measured.noise, measured.gradient_squared], expected, 10 * self.tolerance * size)
-
-    def _require_motion(self):
-        """Or the comparison says nothing."""
-        if self.plain.update_step == 0:
-            return
-        bounds = [self._bound(p, path) / path for p, path in zip(self.plain.loss.trainable_params(), self.plain.path) if path]
-        assert min(bounds, default=1.0) < (1e-3 if self.case.exact else 0.3), f"the bounds are too wide for the motion: {bounds}"

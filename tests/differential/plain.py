@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import values
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from .networks import build_loss
 from .optimizers import COMPILED_ONLY, build_optimizer
@@ -50,38 +50,31 @@ class Plain(reference.Undivided):
         self.rounding = 0.0
 
     @property
+    def parameters(self):
+        return values(self.loss.trainable_params())
+
+    @parameters.setter
+    def parameters(self, arrays):
+        for parameter, value in zip(self.loss.trainable_params(), arrays):
+            ops.assign(parameter, Tensor(value, parameter.dtype))
+
+    @property
     def weight_sum(self):
         """The weights in the window; of a pair, how many of its pieces have any."""
         return float(sum(np.any(weight) if self.case.ahead else weight for weight, _ in self.window))
 
-    @property
-    def counted_weight(self):
-        return sum(np.ravel(weight)[0] for weight, _ in self.window)
-
     def microbatch(self, batch):
         """Take a microbatch. Return its loss, and what it has beside."""
-        rows = -(-len(batch[0]) // self.case.pieces)
-        pieces = [tuple(part[i:i + rows] for part in batch) for i in range(0, len(batch[0]), rows)]
-        weights = [self.weight(piece) for piece in pieces]
-        self.add_pieces(zip(pieces, weights))
+        pieces = self.case.pieces_of(batch)
+        self.add_pieces(pieces)
         if self.case.pieces == 1 and not self.case.ahead:
             loss = self.value(batch)
         else:
-            total = sum(weights)
-            parts = sum(w * np.where(np.equal(w, 0), 0.0, self.value(piece)) for piece, w in zip(pieces, weights))
-            loss = parts / np.where(total == 0, 1.0, total)
-        counts = np.array([np.ravel(weight)[0] for weight in weights], float)
+            total = sum(weight for _, weight in pieces)
+            loss = sum(w * np.where(np.equal(w, 0), 0.0, self.value(piece)) for piece, w in pieces) / np.where(total == 0, 1.0, total)
+        counts = np.array([np.ravel(weight)[0] for _, weight in pieces], float)
         counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
-        return loss, (batch[1], np.average([piece[3].mean() for piece in pieces], weights=counts))
-
-    def weight(self, piece):
-        if self.case.loss == "masked":
-            return float(piece[3].sum())
-        if self.case.loss == "pair":
-            return np.array([piece[3].sum(), (piece[1][:, 0] == 0).sum()], float)
-        if self.case.reduction == "sum":
-            return 1.0
-        return len(piece[0]) * (2.5 if self.case.weight == "number" else 1.0)
+        return loss, (batch[1], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
 
     def value(self, batch):
         with op_by_op():
@@ -91,7 +84,7 @@ class Plain(reference.Undivided):
     def gradients_of(self, piece):
         """Of the mean loss of a batch (of a pair, of the sum of those that are means over something), as it comes out of MindSpore
         for a loss times the scale."""
-        counted, scale = np.flatnonzero(self.weight(piece)).tolist(), self.scale
+        counted, scale = np.flatnonzero(self.case.weight_of(piece)).tolist(), self.scale
 
         def scaled_loss(*batch):
             loss = self.loss(*batch)
@@ -103,8 +96,12 @@ class Plain(reference.Undivided):
 
     def close(self, dropped):
         """Update with the window. `dropped`: whether the other side dropped it, which counts where it may do either."""
-        self.dropped, updates = dropped, self.update_step
+        self.dropped = dropped
         self.apply()
+
+    def apply(self):
+        updates = self.update_step
+        super().apply()
         if self.case.scaler is not None:
             self._adjust(self.update_step > updates)
 
@@ -121,12 +118,12 @@ class Plain(reference.Undivided):
 
     def move(self, gradient):
         given = tuple(Tensor(g.astype(np.float32)).astype(p.dtype) for g, p in zip(gradient, self.optimizer.parameters))
+        before = self.parameters
         if self.case.optimizer in COMPILED_ONLY:
             self.run_optimizer(given)
         else:
             with op_by_op():
                 self.run_optimizer(given)
-        before, self.parameters = self.parameters, values(self.loss.trainable_params())
         self.path = [length + np.abs(p - old).max() for length, old, p in zip(self.path, before, self.parameters)]
         self.diverged = not np.isfinite(self.path).all()
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
+import reference
 from conftest import MLP, difference, values
 from mindspore import nn
-from rank_cases import LAUNCHES, MNIST, cases_of, dealt_out, every_launch_of, said_by, step_of, train
-from rank_runs import microbatches, run_of, simulated
+from rank_cases import LAUNCHES, MNIST, cases_of, dealt_out, every_launch_of, microbatches, said_by, step_of, train
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.cli import main as cli
@@ -64,8 +64,11 @@ def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of
     monkeypatch.setenv("MS_JIT", "0")
     ranks = LAUNCHES[launch][0]
     refused = r"CheckpointError: .* was saved with {} .*; save when train_step.updated is true: a closed window loads on any number"
-    run = {**run_of("window"), "sizes": "equal", "nan": "", "optimizer": "Momentum", "windows": 8 // ranks}
-    expected = simulated(run, ranks)[0].parameters
+    oracle = reference.Undivided(values(MLP(seed=0).trainable_params()), reference.SGD(0.1, 0.9), 8, "mean", 0.5)
+    for x, y in dealt_out(ranks):
+        oracle((x, y), len(x))
+    oracle.flush()
+    expected = oracle.parameters
     for case in cases_of(launch, "other_ranks"):
         sync, left = case.split(":")[1], left_by(case, launch)
         for said in left:
@@ -84,7 +87,7 @@ def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of
 def test_callbacks_where_ranks_have_uneven_data(left_by, sync):
     """Rank 1 has 4 microbatches of 7: its flush takes part in the windows that rank 0 fills, and it logs its own."""
     for rank, left in enumerate(left_by(f"logged:{sync}")):
-        sizes = [len(x) for x, _ in microbatches("uneven", rank)]
+        sizes = [len(x) for x, _ in microbatches(rank, uneven=True)]
         assert len(left["losses"]) == len(sizes) == 7 - 3 * rank
         own = [slice(start, start + 2) for start in range(0, len(sizes), 2)]
         expected = [[part.start + len(sizes[part]), i + 1, np.average(left["losses"][part], weights=sizes[part]), sum(sizes[part])]

@@ -1,16 +1,16 @@
-"""Runs of ranks in real processes against one process in NumPy, and what DataParallel refuses."""
-from itertools import product
-
+"""Runs of ranks in real processes against one process of plain MindSpore, and what DataParallel refuses."""
 import mindspore as ms
 import numpy as np
 import pytest
 import reference
 from conftest import MLP, difference, values
-from drivers import LossOf
+from differential.accumulating import Accumulating
+from differential.cases import plain_case
+from differential.follow import Comparison
+from differential.ranks import DRAWN, DRIVERS, NONFINITE, SYNCS, WINDOWS, case_of, simulated
 from mindspore import nn
 from noisy_samples import Expected
-from rank_cases import LAUNCHES, accumulator, cases_of, driver_of, every_launch_of, noisy_data
-from rank_runs import CHOICES, DRAWN, SYNCS, microbatches, run_of, simulated
+from rank_cases import LAUNCHES, REDUCERS, cases_of, every_launch_of, microbatches, noisy_data
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import exchange
@@ -20,44 +20,38 @@ pytest_plugins = ["launch"]
 
 @every_launch_of("trained")
 def test_ranks_train_as_one_process(left_by, launch):
-    """A microbatch is skipped by the rank that has the NaN alone; a window, or a scaler's overflow, by all ranks but those with updates
-    of their own. A resumed run ends with the same bits.
-    """
+    """All hold the same bits. A resumed run ends with those of the one that was saved."""
     ranks = LAUNCHES[launch][0]
-    whole = sum(p.nbytes for p in MLP().trainable_params())
-    for case in cases_of(launch, "trained"):
-        run, results = run_of(case.split(":")[1]), left_by(case, launch)
-        what, local, inside = f"{case} {run}", run["sync"] == "local", SYNCS[run["sync"]](ranks)
-        for rank, (left, oracle) in enumerate(zip(results, simulated(run, ranks))):
-            assert difference(list(map(np.array, left["parameters"])), oracle.parameters) <= 1e-5, f"{what}, rank {rank}"
-            assert left["parameters"] == results[0]["parameters"], f"{what}: ranks hold different parameters"
-            expected = oracle.counters()
-            if not local:
-                assert oracle.skipped == (run["nan"] in ("skip_window", "scaler")), what
-                del expected["window_weight"], expected["skipped_in_row"]  # of this rank
-                expected["skipped"] += run["nan"] == "skip_microbatch" and rank == 1
-            if case.split(":")[1] == "pair":
-                del expected["seen"]  # of windows that others fill, a rank counts pieces
-            assert left == {**left, **expected}, what
-            assert left["grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5, nan_ok=True), what
-            assert left["loss"] == pytest.approx(results[0]["loss"], rel=1e-5), "a graph that was compiled before follows"
-            assert left["scale"] == (1024 / 2**oracle.skipped if run["nan"] == "scaler" else None), what
-            # Padding: at most an element in each of three buckets.
-            assert 0 <= left["bytes"] - whole / (inside if "shard" in run["sync"] else 1) <= 3 * 4, what
-            if run["noise"]:
-                noise = reference.noise_and_signal(oracle.measured, 0.9)
-                np.testing.assert_allclose(left["noise"], noise, rtol=1e-4, atol=1e-5 * noise[0], err_msg=what)
-            if run["save"]:
-                assert left["saved"] == {"mini_step": int(run["windows"] != "one"), "extra": {"rank": rank}, "same": True}, what
+    for name in cases_of(launch, "trained"):
+        case, results = case_of(name.split(":")[1]), left_by(name, launch)
+        inside, size = SYNCS[case.sync](ranks) if "shard" in case.sync else 1, 2 if case.buffer_dtype == "float16" else 4
+        for rank, (left, plain) in enumerate(zip(results, simulated(case, ranks))):
+            where = f"on rank {rank}, {name}, {case}"
+            comparison = Comparison(case, plain)
+            if case.sync == "local":
+                comparison.counters(left, where)
+            else:  # of windows that other ranks fill, a rank counts pieces in the place of the first of several weights
+                without = ("window_weight", "skipped_in_row", *(["seen"] if case.ahead else []))
+                comparison.counters(left, where, without, skipped=plain.skips if rank == 1 else 0)
+            comparison.window(left, where)
+            comparison.require_motion()
+            assert left["parameters"] == results[0]["parameters"], where
+            # Padding: at most an element in each bucket.
+            assert 0 <= left["bytes"] - size * sum(left["sizes"]) / inside <= size * len(left["sizes"]), where
+            if case.save_at:
+                assert (left["position"], left["same"]) == (rank, True), where
 
 
 def test_each_kind_of_exchange_is_drawn_with_each_choice():
     """Of two ranks: alone or together at each microbatch."""
-    runs = [run_of(str(number)) for number in range(DRAWN)]
-    for inside, (name, options) in product((1, 2), CHOICES.items()):
-        found = {run[name] for run in runs if (SYNCS[run["sync"]](2), run["sync"] == "local") == (inside, False)}
-        assert found == set(options), (name, inside)
-    assert {run["local"] for run in runs if run["sync"] == "local"} == set(CHOICES["local"])
+    cases = [case_of(str(number)) for number in range(DRAWN)]
+    for inside in (1, 2):
+        kind = [case for case in cases if case.sync != "local" and SYNCS[case.sync](2) == inside]
+        assert {case.driver.split("-")[0] for case in kind} >= {name.split()[0] for name in DRIVERS[:len(DRIVERS) + 1 - inside]}
+        assert {(case.on_nonfinite, case.scaler) for case in kind} == set(NONFINITE)
+        assert {case.accumulate_step for case in kind} == set(WINDOWS)
+        for name in ("save_at", "noise_scale", "reduction", "hook", "buffer_dtype"):
+            assert len({getattr(case, name) for case in kind}) == 2, (inside, name)
 
 
 class HeavyBall(reference.LocalUpdates):
@@ -73,31 +67,39 @@ class EveryRank(reference.LocalUpdates):
         return super().step(self.ranks)
 
 
-PLAIN = {**run_of("window"), "nan": "", "optimizer": "SGD", "sizes": "uneven"}
-OUTER = {**run_of("local"), "sizes": "uneven"}
-WRONG = {
-    "windows that all ranks close together": (({**PLAIN, "windows": "budget"},), {"together": 2}),
-    "a microbatch that all ranks skip": (({**PLAIN, "nan": "skip_microbatch"},), {"together": 2}),
-    "no weights": ((PLAIN, {**PLAIN, "drivers": ("hand sum",)}), {}),
-    "one rank for all": (({**PLAIN, "sizes": "unequal"},), {"ranks": 1}),
-    "heavy ball": ((OUTER,), {"kind": HeavyBall}),
-    "ranks without an update": ((OUTER,), {"kind": EveryRank}),
-    "averages of updates": (({**PLAIN, "sizes": "alike"}, {**OUTER, "sizes": "alike", "local": "averaged"}), {}),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_simulations_are_seen(wrong):
+@pytest.mark.parametrize(("sync", "changes", "options"), [
+    ("window", {"accumulate_step": ("until", 14.0, 4)}, {"together": 2}), ("window", {"on_nonfinite": "skip_microbatch"}, {"together": 2}),
+    ("window", {}, {"ranks": 1}), ("local", {}, {"kind": HeavyBall}), ("local", {}, {"kind": EveryRank})],
+    ids=["windows that all close together", "a microbatch that all skip", "one rank for all", "heavy ball", "ranks without an update"])
+def test_wrong_simulations_are_seen(sync, changes, options):
     """Negative control of what ranks are compared with."""
-    (run, *other), options = WRONG[wrong]
-    right, found = simulated(run, 2)[0], simulated(other[0] if other else run, **{"ranks": 2, **options})[0]
-    assert difference(found.parameters, right.parameters) > 1e-4
+    case = case_of(sync)._replace(**changes)
+    right, wrong = simulated(case, 2)[0], simulated(case, **{"ranks": 2, **options})[0]
+    comparison = Comparison(case, right)
+    with pytest.raises(pytest.fail.Exception, match="plain training has"):
+        comparison.window({"parameters": wrong.parameters, "averages": None, "state": [], "noise": None}, "")
 
 
-def test_local_updates_of_one_step_are_data_parallel():
-    """With SGD and equal weights, where nothing is clipped: so are the ranks of the run "each", which follow the simulation."""
-    one, other = (simulated({**run_of("each"), "sync": sync}, 2)[0].parameters for sync in ("local", "window"))
-    assert difference(one, other) <= 1e-12
+def test_averaging_after_each_update_is_data_parallel():
+    """With SGD and equal weights. Control: other outer steps are not."""
+    start, data = values(MLP(seed=0).trainable_params()), [[batch[::-1] for batch in microbatches(rank)] for rank in range(2)]
+    both = reference.Undivided(start, reference.SGD(0.1), 2, "mean")
+    for row in zip(*data):
+        both.add_pieces([((x, y), len(x)) for y, x in row])
+        both.close_if(both.full)
+    both.flush()
+    found = []
+    for every in (1, 2):
+        local = reference.LocalUpdates([reference.Undivided(start, reference.SGD(0.1), 2, "mean") for _ in data], every, 1, 0)
+        local.epoch([[[((x, y), len(x))] for y, x in mine] for mine in data])
+        found.append(difference(local.parameters, both.parameters))
+    assert found[0] < 1e-12 < 1e-4 < found[1]
+
+
+def test_graphs_that_were_compiled_before_follow(left_by):
+    (before, after), (other, same) = left_by("followed:jit")
+    assert before == after == pytest.approx(same, rel=1e-6)
+    assert other != pytest.approx(same, rel=1e-3)
 
 
 @every_launch_of("adaptive")
@@ -119,9 +121,9 @@ def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, l
         results = left_by(case, launch)
         for rank, left in enumerate(results):
             assert left["lengths"] == lengths[:len(data[rank])], case
-            assert (left["update_step"], left["mini_step"], left["skipped"]) == (len(expected.lengths), 0, 0), case
-            assert difference(list(map(np.array, left["parameters"])), [expected.point]) <= 1e-6, case
-            assert left["parameters"] == results[0]["parameters"], case
+            assert [left["counters"][name] for name in ("update_step", "mini_step", "skipped")] == [len(expected.lengths), 0, 0], case
+            assert difference([np.array(left["point"])], [expected.point]) <= 1e-6, case
+            assert left["point"] == results[0]["point"], case
 
 
 def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
@@ -140,26 +142,19 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
         assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(16)] == ([False] * 7 + [True]) * 2
 
 
-def test_buckets_of_other_dtypes(left_by):
-    """The numbers, one of which float16 does not hold, travel alone where there is no float32."""
-    expected = [np.full(shape, 3 * (i + 1)).tolist() for i, shape in enumerate([(3,), (2, 2), (), (5,)])]
-    assert left_by("two_dtypes") == [[[expected, expected, [2 * 4097, 1], [2 * 4097, 1]]] * 2] * 2
-
-
-@pytest.mark.parametrize("jit", ["0", "1"])
-def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit):
-    """No process group: the same script, bit-identical parameters."""
-    monkeypatch.setenv("MS_JIT", jit)
-    found = []
+@pytest.mark.parametrize("driver", ["hand-jit", "hand-pynative"])
+def test_without_other_ranks_it_accumulates_on_one(driver):
+    """No process group: the same script, bit-identical state."""
+    case, found = plain_case(driver), []
     for sync in (None, "window", "shard"):
-        network = MLP(seed=0)
-        acc = accumulator(network, sync=sync)
-        with driver_of("hand", LossOf(network), acc) as driver:
-            driver.epoch(microbatches("equal", 0))
-        found.append(values(network.trainable_params()))
-        assert int(acc.update_step) == 3
-    assert difference(found[0], values(MLP(seed=0).trainable_params())) > 1e-2
-    assert all(np.array_equal(p, q) for other in found[1:] for p, q in zip(found[0], other))
+        run = Accumulating(case, case.seed, reducer=REDUCERS.get(sync))
+        start = run.bits()
+        with run.driver as driving:
+            run.train(case.batches(0))
+            driving.flush()
+        found.append(run.bits())
+        assert int(run.accumulator.update_step) == 4
+    assert found[0] == found[1] == found[2] != start
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), [

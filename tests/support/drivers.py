@@ -2,7 +2,7 @@
 import os
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
 
@@ -120,17 +120,6 @@ class Driver:
             return ops.depend(loss, accumulator(grads, weight))
 
         return train_step
-
-
-class LossOf(nn.Cell):
-    """The mean loss of a classifier, in float32, as a Cell and as a function of `x` and `y`."""
-
-    def __init__(self, network):
-        super().__init__(auto_prefix=False)
-        self.network, self.loss_fn = network, nn.CrossEntropyLoss()
-
-    def construct(self, x, y):
-        return self.loss_fn(self.network(x).astype(ms.float32), y)
 
 
 class _After(Callback):

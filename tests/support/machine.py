@@ -3,27 +3,27 @@ from copy import copy
 from functools import cache
 
 import mindspore as ms
+import numpy as np
 import reference
-from conftest import MLP, values
-from drivers import Driver, LossOf
-from mindspore import Tensor, nn, ops
-from pages import recipe
-
-from ms_accum import Accumulator, until_weight
+from conftest import values
+from differential.accumulating import Accumulating
+from differential.cases import plain_case
+from differential.optimizers import state_of
+from mindspore import Tensor, ops
 
 MAX_SKIPS = {"apply": None, "skip_microbatch": 1, "skip_window": 1}
-BUDGET = until_weight(9, at_most=4)
+BUDGET, SHORT, ALONE = ("until", 9.0, 4), ((0, 2), (2, 3)), ((0, 1), (3, 2), (5, 1))
 # How each driver trains: (its name, windows, what is not finite, pieces). Between them, each of these occurs with each other one.
 DRIVERS = {
-    "step": ("step", {0: 2, 2: 3}, "skip_microbatch", 1),
-    "step-alone": ("step", {0: 1, 3: 2, 5: 1}, "apply", 1),
+    "step": ("step", SHORT, "skip_microbatch", 1),
+    "step-alone": ("step", ALONE, "apply", 1),
     "step-pieces": ("step", 3, "skip_window", 2),
     "step-budget": ("step", BUDGET, "apply", 3),
     "step-weight": ("step", BUDGET, "apply", 1),
     "cell-graph": ("cell-graph", BUDGET, "skip_window", 1),
-    "cell-pynative": ("cell-pynative", {0: 2, 2: 3}, "skip_microbatch", 1),
+    "cell-pynative": ("cell-pynative", SHORT, "skip_microbatch", 1),
     "hand-jit": ("hand-jit", 3, "skip_microbatch", 1),
-    "hand-pynative": ("hand-pynative", {0: 1, 3: 2, 5: 1}, "skip_window", 1),
+    "hand-pynative": ("hand-pynative", ALONE, "skip_window", 1),
 }
 
 
@@ -70,28 +70,19 @@ class Oracle(reference.Accumulation):
         self.held, self.remaining = held, remaining
 
 
-class Run:
-    """A driver, and what it trains."""
+class Run(Accumulating):
+    """A driver, and what it trains: the network of the oracle."""
 
     def __init__(self, name):
-        driver, self.windows, self.on_nonfinite, self.pieces = DRIVERS[name]
-        self.network = MLP(seed=1)
-        optimizer = nn.Momentum(self.network.trainable_params(), 0.1, 0.9)
-        self.average = recipe("train-step", "MovingAverage")(self.network.trainable_params(), 0.5)
-        self.accumulator = accumulator = Accumulator(
-            optimizer, self.windows, 0.5, reduction="mean", on_nonfinite=self.on_nonfinite, max_skips=MAX_SKIPS[self.on_nonfinite],
-            after_update=self.average)
-        loss = LossOf(self.network)
-        self.driver = Driver(driver, accumulator, loss, pieces=self.pieces)
-        self.grad_fn = ms.value_and_grad(loss, None, optimizer.parameters)
-        self.counts_down, self.takes_nothing = driver == "step", not driver.startswith("hand")
-        self.has_alone = self.pieces == 1 and self.on_nonfinite == "apply" and self.windows is not BUDGET
-        kept = [*self.network.trainable_params(), *optimizer.moments, *accumulator.parameters]
+        driver, windows, on_nonfinite, pieces = DRIVERS[name]
+        case = plain_case(driver, accumulate_step=windows, on_nonfinite=on_nonfinite, pieces=pieces, clip_norm=0.5, hook=True)
+        super().__init__(case, case.seed, max_skips=MAX_SKIPS[on_nonfinite])
+        self.grad_fn = ms.value_and_grad(self.loss, None, self.optimizer.parameters)
+        self.counts_down, self.takes_nothing = driver == "step", not case.by_hand
+        self.has_alone = pieces == 1 and on_nonfinite == "apply" and windows != BUDGET
+        kept = [*self.loss.trainable_params(), *state_of(self.optimizer), *self.accumulator.parameters]
         # The unit of weights is fixed by now or never: compiled graphs hold it.
-        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not accumulator.buffers.held_unit]
-
-    def bits(self):
-        return [p.asnumpy().tobytes() for p, _ in self._first]
+        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not self.accumulator.buffers.held_unit]
 
     def start_over(self):
         for parameter, value in self._first:
@@ -104,21 +95,28 @@ class Run:
         self.accumulator.counters.reported = None
 
     def oracle(self):
-        return Oracle(values(self.network.trainable_params()), reference.SGD(0.1, 0.9), self.windows, "mean", 0.5, self.on_nonfinite,
-                      max_skips=MAX_SKIPS[self.on_nonfinite])
+        case = self.case
+        return Oracle(values(self.loss.trainable_params()), reference.SGD(0.1, 0.9), case.schedule, "mean", case.clip_norm,
+                      case.on_nonfinite, max_skips=MAX_SKIPS[case.on_nonfinite])
 
-    def train(self, x, y):
+    def microbatch(self, size, seed):
+        """A batch of the network, of which the oracle needs the first and the third part."""
+        rng = np.random.default_rng(seed)
+        x, y = rng.normal(size=(size, 8)).astype(np.float32), rng.integers(0, 3, size).astype(np.int32)
+        return x, np.zeros((size, 3), np.int32), y, np.ones(size, np.float32)
+
+    def train_on(self, batch):
         """One microbatch by the driver."""
         with self.driver:
-            return self.driver(x, y)
+            return self.driver(*batch)
 
     def flush(self):
         with self.driver:
             return self.driver.flush()
 
-    def add_by_hand(self, x, y, weight):
+    def add_by_hand(self, batch, weight):
         """One microbatch without the driver, op by op."""
-        return self.accumulator(self.grad_fn(Tensor(x), Tensor(y))[1], weight)
+        return self.accumulator(self.grad_fn(*map(Tensor, batch))[1], weight)
 
 
 run_of = cache(Run)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from time import perf_counter, sleep
 from unittest.mock import patch
@@ -14,21 +15,21 @@ from unittest.mock import patch
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, mean_loss, tensors, values
-from drivers import Driver, LossOf, counters
+from conftest import MLP, batches, mean_loss, tensors, values
+from differential.accumulating import Accumulating
+from differential.ranks import DRAWN, LOCAL, case_of
+from drivers import counters
 from mindspore import Tensor, amp, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import LearningRateScheduler, Model
 from noisy_samples import Position, noisy
-from rank_runs import DRAWN, LOCAL, NAMED, epochs_of, microbatches, reduction_of, run_of, window_of
 
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
-from ms_accum.batch_size import AdaptiveWindow, GradientNoiseScale
+from ms_accum.batch_size import AdaptiveWindow
 from ms_accum.callbacks import FlushCallback, PerUpdate, WindowLog
 from ms_accum.cli import main as cli
 from ms_accum.distributed import LocalUpdates, exchange
-from ms_accum.distributed.buckets import Buckets
 from ms_accum.distributed.ranks import wait_for_all
 
 RANKS = int(os.environ.get("MS_WORKER_NUM", "2"))
@@ -41,17 +42,17 @@ REDUCERS = {
     "nodes-shard": DataParallel(sync="node", ranks_per_node=RANKS // 2, shard=True, bucket_mib=SMALL),
     "one-node-shard": DataParallel(sync="node", shard=True, bucket_mib=SMALL),
 }
-OPTIMIZERS = {"SGD": lambda parameters: nn.SGD(parameters, 0.1), "Adam": lambda parameters: nn.Adam(parameters, 0.01),
-              "Momentum": lambda parameters: nn.Momentum(parameters, 0.1, 0.9)}
+COMPILED = {"step-pynative": "step", "ahead-pynative": "ahead", "hand-pynative": "hand-jit", "cell-pynative": "cell-graph",
+            "model-pynative": "model-graph"}
 MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
 _RUNS = [f"trained:{name}" for name in range(DRAWN)]
 _OTHERS = ["damaged", "other_ranks:window", "other_ranks:shard", "adaptive:window", "adaptive:shard"]
 _NODES = ["other_ranks:nodes", "adaptive:nodes-shard"]  # of several ranks
 LAUNCHES = {  # ranks, cases
-    "fast": (2, [*_RUNS, "trained:pair", "trained:each", *_OTHERS, "two_dtypes", "logged:window", "logged:microbatch", "traffic:window",
-                 "traffic:microbatch", "refusals", "trained:window:jit", "trained:local:jit", "mnist", "failing"]),
-    "compiled": (2, [f"{case}:jit" for case in (*_RUNS, "trained:pair", "trained:each", *_OTHERS, "mnist")]),
-    "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *(f"trained:{name}" for name in NAMED), *_OTHERS, *_NODES]),
+    "fast": (2, [*_RUNS, *_OTHERS, "logged:window", "logged:microbatch", "traffic:window",
+                 "traffic:microbatch", "refusals", "followed:jit", "trained:window:jit", "trained:local:jit", "mnist", "failing"]),
+    "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
+    "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "left": (2, ["left_alone:jit"]),
 }
 
@@ -67,111 +68,76 @@ def every_launch_of(kind):
                                               for launch in LAUNCHES if cases_of(launch, kind)])
 
 
-def accumulator(network, optimizer="SGD", sync=None, clip_norm=0.5, accumulate_step=2, reduction="mean", **settings):
-    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
-    return Accumulator(optimizer, accumulate_step, clip_norm, reduction=reduction, reducer=REDUCERS.get(sync), **settings)
+def microbatches(rank, uneven=False):
+    """[(x float32 (n, 6), y int32 (n,))] of a rank."""
+    sizes = [3 + rank, 4, 2, 5, 3, 4, 1][:7 - 3 * (rank % 2)] if uneven else [4] * 5
+    return [(x.astype(np.float32), y.astype(np.int32)) for x, y in batches(sizes, seed=100 + rank)]
 
 
-def train(step, batches):
+def accumulator(network, optimizer=nn.SGD, sync=None, clip_norm=0.5, accumulate_step=2, **settings):
+    return Accumulator(optimizer(network.trainable_params(), 0.1), accumulate_step, clip_norm, reduction="mean",
+                       reducer=REDUCERS.get(sync), **settings)
+
+
+def train(step, data):
     """Train for an epoch, every other batch by name."""
-    for _ in step.epoch(dict(zip("xy", batch)) if i % 2 else batch for i, batch in enumerate(batches)):
+    for _ in step.epoch(dict(zip("xy", batch)) if i % 2 else batch for i, batch in enumerate(data)):
         pass
 
 
-def finite_rows(x, y):
-    """A weight: 0 where there is a NaN."""
-    return ops.isfinite(x.sum()).astype(ms.float32) * x.shape[0]
-
-
-def rows_of_both(x, y):
-    return x.shape[0], (y < 2).sum()
-
-
-class LossesOf(LossOf):
-    """Means over all rows, and over those of two classes."""
-
-    def construct(self, x, y):
-        chosen = (y < 2).astype(ms.float32)
-        return super().construct(x, y), (ops.square(self.network(x)).sum(-1) * chosen).sum() / chosen.sum()
-
-
-def driver_of(kind, loss, acc, pieces=1, weight_fn=None):
-    """A driver that runs as MS_JIT says."""
-    compiled = {"cell": "graph"}.get(kind, "jit")
-    name = f"{kind}-{'pynative' if os.environ.get('MS_JIT') == '0' else compiled}"
-    if kind == "ahead":
-        return Driver(name, acc, LossesOf(loss.network), (rows_of_both,), losses=2, pieces=pieces)
-    return Driver(name, acc, loss, (weight_fn,), pieces=pieces)
-
-
-def result(acc):
-    return {**counters(acc), "grad_norm": float(acc.grad_norm), "parameters": values(acc.optimizer.parameters)}
-
-
-class Trained:
-    """A run on one rank, with all that it holds. Each rank starts from weights of its own, which rank 0's replace."""
-
-    def __init__(self, run, seed):
-        self.run, self.network, local = run, MLP(seed=seed), run["sync"] == "local"
-        self.loss = LossOf(self.network)
-        self.evaluate, self.batch = ms.jit(mean_loss(self.network)), tensors(*microbatches("equal", 0)[0])
-        self.evaluate(*self.batch)  # compiled before rank 0's values arrive
-        self.scaler = amp.DynamicLossScaler(1024, 2, 1000) if run["nan"] == "scaler" else None
-        self.noise_scale = GradientNoiseScale(decay=0.9) if run["noise"] else None
-        self.local = LocalUpdates(self.network.trainable_params(), *LOCAL[run["local"]]) if local else None
-        self.accumulator = accumulator(
-            self.network, run["optimizer"], run["sync"], None if run["local"] == "each" else 0.5, window_of(run, 1), reduction_of(run),
-            on_nonfinite=run["nan"] if run["nan"].startswith("skip") else "apply", noise_scale=self.noise_scale,
-            loss_scaler=self.scaler, after_update=self.local)
-
-    def epoch(self, driver, batches):
-        with driver:
-            driver.epoch(batches)
-        if self.local is not None:
-            self.local.finish()
-
-    def driver(self, kind, pieces):
-        return driver_of(kind, self.loss, self.accumulator, pieces, finite_rows if self.run["nan"] == "zero" else None)
-
-    def bits(self):
-        acc = self.accumulator
-        return [p.asnumpy().tobytes() for p in (*self.network.get_parameters(), *acc.optimizer.get_parameters(), *acc.parameters)]
-
-
 def trained(rank, name):
-    """Train on this rank's part. With "save", a checkpoint in the last epoch, in the middle of a window, is loaded by another one."""
-    run = run_of(name)
-    training = Trained(run, rank)
-    *before, (kind, pieces, batches) = epochs_of(run, rank)
-    for first_kind, first_pieces, first in before:
-        training.epoch(training.driver(first_kind, first_pieces), first)
-    driver, saved = training.driver(kind, pieces), {}
-    if run["save"]:
-        path = FOLDER / f"{name}{rank if run['sync'] == 'local' else ''}.{'safetensors' if int(name) % 2 else 'ckpt'}"
-        with driver:
-            driver(*batches.pop(0))
-        save_checkpoint(path, training.network, training.accumulator, extra={"rank": rank})
-        saved["mini_step"] = int(training.accumulator.mini_step)
-    training.epoch(driver, batches)
-    if run["save"]:
-        other = Trained(run, 2 + rank)
-        saved["extra"] = load_checkpoint(path, other.network, other.accumulator)
-        other.epoch(other.driver(kind, pieces), batches)
-        saved["same"] = other.bits() == training.bits()
-    acc, scaler, noise = training.accumulator, training.scaler, training.noise_scale
-    return {**result(acc), "scale": scaler and float(scaler.scale_value), "bytes": acc.buffers.nbytes,
-            "loss": float(training.evaluate(*training.batch)), "noise": noise and [noise.noise, noise.gradient_squared], "saved": saved}
+    """Train on this rank's part, from weights of its own, which rank 0's replace. A checkpoint is loaded by another run."""
+    case = case_of(name)
+    if os.environ["MS_JIT"] != "0":
+        case = case._replace(driver=COMPILED.get(case.driver, case.driver))
+
+    def start(seed):
+        local = partial(LocalUpdates, every=LOCAL[0], outer_learning_rate=LOCAL[1], outer_momentum=LOCAL[2])
+        return Accumulating(case, case.seed + seed, local if case.sync == "local" else None, reducer=REDUCERS.get(case.sync))
+
+    def finish(run, data):
+        with run.driver as driver:
+            run.train(data, last=True)
+            driver.flush()
+        if run.local is not None:
+            run.local.finish()
+
+    run, data, saved = start(rank), case.batches(rank), case.save_at or 0
+    path = FOLDER / f"{name}{rank if case.sync == 'local' else ''}.{'safetensors' if case.seed % 2 else 'ckpt'}"
+    if saved:
+        with run.driver:
+            run.train(data[:saved])
+        run.save(path, rank)
+    finish(run, data[saved:])
+    found = run.facts()
+    if saved:
+        other = start(2 + rank)
+        found["position"] = other.load(path)
+        finish(other, data[saved:])
+        found["same"] = other.bits() == run.bits()
+    buffers, parameters = run.accumulator.buffers.nbytes, run.optimizer.parameters
+    return {**found, "bytes": buffers, "sizes": [p.size for p in parameters]}
+
+
+def followed(rank):
+    """The loss, by a graph that was compiled before rank 0's values arrive."""
+    network = MLP(seed=rank)
+    evaluate, batch = ms.jit(mean_loss(network)), tensors(*microbatches(0)[0])
+    before = float(evaluate(*batch))
+    accumulator(network, sync="window")
+    return before, float(evaluate(*batch))
 
 
 def step_of(sync, accumulate_step, seed):
     network = MLP(seed=seed)
-    return network, make_train_step(mean_loss(network), accumulator(network, "Momentum", sync, accumulate_step=accumulate_step))
+    acc = accumulator(network, partial(nn.Momentum, momentum=0.9), sync, accumulate_step=accumulate_step)
+    return network, make_train_step(mean_loss(network), acc)
 
 
 def damaged(rank):
     """What each rank says where one cannot save, or one's file is wrong."""
     path, (network, step) = FOLDER / "damaged.ckpt", step_of("shard", 2, 0)
-    for x, y in microbatches("equal", rank)[:3]:
+    for x, y in microbatches(rank)[:3]:
         step(x, y)
         save_checkpoint(path, network, step)
     said = {"unsaved": said_by(save_checkpoint, path, network, step, extra=(1,) if rank == 1 else [1])}
@@ -190,12 +156,12 @@ def damaged(rank):
 
 def dealt_out(ranks):
     """The microbatches of all ranks: the first of each, the second of each, ..."""
-    return [batch for row in zip(*(microbatches("equal", rank) for rank in range(ranks))) for batch in row]
+    return [batch for row in zip(*(microbatches(rank) for rank in range(ranks))) for batch in row]
 
 
 def other_ranks(rank, sync):
     """Rank 0 saves as a single process, with a closed window and in the middle of one; then all ranks do."""
-    ranks, said, batches = get_group_size(), {}, microbatches("equal", rank)
+    ranks, said, data = get_group_size(), {}, microbatches(rank)
     for name, count in (("closed", 8), ("open", 3)):
         path = FOLDER / f"one-{sync}-{name}.ckpt"
         if rank == 0:
@@ -207,10 +173,10 @@ def other_ranks(rank, sync):
         network, step = step_of(sync, 8 // ranks, 1)
         said[name] = said_by(load_checkpoint, path, network, step)
         if name == "closed":
-            train(step, batches[8 // ranks:])
+            train(step, data[8 // ranks:])
             said["parameters"] = values(network.trainable_params())
     network, step = step_of(sync, 8 // ranks, 0)
-    for i, batch in enumerate(batches):
+    for i, batch in enumerate(data):
         step(*batch)
         if i + 1 == 8 // ranks:
             save_checkpoint(FOLDER / f"ranks-{sync}-closed.ckpt", network, step)
@@ -229,7 +195,7 @@ def adaptive(rank, sync):
     acc = Accumulator(nn.SGD([network.point], 1e-3), AdaptiveWindow(maximum=8), reduction="mean", reducer=REDUCERS[sync])
     step = make_train_step(network, acc)
     lengths = [acc.window.length for _ in step.epoch((Tensor(x),) for x in noisy_data(rank, get_group_size()))]
-    return {**result(acc), "lengths": lengths}
+    return {"counters": counters(acc), "lengths": lengths, "point": values([network.point])[0]}
 
 
 def traffic(rank, sync):
@@ -245,26 +211,13 @@ def traffic(rank, sync):
     step = make_train_step(mean_loss(network), acc)
     seen = [network.first.weight.asnumpy().reshape(-1)[:10].copy()]
     with patch.object(ops.AllReduce, "__call__", counted):
-        for i, (x, y) in enumerate(microbatches("equal", rank)[:4] * 4):
+        for i, (x, y) in enumerate(microbatches(rank)[:4] * 4):
             if sync == "window" and rank == 1 and i % 8 == 3:
                 step(x * np.float32(np.nan), y)
             step(x, y)
             seen.append(network.first.weight.asnumpy().reshape(-1)[:10].copy())
     return {"collectives": len(sent), "bytes": sum(sent), "parameters": sum(p.nbytes for p in acc.optimizer.parameters),
             "seen": seen, "skipped": int(acc.skipped)}
-
-
-def two_dtypes(rank):
-    """Sums of gradients and of numbers: of buckets of float16 and float32, and of float16 alone."""
-    found = []
-    for dtypes in ((ms.float16, ms.float32, ms.float16, ms.float32), (ms.float16,) * 4):
-        gradients = tuple([Tensor(np.full(shape, (i + 1) * (rank + 1)), dtype)
-                           for i, (shape, dtype) in enumerate(zip([(3,), (2, 2), (), (5,)], dtypes))])
-        buckets = Buckets(gradients, dtypes, 10, rank, get_group_size())
-        summed, numbers = buckets.all_reduce(gradients, (4097.0, rank))
-        parts, same = buckets.reduce_scatter(gradients, (4097.0, rank))
-        found.append([summed, buckets.all_gather(parts), numbers, same])
-    return found
 
 
 def logged(rank, sync):
@@ -279,7 +232,7 @@ def logged(rank, sync):
     acc = accumulator(network, sync=sync, clip_norm=None)
     cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
     callbacks = [FlushCallback(), WindowLog(rows.append), Recorder(LearningRateScheduler(lambda rate, step: rate / 2))]
-    Model(cell).train(1, GeneratorDataset(microbatches("uneven", rank), ["x", "y"], shuffle=False), callbacks, dataset_sink_mode=False)
+    Model(cell).train(1, GeneratorDataset(microbatches(rank, uneven=True), ["x", "y"], shuffle=False), callbacks, dataset_sink_mode=False)
     rows = [[row[name] for name in ("microbatch", "update_step", "loss", "weight")] for row in rows]
     return {"rows": rows, "losses": list(losses.values()), "said": said}
 
@@ -308,7 +261,7 @@ def refusals(rank):
             "rate": said_by(make, rate=0.1 * (1 + rank)), "loss_scaler": said_by(make, scale=2 ** (rank + 1)),
             "every": said_by(LocalUpdates, MLP().trainable_params(), every=2 + rank),
             "shapes": said_by(LocalUpdates, MLP(features=6 + rank).trainable_params()),
-            "losses": said_by(make_train_step, LossesOf(MLP()), accumulator(MLP(), sync="microbatch"), losses=2)}
+            "losses": said_by(make_train_step, mean_loss(MLP()), accumulator(MLP(), sync="microbatch"), losses=2)}
 
 
 def mnist(rank):
@@ -323,10 +276,9 @@ def mnist(rank):
 def left_alone(rank):
     """What rank 0 says when rank 1 leaves its epoch early, and lives on for longer than MindSpore waits."""
     _, step = step_of("window", 2, 0)
-    batches = microbatches("equal", rank)
     if rank == 0:
-        return said_by(list, step.epoch(batches))
-    next(step.epoch(batches))
+        return said_by(list, step.epoch(microbatches(rank)))
+    next(step.epoch(microbatches(rank)))
     sleep(60)
     return "left"
 

@@ -89,8 +89,8 @@ class Accumulation:
 
     @property
     def counted_weight(self):
-        """What a budget counts."""
-        return self.weight_sum
+        """What a budget counts: of several weights, the first."""
+        return float(sum(np.ravel(weight)[0] for weight, _ in self.window))
 
     @property
     def missing(self):
