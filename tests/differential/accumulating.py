@@ -82,7 +82,7 @@ class Accumulating:
             losses, aux = result if self.case.aux else (result, ())
             losses = losses if isinstance(losses, (tuple, list)) else (losses,)
             losses = np.array([float(loss.asnumpy()) for loss in losses[:2]]) if self.case.ahead else float(losses[0].asnumpy())
-            after(losses, [part.asnumpy() for part in aux])
+            after(losses, [part.asnumpy() for part in aux or ()])
 
         if self.driver.kind == "model":
             self.driver.epoch(batches, read, flush=last)

@@ -42,22 +42,25 @@ def case_of(name):
 
 
 def _fixed(kind, place):
-    def turn(options):
-        order = np.random.default_rng([kind, len(options)]).permutation(min(KIND, DRAWN - kind * KIND))
+    """What is not left to chance, so that each kind meets each choice."""
+    def turn(number, options):
+        order = np.random.default_rng([78, kind, number]).permutation(min(KIND, DRAWN - kind * KIND))
         return options[order[place] % len(options)]
 
-    driver, *summed = turn(DRIVERS if kind == 0 else DRIVERS[:-1]).split()
-    on_nonfinite, scaler = turn(NONFINITE)
-    if driver == "ahead" and on_nonfinite == "skip_microbatch":
+    driver, *summed = turn(0, DRIVERS if kind == 0 else DRIVERS[:-1]).split()
+    on_nonfinite, scaler = turn(1, NONFINITE)
+    ahead, harmless = driver == "ahead", (on_nonfinite, scaler) == NONFINITE[0]
+    if ahead and on_nonfinite == "skip_microbatch":
         on_nonfinite = "skip_window"
     fixed = {**_FIXED, "driver": f"{driver}-pynative", "on_nonfinite": on_nonfinite, "scaler": scaler, "level": "none",
-             "nonfinite_at": None if (on_nonfinite, scaler) == ("apply", None) else 1, "accumulate_step": turn(WINDOWS),
-             "reduction": "mean", "buffer_dtype": None}
+             "nonfinite_at": None if harmless else 1, "accumulate_step": turn(2, WINDOWS), "reduction": "mean", "buffer_dtype": None}
     if summed:
         fixed.update(loss="mean", reduction="sum", accumulate_step=2)
-    if place % 3 == 0 and driver != "ahead":
+    if place % 3 == 0 and not ahead:
         fixed.update(loss="smoothed" if not summed else "mean", level="O2", buffer_dtype="float16")
-    if place % 3 == 1 and driver != "ahead" and fixed["accumulate_step"] != WINDOWS[-1]:
+    elif not summed and not ahead:
+        fixed["noise_scale"] = harmless
+    if place % 3 == 1 and not ahead and fixed["accumulate_step"] != WINDOWS[-1]:
         fixed["save_at"] = 1
     return fixed
 
