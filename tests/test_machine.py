@@ -59,7 +59,7 @@ class Machine(RuleBasedStateMachine):
         if size or self.run.takes_nothing:
             self._train(self.run.microbatch(size, seed))
 
-    @precondition(lambda self: self.run.on_nonfinite != "apply")
+    @precondition(lambda self: self.run.case.on_nonfinite != "apply")
     @rule(seed=st.integers(0, 10**6))
     def train_on_nan(self, seed):
         batch = self.run.microbatch(4, seed)

@@ -68,7 +68,8 @@ class EveryRank(reference.LocalUpdates):
 
 
 @pytest.mark.parametrize(("sync", "changes", "options"), [
-    ("window", {"accumulate_step": ("until", 14.0, 4)}, {"together": 2}), ("window", {"on_nonfinite": "skip_microbatch"}, {"together": 2}),
+    ("window", {"accumulate_step": ("until", 14.0, 4)}, {"together": 2}),
+    ("window", {"on_nonfinite": "skip_microbatch", "accumulate_step": 1}, {"together": 2}),
     ("window", {}, {"ranks": 1}), ("local", {}, {"kind": HeavyBall}), ("local", {}, {"kind": EveryRank})],
     ids=["windows that all close together", "a microbatch that all skip", "one rank for all", "heavy ball", "ranks without an update"])
 def test_wrong_simulations_are_seen(sync, changes, options):
