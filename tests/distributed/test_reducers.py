@@ -10,7 +10,7 @@ from differential.follow import Comparison
 from differential.ranks import DRAWN, DRIVERS, NONFINITE, SYNCS, WINDOWS, case_of, simulated
 from mindspore import nn
 from noisy_samples import Expected
-from rank_cases import LAUNCHES, REDUCERS, cases_of, every_launch_of, microbatches, noisy_data
+from rank_cases import LAUNCHES, REDUCERS, every, microbatches, noisy_data
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import exchange
@@ -18,28 +18,26 @@ from ms_accum.distributed import exchange
 pytest_plugins = ["launch"]
 
 
-@every_launch_of("trained")
-def test_ranks_train_as_one_process(left_by, launch):
+@every("trained")
+def test_ranks_train_as_one_process(left_by, launch, case):
     """All hold the same bits. A resumed run ends with those of the one that was saved."""
-    ranks = LAUNCHES[launch][0]
-    for name in cases_of(launch, "trained"):
-        case, results = case_of(name.split(":")[1]), left_by(name, launch)
-        inside, size = SYNCS[case.sync](ranks) if "shard" in case.sync else 1, 2 if case.buffer_dtype == "float16" else 4
-        for rank, (left, plain) in enumerate(zip(results, simulated(case, ranks))):
-            where = f"on rank {rank}, {name}, {case}"
-            comparison = Comparison(case, plain)
-            if case.sync == "local":
-                comparison.counters(left, where)
-            else:  # of windows that other ranks fill, a rank counts pieces in the place of the first of several weights
-                without = ("window_weight", "skipped_in_row", *(["seen"] if case.ahead else []))
-                comparison.counters(left, where, without, skipped=plain.skips if rank == 1 else 0)
-            comparison.window(left, where)
-            comparison.require_motion()
-            assert left["parameters"] == results[0]["parameters"], where
-            # Padding: at most an element in each bucket.
-            assert 0 <= left["bytes"] - size * sum(left["sizes"]) / inside <= size * len(left["sizes"]), where
-            if case.save_at:
-                assert (left["position"], left["same"]) == (rank, True), where
+    ranks, results, name, case = LAUNCHES[launch][0], left_by(case, launch), case, case_of(case.split(":")[1])
+    print(name, case)
+    inside, size = SYNCS[case.sync](ranks) if "shard" in case.sync else 1, 2 if case.buffer_dtype == "float16" else 4
+    for rank, (left, plain) in enumerate(zip(results, simulated(case, ranks))):
+        where, comparison = f"on rank {rank}", Comparison(case, plain)
+        if case.sync == "local":
+            comparison.counters(left, where)
+        else:  # of windows that other ranks fill, a rank counts pieces in the place of the first of several weights
+            without = ("window_weight", "skipped_in_row", *(["seen"] if case.ahead else []))
+            comparison.counters(left, where, without, skipped=plain.skips if rank == 1 else 0)
+        comparison.window(left, where)
+        comparison.require_motion()
+        assert left["parameters"] == results[0]["parameters"]
+        # Padding: at most an element in each bucket.
+        assert 0 <= left["bytes"] - size * sum(left["sizes"]) / inside <= size * len(left["sizes"])
+        if case.save_at:
+            assert (left["position"], left["same"]) == (rank, True)
 
 
 def test_each_kind_of_exchange_is_drawn_with_each_choice():
@@ -103,28 +101,27 @@ def test_graphs_that_were_compiled_before_follow(left_by):
     assert other != pytest.approx(same, rel=1e-3)
 
 
-@every_launch_of("adaptive")
-def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, launch):
+@every("adaptive")
+def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, launch, case):
     """With the lengths of one process that sees all microbatches. Control: if the weight of one rank's microbatch were taken for that
     of all, windows would get longer."""
     count = LAUNCHES[launch][0]
     data = [noisy_data(rank, count) for rank in range(count)]
-    for case in cases_of(launch, "adaptive"):
-        expected, wrong = (Expected(1, 8, target, rate=1e-3) for target in (1.0, 1 / count))
-        lengths = []
-        for i in range(len(data[0])):
-            present = [batch[i] for batch in data if i < len(batch)]
-            for oracle in (expected, wrong):
-                oracle.microbatch(*present, of_a_rank=len(present) / count if ":window" in case else 1)
-            lengths.append(expected.adaptive.length)
-        expected.flush()
-        assert lengths[-1] == 2 < wrong.adaptive.length
-        results = left_by(case, launch)
-        for rank, left in enumerate(results):
-            assert left["lengths"] == lengths[:len(data[rank])], case
-            assert [left["counters"][name] for name in ("update_step", "mini_step", "skipped")] == [len(expected.lengths), 0, 0], case
-            assert difference([np.array(left["point"])], [expected.point]) <= 1e-6, case
-            assert left["point"] == results[0]["point"], case
+    expected, wrong = (Expected(1, 8, target, rate=1e-3) for target in (1.0, 1 / count))
+    lengths = []
+    for i in range(len(data[0])):
+        present = [batch[i] for batch in data if i < len(batch)]
+        for oracle in (expected, wrong):
+            oracle.microbatch(*present, of_a_rank=len(present) / count if ":window" in case else 1)
+        lengths.append(expected.adaptive.length)
+    expected.flush()
+    assert lengths[-1] == 2 < wrong.adaptive.length
+    results = left_by(case, launch)
+    for rank, left in enumerate(results):
+        assert left["lengths"] == lengths[:len(data[rank])]
+        assert [left["counters"][name] for name in ("update_step", "mini_step", "skipped")] == [len(expected.lengths), 0, 0]
+        assert difference([np.array(left["point"])], [expected.point]) <= 1e-6
+        assert left["point"] == results[0]["point"]
 
 
 def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):

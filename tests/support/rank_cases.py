@@ -57,15 +57,11 @@ LAUNCHES = {  # ranks, cases
 }
 
 
-def cases_of(launch, kind):
-    """The cases of a launch that call the function `kind`."""
-    return [case for case in LAUNCHES[launch][1] if case.split(":")[0] == kind]
-
-
-def every_launch_of(kind):
-    """Parametrize a test by the launches that have such cases; all but the fast one are slow."""
-    return pytest.mark.parametrize("launch", [launch if launch == "fast" else pytest.param(launch, marks=pytest.mark.slow)
-                                              for launch in LAUNCHES if cases_of(launch, kind)])
+def every(kind):
+    """Parametrize a test by the cases that call the function `kind`; those of all launches but the fast one are slow."""
+    return pytest.mark.parametrize(("launch", "case"), [
+        pytest.param(launch, case, marks=[] if launch == "fast" else [pytest.mark.slow])
+        for launch, (_, cases) in LAUNCHES.items() for case in cases if case.split(":")[0] == kind])
 
 
 def microbatches(rank, uneven=False):
