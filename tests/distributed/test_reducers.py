@@ -88,8 +88,8 @@ def test_averaging_after_each_update_is_data_parallel():
         both.close_if(both.full)
     both.flush()
     found = []
-    for every in (1, 2):
-        local = reference.LocalUpdates([reference.Undivided(start, reference.SGD(0.1), 2, "mean") for _ in data], every, 1, 0)
+    for updates in (1, 2):
+        local = reference.LocalUpdates([reference.Undivided(start, reference.SGD(0.1), 2, "mean") for _ in data], updates, 1, 0)
         local.epoch([[[((x, y), len(x))] for y, x in mine] for mine in data])
         found.append(difference(local.parameters, both.parameters))
     assert found[0] < 1e-12 < 1e-4 < found[1]
