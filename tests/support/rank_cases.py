@@ -98,8 +98,9 @@ def trained(rank, name):
         if run.local is not None:
             run.local.finish()
 
-    # Statistics of BatchNorm stay what each rank built.
-    run, data, saved = start(rank * (case.norm != "batch")), case.batches(rank), case.save_at or 0
+    # Statistics of BatchNorm stay what each rank built, and so does a moving average that was made before the accumulator.
+    alike = case.norm == "batch" or case.hook
+    run, data, saved = start(0 if alike else rank), case.batches(rank), case.save_at or 0
     path = FOLDER / f"{name}{rank if case.sync == 'local' else ''}.{'safetensors' if case.seed % 2 else 'ckpt'}"
     if saved:
         with run.driver:
