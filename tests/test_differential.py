@@ -23,9 +23,9 @@ from pathlib import Path
 
 import mindspore as ms
 import pytest
-from differential.cases import COMPILED, LEVELS, OP_BY_OP, compose
-from differential.defects import NARROW, PUT_BACK, cases, put_back
-from differential.drivers import Accumulating
+from differential.accumulating import Accumulating
+from differential.cases import COMPILED, LEVELS, OP_BY_OP, compose, plain_case
+from differential.defects import DEFECTS, PUT_BACK, cases, put_back
 from differential.follow import follow
 from differential.networks import build_loss
 from differential.optimizers import build_optimizer
@@ -86,10 +86,9 @@ def test_any_run(shard, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NARROW)
-def test_narrow_draws(name, tmp_path_factory):
-    """Around defects that ms_accum has had."""
-    for case in cases(name):
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_narrow_draws(defect, tmp_path_factory):
+    for case in cases(defect):
         print(case)
         assert follow(case, tmp_path_factory.mktemp("run")) > 0
 
@@ -97,7 +96,7 @@ def test_narrow_draws(name, tmp_path_factory):
 def test_each_defect_can_be_put_back():
     """A text that is gone, or is there twice, leaves its control without a defect to find."""
     package = Path(__file__).parent.parent / "ms_accum"
-    changes = [(name, text) for _, changes in PUT_BACK.values() for name, text, _ in changes]
+    changes = [(name, text) for defect in PUT_BACK for name, text, _ in DEFECTS[defect][1]]
     counts = {(name, text): (package / name).read_text(encoding="utf-8").count(text) for name, text in changes}
     assert {change: count for change, count in counts.items() if count != 1} == {}
 
@@ -110,32 +109,24 @@ def test_a_defect_that_is_put_back_is_found(defect, tmp_path):
     shutil.copytree(tests.parent / "ms_accum", tmp_path / "ms_accum", ignore=shutil.ignore_patterns("__pycache__"))
     put_back(tmp_path / "ms_accum", defect)
     done = subprocess.run(
-        [sys.executable, "-m", "differential.defects", str(tmp_path), PUT_BACK[defect][0]], cwd=tmp_path, capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, tests, tests / "support")))})
+        [sys.executable, "-m", "differential.defects", str(tmp_path), defect], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, tests, tests / "support")))})
     assert "\nfound: " in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1
 
 
-def exact_cases():
-    drivers = ("step", "cell-graph", "cell-pynative")
-    for level, driver in product(LEVELS, drivers):
-        fast = driver == "cell-pynative" or (level, driver) in {("none", "step"), ("O2", "step"), ("O1", "cell-graph"), ("half", "step")}
-        yield pytest.param(level, driver, marks=[] if fast else [pytest.mark.slow])
+EXACT = {(level, driver): driver == "cell-pynative" for level, driver in product(LEVELS, ("step", "cell-graph", "cell-pynative"))}
+EXACT.update({("none", "step"): True, ("O2", "step"): True, ("O1", "cell-graph"): True, ("half", "step"): True})  # in the fast suite
 
 
-@pytest.mark.parametrize("samples", [6, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("level", "driver"), exact_cases())
-def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, samples):
+@pytest.mark.parametrize(("level", "driver"), [pytest.param(*key, marks=[] if fast else [pytest.mark.slow]) for key, fast in EXACT.items()])
+def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver):
     """One microbatch to a window, whole, without clipping: nothing is divided, so nothing may be rounded differently.
 
     In graph mode, MindSpore gives Momentum and Adam float16 gradients that depend on what else is in the graph (on a factor of 1, say);
     SGD gets the same ones.
     """
-    case = drawn(
-        samples, driver=driver, level=level, front="dense", norm="none", backward_clip=False, loss="mean", factor=1.0, rates="number",
-        optimizer="nn.SGD" if level == "half" else "nn.Momentum", accumulate_step=1, clip_norm=None, pieces=1, weight="samples",
-        scaler=None, on_nonfinite="apply", noise_scale=False, event="none", nonfinite_at=None, sizes=(samples,) * UPDATES, hook=False,
-        aux=False, buffer_dtype=None)
+    case = plain_case(driver, level=level, optimizer="nn.SGD" if level == "half" else "nn.Momentum", accumulate_step=1, count=UPDATES)
     print(case)
     loss = build_loss(case, case.seed)
     optimizer = build_optimizer(case, loss.trainable_params())
@@ -146,15 +137,15 @@ def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver, sampl
         optimizer(gradients)
         return value
 
-    step = ms.jit(plain) if case.compiled else plain
-    accumulating = Accumulating(case, case.seed)
-    start = [p.asnumpy().tobytes() for p in loss.trainable_params()]
-    batches = [case.batch(i) for i in range(UPDATES)]
-    for batch in batches:
+    def bits(cell):
+        return [p.asnumpy().tobytes() for p in cell.trainable_params()]
+
+    step, accumulating, start = ms.jit(plain) if case.compiled else plain, Accumulating(case, case.seed), bits(loss)
+    for batch in case.batches(0):
         step(*map(Tensor, batch))
-    with accumulating:
-        accumulating.train(batches, lambda loss, aux: None)
-    accumulator, expected = accumulating.accumulator, [p.asnumpy().tobytes() for p in loss.trainable_params()]
+    with accumulating.driver:
+        accumulating.train(case.batches(0))
+    accumulator = accumulating.accumulator
     assert [int(accumulator.update_step), int(accumulator.closed_windows)] == [UPDATES] * 2
-    assert all(one != other for one, other in zip(start, expected))
-    assert [p.asnumpy().tobytes() for p in accumulating.loss.trainable_params()] == expected
+    assert all(one != other for one, other in zip(start, bits(loss)))
+    assert bits(accumulating.loss) == bits(loss)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import difference, values
+from drivers import counters
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -19,11 +20,6 @@ from machine import DRIVERS, run_of
 from ms_accum import load_checkpoint, save_checkpoint
 
 SIZES = st.sampled_from([4, 4, 4, 4, 3, 3, 0])  # each size is compiled once
-
-
-def microbatch(size, seed):
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(size, 6)), rng.integers(0, 3, size)
 
 
 STUCK = object()
@@ -47,6 +43,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.run = run_of(self.driver)
+        self.run.start_over()
         self.oracle = self.run.oracle()
         self.saved = self.since = None
         type(self).runs += 1
@@ -60,19 +57,19 @@ class Machine(RuleBasedStateMachine):
     @rule(size=SIZES, seed=st.integers(0, 10**6))
     def train(self, size, seed):
         if size or self.run.takes_nothing:
-            self._train(*microbatch(size, seed))
+            self._train(self.run.microbatch(size, seed))
 
-    @precondition(lambda self: self.run.on_nonfinite != "apply")
+    @precondition(lambda self: self.run.case.on_nonfinite != "apply")
     @rule(seed=st.integers(0, 10**6))
     def train_on_nan(self, seed):
-        x, y = microbatch(4, seed)
-        x[0, 0] = np.nan
-        self._train(x, y)
+        batch = self.run.microbatch(4, seed)
+        batch[0][0, 0] = np.nan
+        self._train(batch)
 
     @rule(seed=st.integers(0, 10**6), masked=st.booleans())
     def add_by_hand(self, seed, masked):
-        (x, y), weight = microbatch(4, seed), 0.0 if masked else 4.0
-        self._both(partial(self.run.add_by_hand, x, y, weight), partial(self._added, x, y, weight))
+        batch, weight = self.run.microbatch(4, seed), 0.0 if masked else 4.0
+        self._both(partial(self.run.add_by_hand, batch, weight), partial(self._added, batch, weight))
 
     @rule()
     def flush(self):
@@ -89,28 +86,24 @@ class Machine(RuleBasedStateMachine):
 
     @rule(asks=st.booleans())
     def save(self, asks):
-        save_checkpoint("machine.ckpt", self.run.network, self.run.accumulator, extra=1)
+        save_checkpoint("machine.ckpt", self.run.loss, self.run.accumulator, extra=1)
         self.since = None  # a host that goes on counting may close windows later than one that asks
         if asks:
-            self.run.accumulator.countdown.take()
-            self.run.accumulator.counters.reported = None
+            self.run.ask()
             self.oracle.remaining, self.oracle.reported, self.since = None, None, []
         self.saved = self.oracle.snapshot()
 
     @precondition(lambda self: self.saved is not None)
     @rule()
     def load(self):
-        assert load_checkpoint("machine.ckpt", self.run.network, self.run.accumulator) == 1
+        assert load_checkpoint("machine.ckpt", self.run.loss, self.run.accumulator) == 1
         self.oracle, self.since = self.saved.snapshot(), []
 
     @invariant()
     def agrees(self):
-        accumulator, oracle = self.run.accumulator, self.oracle
-        counters = (accumulator.mini_step, accumulator.update_step, accumulator.skipped, accumulator.skipped_in_row, accumulator.seen)
-        assert [int(p) for p in counters] == [
-            oracle.mini_step, oracle.update_step, oracle.skipped, oracle.skipped_in_row, oracle.seen]
-        assert float(accumulator.weight_sum) == pytest.approx(sum(weight for weight, _ in oracle.window), rel=1e-6)
-        for got, expected in ((self.run.network.trainable_params(), oracle.parameters), (self.run.average.averages, oracle.averages)):
+        oracle = self.oracle
+        assert counters(self.run.accumulator) == pytest.approx(oracle.counters(), rel=1e-6)
+        for got, expected in ((self.run.loss.trainable_params(), oracle.parameters), (self.run.average.averages, oracle.averages)):
             assert difference(values(got), expected) <= 2e-5
 
     def teardown(self):
@@ -118,7 +111,7 @@ class Machine(RuleBasedStateMachine):
             type(self).resumed += 1
             ended = self.run.bits()
             self.run.start_over()
-            load_checkpoint("machine.ckpt", self.run.network, self.run.accumulator)
+            load_checkpoint("machine.ckpt", self.run.loss, self.run.accumulator)
             for call in self.since:
                 stuck(call)
             assert self.run.bits() == ended
@@ -132,33 +125,31 @@ class Machine(RuleBasedStateMachine):
         type(self).stuck += got is STUCK
         return got, expected
 
-    def _train(self, x, y):
-        self._both(partial(self.run.train, x, y), partial(self._trained, x, y))
+    def _train(self, batch):
+        self._both(partial(self.run.train_on, batch), partial(self._trained, batch))
 
-    def _trained(self, x, y):
-        rows = -(-len(x) // self.run.pieces)
-
+    def _trained(self, batch):
         def add():
-            if not len(x):
-                return self.oracle.add_nothing()
-            return self.oracle.add_pieces([self._weighed(x[i:i + rows], y[i:i + rows]) for i in range(0, len(x), rows)])
+            self.oracle.add_pieces([self._weighed(piece, weight) for piece, weight in self.run.case.pieces_of(batch)])
 
         if self.run.counts_down:
-            return self.oracle.step(add, self.run.has_alone and len(x))
+            return self.oracle.step(add, self.run.has_alone and len(batch[0]))
         add()
         self.oracle.close_if(self.oracle.full)
         return self.oracle.require_progress()
 
-    def _added(self, x, y, weight):
-        self.oracle(self._weighed(x, y)[0], weight and self.wrong(weight))
+    def _added(self, batch, weight):
+        self.oracle(*self._weighed(batch, weight))
 
     def _flushed(self):
         self.oracle.remaining, closed = None, self.oracle.flush()
         self.oracle.require_progress()
         return closed
 
-    def _weighed(self, x, y):
-        return reference.loss_and_gradients(self.oracle.parameters, x, y)[1], self.wrong(len(x))
+    def _weighed(self, piece, weight):
+        x, _, y, _ = piece
+        gradients = reference.loss_and_gradients(self.oracle.parameters, x, y)[1] if len(x) else self.oracle.zeros
+        return gradients, weight and self.wrong(weight)
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -1,4 +1,5 @@
 """What is drawn: one training run, as plain values that can be printed and put into a test again."""
+import random
 from collections import namedtuple
 
 import numpy as np
@@ -16,6 +17,18 @@ BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float",
 HALF_OPTIMIZERS = ("nn.SGD", "nn.Momentum", "nn.Adam", "nn.ASGD", "optim.SGD", "optim.Adam", "optim.AdamW")
 
 
+# The plainest run.
+PLAIN = {
+    "level": "none", "front": "dense", "norm": "none", "backward_clip": False, "loss": "mean", "factor": 1.0, "optimizer": "nn.Momentum",
+    "groups": False, "rates": "number", "reduction": "mean", "accumulate_step": 2, "clip_norm": None, "pieces": 1, "weight": "samples",
+    "scaler": None, "on_nonfinite": "apply", "noise_scale": False, "event": "none", "nonfinite_at": None, "load_into": "fresh",
+    "shapes": (6, 6), "count": 7, "seed": 1, "hook": False, "aux": False, "buffer_dtype": None}
+
+
+def plain_case(driver, **changes):
+    return compose(random.Random(0).choice, driver=driver, **{**PLAIN, **changes})
+
+
 def growing(update_step):
     return update_step + 1
 
@@ -23,8 +36,8 @@ def growing(update_step):
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
-        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype"))):
-    """One run. Everything random in it comes from `seed`."""
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync"))):
+    """One run. Everything random in it comes from `seed`. `sync`: of several ranks, how these exchange; see `differential.ranks`."""
 
     __slots__ = ()
 
@@ -60,10 +73,15 @@ class Case(namedtuple("Case", (
             return until_weight(self.budget, at_most=self.accumulate_step[2])
         return dict(self.accumulate_step) if isinstance(self.accumulate_step, tuple) else self.accumulate_step
 
-    def batch(self, position, spoil=True):
+    def batches(self, rank):
+        """The microbatches of a rank, of which odd ones have a row more, one without rows, and less of them."""
+        odd = rank % 2
+        return [self.batch(i, rank=rank) for i in range(len(self.sizes) - 3 * odd * (self.seed % 2))]
+
+    def batch(self, position, spoil=True, rank=0):
         """The microbatch at `position` as NumPy arrays `(x, ids, target, mask)`."""
-        rng = np.random.default_rng((self.seed, position))
-        n = self.sizes[position]
+        rng = np.random.default_rng((self.seed, position, rank) if rank else (self.seed, position))
+        n = self.sizes[position] + rank % 2 * (self.reduction == "mean")
         x = rng.normal(size=(n, FEATURES)).astype(np.float32)
         ids = rng.integers(0, WORDS, (n, 3)).astype(np.int32)
         classes = outputs(self.front, self.loss)
@@ -75,11 +93,30 @@ class Case(namedtuple("Case", (
         mask = (rng.random(n) < rng.choice([0.0, 0.6, 0.9], p=[0.2, 0.4, 0.4])).astype(np.float32)
         if position == 0:
             mask[:] = 1
-        if spoil and position == self.nonfinite_at:
+        if spoil and position == self.nonfinite_at and (self.sync is None or rank == 1):
             x[rng.integers(n), 0] = np.nan
         if spoil and position == self.error_at:
             target[-1] = 99  # in the last piece, for which the kernel of the loss raises
-        return x, ids, target, mask
+        rows = 0 if self.sync is not None and (position, rank) == (2, 1) and not self.driver.startswith("model") else n
+        return x[:rows], ids[:rows], target[:rows], mask[:rows]
+
+    def pieces_of(self, batch):
+        """[(piece, weight)] of a microbatch; without rows, itself with the weight 0."""
+        rows = -(-len(batch[0]) // self.pieces)
+        if not rows:
+            return [(batch, 0.0)]
+        pieces = [tuple(part[i:i + rows] for part in batch) for i in range(0, len(batch[0]), rows)]
+        return [(piece, self.weight_of(piece)) for piece in pieces]
+
+    def weight_of(self, piece):
+        """Of a pair, two weights."""
+        if self.loss == "masked":
+            return float(piece[3].sum())
+        if self.loss == "pair":
+            return np.array([piece[3].sum(), (piece[1][:, 0] == 0).sum()], float)
+        if self.reduction == "sum":
+            return 1.0
+        return len(piece[0]) * (2.5 if self.weight == "number" else 1.0)
 
 
 def compose(choose, **fixed):
@@ -94,6 +131,7 @@ def compose(choose, **fixed):
             values[name] = options[0] if len(options) == 1 else choose(options)
         return values[name]
 
+    pick("sync", (None,))
     driver = pick("driver", DRIVERS)
     ahead = driver.startswith("ahead")
     level = pick("level", LEVELS if not ahead else FLOAT32_LEVELS)

@@ -1,7 +1,9 @@
 """Tiny networks for the differential runs: a front, a norm and a head, below a loss; all take `(x, ids, target, mask)`."""
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, amp, nn, ops
+from conftest import Clip
+from layers import amp_at
+from mindspore import Tensor, nn, ops
 
 FEATURES, HIDDEN, WORDS = 8, 8, 6
 FRONTS = ("dense", "conv", "lstm", "attention", "mha", "tied")
@@ -12,24 +14,22 @@ AMP_LEVELS = ("O0", "O1", "O2", "O3", "auto")
 LEVELS = ("none", *AMP_LEVELS, "to_float", "half")
 
 
-class DenseFront(nn.Cell):
-    def __init__(self):
+class Reshape(nn.Cell):
+    def __init__(self, *shape):
         super().__init__()
-        self.dense = nn.Dense(FEATURES, HIDDEN)
+        self.shape = shape
 
-    def construct(self, x, ids):
-        return ops.tanh(self.dense(x))
+    def construct(self, x):
+        return x.reshape(self.shape)
 
 
-class ConvFront(nn.Cell):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 2, pad_mode="valid", has_bias=True)
-        self.dense = nn.Dense(12, HIDDEN)
+def dense_front():
+    return nn.SequentialCell(nn.Dense(FEATURES, HIDDEN), nn.Tanh())
 
-    def construct(self, x, ids):
-        image = ops.tanh(self.conv(x.reshape(-1, 1, 2, 4)))
-        return self.dense(image.reshape(-1, 12))
+
+def conv_front():
+    conv = nn.Conv2d(1, 4, 2, pad_mode="valid", has_bias=True)
+    return nn.SequentialCell(Reshape(-1, 1, 2, 4), conv, nn.Tanh(), Reshape(-1, 12), nn.Dense(12, HIDDEN))
 
 
 class LSTMFront(nn.Cell):
@@ -37,7 +37,7 @@ class LSTMFront(nn.Cell):
         super().__init__()
         self.lstm = nn.LSTM(2, HIDDEN, batch_first=True)
 
-    def construct(self, x, ids):
+    def construct(self, x):
         sequence, _ = self.lstm(x.reshape(-1, 4, 2))
         return sequence[:, -1]
 
@@ -47,7 +47,7 @@ class AttentionFront(nn.Cell):
         super().__init__()
         self.query, self.key, self.value = (nn.Dense(2, HIDDEN, has_bias=False) for _ in range(3))
 
-    def construct(self, x, ids):
+    def construct(self, x):
         x = x.reshape(-1, 4, 2)
         query, key, value = self.query(x), self.key(x), self.value(x)
         attention = ops.softmax(ops.matmul(query, key.transpose(0, 2, 1)) * 0.35)
@@ -60,10 +60,13 @@ class MHAFront(nn.Cell):
         self.dense = nn.Dense(2, HIDDEN)
         self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
 
-    def construct(self, x, ids):
+    def construct(self, x):
         x = self.dense(x.reshape(-1, 4, 2))
         attended, _ = self.attention(x, x, x)
         return attended.mean(1)
+
+
+FRONT_OF = {"dense": dense_front, "conv": conv_front, "lstm": LSTMFront, "attention": AttentionFront, "mha": MHAFront}
 
 
 class TiedNetwork(nn.Cell):
@@ -87,7 +90,7 @@ class Network(nn.Cell):
         self.head = nn.Dense(HIDDEN, outputs)
 
     def construct(self, x, ids):
-        return self.last(self.head(self.norm(self.front(x, ids))))
+        return self.last(self.head(self.norm(self.front(x))))
 
 
 class GroupNorm(nn.Cell):
@@ -97,21 +100,6 @@ class GroupNorm(nn.Cell):
 
     def construct(self, x):
         return self.norm(x.reshape(-1, 4, 2, 1)).reshape(-1, 8)  # level O1 rewrites this, and knows no global names
-
-
-class BackwardClip(nn.Cell):
-    """The identity, whose gradient is cut to +-limit."""
-
-    def __init__(self, limit):
-        super().__init__()
-        self.limit = limit
-
-    def construct(self, x):
-        return x * 1
-
-    def bprop(self, x, out, dout):
-        limit = ops.zeros_like(dout) + self.limit
-        return (ops.maximum(ops.minimum(dout, limit), -limit),)
 
 
 class Loss(nn.Cell):
@@ -143,10 +131,6 @@ def outputs(front, loss):
     return WORDS if front == "tied" else 2 if loss == "mse" else 3
 
 
-def _front(name):
-    return {"dense": DenseFront, "conv": ConvFront, "lstm": LSTMFront, "attention": AttentionFront, "mha": MHAFront}[name]()
-
-
 def _norm(name, statistics):
     if name == "batch":
         return nn.BatchNorm1d(HIDDEN, use_batch_statistics=statistics)
@@ -165,21 +149,14 @@ def build_loss(case, seed):
     """The loss of the case's network as a Cell, with initial values drawn from `seed`."""
     # Model calls set_train on the whole cell, which would thaw a layer that is frozen by set_train(False).
     norm = _norm(case.norm, False if case.driver.startswith("model") else None)
-    last = BackwardClip(0.3 * case.factor) if case.backward_clip else nn.Identity()
+    last = Clip(0.3 * case.factor) if case.backward_clip else nn.Identity()
     if case.front == "tied":
         network = TiedNetwork(norm, last)
     else:
-        network = Network(_front(case.front), norm, last, outputs(case.front, case.loss))
+        network = Network(FRONT_OF[case.front](), norm, last, outputs(case.front, case.loss))
     _draw(network, seed)
-    dtype = ms.float32
-    if case.level in AMP_LEVELS:
-        network = amp.auto_mixed_precision(network, case.level, ms.float16)
-    elif case.level == "to_float":
-        network.to_float(ms.float16)
-    elif case.level == "half":
-        dtype = ms.float16
-        for parameter in network.get_parameters():
-            parameter.set_dtype(ms.float16)
+    network = amp_at(network, "float16" if case.level == "half" else case.level)
+    dtype = ms.float16 if case.level == "half" else ms.float32
     loss = Loss(network, case.loss, case.factor, dtype)
     loss.set_train(True)
     for _, cell in loss.cells_and_names():

@@ -6,10 +6,10 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
+import reference
 from conftest import MLP, difference, values
 from mindspore import nn
-from rank_cases import LAUNCHES, MNIST, cases_of, dealt_out, every_launch_of, microbatches, said_by, step_of, train
-from simulated_ranks import simulated, undivided
+from rank_cases import LAUNCHES, MNIST, dealt_out, every, microbatches, said_by, step_of, train
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.cli import main as cli
@@ -47,43 +47,42 @@ def test_ranks_before_init_are_refused(make, monkeypatch):
         make(MLP().trainable_params())
 
 
-@every_launch_of("resume")
-def test_each_rank_resumes_bit_identically(left_by, launch):
-    """In mid-window. If one rank cannot save, none does and nothing is left; if one file is wrong, none is loaded."""
-    for rank, left in (each for case in cases_of(launch, "resume") for each in enumerate(left_by(case, launch))):
-        assert (left["mini_step"], left["extra"], left["same"], left["files"]) == (1, {"rank": rank}, True, LAUNCHES[launch][0])
+@every("damaged")
+def test_ranks_save_and_load_together(left_by, launch, case):
+    """If one rank cannot save, none does and nothing is left; if one file is wrong, none is loaded."""
+    for rank, left in enumerate(left_by(case, launch)):
+        assert left["files"] == LAUNCHES[launch][0]
         assert left["unsaved"].startswith("TypeError: " if rank == 1 else "OSError: ")
         for what, message in (("truncated", "is truncated|is damaged"), ("swapped", "restore both from one copy")):
             assert re.search(message, left[what]) if rank == 1 else left[what] == OTHER_RANK
 
 
-@every_launch_of("other_ranks")
-def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of, launch, monkeypatch):
+@every("other_ranks")
+def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of, launch, case, uncompiled):
     """From one process to several and back, with the updates of an uninterrupted run. An open window is refused."""
-    monkeypatch.setenv("MS_JIT", "0")
-    ranks = LAUNCHES[launch][0]
+    ranks, sync = LAUNCHES[launch][0], case.split(":")[1]
     refused = r"CheckpointError: .* was saved with {} .*; save when train_step.updated is true: a closed window loads on any number"
-    run = undivided({"sync": "window", "sizes": "equal", "optimizer": "Momentum", "windows": 8 // ranks})
-    expected = simulated(run, ranks).parameters
-    for case in cases_of(launch, "other_ranks"):
-        sync, left = case.split(":")[1], left_by(case, launch)
-        for said in left:
-            assert said["closed"] == "accepted"
-            assert difference(list(map(np.array, said["parameters"])), expected) <= 1e-6, case
-            assert re.match(refused.format("accumulate_step"), said["open"]), said["open"]
-        network, step = step_of(None, 8, 1)
-        load_checkpoint(folder_of(launch) / f"ranks-{sync}-closed.ckpt", network, step)
-        train(step, dealt_out("equal", ranks)[8:])
-        assert difference(values(network.trainable_params()), expected) <= 1e-6, case
-        said = said_by(load_checkpoint, folder_of(launch) / f"ranks-{sync}-open.ckpt", *step_of(None, 8 // ranks, 1))
-        assert re.match(refused.format("reducer"), said), said
+    oracle = reference.Undivided(values(MLP(seed=0).trainable_params()), reference.SGD(0.1, 0.9), 8, "mean", 0.5)
+    for x, y in dealt_out(ranks):
+        oracle((x, y), len(x))
+    oracle.flush()
+    for said in left_by(case, launch):
+        assert said["closed"] == "accepted"
+        assert difference(list(map(np.array, said["parameters"])), oracle.parameters) <= 1e-6
+        assert re.match(refused.format("accumulate_step"), said["open"]), said["open"]
+    network, step = step_of(None, 8, 1)
+    load_checkpoint(folder_of(launch) / f"ranks-{sync}-closed.ckpt", network, step)
+    train(step, dealt_out(ranks)[8:])
+    assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
+    said = said_by(load_checkpoint, folder_of(launch) / f"ranks-{sync}-open.ckpt", *step_of(None, 8 // ranks, 1))
+    assert re.match(refused.format("reducer"), said), said
 
 
 @pytest.mark.parametrize("sync", ["window", "microbatch"])
 def test_callbacks_where_ranks_have_uneven_data(left_by, sync):
     """Rank 1 has 4 microbatches of 7: its flush takes part in the windows that rank 0 fills, and it logs its own."""
     for rank, left in enumerate(left_by(f"logged:{sync}")):
-        sizes = [len(x) for x, _ in microbatches("uneven", rank)]
+        sizes = [len(x) for x, _ in microbatches(rank, uneven=True)]
         assert len(left["losses"]) == len(sizes) == 7 - 3 * rank
         own = [slice(start, start + 2) for start in range(0, len(sizes), 2)]
         expected = [[part.start + len(sizes[part]), i + 1, np.average(left["losses"][part], weights=sizes[part]), sum(sizes[part])]
@@ -99,7 +98,7 @@ def test_callbacks_where_ranks_have_uneven_data(left_by, sync):
         assert all(said.startswith("RuntimeError: the learning rate was changed after 3 updates, which this rank made") for said in refused)
 
 
-@pytest.mark.parametrize(("launch", "case"), [("fast", "mnist"), pytest.param("compiled", "mnist:jit", marks=pytest.mark.slow)])
+@every("mnist")
 def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, folder_of, tmp_path, launch, case, uncompiled):
     """Sharded digits (13 and 12 microbatches), the same update; only rank 0 prints. One process goes on with the ranks' checkpoint."""
     assert cli.main(["mnist", *MNIST, "--accumulate-step", "4"]) == 0

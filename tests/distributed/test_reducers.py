@@ -1,12 +1,16 @@
-"""DataParallel in real processes against NumPy on the undivided batch, and what it refuses."""
+"""Runs of ranks in real processes against one process of plain MindSpore, and what DataParallel refuses."""
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, difference, tensors, values
-from mindspore import Tensor, nn
+import reference
+from conftest import MLP, difference, values
+from differential.accumulating import Accumulating
+from differential.cases import plain_case
+from differential.follow import Comparison
+from differential.ranks import DRAWN, DRIVERS, NONFINITE, SYNCS, WINDOWS, case_of, simulated
+from mindspore import nn
 from noisy_samples import Expected
-from rank_cases import LAUNCHES, accumulator, cases_of, drawn, every_launch_of, losses_of, microbatches, noisy_data, train_by
-from simulated_ranks import inside, simulated, undivided
+from rank_cases import LAUNCHES, REDUCERS, every, microbatches, noisy_data
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import exchange
@@ -14,99 +18,110 @@ from ms_accum.distributed import exchange
 pytest_plugins = ["launch"]
 
 
-def require_equal(results, oracle, case, skipped):
-    """Each rank ends where the oracle does, and all hold the same bits."""
-    for rank, left in enumerate(results):
-        allowed = 1e-5 if "Adam" in case else 1e-6
-        assert difference(list(map(np.array, left["parameters"])), oracle.parameters) <= allowed, f"{case}, rank {rank}"
-        assert left["counters"] == [oracle.update_step, 0, skipped[rank]], case
-        assert left["grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5), case
-        assert left["parameters"] == results[0]["parameters"], f"{case}: ranks hold different parameters"
+@every("trained")
+def test_ranks_train_as_one_process(left_by, launch, case):
+    """All hold the same bits. A resumed run ends with those of the one that was saved."""
+    ranks, results, name, case = LAUNCHES[launch][0], left_by(case, launch), case, case_of(case.split(":")[1])
+    print(name, case)
+    inside, size = SYNCS[case.sync](ranks) if "shard" in case.sync else 1, 2 if case.buffer_dtype == "float16" else 4
+    for rank, (left, plain) in enumerate(zip(results, simulated(case, ranks))):
+        where, comparison = f"on rank {rank}", Comparison(case, plain)
+        if case.sync == "local":
+            comparison.counters(left, where)
+        else:  # of windows that other ranks fill, a rank counts pieces in the place of the first of several weights
+            without = ("window_weight", "skipped_in_row", *(["seen"] if case.ahead else []))
+            comparison.counters(left, where, without, skipped=plain.skips if rank == 1 else 0)
+        comparison.window(left, where)
+        comparison.require_motion()
+        assert left["parameters"] == results[0]["parameters"]
+        # Padding: at most an element in each bucket.
+        assert 0 <= left["bytes"] - size * sum(left["sizes"]) / inside <= size * len(left["sizes"])
+        if case.save_at:
+            assert (left["position"], left["same"]) == (rank, True)
 
 
-@every_launch_of("trained")
-def test_ranks_train_as_one_process_on_the_undivided_batch(left_by, launch):
-    """Drawn: sync x sizes x optimizer x driver x windows x pieces x reduction x what happens to a NaN on rank 1.
-
-    A microbatch is skipped by the rank that has the NaN alone; a window, or a scaler's overflow, by all.
-    """
-    count = LAUNCHES[launch][0]
-    whole = sum(p.nbytes for p in MLP().trainable_params())
-    for case in cases_of(launch, "trained"):
-        run, results = undivided(drawn(case.split(":")[1])), left_by(case, launch)
-        oracle = simulated(run, count)
-        alone = [int(run["nan"] == "skip_microbatch" and rank == 1) for rank in range(count)]
-        require_equal(results, oracle, f"{case} {run}", [oracle.skipped + skipped for skipped in alone])
-        assert oracle.skipped == (run["nan"] in ("skip_window", "scaler")), case
-        for left in results:
-            assert left["loss"] == pytest.approx(results[0]["loss"], rel=1e-5), "a graph that was compiled before follows"
-            assert left["scale"] == (1024 / 2**oracle.skipped if run["nan"] == "scaler" else None), case
-            shards = inside(run["sync"], count) if "shard" in run["sync"] else 1
-            # Padding: at most an element in each of three buckets.
-            assert 0 <= left["bytes"] - whole / shards <= 3 * 4, case
-            if run["noise"]:
-                np.testing.assert_allclose(left["noise"], oracle.noise, rtol=1e-4, atol=1e-5 * oracle.noise[0], err_msg=f"{case} {run}")
+def test_each_kind_of_exchange_is_drawn_with_each_choice():
+    """Of two ranks: alone or together at each microbatch."""
+    cases = [case_of(str(number)) for number in range(DRAWN)]
+    for inside in (1, 2):
+        kind = [case for case in cases if case.sync != "local" and SYNCS[case.sync](2) == inside]
+        assert {case.driver.split("-")[0] for case in kind} >= {name.split()[0] for name in DRIVERS[:len(DRIVERS) + 1 - inside]}
+        assert {(case.on_nonfinite, case.scaler) for case in kind} == set(NONFINITE)
+        assert {case.accumulate_step for case in kind} == set(WINDOWS)
+        for name in ("save_at", "noise_scale", "reduction", "hook", "buffer_dtype"):
+            assert len({getattr(case, name) for case in kind}) == 2, (inside, name)
 
 
-def test_wrong_simulations_are_seen():
-    """Negative control: windows that all ranks close together, a microbatch that all ranks skip, equal weights of unequal ranks."""
-    budget = undivided({"sync": "window", "sizes": "uneven", "windows": "budget"})
-    skip = undivided({"sync": "window", "sizes": "uneven", "nan": "skip_microbatch"})
-    uneven, equal = (undivided({"sync": "window", "sizes": sizes}) for sizes in ("uneven", "unequal"))
-    for right, wrong in ((simulated(budget, 2), simulated(budget, 2, 2)), (simulated(skip, 2), simulated(skip, 2, 2)),
-                         (simulated(uneven, 2), simulated({**uneven, "reduction": "sum"}, 2)),
-                         (simulated(equal, 2), simulated({**equal, "pieces": 1}, 1))):
-        assert difference(wrong.parameters, right.parameters) > 1e-4
+class HeavyBall(reference.LocalUpdates):
+    """Without Nesterov's look ahead."""
+    def step(self, moved):
+        super().step(moved)
+        return [p - self.rate * v for p, v in zip(self.parameters, self.velocity)]
 
 
-@every_launch_of("pair")
-def test_two_losses_are_divided_by_what_all_ranks_have(left_by, launch):
-    """Control: the sum of each rank's means is another gradient."""
-    network = MLP(seed=0)
-
-    def gradients_of(parameters, x, y):
-        """Of the sum of both losses of one batch, by plain MindSpore."""
-        for parameter, value in zip(network.trainable_params(), parameters):
-            parameter.set_data(Tensor(value, ms.float32))
-        losses = losses_of(network)
-
-        def total(x, y):
-            one, other = losses(x, y)
-            return one + other
-
-        return None, values(ms.grad(total, None, ms.ParameterTuple(network.trainable_params()))(*tensors(x, y)))
-
-    count = LAUNCHES[launch][0]
-    for case in cases_of(launch, "pair"):
-        oracle = simulated(undivided({"sync": "window", "sizes": case.split(":")[1], "losses": 2}), count, gradients_of=gradients_of)
-        require_equal(left_by(case, launch), oracle, case, [0] * count)
-    start, halves = values(MLP(seed=0).trainable_params()), [microbatches("unequal", rank)[0] for rank in range(2)]
-    means = zip(*(gradients_of(start, *half)[1] for half in halves))
-    assert difference([sum(g) / 2 for g in means], gradients_of(start, *map(np.concatenate, zip(*halves)))[1]) > 1e-3
+class EveryRank(reference.LocalUpdates):
+    """Where ranks without an update count, too."""
+    def step(self, moved):
+        return super().step(self.ranks)
 
 
-@every_launch_of("adaptive")
-def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, launch):
+@pytest.mark.parametrize(("sync", "changes", "options"), [
+    ("window", {"accumulate_step": ("until", 14.0, 4)}, {"together": 2}),
+    ("window", {"on_nonfinite": "skip_microbatch", "accumulate_step": 1}, {"together": 2}),
+    ("window", {}, {"ranks": 1}), ("local", {}, {"kind": HeavyBall}), ("local", {}, {"kind": EveryRank})],
+    ids=["windows that all close together", "a microbatch that all skip", "one rank for all", "heavy ball", "ranks without an update"])
+def test_wrong_simulations_are_seen(sync, changes, options):
+    """Negative control of what ranks are compared with."""
+    case = case_of(sync)._replace(**changes)
+    right, wrong = simulated(case, 2)[0], simulated(case, **{"ranks": 2, **options})[0]
+    comparison = Comparison(case, right)
+    with pytest.raises(pytest.fail.Exception, match="plain training has"):
+        comparison.window({"parameters": wrong.parameters, "averages": None, "state": [], "noise": None}, "")
+
+
+def test_averaging_after_each_update_is_data_parallel():
+    """With SGD and equal weights. Control: other outer steps are not."""
+    start, data = values(MLP(seed=0).trainable_params()), [[batch[::-1] for batch in microbatches(rank)] for rank in range(2)]
+    both = reference.Undivided(start, reference.SGD(0.1), 2, "mean")
+    for row in zip(*data):
+        both.add_pieces([((x, y), len(x)) for y, x in row])
+        both.close_if(both.full)
+    both.flush()
+    found = []
+    for updates in (1, 2):
+        local = reference.LocalUpdates([reference.Undivided(start, reference.SGD(0.1), 2, "mean") for _ in data], updates, 1, 0)
+        local.epoch([[[((x, y), len(x))] for y, x in mine] for mine in data])
+        found.append(difference(local.parameters, both.parameters))
+    assert found[0] < 1e-12 < 1e-4 < found[1]
+
+
+def test_graphs_that_were_compiled_before_follow(left_by):
+    (before, after), (other, same) = left_by("followed:jit")
+    assert before == after == pytest.approx(same, rel=1e-6)
+    assert other != pytest.approx(same, rel=1e-3)
+
+
+@every("adaptive")
+def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, launch, case):
     """With the lengths of one process that sees all microbatches. Control: if the weight of one rank's microbatch were taken for that
     of all, windows would get longer."""
     count = LAUNCHES[launch][0]
     data = [noisy_data(rank, count) for rank in range(count)]
-    for case in cases_of(launch, "adaptive"):
-        expected, wrong = (Expected(1, 8, target, rate=1e-3) for target in (1.0, 1 / count))
-        lengths = []
-        for i in range(len(data[0])):
-            present = [batch[i] for batch in data if i < len(batch)]
-            for oracle in (expected, wrong):
-                oracle.microbatch(*present, of_a_rank=len(present) / count if ":window" in case else 1)
-            lengths.append(expected.adaptive.length)
-        expected.flush()
-        assert lengths[-1] == 2 < wrong.adaptive.length
-        results = left_by(case, launch)
-        for rank, left in enumerate(results):
-            assert left["lengths"] == lengths[:len(data[rank])], case
-            assert left["counters"] == [len(expected.lengths), 0, 0], case
-            assert difference(list(map(np.array, left["parameters"])), [expected.point]) <= 1e-6, case
-            assert left["parameters"] == results[0]["parameters"], case
+    expected, wrong = (Expected(1, 8, target, rate=1e-3) for target in (1.0, 1 / count))
+    lengths = []
+    for i in range(len(data[0])):
+        present = [batch[i] for batch in data if i < len(batch)]
+        for oracle in (expected, wrong):
+            oracle.microbatch(*present, of_a_rank=len(present) / count if ":window" in case else 1)
+        lengths.append(expected.adaptive.length)
+    expected.flush()
+    assert lengths[-1] == 2 < wrong.adaptive.length
+    results = left_by(case, launch)
+    for rank, left in enumerate(results):
+        assert left["lengths"] == lengths[:len(data[rank])]
+        assert [left["counters"][name] for name in ("update_step", "mini_step", "skipped")] == [len(expected.lengths), 0, 0]
+        assert difference([np.array(left["point"])], [expected.point]) <= 1e-6
+        assert left["point"] == results[0]["point"]
 
 
 def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
@@ -114,37 +129,28 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
 
     A rank that skips a microbatch exchanges nothing about it.
     """
-    window, microbatch, nodes = (left_by(f"traffic:{sync}") for sync in ("window", "microbatch", "nodes"))
+    window, microbatch = (left_by(f"traffic:{sync}") for sync in ("window", "microbatch"))
     assert (window[0]["collectives"], microbatch[0]["collectives"]) == (2, 16)
     assert window[0]["bytes"] == 2 * (window[0]["parameters"] + 12)
     assert window[0]["bytes"] * 8 == microbatch[0]["bytes"]
-    assert (nodes[0]["collectives"], nodes[0]["bytes"]) == (2, window[0]["bytes"])  # of one rank each
     assert [left["skipped"] for left in window] == [0, 2]
-    for left in (*window, *microbatch, *nodes):
-        seen = np.array(left["seen"])
-        assert seen.shape == (17, 10)
-        assert [not np.array_equal(seen[i], seen[i + 1]) for i in range(16)] == ([False] * 7 + [True]) * 2
+    for left in (*window, *microbatch):
+        assert left["moved"] == ([[False] * 4] * 7 + [[True] * 4]) * 2
 
 
-def test_buckets_of_other_dtypes(left_by):
-    """The numbers, one of which float16 does not hold, travel alone where there is no float32."""
-    expected = [np.full(shape, 3 * (i + 1)).tolist() for i, shape in enumerate([(3,), (2, 2), (), (5,)])]
-    assert left_by("two_dtypes") == [[[expected, expected, [2 * 4097, 1], [2 * 4097, 1]]] * 2] * 2
-
-
-@pytest.mark.parametrize("jit", ["0", "1"])
-def test_without_other_ranks_it_accumulates_on_one(monkeypatch, jit):
-    """No process group: the same script, bit-identical parameters."""
-    monkeypatch.setenv("MS_JIT", jit)
-    found = []
+@pytest.mark.parametrize("driver", ["hand-jit", "hand-pynative"])
+def test_without_other_ranks_it_accumulates_on_one(driver):
+    """No process group: the same script, bit-identical state."""
+    case, found = plain_case(driver), []
     for sync in (None, "window", "shard"):
-        network = MLP(seed=0)
-        acc = accumulator(network, sync=sync)
-        train_by("hand", network, acc, microbatches("equal", 0))
-        found.append(values(network.trainable_params()))
-        assert int(acc.update_step) == 3
-    assert difference(found[0], values(MLP(seed=0).trainable_params())) > 1e-2
-    assert all(np.array_equal(p, q) for other in found[1:] for p, q in zip(found[0], other))
+        run = Accumulating(case, case.seed, reducer=REDUCERS.get(sync))
+        start = run.bits()
+        with run.driver as driving:
+            run.train(case.batches(0))
+            driving.flush()
+        found.append(run.bits())
+        assert int(run.accumulator.update_step) == 4
+    assert found[0] == found[1] == found[2] != start
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), [

@@ -1,89 +1,40 @@
 """Runs that can be started over without compiling anything again: each driver once, with all of its state written back."""
 from copy import copy
+from functools import cache
 
 import mindspore as ms
 import numpy as np
 import reference
-from conftest import MLP, mean_loss, tensors, values
-from mindspore import Tensor, nn, ops
-from pages import recipe
-
-from ms_accum import Accumulator, TrainOneStepCell, make_train_step, until_weight
+from conftest import values
+from differential.accumulating import Accumulating
+from differential.cases import plain_case
+from differential.optimizers import state_of
+from mindspore import Tensor, ops
 
 MAX_SKIPS = {"apply": None, "skip_microbatch": 1, "skip_window": 1}
-# How each driver trains: (context, windows, what is not finite, pieces). Between them, each of these occurs with each other one.
+BUDGET, SHORT, ALONE = ("until", 9.0, 4), ((0, 2), (2, 3)), ((0, 1), (3, 2), (5, 1))
+# How each driver trains: (its name, windows, what is not finite, pieces). Between them, each of these occurs with each other one.
 DRIVERS = {
-    "step": (ms.PYNATIVE_MODE, {0: 2, 2: 3}, "skip_microbatch", 1),
-    "step-alone": (ms.PYNATIVE_MODE, {0: 1, 3: 2, 5: 1}, "apply", 1),
-    "step-pieces": (ms.PYNATIVE_MODE, 3, "skip_window", 2),
-    "step-budget": (ms.PYNATIVE_MODE, until_weight(9, at_most=4), "apply", 3),
-    "step-weight": (ms.PYNATIVE_MODE, until_weight(9, at_most=4), "apply", 1),
-    "cell-graph": (ms.GRAPH_MODE, until_weight(9, at_most=4), "skip_window", 1),
-    "cell-pynative": (ms.PYNATIVE_MODE, {0: 2, 2: 3}, "skip_microbatch", 1),
-    "hand-jit": (ms.PYNATIVE_MODE, 3, "skip_microbatch", 1),
-    "hand-pynative": (ms.PYNATIVE_MODE, {0: 1, 3: 2, 5: 1}, "skip_window", 1),
+    "step": ("step", SHORT, "skip_microbatch", 1),
+    "step-alone": ("step", ALONE, "apply", 1),
+    "step-pieces": ("step", 3, "skip_window", 2),
+    "step-budget": ("step", BUDGET, "apply", 3),
+    "step-weight": ("step", BUDGET, "apply", 1),
+    "cell-graph": ("cell-graph", BUDGET, "skip_window", 1),
+    "cell-pynative": ("cell-pynative", SHORT, "skip_microbatch", 1),
+    "hand-jit": ("hand-jit", 3, "skip_microbatch", 1),
+    "hand-pynative": ("hand-pynative", ALONE, "skip_window", 1),
 }
-_made = {}
-
-
-def run_of(name):
-    """The run of a driver, started over."""
-    if name not in _made:
-        _made[name] = Run(name)
-    _made[name].start_over()
-    return _made[name]
 
 
 class Oracle(reference.Accumulation):
-    """The NumPy oracle, for microbatches of several pieces, with what a host that counts down knows of the window."""
+    """The NumPy oracle, with a limit of skips in a row, and with what a host that counts down knows of the window."""
 
-    counted = held = seen = skipped_in_row = 0
-    remaining = reported = None
+    held, remaining, reported = 0, None, None
 
-    def __init__(self, *arguments, max_skips=None):
+    def __init__(self, *arguments, max_skips):
         super().__init__(*arguments)
-        self.max_skips, self.averages = max_skips, self.parameters
-
-    @property
-    def mini_step(self):
-        return self.counted
-
-    @property
-    def missing(self):
-        full = getattr(self.accumulate_step, "budget", np.inf) <= sum(weight for weight, _ in self.window)
-        longest = getattr(self.accumulate_step, "at_most", None) or reference.window_length(self.accumulate_step, self.update_step)
-        short = 1 if hasattr(self.accumulate_step, "budget") else longest
-        return 0 if full else max(min(longest - self.counted, short), 0)
-
-    @property
-    def full(self):
-        return self.missing == 0
-
-    def add(self, gradients, weight=1.0):
-        self.add_pieces([(gradients, weight)])
-
-    def add_pieces(self, pieces):
-        before = len(self.window)
-        for gradients, weight in pieces:
-            skipped = self.skipped
-            super().add(gradients, weight)
-            if self.on_nonfinite == "skip_microbatch" and weight != 0:
-                self.skipped_in_row = (self.skipped_in_row + 1) * (self.skipped - skipped)
-        self.counted += len(self.window) > before
-
-    def add_nothing(self):
-        """A microbatch without rows: it counts, and nothing looks at it."""
-        self.window.append((0.0, [np.zeros_like(p) for p in self.parameters]))
-        self.counted += 1
-
-    def apply(self):
-        weight, updates = sum(weight for weight, _ in self.window), self.update_step
-        super().apply()
-        if self.update_step > updates:
-            self.seen += weight
-            self.averages = [(a + p) / 2 for a, p in zip(self.averages, self.parameters)]
-        if self.on_nonfinite == "skip_window":
-            self.skipped_in_row = (self.skipped_in_row + 1) * (self.update_step == updates)
+        self.max_skips = max_skips
 
     def swap(self):
         self.parameters, self.averages = self.averages, self.parameters
@@ -92,10 +43,6 @@ class Oracle(reference.Accumulation):
         if self.max_skips is not None and self.skipped_in_row > self.max_skips and self.reported != self.skipped:
             self.reported = self.skipped
             raise RuntimeError(f"{self.skipped_in_row} skipped")
-
-    def reset(self):
-        super().reset()
-        self.counted = 0
 
     def snapshot(self):
         kept = copy(self)
@@ -106,7 +53,7 @@ class Oracle(reference.Accumulation):
         """A microbatch by a train step, which `add()` adds. `alone`: whether it has a graph for windows of one."""
         if self.remaining is None or ((self.remaining, self.held) == (1, 0) and alone):
             self.close_if(self.full)
-            self.held, self.remaining = self.counted, self.missing
+            self.held, self.remaining = self.mini_step, self.missing
         one = (self.remaining, self.held) == (1, 0) and alone
         add()  # with the parameters after a late update
         held, remaining, self.remaining = self.held + 1, self.remaining - 1, None
@@ -114,7 +61,7 @@ class Oracle(reference.Accumulation):
             self.apply()
             held, remaining = 0, 1 if self.accumulate_step == 1 else None
         elif remaining == 0:
-            held, remaining, updates = self.counted, self.missing, self.update_step
+            held, remaining, updates = self.mini_step, self.missing, self.update_step
             if remaining == 0:
                 self.apply()
                 held, remaining = 0, self.missing
@@ -123,65 +70,53 @@ class Oracle(reference.Accumulation):
         self.held, self.remaining = held, remaining
 
 
-class Run:
-    """A driver, and what it trains."""
+class Run(Accumulating):
+    """A driver, and what it trains: the network of the oracle."""
 
     def __init__(self, name):
-        self.mode, self.windows, self.on_nonfinite, self.pieces = DRIVERS[name]
-        self.network = MLP(seed=1)
-        optimizer = nn.Momentum(self.network.trainable_params(), 0.1, 0.9)
-        self.average = recipe("train-step", "MovingAverage")(self.network.trainable_params(), 0.5)
-        self.accumulator = accumulator = Accumulator(
-            optimizer, self.windows, 0.5, reduction="mean", on_nonfinite=self.on_nonfinite, max_skips=MAX_SKIPS[self.on_nonfinite],
-            after_update=self.average)
-        forward_fn = mean_loss(self.network)
-        self.grad_fn = ms.value_and_grad(forward_fn, None, optimizer.parameters)
-        if name.startswith("step"):
-            self.step = make_train_step(forward_fn, accumulator, pieces=self.pieces)
-            self.flush = self.step.flush
-        elif name.startswith("cell"):
-            self.step = TrainOneStepCell(nn.WithLossCell(self.network, nn.CrossEntropyLoss()), accumulator)
-            self.flush = self.step.flush
-        else:
-            self._graph = ms.jit(self._by_hand) if name.endswith("jit") else self._by_hand
-            self.step, self.flush = self._with_limit, accumulator.flush
-        self.counts_down, self.takes_nothing = name.startswith("step"), not name.startswith("hand")
-        self.has_alone = self.pieces == 1 and self.on_nonfinite == "apply" and not hasattr(self.windows, "budget")
-        kept = [*self.network.trainable_params(), *optimizer.moments, *accumulator.parameters]
+        driver, windows, on_nonfinite, pieces = DRIVERS[name]
+        case = plain_case(driver, accumulate_step=windows, on_nonfinite=on_nonfinite, pieces=pieces, clip_norm=0.5, hook=True)
+        super().__init__(case, case.seed, max_skips=MAX_SKIPS[on_nonfinite])
+        self.grad_fn = ms.value_and_grad(self.loss, None, self.optimizer.parameters)
+        self.counts_down, self.takes_nothing = driver == "step", not case.by_hand
+        self.has_alone = pieces == 1 and on_nonfinite == "apply" and windows != BUDGET
+        kept = [*self.loss.trainable_params(), *state_of(self.optimizer), *self.accumulator.parameters]
         # The unit of weights is fixed by now or never: compiled graphs hold it.
-        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not accumulator.buffers.held_unit]
-
-    def _by_hand(self, x, y):
-        loss, gradients = self.grad_fn(x, y)
-        return ops.depend(loss, self.accumulator(gradients, x.shape[0]))
-
-    def _with_limit(self, x, y):
-        """As a script does by hand."""
-        loss = self._graph(x, y)
-        self.accumulator.guard.require_progress()
-        return loss
-
-    def bits(self):
-        return [p.asnumpy().tobytes() for p, _ in self._first]
+        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not self.accumulator.buffers.held_unit]
 
     def start_over(self):
         for parameter, value in self._first:
             ops.assign(parameter, Tensor(value))
+        self.ask()
+
+    def ask(self):
+        """Let the host forget what it knows."""
         self.accumulator.countdown.take()
         self.accumulator.counters.reported = None
 
     def oracle(self):
-        return Oracle(values(self.network.trainable_params()), reference.SGD(0.1, 0.9), self.windows, "mean", 0.5, self.on_nonfinite,
-                      max_skips=MAX_SKIPS[self.on_nonfinite])
+        case = self.case
+        return Oracle(values(self.loss.trainable_params()), reference.SGD(0.1, 0.9), case.schedule, "mean", case.clip_norm,
+                      case.on_nonfinite, max_skips=MAX_SKIPS[case.on_nonfinite])
 
-    def train(self, x, y):
+    def microbatch(self, size, seed):
+        """A batch of the network, of which the oracle needs the first and the third part."""
+        rng = np.random.default_rng(seed)
+        x, y = rng.normal(size=(size, 8)).astype(np.float32), rng.integers(0, 3, size).astype(np.int32)
+        return x, np.zeros((size, 3), np.int32), y, np.ones(size, np.float32)
+
+    def train_on(self, batch):
         """One microbatch by the driver."""
-        ms.set_context(mode=self.mode)
-        try:
-            return self.step(*tensors(x, y))
-        finally:
-            ms.set_context(mode=ms.PYNATIVE_MODE)
+        with self.driver:
+            return self.driver(*batch)
 
-    def add_by_hand(self, x, y, weight):
+    def flush(self):
+        with self.driver:
+            return self.driver.flush()
+
+    def add_by_hand(self, batch, weight):
         """One microbatch without the driver, op by op."""
-        return self.accumulator(self.grad_fn(*tensors(x, y))[1], weight)
+        return self.accumulator(self.grad_fn(*map(Tensor, batch))[1], weight)
+
+
+run_of = cache(Run)

@@ -11,7 +11,6 @@ def network(parameters, x):
 
 def loss_and_gradients(parameters, x, y):
     """Mean cross entropy over the rows of x, and its gradient for each parameter."""
-    w2 = parameters[2]
     hidden, logits = network(parameters, x)
     shifted = logits - logits.max(axis=1, keepdims=True)
     probability = np.exp(shifted) / np.exp(shifted).sum(axis=1, keepdims=True)
@@ -20,13 +19,13 @@ def loss_and_gradients(parameters, x, y):
 
     d_logits = probability.copy()
     d_logits[rows, y] -= 1
-    d_logits /= len(x)
-    d_w2 = d_logits.T @ hidden
-    d_b2 = d_logits.sum(axis=0)
-    d_hidden = (d_logits @ w2) * (1 - hidden ** 2)
-    d_w1 = d_hidden.T @ x
-    d_b1 = d_hidden.sum(axis=0)
-    return loss, [d_w1, d_b1, d_w2, d_b2]
+    return loss, backward(parameters, x, hidden, d_logits / len(x))
+
+
+def backward(parameters, x, hidden, d_logits):
+    """The gradient for each parameter, from that for the logits."""
+    d_hidden = (d_logits @ parameters[2]) * (1 - hidden ** 2)
+    return [d_hidden.T @ x, d_hidden.sum(axis=0), d_logits.T @ hidden, d_logits.sum(axis=0)]
 
 
 class SGD:
@@ -66,37 +65,73 @@ def window_length(accumulate_step, update_step):
 
 
 class Accumulation:
-    """Keeps every weighted gradient of the open window in a list and looks at them when the window closes."""
+    """Keeps every piece of the open window in a list, with its weight, and looks at them when the window closes.
+
+    A piece is its gradients, one array for each parameter. `divisor`: what "sum" is divided by. `measures`: whether to keep what the
+    noise scale is measured by.
+    """
+
+    divisor, measures = 1.0, False
 
     def __init__(self, parameters, optimizer, accumulate_step, reduction="sum", clip_norm=None, on_nonfinite="apply"):
         self.parameters = [np.array(p, np.float64) for p in parameters]
         self.optimizer, self.accumulate_step = optimizer, accumulate_step
         self.reduction, self.clip_norm, self.on_nonfinite = reduction, clip_norm, on_nonfinite
-        self.window = []
-        self.update_step = self.skipped = 0
-        self.grad_norm = np.nan
+        self.zeros = [np.zeros_like(p) for p in self.parameters]  # a gradient
+        self.averages = self.parameters  # moving averages, which halve at each update
+        self.window, self.measured = [], []
+        self.mini_step = self.update_step = self.skipped = self.skipped_in_row = self.closed_windows = 0
+        self.grad_norm, self.window_weight, self.weight_of_updates = np.nan, 0.0, 0.0
 
     @property
-    def mini_step(self):
-        return len(self.window)
+    def weight_sum(self):
+        return float(sum(weight for weight, _ in self.window))
 
-    def __call__(self, gradients, weight=1.0):
-        self.add(gradients, weight)
-        return self.close_if(self.full)
+    @property
+    def counted_weight(self):
+        """What a budget counts: of several weights, the first."""
+        return float(sum(np.ravel(weight)[0] for weight, _ in self.window))
+
+    @property
+    def missing(self):
+        """Microbatches that the window needs, at least."""
+        if not hasattr(self.accumulate_step, "budget"):
+            return max(window_length(self.accumulate_step, self.update_step) - self.mini_step, 0)
+        return int(self.counted_weight < self.accumulate_step.budget and self.mini_step < self.accumulate_step.at_most)
 
     @property
     def full(self):
-        if hasattr(self.accumulate_step, "budget"):
-            budget, at_most = self.accumulate_step.budget, self.accumulate_step.at_most
-            return len(self.window) >= at_most or sum(weight for weight, _ in self.window) >= budget
-        return len(self.window) >= window_length(self.accumulate_step, self.update_step)
+        return self.missing == 0
 
-    def add(self, gradients, weight=1.0):
-        finite = weight == 0 or all(np.isfinite(g).all() for g in gradients)
-        if self.on_nonfinite == "skip_microbatch" and not finite:
-            self.skipped += 1
-        else:
-            self.window.append((weight, [np.array(g, np.float64) for g in gradients]))
+    def counters(self):
+        """What an `Accumulator` counts, by name."""
+        names = ("mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight")
+        return {**{name: getattr(self, name) for name in names}, "seen": self.weight_of_updates}
+
+    def gradients_of(self, piece):
+        return [np.asarray(g, np.float64) for g in piece]
+
+    def is_finite(self, piece):
+        return all(np.isfinite(g).all() for g in piece)
+
+    def __call__(self, piece, weight=1.0):
+        self.add(piece, weight)
+        return self.close_if(self.full)
+
+    def add(self, piece, weight=1.0):
+        self.add_pieces([(piece, weight)])
+
+    def add_pieces(self, pieces):
+        """One microbatch of (piece, weight), which counts if a piece of it was taken."""
+        held = len(self.window)
+        for piece, weight in pieces:
+            judged = self.on_nonfinite == "skip_microbatch" and np.any(weight)
+            if judged and not self.is_finite(piece):
+                self.skipped, self.skipped_in_row = self.skipped + 1, self.skipped_in_row + 1
+            else:
+                self.skipped_in_row = 0 if judged else self.skipped_in_row
+                self.window.append((weight, piece))
+        self.mini_step += len(self.window) > held
 
     def close_if(self, condition):
         closed = bool(condition and self.window)
@@ -108,41 +143,84 @@ class Accumulation:
         return self.close_if(len(self.window) > 0)
 
     def reset(self):
-        self.window = []
+        self.window, self.mini_step = [], 0
+
+    def gradient(self):
+        """Of the window."""
+        counted = [(weight, self.gradients_of(piece)) for weight, piece in self.window if weight != 0]
+        divisor = (sum(weight for weight, _ in counted) or 1.0) if self.reduction == "mean" else self.divisor
+        return [sum((weight * g[i] for weight, g in counted), zero) / divisor for i, zero in enumerate(self.zeros)]
 
     def apply(self):
-        counted = [(w, g) for w, g in self.window if w != 0]
-        total = [sum((w * g[i] for w, g in counted), np.zeros_like(p)) for i, p in enumerate(self.parameters)]
-        if self.reduction == "mean":
-            total = [g / (sum(w for w, _ in counted) or 1.0) for g in total]
-        self.reset()
-        if self.on_nonfinite == "skip_window" and not all(np.isfinite(g).all() for g in total):
+        gradient = self.gradient()
+        self.window_weight = self.weight_sum
+        self.closed_windows += 1
+        applied = self.accepts(gradient)
+        if applied:
+            self.update(gradient)
+        else:
             self.skipped += 1
-            return
+        if self.on_nonfinite == "skip_window":
+            self.skipped_in_row = 0 if applied else self.skipped_in_row + 1
+        self.reset()
+
+    def accepts(self, gradient):
+        return self.on_nonfinite != "skip_window" or self.is_finite(gradient)
+
+    def update(self, gradient):
+        if self.measures:
+            self.measured.append([(np.concatenate([g.reshape(-1) for g in self.gradients_of(piece)]), weight)
+                                  for weight, piece in self.window if weight != 0])
         if self.clip_norm is not None:
-            self.grad_norm = np.sqrt(sum((g ** 2).sum() for g in total))
-            total = [g * np.minimum(1.0, self.clip_norm / (self.grad_norm + 1e-6)) for g in total]
-        self.parameters = self.optimizer(self.parameters, total)
+            self.grad_norm = np.sqrt(sum((g ** 2).sum() for g in gradient))
+            gradient = [g * np.minimum(1.0, self.clip_norm / (self.grad_norm + 1e-6)) for g in gradient]
+        self.move(gradient)
+        self.averages = [(average + p) / 2 for average, p in zip(self.averages, self.parameters)]
         self.update_step += 1
+        self.weight_of_updates += self.counted_weight
+
+    def move(self, gradient):
+        self.parameters = self.optimizer(self.parameters, gradient)
+
+
+class Undivided(Accumulation):
+    """Differentiates all pieces of a window at once: a piece is a batch of arrays."""
+
+    def is_finite(self, piece):
+        return np.isfinite(piece[0]).all()
+
+    def accepts(self, gradient):
+        return self.on_nonfinite != "skip_window" or super().is_finite(gradient)
+
+    def gradients_of(self, piece):
+        return loss_and_gradients(self.parameters, *piece)[1]
+
+    def gradient(self):
+        present = [piece for weight, piece in self.window if np.any(weight)]
+        if not present:
+            return self.zeros
+        factor = self.weight_sum / self.divisor if self.reduction == "sum" else 1.0
+        return [g * factor for g in self.gradients_of(tuple(map(np.concatenate, zip(*present))))]
 
 
 class LocalUpdates:
-    """Ranks that train by themselves, each an `Accumulation` with windows of one, and their outer steps (DiLoCo)."""
+    """Ranks that train by themselves, each an `Accumulation`, and their outer steps (DiLoCo)."""
 
     def __init__(self, ranks, every, rate, momentum):
         self.ranks, self.every, self.rate, self.momentum = ranks, every, rate, momentum
         self.parameters = [p.copy() for p in ranks[0].parameters]
         self.velocity = [np.zeros_like(p) for p in self.parameters]
 
-    def epoch(self, batches):
-        """`batches`: of each rank, which takes part in a round until it has made `every` updates or is at its end."""
-        left = [list(batches_of_rank) for batches_of_rank in batches]
+    def epoch(self, microbatches):
+        """`microbatches`: of each rank, which takes part in a round until it has made `every` updates or is at its end."""
+        left = [list(microbatches_of_rank) for microbatches_of_rank in microbatches]
         while any(left):
             moved = []
             for rank, mine in zip(self.ranks, left):
                 before = rank.update_step
                 while mine and rank.update_step < before + self.every:
-                    rank(loss_and_gradients(rank.parameters, *mine.pop(0))[1])
+                    rank.add_pieces(mine.pop(0))
+                    rank.close_if(rank.full or not mine)
                 if rank.update_step > before:
                     moved.append(rank)
             if moved:
