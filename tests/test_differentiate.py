@@ -1,4 +1,4 @@
-"""What the functions of a train step return: what cannot be used is refused and changes nothing; weights that are NaN."""
+"""What the functions of a train step return: what cannot be used is refused and changes nothing; NaN as a weight."""
 # ruff: noqa: E731 - a lambda in a statement of its own can be compiled, too
 from collections import OrderedDict
 from dataclasses import dataclass, fields
@@ -32,24 +32,25 @@ mean = lambda *z: z[0].mean()
 mean_rows = lambda z: z.mean(0)
 pair = lambda z: (z.mean(), z)
 
-AUX = "expected (loss, aux) because of has_aux=True; aux may be a tuple"
+ALONE = "the loss alone"
+AUX = "(loss, aux) because of has_aux=True; aux may be a tuple"
+TWO = "a tuple of 2 because of losses=2"
 JOIN = "return Tensors of shape () or with one row for each sample, or give pieces=1"
 ROWS = "return a Tensor with a row per sample, or a tuple of such Tensors of one float dtype"
 WEIGHT = "give the number of samples or unmasked tokens in the microbatch"
 MEAN = "expected shape (); return the mean over the samples"
 CUT = {"has_aux": True, "pieces": 2}
-LOSSES = "expected a tuple of 2 because of losses=2; with has_aux=True, ((loss, loss), aux)"
-ENTRY = ("expected a tuple of 2 because of losses=2, an entry for each; let weight_fn return as many weights, or give "
-         "losses= (in a shell: --losses) as many")
+ENTRY = (f"expected {TWO}, an entry for each; let weight_fn return as many weights, or give losses= (in a shell: "
+         "--losses) as many")
+ACCEPTED = "accepted and changed the window"
 
 # What is given to make_train_step, or with `loss_fn` to make_grad_cache_step, and the first line of the message.
 CASES = [
-    ({"forward_fn": scalar, "has_aux": True}, f"TypeError forward_fn returned a value of type Tensor, {AUX}"),
-    ({"forward_fn": nothing}, "TypeError forward_fn returned None, expected the loss alone"),
-    ({"forward_fn": three_values, "has_aux": True}, f"TypeError forward_fn returned 3 values, {AUX}"),
-    ({"forward_fn": three_values},
-     "TypeError forward_fn returned 3 values, expected the loss alone; give has_aux=True if it returns (loss, aux), "
-     "losses=2 if it returns two losses"),
+    ({"forward_fn": scalar, "has_aux": True}, f"TypeError forward_fn returned a value of type Tensor, expected {AUX}"),
+    ({"forward_fn": nothing}, f"TypeError forward_fn returned None, expected {ALONE}"),
+    ({"forward_fn": three_values, "has_aux": True}, f"TypeError forward_fn returned 3 values, expected {AUX}"),
+    ({"forward_fn": three_values}, f"TypeError forward_fn returned 3 values, expected {ALONE}; give has_aux=True if it "
+     "returns (loss, aux), losses=2 if it returns two losses"),
     ({"forward_fn": rows}, f"ValueError forward_fn returned a loss of shape (4, 3), {MEAN}"),
     ({"forward_fn": count},
      "TypeError forward_fn returned a loss of Int64, expected a float dtype; do not cast the network's loss"),
@@ -61,58 +62,34 @@ CASES = [
      "ValueError forward_fn returned an empty aux; return the loss alone, without has_aux=True"),
     ({"forward_fn": scalar, "weight_fn": minus_one},
      f"ValueError weight is -1.0, expected a finite number >= 0 (float32); {WEIGHT}"),
-    ({"forward_fn": scalar, "weight_fn": ones}, f"ValueError weight is a Tensor of shape (4,), expected shape (); {WEIGHT}"),
+    ({"forward_fn": scalar, "weight_fn": ones},
+     f"ValueError weight is a Tensor of shape (4,), expected shape (); {WEIGHT}"),
     ({"forward_fn": scalar, "weight_fn": two_weights},
      "ValueError weight_fn returned a tuple of 2, expected one number or Tensor; give losses=2 to make_train_step if "
      "forward_fn returns as many losses, each with a weight of its own"),
-    ({"forward_fn": scalar, "losses": 2},
-     "TypeError forward_fn returned a value of type Tensor, expected a tuple of 2 because of losses=2"),
-    ({"forward_fn": losses, "losses": 2}, f"TypeError forward_fn returned 3 losses, {LOSSES}"),
+    ({"forward_fn": scalar, "losses": 2}, f"TypeError forward_fn returned a value of type Tensor, expected {TWO}"),
+    ({"forward_fn": losses, "losses": 2},
+     f"TypeError forward_fn returned 3 losses, expected {TWO}; with has_aux=True, ((loss, loss), aux)"),
     ({"forward_fn": losses, "losses": 2, "weight_fn": minus_one}, f"ValueError weight is no tuple, {ENTRY}"),
-    ({"encode_fn": nothing, "loss_fn": mean}, f"TypeError encode_fn returned neither a Tensor nor a tuple of Tensors; {ROWS}"),
-    ({"encode_fn": vector, "loss_fn": mean}, f"ValueError encode_fn returned a Tensor of shape (3,) for 2 samples; {ROWS}"),
+    ({"encode_fn": nothing, "loss_fn": mean},
+     f"TypeError encode_fn returned neither a Tensor nor a tuple of Tensors; {ROWS}"),
+    ({"encode_fn": vector, "loss_fn": mean},
+     f"ValueError encode_fn returned a Tensor of shape (3,) for 2 samples; {ROWS}"),
     ({"encode_fn": mixed, "loss_fn": mean}, f"TypeError encode_fn returned Tensors of Float32, Float16; {ROWS}"),
     ({"encode_fn": rows, "loss_fn": mean_rows}, f"ValueError loss_fn returned a loss of shape (3,), {MEAN}"),
-    ({"encode_fn": rows, "loss_fn": pair}, "TypeError loss_fn returned 2 values, expected the loss alone"),
+    ({"encode_fn": rows, "loss_fn": pair}, f"TypeError loss_fn returned 2 values, expected {ALONE}"),
     ({"cell": rows}, f"ValueError forward_fn returned a loss of shape (4, 3), {MEAN}"),
-    ({"forward_fn": scalar}, "accepted and changed the window"),  # the control
+    ({"forward_fn": scalar}, ACCEPTED),  # the control
 ]
 
 
-class Returning(nn.Cell):
+class Calling(nn.Cell):
     def __init__(self, function):
         super().__init__(auto_prefix=False)
         self.network, self.function = NETWORK, function
 
     def construct(self, x):
         return self.function(x)
-
-
-def refusal(functions):
-    """The kind and the first line of the error; or what it did instead."""
-    windows = 1 if "losses" in functions else 2
-    acc = Accumulator(nn.SGD(NETWORK.trainable_params(), 0.1), windows, reduction="mean")
-    try:
-        if "cell" in functions:
-            step = TrainOneStepCell(Returning(functions["cell"]), acc)
-        elif "encode_fn" in functions:
-            step = make_grad_cache_step(optimizer=acc, pieces=2, **functions)
-        else:
-            step = make_train_step(optimizer=acc, **functions)
-        step(Tensor(np.ones((4, 2)), ms.float32))
-        text = "accepted"
-    except (TypeError, ValueError) as error:
-        text = f"{type(error).__name__} {str(error).splitlines()[0]}"
-        recover()
-    return text + " and changed the window" * (int(acc.mini_step) > 0 or float(acc.weight_sum) > 0)
-
-
-@pytest.mark.fresh_process("jit")
-@pytest.mark.parametrize("mode", ["jit", "pynative"])
-def test_functions_that_return_what_cannot_be_used_are_refused(mode):
-    """After such an error MindSpore 2.10 now and then cannot compile another gradient."""
-    with run_as(mode):
-        assert [refusal(functions) for functions, _ in CASES] == [message for _, message in CASES]
 
 
 class ModelOutput(OrderedDict):
@@ -139,59 +116,74 @@ class Outputs:
     logits: Tensor
 
 
-class Model(nn.Cell):
-    def __init__(self, returns):
-        super().__init__(auto_prefix=False)
-        self.network, self.returns = NETWORK, returns
-
-    def construct(self, x):
-        logits = self.network(x)
+def model_of(returns):
+    """A model whose output holds the loss, and a function that takes its first entry."""
+    def model(x):
+        logits = NETWORK(x)
         loss = logits.mean()
-        if self.returns == "CausalLMOutput":
+        if returns == "CausalLMOutput":
             return CausalLMOutput(loss=loss, logits=logits)
-        if self.returns == "Outputs":
+        if returns == "Outputs":
             return Outputs(loss=loss, logits=logits)
-        if self.returns == "dict":
+        if returns == "dict":
             return {"loss": loss, "logits": logits}
         return loss, logits
 
-
-def loss_of(returns):
-    model = Model(returns)
-
-    def forward_fn(x):
+    def first(x):
         return model(x)[0]
-    return forward_fn
+
+    return Calling(model), first
+
+
+def cases_of_models(mode):
+    """A graph cannot read a Python object, nor take a part of it. The last one, the control, is the remedy."""
+    for returns in ("CausalLMOutput", "Outputs", "dict"):
+        (model, first), unreadable = model_of(returns), mode == "graph" and returns != "dict"
+        got = f"a value of type {returns}"
+        if unreadable:
+            got = "a Python object that no graph can read, such as a ModelOutput or a dataclass, or a part of one"
+        remedy = 'return its entry for the loss, e.g. outputs["loss"]' if returns == "dict" else (
+            "take the loss from a tuple, in a function or in the construct of a loss cell: "
+            "return model(..., return_dict=False)[0]")
+        for functions, expected in [
+                ({"forward_fn": model}, ALONE), ({"cell": model}, ALONE), ({"forward_fn": model, "has_aux": True}, AUX),
+                ({"forward_fn": model, "losses": 2}, TWO), *[({"forward_fn": first}, ALONE)] * unreadable]:
+            yield functions, f"TypeError forward_fn returned {got}, expected {expected}; {remedy}"
+    yield {"forward_fn": model_of("a tuple")[1]}, ACCEPTED
+
+
+def refusal(functions):
+    """The kind and the first line of the error; or what it did instead."""
+    windows = 1 if "losses" in functions else 2
+    acc = Accumulator(nn.SGD(NETWORK.trainable_params(), 0.1), windows, reduction="mean")
+    try:
+        if "cell" in functions:
+            cell = functions["cell"]
+            step = TrainOneStepCell(cell if isinstance(cell, nn.Cell) else Calling(cell), acc)
+        elif "encode_fn" in functions:
+            step = make_grad_cache_step(optimizer=acc, pieces=2, **functions)
+        else:
+            step = make_train_step(optimizer=acc, **functions)
+        step(Tensor(np.ones((4, 2)), ms.float32))
+        text = "accepted"
+    except (TypeError, ValueError) as error:
+        text = f"{type(error).__name__} {str(error).splitlines()[0]}"
+        recover()
+    return text + " and changed the window" * (int(acc.mini_step) > 0 or float(acc.weight_sum) > 0)
 
 
 @pytest.mark.fresh_process("graph")
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_what_a_model_returns_is_named_with_a_remedy(mode, mode_named):
-    """A graph cannot read a Python object, nor take a part of it. Control: the remedy."""
+def test_functions_that_return_what_cannot_be_used_are_refused(mode, mode_named):
+    """After such an error MindSpore 2.10 now and then cannot compile another gradient."""
     mode_named(mode)
     with run_as(mode):
-        for returns in ("CausalLMOutput", "Outputs", "dict"):
-            require_named(mode, returns)
-        assert refusal({"forward_fn": loss_of("a tuple")}) == "accepted and changed the window"
-
-
-def require_named(mode, returns):
-    model, unreadable = Model(returns), mode == "graph" and returns != "dict"
-    got = f"a value of type {returns}"
-    if unreadable:
-        got = "a Python object that no graph can read, such as a ModelOutput or a dataclass, or a part of one"
-    remedy = 'return its entry for the loss, e.g. outputs["loss"]' if returns == "dict" else (
-        "take the loss from a tuple, in a function or in the construct of a loss cell: return model(..., return_dict=False)[0]")
-    cases = [({"forward_fn": model}, "the loss alone"), ({"cell": model}, "the loss alone"), (
-        {"forward_fn": model, "has_aux": True}, AUX.partition(" ")[2]), (
-        {"forward_fn": model, "losses": 2}, "a tuple of 2 because of losses=2")]
-    cases += [({"forward_fn": loss_of(returns)}, "the loss alone")] * unreadable
-    assert [refusal(functions) for functions, _ in cases] == [
-        f"TypeError forward_fn returned {got}, expected {expected}; {remedy}" for _, expected in cases]
+        cases = [*CASES, *cases_of_models(mode)]
+        assert [refusal(functions) for functions, _ in cases] == [message for _, message in cases]
 
 
 @pytest.mark.parametrize(("mode", "on_nonfinite"), [
-    ("jit", "apply"), ("pynative", "apply"), ("pynative", "skip_microbatch"), ("pynative", "skip_window")])
+    ("jit", "apply"), ("pynative", "skip_microbatch"), ("pynative", "skip_window")])
 def test_a_weight_that_is_not_finite_shows_in_the_loss(mode, on_nonfinite):
     network, (x, y) = MLP(), batches([4])[0]
     before = values(network.trainable_params())
