@@ -23,7 +23,7 @@ except ImportError:  # MindSpore 2.8 and older
 
 avoid_busy_waiting()
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    # Each worker has its share of the cores. Threads of MindSpore spin while they wait, and would take time from other workers.
+    # Each worker has its share of the cores: threads of MindSpore spin while they wait, and take time from others.
     cores, number = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.sched_setaffinity(0, cores[number % len(cores)::int(os.environ["PYTEST_XDIST_WORKER_COUNT"])])
 # The same examples in every run, however slow the machine.
@@ -217,7 +217,7 @@ class Counting(nn.Cell):
 
 
 def run_python(code, *arguments):
-    """Return the output of `code`, or of the file that it is the path of, in a new process; graph mode reads the source."""
+    """Return the output of `code`, or of a file, in a new process; from a file, for graph mode reads the source."""
     code = code.read_text(encoding="utf-8") if isinstance(code, Path) else code
     Path("script.py").write_text(code, encoding="utf-8")
     done = subprocess.run([sys.executable, "script.py", *arguments], capture_output=True, text=True, check=False)

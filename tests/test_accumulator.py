@@ -1,8 +1,7 @@
-"""Accumulator by hand: its contract, line by line and compiled, the tutorial's script, and its state."""
+"""Accumulator by hand: windows that a script closes, the tutorial's script, and its state."""
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -10,15 +9,14 @@ import pytest
 import reference
 from conftest import MLP, batches, compiled, difference, tensors, values
 from following import warned
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from ms_accum import Accumulator
 
 pytestmark = pytest.mark.core
 
-INF, NAN = float("inf"), float("nan")
+NAN = float("nan")
 SHAPES = ((2, 3), (2, 4))
-NORM = math.sqrt(14)  # of the gradients below, for the value 1
 
 
 def gradients(value):
@@ -31,77 +29,51 @@ def descend(accumulate_step=2, clip_norm=None, **options):
     return Accumulator(nn.SGD(parameters, 1.0), accumulate_step, clip_norm, **options)
 
 
-# --- the contract -----------------------------------------------------------------------------------------------------
-
-
-class Row(NamedTuple):
-    """Calls, and what they lead to; a call is a value, (value, weight), the name of a method, or (name, argument)."""
-
-    options: dict
-    calls: list
-    closed: str  # "x" for each call that closed a window
-    applied: float  # the sum of the gradients that the optimizer got
-    counters: tuple  # mini_step, update_step, skipped
-    grad_norm: float = NAN
-
-
-def mean(accumulate_step=2, **options):
-    return {"accumulate_step": accumulate_step, "reduction": "mean", **options}
-
-
-def total(accumulate_step=2, **options):
-    return {"accumulate_step": accumulate_step, **options}
-
-
-CONTRACT = [
-    Row(total(3), [1] * 7, "..x..x.", 6, (1, 2, 0)),
-    Row(mean(4), [1, 2, 6, "flush", "flush", 7, 7, 7, 7], "...x....x", 3 + 7, (0, 2, 0)),  # by 3, then realigned
-    # by the script's own rule
-    Row(total(), [*[("add", 1)] * 5, "apply"], "......", 5, (0, 1, 0)),
-    Row(mean(), [1, 3, "apply"], ".x.", 2, (0, 2, 0)),  # the optimizer runs on zeros
-    Row(total(9), [("close_if", False), 1, 2, ("close_if", True)], "...x", 3, (0, 1, 0)),
-    Row(total(9), [("close_if", True)], ".", 0, (0, 1, 0)),  # as "apply" does
-    # weights
-    Row(total(), [(1, 2), (4, 0.5)], ".x", 4, (0, 1, 0)),
-    Row(mean(), [(1, 2), (4, 0.5)], ".x", 1.6, (0, 1, 0)),
-    *[Row(mean(3, on_nonfinite=policy), [(1, 2), (NAN, 0), (4, 1)], "..x", 2, (0, 1, 0))
-      for policy in ("apply", "skip_microbatch", "skip_window")],  # the gradient of a mean over no token is 0/0
-    Row(mean(), [(1, 0), (1, 0), (1, 0), (5, 2)], ".x.x", 5, (0, 2, 0)),  # a window without weight: zero, not NaN
-    Row(total(), [(1, 2), (4, -0.25)], ".x", 1, (0, 1, 0)),  # a graph cannot refuse a value: a wrong one shows
-    Row(total(), [(1, 2), (4, NAN)], ".x", NAN, (0, 1, 0)),
-    # clipping sees the accumulated, normalised gradient, once
-    Row(mean(clip_norm=1.0), [5, -1], ".x", 2 / (2 * NORM + 1e-6), (0, 1, 0), 2 * NORM),
-    Row(total(clip_norm=100.0), [1, 1], ".x", 2, (0, 1, 0), 2 * NORM),
-    # gradients that are not finite
-    Row(total(), [NAN, 1], ".x", NAN, (0, 1, 0)),
-    Row(total(1, on_nonfinite="skip_microbatch"), [NAN, 1, INF], ".x.", 1, (0, 1, 2)),
-    Row(total(1, on_nonfinite="skip_microbatch"), [1e30], "x", 1e30, (0, 1, 0)),  # its square overflows
-    Row(total(clip_norm=INF, on_nonfinite="skip_window"), [1, -INF, 1, 2], ".x.x", 3, (0, 1, 1), 3 * NORM),
-]
-
-
-def asked(accumulator, call):
-    """Make one call of a row; return whether it closed a window."""
-    name, *arguments = call if isinstance(call, tuple) else (call,)
-    if not isinstance(name, str):
-        return bool(accumulator(gradients(name), *map(Tensor, map(float, arguments))))
-    return bool(getattr(accumulator, name)(*map(gradients if name == "add" else Tensor, arguments)))
+# --- by the script's own rule -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("context", ["pynative", "graph"])
-def test_the_contract_line_by_line(mode_named, context):
-    """Called from the host. In a graph, by hand and in any order: test_machine.py."""
+def test_windows_may_be_closed_by_hand(mode_named, context):
+    """Called from the host. In a graph, and by windows in any order: test_machine.py."""
     mode_named(context)
-    for row in CONTRACT if context == "pynative" else CONTRACT[:6]:
-        accumulator = descend(**row.options)
-        assert "".join(".x"[asked(accumulator, call)] for call in row.calls) == row.closed, row
-        counters = accumulator.mini_step, accumulator.update_step, accumulator.skipped
-        assert tuple(map(int, counters)) == row.counters, row
-        assert float(accumulator.grad_norm) == pytest.approx(row.grad_norm, rel=1e-6, abs=0, nan_ok=True), row
-        for p in values(accumulator.optimizer.parameters):
-            np.testing.assert_allclose(p, np.full(p.shape, -row.applied), rtol=1e-6, err_msg=str(row))
-    assert accumulator(gradients(1)).dtype == ms.bool_
-    assert accumulator.flush() is True
+    accumulator = descend(9, float("inf"), reduction="mean")
+
+    def applied():
+        """The sum of the gradients that the optimizer got."""
+        return -values(accumulator.optimizer.parameters)[1][0, 0]
+
+    for value in (1, 2, 6):
+        accumulator.add(gradients(value))
+    assert (int(accumulator.mini_step), applied()) == (3, 0)
+    accumulator.apply()
+    assert (int(accumulator.mini_step), int(accumulator.update_step), applied()) == (0, 1, 3)
+    assert float(accumulator.grad_norm) == pytest.approx(3 * math.sqrt(14))
+    accumulator.apply()  # the optimizer runs on zeros
+    assert (int(accumulator.update_step), applied(), accumulator.flush()) == (2, 3, False)
+    closed = []
+    for value, condition in ((4, False), (2, Tensor(True)), (None, True)):
+        closed.append(value and accumulator(gradients(value)).dtype)
+        closed.append(bool(accumulator.close_if(condition)))
+    assert closed == [ms.bool_, False, ms.bool_, True, None, False]  # nothing was in the last one
+    assert (int(accumulator.update_step), applied()) == (4, 6)
+    ops.assign(accumulator.seen, 2**40 + 1)  # where float32 cannot count on
+    accumulator(gradients(1))
+    assert (accumulator.flush(), int(accumulator.seen), applied()) == (True, 2**40 + 2, 7)
+
+
+@pytest.mark.parametrize(("policy", "calls", "applied"), [
+    ("apply", [(1, 2), (4, -0.25)], 1), ("apply", [(1, 2), (4, NAN)], NAN),  # a graph cannot refuse a value: it shows
+    ("apply", [(NAN, 1), (4, 1)], NAN), ("apply", [(1, 0), (4, 0)], 0),
+    # the gradient of a mean over no token is 0/0
+    ("apply", [(NAN, 0), (4, 1)], 4), ("skip_microbatch", [(NAN, 0), (4, 1)], 4), ("skip_window", [(NAN, 0), (4, 1)], 4),
+    ("skip_microbatch", [(1e30, 1), (1e30, 1)], 2e30),  # their squares overflow
+])
+def test_values_that_a_graph_cannot_refuse(policy, calls, applied):
+    accumulator = descend(2, on_nonfinite=policy)
+    assert [bool(accumulator(gradients(value), Tensor(float(weight)))) for value, weight in calls] == [False, True]
+    assert int(accumulator.skipped) == 0
+    for p in values(accumulator.optimizer.parameters):
+        np.testing.assert_allclose(p, np.full(p.shape, -applied), rtol=1e-6)
 
 
 # --- drop-in ----------------------------------------------------------------------------------------------------------

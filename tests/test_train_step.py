@@ -85,7 +85,7 @@ def test_a_loop_that_does_not_exhaust_the_epoch_loses_no_update(losses):
     for batches_of in given[:2 + losses]:
         train_step = step_of(4, losses)
         loop = zip(range(10), train_step.epoch(batches_of))
-        assert [i for i, _ in enumerate(loop, 1) if train_step.updated] == [4, 8, 10], "the last one closes what is open"
+        assert [i for i, _ in enumerate(loop, 1) if train_step.updated] == [4, 8, 10], "the last one closes a window"
         assert (int(train_step.accumulator.update_step), int(train_step.accumulator.mini_step)) == (3, 0)
         assert train_step.flush() is train_step.updated is False
         results.append(values(train_step.accumulator.optimizer.parameters))
@@ -141,7 +141,9 @@ def test_single_calls_take_arrays_and_repr_says_where_it_stands():
         "TrainStep(4 microbatches a window, 2 pieces, SGD, 2 of 4 in the open window, 0 updates, 0 seen)")
     train_step.flush()
     assert repr(train_step).endswith("SGD, 0 of 4 in the open window, 1 updates, 12 seen)")
-    assert repr(step_of({0: 1, 5: 8})) == "TrainStep({0: 1, 5: 8}, SGD, 0 of 1 in the open window, 0 updates, 0 seen)"
+    scheduled = step_of({0: 1, 5: 8})
+    assert repr(scheduled) == "TrainStep({0: 1, 5: 8}, SGD, 0 of 1 in the open window, 0 updates, 0 seen)"
+    assert scheduled.updates_of(21, epochs=2) == 5 + 2 + 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
@@ -177,14 +179,15 @@ def test_what_changed_since_the_last_epoch_is_refused():
             frozen()
 
 
-READY, SUM = Accumulator(sgd(MLP()), 2, reduction="mean"), Accumulator(sgd(MLP()), 2)
+SGD = sgd(MLP())
+READY, SUM = Accumulator(SGD, 2, reduction="mean"), Accumulator(SGD, 2)
 CELL = nn.WithLossCell(MLP(), LOSS)
 STEP, CACHED = partial(make_train_step, LOSS), partial(make_grad_cache_step, MLP(), LOSS)
 DOOR = partial(TrainOneStepCell, CELL)
 IN_ANY_DOOR = [
     (ValueError, "got an Accumulator and also accumulate_step, which the Accumulator has already", (READY, 2), {}),
     (ValueError, "also clip_norm, loss_scaler,", (READY,), {"clip_norm": 1.0, "loss_scaler": amp.StaticLossScaler(8)}),
-    (TypeError, "accumulate_step is missing, expected it with an .* give accumulate_step=4", (SUM.optimizer,), {}),
+    (TypeError, "accumulate_step is missing, expected it with an .* give accumulate_step=4", (SGD,), {}),
     (TypeError, "optimizer is of type int, expected a MindSpore optimizer", (3, 2), {}),
     (ValueError, r"reduction='sum', expected \"mean\": .* N times too large", (SUM,), {}),
     (TypeError, r"unexpected argument clipnorm; did you mean clip_norm\?", (READY,), {"clipnorm": 1.0}),
@@ -198,8 +201,13 @@ IN_ANY_DOOR = [
     (STEP, TypeError, r"^micro_size is now called pieces, .*: give pieces=4", (READY,), {"micro_size": 4}),
     (STEP, TypeError, r"^strategy is gone: the host always schedules .*leave it out", (READY,), {"strategy": "fused"}),
     (STEP, TypeError, r"^accumulator is now called optimizer, which may be an Accum", (), {"accumulator": 3}),
-    (partial(make_train_step, (lambda x: x.mean(), 0)[0]), TypeError,
-     r"forward_fn is a lambda whose source.*define it with def", (READY,), {}),
+    (STEP, TypeError, r"unexpected argument xyz; expected one of forward_fn, optimizer,", (READY,), {"xyz": 3}),
+    (STEP, TypeError, r"^has_aux is 1 of type int, expected True or False; say whether", (READY,), {"has_aux": 1}),
+    (STEP, TypeError, r"^clip_norm is '1' of type str, expected a number > 0; give", (SGD, 2), {"clip_norm": "1"}),
+    (STEP, ValueError, r"^clip_norm is 0, expected a number > 0; give", (SGD, 2), {"clip_norm": 0}),
+    (STEP, ValueError, r"^on_nonfinite is 'x', expected one of 'apply',", (SGD, 2), {"on_nonfinite": "x"}),
+    *[(STEP, TypeError, r"weight_fn is a lambda whose source.*define it with def", (READY,), {"weight_fn": function})
+      for function in ((sgd, lambda: 1)[1], eval("lambda: 1"))],
     (DOOR, TypeError, r"micro_size is gone from TrainOneStepCell; use make_train_step", (READY,), {"micro_size": 2}),
     (DOOR, TypeError, r"pieces is an option of make_train_step", (READY,), {"pieces": 2}),
     (DOOR, TypeError, r"losses is an option of make_train_step", (READY,), {"losses": 2}),
@@ -229,9 +237,8 @@ class Scaled(nn.Cell):
         return (self.weight.astype(ms.float32) * x).mean()
 
 
-@pytest.mark.parametrize("make", [make_train_step, TrainOneStepCell])
-def test_an_optimizer_that_takes_no_bfloat16_is_named(make):
-    network = Scaled()
-    train_step = make(network, sgd(network), 1)
-    with pytest.raises(TypeError, match=r"takes no bfloat16 .*\(here: SGD\); give nn.AdamWeightDecay"):
-        train_step(ms.Tensor([[1.0, 1.0]], ms.float32))
+def test_an_optimizer_that_takes_no_bfloat16_is_named():
+    for make in (make_train_step, TrainOneStepCell):
+        network = Scaled()
+        with pytest.raises(TypeError, match=r"takes no bfloat16 .*\(here: SGD\); give nn.AdamWeightDecay"):
+            make(network, sgd(network), 1)(ms.Tensor([[1.0, 1.0]], ms.float32))

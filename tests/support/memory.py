@@ -1,4 +1,4 @@
-"""What grows in a process of its own, printed: `memory.py long MICROBATCHES`, `emptying`, `undivided|cut|cached SAMPLES`."""
+"""What grows in a process: `memory.py long MICROBATCHES`, `memory.py emptying`, `memory.py undivided|cut|cached SAMPLES`."""
 import re
 import resource
 import sys
@@ -69,7 +69,7 @@ def emptying():
 
 
 def contrastive(kind, samples):
-    """The peak, in KiB, of training a small encoder of sequences of 64 tokens: 64 x 512 floats a layer for each sample."""
+    """The peak, in KiB, of training an encoder of sequences of 64 tokens: 64 x 512 floats a layer for each sample."""
     token = nn.SequentialCell(nn.Dense(32, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 16))
 
     def encode(x):
