@@ -78,7 +78,7 @@ def test_the_gradient_is_that_of_the_undivided_batch():
 @pytest.mark.fresh_process("jit")
 @pytest.mark.parametrize("mode", ["jit", "pynative"])
 def test_windows_and_a_random_encoder(mode, capfd):
-    """Batches of 5 = 3 + 2 and 2 = 1 + 1 weigh so much, clipping sees the whole; with a random encoder one is ignored."""
+    """Batches of 5 = 3 + 2 and 2 = 1 + 1 weigh so much, clipping sees the whole; a randomly encoded one is ignored."""
     towers, encode, loss_fn, undivided = two_towers(dropout=0.5)
     towers.set_train(False)
     with op_by_op():

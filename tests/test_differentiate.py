@@ -2,14 +2,13 @@
 # ruff: noqa: E731 - a lambda in a statement of its own can be compiled, too
 import re
 from collections import OrderedDict
-from dataclasses import dataclass, fields
-from typing import Optional
+from dataclasses import dataclass
 
 import mindspore as ms
 import numpy as np
 import pytest
 from conftest import MLP, batches, difference, recover, tensors, values
-from following import LOSS, run_as
+from following import LOSS, run_as, sgd
 from mindspore import Tensor, nn, ops
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
@@ -87,22 +86,11 @@ class Calling(nn.Cell):
         return self.function(x)
 
 
-class ModelOutput(OrderedDict):
-    """As that of transformers: a dict of what is not None, which an index takes for a tuple."""
-
-    def __post_init__(self):
-        for field in fields(self):
-            if getattr(self, field.name) is not None:
-                self[field.name] = getattr(self, field.name)
+class CausalLMOutput(OrderedDict):
+    """As that of transformers: a dict, which an index takes for a tuple."""
 
     def __getitem__(self, key):
         return dict(self.items())[key] if isinstance(key, str) else tuple(self.values())[key]
-
-
-@dataclass
-class CausalLMOutput(ModelOutput):
-    loss: Optional[Tensor] = None
-    logits: Optional[Tensor] = None
 
 
 @dataclass
@@ -146,7 +134,7 @@ def cases_of_models(mode):
 def refusal(functions):
     """The kind and the first line of the error; or what it did instead."""
     windows = 1 if "losses" in functions else 2
-    acc = Accumulator(nn.SGD(NETWORK.trainable_params(), 0.1), windows, reduction="mean")
+    acc = Accumulator(sgd(NETWORK), windows, reduction="mean")
     try:
         if "cell" in functions:
             cell = functions["cell"]
@@ -185,8 +173,7 @@ def test_a_weight_that_is_not_finite_shows_in_the_loss(mode, on_nonfinite):
     def weight_fn(x, y, counted):
         return counted.sum()
 
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    train_step = make_train_step(forward_fn, optimizer, 1, weight_fn=weight_fn, on_nonfinite=on_nonfinite)
+    train_step = make_train_step(forward_fn, sgd(network), 1, weight_fn=weight_fn, on_nonfinite=on_nonfinite)
     skipped = on_nonfinite != "apply"
     with run_as(mode):
         assert np.isnan(float(train_step(*batch, Tensor([np.nan]))))

@@ -5,7 +5,8 @@ import gc
 import mindspore as ms
 import pytest
 from conftest import MLP
-from mindspore import Parameter, Tensor, amp, nn
+from following import sgd
+from mindspore import Parameter, Tensor, amp
 
 from ms_accum import Accumulator
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.core
 
 
 def accumulator(scaler, **options):
-    return Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, loss_scaler=scaler, **options)
+    return Accumulator(sgd(MLP()), 2, loss_scaler=scaler, **options)
 
 
 def test_a_scaler_is_state_of_its_accumulator():

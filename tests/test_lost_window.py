@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 from conftest import MLP, batches, mean_loss, run_python, tensors
-from mindspore import nn
+from following import sgd
 
 from ms_accum import load_checkpoint, make_train_step, save_checkpoint
 
@@ -48,7 +48,7 @@ ENDS = {  # and whether a window is lost then
 def test_an_accumulator_that_is_collected_with_an_open_window_says_so(end):
     """Where it was built. Control: not if the window was applied, saved or reset."""
     (do, lost), network = ENDS[end], MLP()
-    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 2)
+    train_step = make_train_step(mean_loss(network), sgd(network), 2)
     train_step(*BATCHES[0])
     do(network, train_step)
     with warnings.catch_warnings(record=True) as caught:

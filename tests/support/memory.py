@@ -1,4 +1,4 @@
-"""What grows in a process: `memory.py long MICROBATCHES`, `memory.py emptying`, `memory.py undivided|cut|cached SAMPLES`."""
+"""What grows in a process, printed: `memory.py long MICROBATCHES`, `emptying`, or `undivided|cut|cached SAMPLES`."""
 import re
 import resource
 import sys
