@@ -1,9 +1,9 @@
-"""Several losses: what is compiled and what is refused. That they are exact is drawn in test_differential.py."""
+"""Several losses: what is refused. That they are exact is drawn in test_differential.py."""
 import numpy as np
 import pytest
-from conftest import MLP, compiled_graphs, difference, values
-from following import LOSS, warned
-from mindspore import Tensor, nn, ops
+from conftest import MLP, difference, values
+from following import LOSS, sgd
+from mindspore import Tensor, ops
 
 from ms_accum import check_equivalence, make_train_step
 
@@ -34,23 +34,7 @@ def counts(x, y, counted):
 
 def step_of(**options):
     network = MLP()
-    optimizer = nn.SGD(network.trainable_params(), 0.5)
-    return make_train_step(pair_of(network), optimizer, 3, weight_fn=counts, losses=2, **options)
-
-
-def test_they_compile_once_and_warn_of_nothing(capfd):
-    """Weigh, announce, a piece with and without tokens for the second loss, end, apply."""
-    step = step_of()
-    graphs = [compiled_graphs()]
-    for _ in range(3):
-        assert len(list(step.epoch(microbatches()))) == len(COUNTS)
-        graphs.append(compiled_graphs())
-    assert 0 < graphs[1] - graphs[0] <= 6
-    assert graphs[1] == graphs[2] == graphs[3]
-    assert warned(capfd) == []
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
+    return make_train_step(pair_of(network), sgd(network), 3, weight_fn=counts, losses=2, **options)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -22,21 +22,30 @@ def rows(x, y):
     return (y >= 0).sum()
 
 
+def rows_and_some(x, y):
+    """Of some microbatches none."""
+    return (y >= 0).sum(), (y > 0).sum() * (x[0, 0] > 0)
+
+
 @pytest.mark.parametrize(("context", "graphs", "options"), [
     ("jit", 4, {"accumulate_step": 2}),  # add, for each of three sizes, and apply
     ("jit", 2, {"accumulate_step": 1, "sizes": 1}),  # alone, and apply at the end of an epoch
     ("graph", 6, {"accumulate_step": 2, "sizes": 1, "pieces": 4, "weight_fn": rows, "on_nonfinite": "skip_window",
                   "loss_scaler": amp.DynamicLossScaler(2.0**8, 2, 2)}),
+    ("jit", 6, {"accumulate_step": 2, "sizes": 1, "weight_fn": rows_and_some, "losses": 2}),
 ])
 def test_steps_compile_once_and_warn_of_nothing(mode_named, capfd, context, graphs, options):
-    """In the first epoch only. 4 pieces of 6 = 2 + 2 + 2: piece, end, judge, apply, and two of an incomplete window."""
+    """In the first epoch only. 4 pieces of 6 = 2 + 2 + 2: piece, end, judge, apply, and two of an incomplete window.
+    Of two losses: weigh, announce, a piece with and without rows for the second one, end, apply.
+    """
     mode_named(context)
     data = BATCHES[:3] if options.pop("sizes", 0) else BATCHES
     train_step = step_of(**options)
     counts = [compiled_graphs()]
     for _ in range(3):
-        for loss in train_step.epoch(data):
-            assert (loss.shape, loss.dtype) == ((), ms.float32)
+        for result in train_step.epoch(data):
+            losses = result if isinstance(result, tuple) else (result,)
+            assert {(loss.shape, loss.dtype) for loss in losses} == {((), ms.float32)}
         counts.append(compiled_graphs())
     assert 0 < counts[1] - counts[0] <= graphs
     assert counts[1] == counts[2] == counts[3]
@@ -164,6 +173,7 @@ def test_what_changed_since_the_last_epoch_is_refused():
             frozen()
 
 
+LISTED = [lambda x, y: 1.0][0]
 SGD = sgd(MLP())
 READY, SUM = Accumulator(SGD, 2, reduction="mean"), Accumulator(SGD, 2)
 CELL = nn.WithLossCell(MLP(), LOSS)
@@ -187,7 +197,7 @@ IN_ANY_DOOR = [
     (STEP, TypeError, r"^accumulator is now called optimizer, which may be an Accum", (), {"accumulator": 3}),
     (STEP, TypeError, r"unexpected argument xyz; expected one of forward_fn, optimizer,", (READY,), {"xyz": 3}),
     *[(STEP, TypeError, r"weight_fn is a lambda whose source.*define it with def", (READY,), {"weight_fn": function})
-      for function in ((sgd, lambda: 1)[1], eval("lambda: 1"))],
+      for function in (LISTED, eval("lambda: 1"))],
     (DOOR, TypeError, r"micro_size is gone from TrainOneStepCell; use make_train_step", (READY,), {"micro_size": 2}),
     (DOOR, TypeError, r"pieces is an option of make_train_step", (READY,), {"pieces": 2}),
     (DOOR, TypeError, r"losses is an option of make_train_step", (READY,), {"losses": 2}),
