@@ -15,7 +15,6 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops.composite import base
 
 from ms_accum import avoid_busy_waiting
-from ms_accum.mnist.data import load
 
 try:
     from mindspore.graph import api
@@ -24,7 +23,7 @@ except ImportError:  # MindSpore 2.8 and older
 
 avoid_busy_waiting()
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    # Each worker has its share of the cores. Threads of MindSpore spin while they wait, and would take time from other workers.
+    # Each worker has its share of the cores: threads of MindSpore spin while they wait, and take time from others.
     cores, number = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.sched_setaffinity(0, cores[number % len(cores)::int(os.environ["PYTEST_XDIST_WORKER_COUNT"])])
 # The same examples in every run, however slow the machine.
@@ -179,6 +178,9 @@ def mean_loss(network):
     return forward_fn
 
 
+MEMORY = Path(__file__).parent / "support" / "memory.py"  # a program for `run_python`
+
+
 def tensors(x, y):
     """Return a batch of `batches` as Tensors."""
     return Tensor(x, ms.float32), Tensor(y, ms.int32)
@@ -215,7 +217,8 @@ class Counting(nn.Cell):
 
 
 def run_python(code, *arguments):
-    """Return the output of `code` in a new process; from a file, because graph mode compiles from source."""
+    """Return the output of `code`, or of a file, in a new process; from a file, for graph mode reads the source."""
+    code = code.read_text(encoding="utf-8") if isinstance(code, Path) else code
     Path("script.py").write_text(code, encoding="utf-8")
     done = subprocess.run([sys.executable, "script.py", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -236,11 +239,3 @@ def batches(sizes, features=6, classes=3, seed=1):
     """Return [(x float64 (n, features), y int (n,))] for each n in sizes."""
     rng = np.random.default_rng(seed)
     return [(rng.normal(size=(n, features)), rng.integers(0, classes, n)) for n in sizes]
-
-
-@pytest.fixture(scope="session")
-def mnist_microbatches():
-    """Return 200 microbatches of 32 embedded digits, normalised: [(float64 (32, 784), int (32,))]."""
-    digits = load("embedded").train
-    images = (digits.images.reshape(-1, 784) / 255 - 0.1307) / 0.3081
-    return [(images[i:i + 32], digits.labels[i:i + 32]) for i in range(0, 200 * 32, 32)]

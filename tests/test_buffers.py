@@ -1,15 +1,12 @@
 """The buffers: their dtypes, their unit of weights, and how they are emptied."""
 import sys
-from pathlib import Path
 
 import mindspore as ms
-import numpy as np
 import pytest
-from conftest import MLP, Counting, batches, compiled, difference, mean_loss, run_python, tensors, values
-from following import counting, warned
+from conftest import MEMORY, Counting, compiled, run_python
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
-from ms_accum import Accumulator, TrainOneStepCell, make_train_step
+from ms_accum import Accumulator
 from ms_accum.buffers import Buffers
 
 pytestmark = pytest.mark.core
@@ -18,7 +15,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def test_dtypes_of_parameters_and_buffers(mode):
-    """Several microbatches in one function, which 16-bit buffers must not lose; each gradient in its parameter's dtype."""
+    """Several microbatches in one function, which 16 bits must not lose; gradients in their parameters' dtypes."""
     def parameters(prefix):
         kinds = ((ms.float16, [0.0]), (ms.float32, 0.0), (ms.float64, [0.0]))
         return ParameterTuple([Parameter(Tensor(value, dtype), name=f"{prefix}{dtype}") for dtype, value in kinds])
@@ -68,63 +65,16 @@ def test_the_unit_is_fixed_once_and_makes_large_weights_small():
     assert added(buffers_of(None, ms.float16), (1.0, 70_000))[0] == [INF, INF]  # the control
     buffers = buffers_of(None)
     added(buffers, (1.0, 6))
-    buffers.fix_unit(4.0)  # something was added: it stays
+    buffers.fix_unit(4.0)  # something was added in the unit 1, by a graph that was compiled without a driver: it stays
     assert (buffers.unit, added(buffers, (1.0, 2))) == (1.0, ([8, 8], 1))
-
-
-@pytest.mark.parametrize("before", [2.0, 4.0, 0.0])
-def test_loaded_buffers_are_converted_to_the_unit_that_graphs_hold(before):
-    """12 was saved in units of 4. 0: this run has no unit yet, and takes the loaded one."""
-    buffers = buffers_of(before or None)
-    ms.ops.assign(buffers.parameters[0], Tensor([12.0, 12.0]))
-    ms.ops.assign(buffers.held_unit, 4.0)
-    buffers.adopt(before)
-    unit = before or 4.0
-    assert buffers.unit == unit
-    assert added(buffers, (1.0, 8)) == ([48 / unit + 8 / unit] * 2, unit)
-
-
-DATA = batches([4, 8, 8, 4, 8, 8])
-
-
-def shared_windows(driver, order):
-    """The gradient of the second of two windows of three microbatches, one of which a compiled graph adds by hand."""
-    network = MLP()
-    acc, forward_fn = counting(network, 9), mean_loss(network)
-    grad_fn = ms.value_and_grad(forward_fn, None, acc.optimizer.parameters)
-
-    @ms.jit
-    def by_hand(x, y):
-        acc.add(grad_fn(x, y)[1], x.shape[0])
-        return acc.mini_step + 0
-
-    step = (make_train_step(forward_fn, acc) if driver == "step"
-            else TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc))
-    for i, (x, y) in enumerate(DATA):
-        (by_hand if i % 3 == (order == "driver first") else step)(*tensors(x, y))
-        assert i % 3 < 2 or step.flush()
-    return values(acc.optimizer.seen)
-
-
-def undivided():
-    x, y = (np.concatenate(part) for part in zip(*DATA[3:]))
-    network = MLP()
-    return values(ms.grad(mean_loss(network), None, network.trainable_params())(*tensors(x, y)))
-
-
-@pytest.mark.parametrize(("driver", "order"), [("step", "hand first"), ("cell", "driver first")])
-def test_a_graph_by_hand_and_a_driver_share_a_window(mode_named, driver, order, capfd):
-    """Microbatches have other sizes; whichever is compiled first, the other counts in its unit. MindSpore warns of nothing."""
-    if driver == "cell":
-        mode_named("graph")
-    assert difference(shared_windows(driver, order), undivided()) < 1e-5
-    assert warned(capfd) == []
-
-
-def test_a_driver_that_takes_its_own_unit_is_noticed(monkeypatch):
-    """Negative control of the test above."""
-    monkeypatch.setattr(Buffers, "fix_unit", lambda self, weight: vars(self).update(unit=self.unit or weight))
-    assert difference(shared_windows("step", "hand first"), undivided()) > 1e-2
+    for before in (2.0, 4.0, None):  # loaded buffers are converted to the unit that graphs hold, if there is one
+        buffers = buffers_of(before)
+        ms.ops.assign(buffers.parameters[0], Tensor([12.0, 12.0]))
+        ms.ops.assign(buffers.held_unit, 4.0)
+        buffers.adopt(before or 0.0)
+        unit = before or 4.0
+        assert buffers.unit == unit
+        assert added(buffers, (1.0, 8)) == ([48 / unit + 8 / unit] * 2, unit)
 
 
 # --- emptying ---------------------------------------------------------------------------------------------------------
@@ -136,8 +86,7 @@ def test_emptying_the_buffers_holds_no_second_copy_of_them():
 
     In the same new process: names start at accumulator0, in this one too when it began.
     """
-    script = (Path(__file__).parent / "support" / "buffers.py").read_text(encoding="utf-8")
-    ours, zeros_like, names = run_python(script).splitlines()
+    ours, zeros_like, names = run_python(MEMORY, "emptying").splitlines()
     assert float(ours) < 0.5
     assert float(zeros_like) > float(ours) + 0.5
     accumulator = Accumulator(nn.SGD([Parameter(Tensor([0.0]), name=f"w{i}") for i in range(2)], 0.1), 2)

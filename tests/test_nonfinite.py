@@ -13,18 +13,6 @@ SHAPES = ((2, 3), (), (4,))
 KINDS = [(parameter, value) for parameter in range(3) for value in (np.nan, np.inf, -np.inf)]
 
 
-def microbatches(count):
-    rng = np.random.default_rng(0)
-    return [[rng.normal(size=shape) for shape in SHAPES] for _ in range(count)]
-
-
-def spoiled(gradients, parameter, value):
-    """The same with one bad element, the last one, in one parameter's gradient."""
-    gradients = [np.array(g) for g in gradients]
-    gradients[parameter].reshape(-1)[-1:] = value
-    return gradients
-
-
 @pytest.mark.parametrize("policy", ["skip_microbatch", "skip_window"])
 def test_skipped_microbatches_and_dropped_windows_leave_no_trace(mode, policy):
     """Of every kind, in every parameter: all state is bit-identical to that of a run which never saw one."""
@@ -33,7 +21,7 @@ def test_skipped_microbatches_and_dropped_windows_leave_no_trace(mode, policy):
     acc = Accumulator(optimizer, 3, 0.5, reduction="mean", on_nonfinite=policy)
     state = [p for p in (*optimizer.get_parameters(), *acc.parameters)
              if not p.name.endswith(("skipped", "skipped_in_row", "closed_windows"))]
-    start = [Tensor(p.asnumpy().copy()) for p in state]
+    start, rng = [Tensor(p.asnumpy().copy()) for p in state], np.random.default_rng(0)
 
     def step(*gradients):
         return acc(gradients, 2.0)
@@ -47,15 +35,16 @@ def test_skipped_microbatches_and_dropped_windows_leave_no_trace(mode, policy):
             step(*[Tensor(g, ms.float32) for g in gradients])
         return [p.asnumpy().tobytes() for p in state]
 
-    *good, last = microbatches(28)
+    *good, last = [[rng.normal(size=shape) for shape in SHAPES] for _ in range(28)]
     clean, bad = run([*good, last]), []
     for i, (parameter, value) in enumerate(KINDS):
-        window = good[3 * i:3 * i + 3]
-        broken = spoiled(window[i % 3], parameter, value)
+        window, place = good[3 * i:3 * i + 3], i % 3
+        broken = [np.array(g) for g in window[place]]
+        broken[parameter].reshape(-1)[-1:] = value  # one bad element
         if policy == "skip_microbatch":
-            bad += [*window[:i % 3], broken, *window[i % 3:]]
+            bad += [*window[:place], broken, *window[place:]]
         else:
-            bad += [*window[:i % 3], broken, *window[i % 3 + 1:], *window]
+            bad += [*window[:place], broken, *window[place + 1:], *window]
     assert run([*bad, last]) == clean
     assert int(acc.skipped) == len(KINDS)
     assert run([*good[:-1], last, last]) != clean  # the negative control

@@ -1,4 +1,4 @@
-"""The graphs of a train step, read as MindSpore compiled them: no control flow, and nothing before a buffer but a cast."""
+"""The graphs of a train step, read as MindSpore compiled them: no control flow, and a cast at most before a buffer."""
 import os
 import re
 from contextlib import suppress
@@ -8,21 +8,15 @@ import mindspore as ms
 import numpy as np
 import pytest
 from conftest import MLP, batches, compiled_graphs, mean_loss, tensors
-from following import LOSS
+from following import LOSS, sgd
 from mindspore import Tensor, amp, nn, ops
 
 from ms_accum import Accumulator, make_grad_cache_step, make_train_step, straight, until_weight
 from ms_accum.batch_size import GradientNoiseScale
 
 
-def with_aux(network):
-    def forward_fn(x, y):
-        return LOSS(network(x), y), network(x)
-
-    return forward_fn
-
-
-def with_two_losses(network):
+def with_two(network):
+    """A loss with an aux, or two losses."""
     def forward_fn(x, y):
         return LOSS(network(x), y), ops.square(network(x)).mean()
 
@@ -53,82 +47,42 @@ def step_of(forward_of, accumulate_step, **options):
 
 
 # How a step is built, and the functions that became graphs.
-STEPS = {
-    "judged pieces": (
-        step_of(with_aux, 2, has_aux=True, pieces=4, weight_fn=counted, on_nonfinite="skip_window",
-                loss_scaler=amp.DynamicLossScaler(2.0**8, 2, 2)), {"piece", "end", "judge", "apply", "drop"}),
-    "whole, alone": (step_of(mean_loss, {0: 1, 1: 2}, clip_norm=1.0), {"add", "alone", "apply"}),
-    "two losses": (step_of(with_two_losses, 2, losses=2, weight_fn=both_counted, pieces=4),
-                   {"weigh", "announce", "piece", "end", "apply"}),
-    "grad cache": (cached, {"encode_piece", "first", "backward", "end", "apply"}),
-    "skipped": (step_of(mean_loss, {0: 1, 1: 2}, on_nonfinite="skip_microbatch"), {"add", "apply"}),
-    "budget": (step_of(mean_loss, until_weight(12), weight_fn=counted, noise_scale=GradientNoiseScale()), {"add", "apply"}),
-}
-SLOW = ("skipped", "budget")
+JUDGED = step_of(with_two, 2, has_aux=True, pieces=4, weight_fn=counted, on_nonfinite="skip_window",
+                 loss_scaler=amp.DynamicLossScaler(2.0**8, 2, 2))
+WHOLE = step_of(mean_loss, {0: 1, 1: 2}, clip_norm=1.0)
+LOSSES = step_of(with_two, 2, losses=2, weight_fn=both_counted, pieces=4)
+SKIPPED = step_of(mean_loss, {0: 1, 1: 2}, on_nonfinite="skip_microbatch")
+BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, noise_scale=GradientNoiseScale())
+FAST = [(JUDGED, {"piece", "end", "judge", "apply", "drop"}), (WHOLE, {"add", "alone", "apply"}),
+        (LOSSES, {"weigh", "announce", "piece", "end", "apply"}),
+        (cached, {"encode_piece", "first", "backward", "end", "apply"})]
+OTHERS = [(SKIPPED, {"add", "apply"}), (BUDGET, {"add", "apply"})]
 
 
-def graphs_of(build, nan):
-    """Train on five microbatches and flush; return the text of each graph that was compiled."""
-    seen, before = set(Path("ir").glob("*_validate_*.ir")), compiled_graphs()
-    network = MLP()
-    train_step = build(network, nn.Momentum(network.trainable_params(), 0.1, 0.9))
-    data = batches([6] * 5)
-    data[2][0][:] = nan
-    for _ in train_step.epoch([tensors(x, y) for x, y in data]):
-        pass
-    assert int(train_step.accumulator.update_step) >= 2
-    graphs = [file.read_text(encoding="utf-8") for file in set(Path("ir").glob("*_validate_*.ir")) - seen]
-    assert len(graphs) == compiled_graphs() - before
-    return graphs
-
-
-def control_flow(graph):
-    """What a straight graph may not hold: branches, calls, and what MindSpore hands to Python at run time."""
-    return set(re.findall(r"= (?:PrimFunc_)?(Switch|Partial|Call|SwitchLayer|PyExecute)\(|= %\d+\((?=\[CNode\])", graph))
-
-
-def save_graphs():
-    """Read with the first graph of a process; graphs after this test's would go into the working directory if undone."""
-    os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_DUMP_IR_PASSES="validate",
-                      MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
-
-
-@pytest.mark.fresh_process("jit")
-@pytest.mark.parametrize(("mode", "names"), [
-    ("jit", [name for name in STEPS if name not in SLOW]), pytest.param("jit", SLOW, marks=pytest.mark.slow)],
-    ids=["jit-fast", "jit-all"])
-def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, names, monkeypatch):
-    """Without the branch that CPU gets. Controls: a graph by hand has a Switch, and so has a step with that branch."""
-    save_graphs()
-    made = []
-    monkeypatch.setattr(straight.Graph, "__init__", noting(straight.Graph.__init__, made))
-    with monkeypatch.context() as patch:
-        patch.setattr(straight, "needs_branch", lambda: False)
-        for name in names:
-            build, functions = STEPS[name]
-            made.clear()
-            graphs = graphs_of(build, np.nan if "drop" in functions else 1.0)
-            assert functions <= set(made)
-            assert len(graphs) >= len(functions)
-            assert not any(map(control_flow, graphs)), name
-    assert any("Switch" in control_flow(graph) for graph in graphs_of(STEPS["whole, alone"][0], 1.0))
+def graphs_of(run):
+    """The text of each graph that is compiled meanwhile."""
     seen = set(Path("ir").glob("*_validate_*.ir"))
-    by_hand()
-    graphs = [file.read_text(encoding="utf-8") for file in set(Path("ir").glob("*_validate_*.ir")) - seen]
-    assert any("Switch" in control_flow(graph) for graph in graphs)
+    run()
+    return [file.read_text(encoding="utf-8") for file in sorted(set(Path("ir").glob("*_validate_*.ir")) - seen)]
 
 
-def noting(init, made):
-    def noted(self, function):
-        made.append(function.__name__)
-        init(self, function)
+def trained(build, nan=1.0, count=5):
+    """What trains on some microbatches, the third of which is multiplied, and flushes."""
+    def run():
+        network = MLP()
+        train_step = build(network, nn.Momentum(network.trainable_params(), 0.1, 0.9))
+        data = batches([6] * count)
+        data[2 % count][0][:] *= nan
+        for _ in train_step.epoch([tensors(x, y) for x, y in data]):
+            pass
+        assert int(train_step.accumulator.update_step) >= 2 * (count == 5)
 
-    return noted
+    return run
 
 
 def by_hand():
     network = MLP()
-    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2)
+    acc = Accumulator(sgd(network), 2)
 
     @ms.jit
     def step(*gradients):
@@ -137,20 +91,53 @@ def by_hand():
     step(*[Tensor(p.asnumpy()) for p in network.trainable_params()])
 
 
+def control_flow(graph):
+    """What a straight graph may not hold: branches, calls, and what MindSpore hands to Python at run time."""
+    pattern = r"= (?:PrimFunc_)?(Switch|Partial|Call|SwitchLayer|PyExecute)\(|= %\d+\((?=\[CNode\])"
+    return set(re.findall(pattern, graph))
+
+
 @pytest.mark.fresh_process("jit")
-@pytest.mark.parametrize("mode", ["jit"])
-def test_between_a_weight_gradient_and_its_buffer_is_nothing_but_a_cast(mode):
-    """What Ascend's `matmul_assignadd_fusion` looks for. Another size of microbatch needs a multiplication: the control."""
-    save_graphs()
+@pytest.mark.parametrize(("mode", "steps"), [
+    ("jit", FAST), pytest.param("jit", OTHERS, marks=pytest.mark.slow)], ids=["jit-fast", "jit-all"])
+def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatch):
+    """Without the branch that CPU gets. Controls: a graph by hand has a Switch, and so has a step with that branch.
+
+    Between a weight's gradient and its buffer is a cast at most, which Ascend's `matmul_assignadd_fusion` looks for;
+    the control: another size of microbatch needs a multiplication.
+    """
+    # Read with the first graph of a process; graphs after this test's would go into the working directory if undone.
+    os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_DUMP_IR_PASSES="validate",
+                      MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
+    made, init = [], straight.Graph.__init__
+
+    def noted(self, function):
+        made.append(function.__name__)
+        init(self, function)
+
+    monkeypatch.setattr(straight.Graph, "__init__", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(straight, "needs_branch", lambda: False)
+        for build, functions in steps:
+            made.clear()
+            before = compiled_graphs()
+            graphs = graphs_of(trained(build, np.nan if "drop" in functions else 1.0))
+            assert functions <= set(made)
+            assert len(graphs) == compiled_graphs() - before >= len(functions)
+            assert not any(map(control_flow, graphs)), functions
+    for control in (trained(SKIPPED, count=1), by_hand):
+        assert any("Switch" in control_flow(graph) for graph in graphs_of(control))
+    chains = [chain for graph in graphs_of(added_in_three_dtypes) if (chain := before_each_buffer(graph))]
+    assert chains == [[each, each] for each in ([], ["Mul"], ["Cast"], ["Cast"])]
+
+
+def added_in_three_dtypes():
     for dtype, sizes in ((ms.float32, (6, 4)), (ms.float16, (6,)), (ms.bfloat16, (6,))):
         network = MLP().to_float(dtype)
-        train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 4)
-        with suppress(*([RuntimeError, TypeError] if dtype == ms.bfloat16 else [])):  # CPU has no kernels; the graph is there
+        train_step = make_train_step(mean_loss(network), sgd(network), 4)
+        with suppress(*([RuntimeError, TypeError] if dtype == ms.bfloat16 else [])):  # no kernels on CPU, but a graph
             for x, y in batches(sizes):
                 train_step(*tensors(x, y))
-    graphs = [file.read_text(encoding="utf-8") for file in sorted(Path("ir").glob("*_validate_*.ir"))]
-    chains = [chain for graph in graphs if (chain := before_each_buffer(graph))]
-    assert chains == [[each, each] for each in ([], ["Mul"], ["Cast"], ["Cast"])]
 
 
 def before_each_buffer(graph):
@@ -159,7 +146,7 @@ def before_each_buffer(graph):
         r"^\s*(%\d+)\(.*?\) = (?:PrimFunc_)?(\w+)\(([^)]*)", graph, re.MULTILINE)}
     found = []
     for name, arguments in nodes.values():
-        loaded = nodes.get(arguments[0], (None, [""]))[1][0]  # an addition without a mark reads its buffer through a Load
+        loaded = nodes.get(arguments[0], (None, [""]))[1][0]  # without a mark, a buffer is read through a Load
         if name == "AssignAdd" and re.fullmatch(r"%para\d+_accumulator\d+\.(first|second)\.weight", loaded):
             found.append([])
             gradient = arguments[1]

@@ -4,7 +4,7 @@ from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
-from conftest import Counting, values
+from conftest import MLP, Counting, mean_loss, values
 from mindspore import ParameterTuple, nn
 
 from ms_accum import Accumulator, make_train_step
@@ -24,6 +24,21 @@ def run_as(mode):
     """Compiled or not, for the names in `conftest.MODES`."""
     assert mode == "pynative" or "MS_JIT" not in os.environ
     return op_by_op() if mode == "pynative" else nullcontext()
+
+
+def sgd(network, rate=0.1):
+    return nn.SGD(network.trainable_params(), rate)
+
+
+def step_of(accumulate_step=2, losses=1, **options):
+    """A train step of an MLP by SGD, with one loss, or the same one twice."""
+    network = MLP()
+    one = mean_loss(network)
+
+    def pair(x, y):
+        return one(x, y), one(x, y)
+
+    return make_train_step(one if losses == 1 else pair, sgd(network), accumulate_step, losses=losses, **options)
 
 
 def counting(network, accumulate_step=1, **options):

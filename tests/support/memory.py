@@ -1,48 +1,97 @@
-"""Train a small encoder on contrastive batches and print the peak memory: `memory.py undivided|cut|cached SAMPLES`."""
+"""What grows in a process, printed: `memory.py long MICROBATCHES`, `emptying`, or `undivided|cut|cached SAMPLES`."""
 import re
+import resource
 import sys
 from pathlib import Path
 
+import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
-from ms_accum import Accumulator, make_grad_cache_step, make_train_step
+try:
+    from mindspore.graph.api import ms_compile_cache
+except ImportError:  # before MindSpore 2.9
+    from mindspore.common.api import ms_compile_cache
+from ms_accum import Accumulator, avoid_busy_waiting, make_grad_cache_step, make_train_step
 
-TOKEN = nn.SequentialCell(nn.Dense(32, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 16))
-
-
-def encode(x):
-    """Of sequences of 64 tokens: 64 x 512 floats a layer for each sample."""
-    return TOKEN(x).mean(1)
-
-
-def contrast(z):
-    return ops.cross_entropy(ops.matmul(z, z.T), ops.arange(len(z)))
+avoid_busy_waiting()
 
 
-def contrast_of(x):
-    return contrast(encode(x))
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def peak():
-    """Of this program, in KiB; ru_maxrss would be inherited from the process that started it."""
-    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
+def long(microbatches):
+    """By how much memory and the number of graphs have grown since the first 1,000 microbatches; and the counters."""
+    network = nn.Dense(3, 1, weight_init="zeros")
+
+    def forward_fn(x):
+        return (network(x) ** 2).mean()
+
+    train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 1e-3), {0: 3, 300: 7}, clip_norm=1.0)
+    data = np.random.default_rng(0).normal(size=(64, 4, 3)).astype(np.float32)
+    for i in range(int(microbatches)):
+        if i == 1000:
+            memory, graphs = resident(), len(ms_compile_cache)
+        loss = train_step(Tensor(data[i % 64]))
+    grown, counters = resident() - memory, train_step.accumulator
+    graphs = len(ms_compile_cache) - graphs
+    print(grown, graphs, int(counters.mini_step), int(counters.update_step), np.isfinite(float(loss)))
 
 
-def growth(kind, samples, pieces, steps=1):
-    """By how much training raises the peak."""
-    before = peak()
-    acc = Accumulator(nn.SGD(TOKEN.trainable_params(), 0.1), 1, reduction="mean")
-    if kind == "cached":
-        step = make_grad_cache_step(encode, contrast, acc, pieces=pieces)
-    else:
-        step = make_train_step(contrast_of, acc, pieces=pieces)
-    for _ in range(steps):
-        float(step(Tensor(np.random.default_rng(0).random((samples, 64, 32), np.float32))))
-    return peak() - before
+def emptying():
+    """The growth when buffers are emptied, over their size: by `reset`, by `zeros_like`; then names."""
+    small = nn.SGD([Parameter(Tensor([0.0]), name=f"w{i}") for i in range(2)], 0.1)
+    names = [p.name for _ in range(2) for p in Accumulator(small, 2).parameters]
+    weights = [Parameter(Tensor(np.ones((16 + i) * 2**18), ms.float32), name=f"p{i}") for i in range(12)]
+    accumulator = Accumulator(nn.SGD(ParameterTuple(weights), 0.1), 2)
+    buffers = accumulator.buffers.parameters
+    for buffer in buffers:
+        buffer.set_data(Tensor(np.ones(buffer.shape), buffer.dtype))  # touched: resident from here on
+
+    @ms.jit
+    def reset():
+        accumulator.reset()
+        return accumulator.mini_step + 0
+
+    @ms.jit
+    def zeros_like():
+        for buffer in buffers:
+            ops.assign(buffer, ops.zeros_like(buffer))
+        return accumulator.mini_step + 0
+
+    for empty in (reset, zeros_like):
+        before = resident()
+        for _ in range(4):
+            empty().asnumpy()
+        print((resident() - before) / accumulator.buffers.nbytes)
+    print(*names)
 
 
-if __name__ == "__main__":
-    kind, samples = sys.argv[1], int(sys.argv[2])
-    growth(kind, samples, 1 if kind == "undivided" else samples // 16, steps=3)
-    print(peak())
+def contrastive(kind, samples):
+    """The peak, in KiB, of training an encoder of sequences of 64 tokens: 64 x 512 floats a layer for each sample."""
+    token = nn.SequentialCell(nn.Dense(32, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 16))
+
+    def encode(x):
+        return token(x).mean(1)
+
+    def contrast(z):
+        return ops.cross_entropy(ops.matmul(z, z.T), ops.arange(len(z)))
+
+    def contrast_of(x):
+        return contrast(encode(x))
+
+    acc = Accumulator(nn.SGD(token.trainable_params(), 0.1), 1, reduction="mean")
+    pieces = 1 if kind == "undivided" else int(samples) // 16
+    step = (make_grad_cache_step(encode, contrast, acc, pieces=pieces) if kind == "cached" else
+            make_train_step(contrast_of, acc, pieces=pieces))
+    for _ in range(3):
+        float(step(Tensor(np.random.default_rng(0).random((int(samples), 64, 32), np.float32))))
+    # ru_maxrss would be inherited from the process that started this one.
+    print(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
+
+
+if sys.argv[1] in ("long", "emptying"):
+    {"long": long, "emptying": emptying}[sys.argv[1]](*sys.argv[2:])
+else:
+    contrastive(*sys.argv[1:])
