@@ -12,7 +12,7 @@ from .process import in_a_process, is_dry_run
 DEVICES = ("CPU", "GPU", "Ascend")
 _USED = 0.9  # of the free memory; the rest is left to other processes
 _SIMULATED = 2**36  # bytes: that of the device which MindSpore simulates, and of an NPU of 64 GB
-# Of both versions of cgroups: where a process's path stands, and files with its limit, its usage and what can be freed.
+# Both versions of cgroups: a line of a process's membership; files of its limit, usage and what the kernel can drop.
 _CGROUPS = ((r"0::/(.*)", "", "memory.max", "memory.current", "inactive_file"),
             (r"\d+:memory:/(.*)", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
 

@@ -7,9 +7,6 @@ from math import cos, fsum, inf, log2, pi, sqrt
 from numbers import Real
 from typing import NamedTuple, Optional, Union
 
-import numpy as np
-from mindspore import Tensor
-
 from ..arguments import LARGEST_INT32, instance_of, number, one_of, whole_number
 
 _ROUNDING = 1 + 1e-6  # rates from float32 count as halved, too
@@ -22,12 +19,9 @@ def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
         "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
 
     Args:
-        lr: Learning rate that suits one microbatch, > 0.
+        lr: Learning rate that suits one microbatch, > 0; a float is returned.
         accumulate_step: Factor by which the batch of an update is larger, a finite number > 0; below 1, it is smaller.
         rule: "linear" or "sqrt".
-
-    Returns:
-        The learning rate, a float.
 
     Raises:
         TypeError: If `lr` or `accumulate_step` is not a number.
@@ -60,9 +54,6 @@ def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]
     Args:
         betas: Adam's decay rates `(beta1, beta2)`, each >= 0 and < 1, that suit one batch.
         factor: How many times as large the batch is, a number > 0; below 1 for a smaller one.
-
-    Returns:
-        `(beta1, beta2)`, floats.
 
     Raises:
         TypeError: If `betas` is not a tuple or list of numbers, or `factor` not a number.
@@ -112,10 +103,9 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
     microbatches in fewer updates: at best 62 % as many for a cosine decay. It is meant for batches below the critical
     batch size (see `GradientNoiseScale`), which bounds `maximum`; above it, larger batches cannot replace the decay.
 
-    The optimizers in `mindspore.nn` take the list of rates and index it by their number of updates (those in `mint` and
+    The optimizers in `mindspore.nn` index the list of rates by their number of updates (those in `mint` and
     `experimental` take no lists). An update past its end raises an error on CPU, so train on `updates *
-    accumulate_step` microbatches, then flush: the last window may be incomplete. A flush before the end, as after each
-    `train_step.epoch`, may be one more update, which shifts the schedule.
+    accumulate_step` microbatches, then flush. A flush before, as after each `train_step.epoch`, shifts the schedule.
 
     Args:
         updates: Updates of the plain run, an int >= 1.
@@ -151,16 +141,18 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
     between halvings; here it follows the plain rates. "linear": Smith et al., "Don't Decay the Learning Rate, Increase
     the Batch Size" (2017).
     """
-    rates, length, largest = _plain_run(updates, learning_rate, accumulate_step, maximum,
-                                        lambda done: (1 + cos(pi * done)) / 2)
-    start, peak = rates.index(max(rates)), max(rates)
-    for p in range(start + 1, len(rates)):
-        if rates[p] > rates[p - 1] * _ROUNDING:
-            raise ValueError(f"learning_rate[{p}] is {rates[p]:g}, more than the {rates[p - 1]:g} before it, and the "
-                             f"peak was at {start}; expected rates that do not rise again: windows do not get shorter. "
-                             "Give each cycle a schedule of its own")
-    halved = [2 ** int(log2(min(peak * _ROUNDING / rate if rate else inf, largest))) for rate in rates[start + 1:]]
-    return _merged(rates, [1] * (start + 1) + list(accumulate(halved, max)), length, rule)
+    def factors(rates: list[float], largest: int) -> list[int]:
+        start, peak = rates.index(max(rates)), max(rates)
+        for p in range(start + 1, len(rates)):
+            if rates[p] > rates[p - 1] * _ROUNDING:
+                raise ValueError(f"learning_rate[{p}] is {rates[p]:g}, more than the {rates[p - 1]:g} before it, and "
+                                 f"the peak was at {start}; expected rates that do not rise again: windows do not get "
+                                 "shorter. Give each cycle a schedule of its own")
+        halved = [2 ** int(log2(min(peak * _ROUNDING / rate if rate else inf, largest))) for rate in rates[start + 1:]]
+        return [1] * (start + 1) + list(accumulate(halved, max))
+
+    return _schedule(updates, learning_rate, accumulate_step, maximum, rule, lambda done: (1 + cos(pi * done)) / 2,
+                     factors)
 
 
 def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, accumulate_step: int = 1,
@@ -168,27 +160,23 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     """Let the windows grow linearly with the microbatches seen, and scale the learning rate with them.
 
         factor(p) = min(1 + (largest - 1) * p // ramp, largest)    # largest = maximum // accumulate_step
-        # length and rate of a window follow from factor(p) as in `seesaw`
+        # length and rate of a window follow from factor(p) as in `seesaw`, of which all else here holds, too
 
-    The *plain* run makes `updates` updates with windows of `accumulate_step` microbatches. The schedule uses the same
-    microbatches in fewer updates. The critical batch size is small early in training, where small batches reach the
-    same loss with fewer samples. See `seesaw` for what MindSpore's optimizers require.
+    The critical batch size is small early in training, where small batches reach the same loss with fewer samples.
 
     Args:
-        updates: Updates of the plain run, an int >= 1.
-        learning_rate: The plain rates: a number is the rate of each update, a list (or tuple, array or Tensor) holds
-            one rate >= 0 for each of them.
-        accumulate_step: Microbatches in a window of the plain run, and in the first one here: an int >= 1.
-        maximum: Microbatches in a window, at most: an int >= `accumulate_step`.
-        rule: "sqrt" or "linear", as for `scale_lr`.
+        updates: Updates of the plain run.
+        learning_rate: The plain rates: a number is the rate of each update; or a list of them.
+        accumulate_step: Microbatches in a window of the plain run, and in the first one here.
+        maximum: Microbatches in a window, at most.
+        rule: "sqrt" or "linear".
         ramp: Plain updates after which the windows have their full length, an int >= 1; None: `updates`.
 
     Returns:
         A named tuple `(accumulate_step, learning_rate)`, as from `seesaw`.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a number is out of range, the list has not `updates` rates, or `rule` is unknown.
+        TypeError, ValueError: As `seesaw`; rates may rise, and `ramp` is checked like `updates`.
 
     Example:
         >>> from ms_accum.batch_size import batch_ramp
@@ -202,41 +190,38 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     rate; Brown et al., "Language Models are Few-Shot Learners" (2020), who train GPT-3 so. On the critical batch size:
     Merrill et al., "Critical Batch Size Revisited" (2025).
     """
-    rates, length, largest = _plain_run(updates, learning_rate, accumulate_step, maximum, lambda done: 1.0)
-    ramp = len(rates) if ramp is None else whole_number("ramp", ramp, "None takes all updates")
-    factors = [min(1 + (largest - 1) * p // ramp, largest) for p in range(len(rates))]
-    return _merged(rates, factors, length, rule)
+    def factors(rates: list[float], largest: int) -> list[int]:
+        length = len(rates) if ramp is None else whole_number("ramp", ramp, "None takes all updates")
+        return [min(1 + (largest - 1) * p // length, largest) for p in range(len(rates))]
+
+    return _schedule(updates, learning_rate, accumulate_step, maximum, rule, lambda done: 1.0, factors)
 
 
-def _plain_run(updates: int, learning_rate: object, accumulate_step: int, maximum: int,
-               shape: Callable[[float], float]) -> tuple[list[float], int, int]:
-    """Return the plain rates (of a number, `shape` of the part that is done), the length of a window, and its factor.
+def _schedule(updates: int, learning_rate: object, accumulate_step: int, maximum: int, rule: str,
+              shape: Callable[[float], float], factors: Callable[[list[float], int], list[int]]) -> Schedule:
+    """Walk over the plain updates, and merge as many at a time as their factors say.
+
+    `shape` of the part that is done is a factor on a single rate; `factors(rates, largest)` are those of all updates.
     """
     updates = whole_number("updates", updates, "give the number of updates of the plain run")
-    if isinstance(learning_rate, (np.ndarray, Tensor)):
-        learning_rate = learning_rate.tolist()
-    if isinstance(learning_rate, Real):
-        peak = number("learning_rate", learning_rate, lambda rate: 0 < rate < inf, "a finite number > 0")
+    given = getattr(learning_rate, "tolist", lambda: learning_rate)()
+    if isinstance(given, Real):
+        peak = number("learning_rate", given, lambda rate: 0 < rate < inf, "a finite number > 0")
         rates = [peak * shape(p / updates) for p in range(updates)]
-    elif len(instance_of("learning_rate", learning_rate, Sequence, "a number or a list of rates")) == updates:
-        rates = [number(f"learning_rate[{p}]", rate, lambda rate: 0 <= rate < inf, "a finite number >= 0")
-                 for p, rate in enumerate(learning_rate)]
     else:
-        raise ValueError(f"learning_rate holds {len(learning_rate)} rates, expected {updates}: one for each update of "
-                         "the plain run; give a list of that length, or another number of updates")
+        rates = [number(f"learning_rate[{p}]", rate, lambda rate: 0 <= rate < inf, "a finite number >= 0")
+                 for p, rate in enumerate(instance_of("learning_rate", given, Sequence, "a number or a list of rates"))]
+    if len(rates) != updates:
+        raise ValueError(f"learning_rate holds {len(rates)} rates, expected {updates}: one for each update of the "
+                         "plain run; give a list of that length, or another number of updates")
     length = whole_number("accumulate_step", accumulate_step, "give the length of a window of the plain run")
     maximum = whole_number("maximum", maximum, "give the largest length of a window, at least accumulate_step",
                            minimum=length, maximum=LARGEST_INT32)
-    return rates, length, maximum // length
-
-
-def _merged(rates: list[float], factors: list[int], accumulate_step: int, rule: str) -> Schedule:
-    """Walk over the plain updates, and merge as many at a time as their factors say."""
-    lengths, merged, p, previous = {}, [], 0, None
-    while p < len(rates):
-        factor, replaced = factors[p], rates[p:p + factors[p]]
-        if factor != previous:
-            lengths[len(merged)] = factor * accumulate_step
+    times, p, lengths, merged = factors(rates, maximum // length), 0, {}, []
+    while p < updates:
+        if not merged or times[p] != lengths[max(lengths)] // length:
+            lengths[len(merged)] = times[p] * length
+        replaced = rates[p:p + times[p]]
         merged.append(fsum(replaced) / len(replaced) * scale_lr(1.0, len(replaced), rule))
-        p, previous = p + factor, factor
+        p += times[p]
     return Schedule(lengths, merged)

@@ -67,6 +67,11 @@ class Division:
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
         self._ends = np.cumsum([p.size for p in self.parameters])
+
+        def scaled(scale: float, *inputs: Any) -> Tensor:  # a function, also if `forward_fn` is a Cell or a partial
+            return forward_fn(*inputs) * scale
+
+        self._scaled, self._differentiated = scaled, ms.value_and_grad(scaled, None, self.parameters)
         self.samples, self.cut = layout(batch, batch_axis)
         spans = starts_of(self.samples, pieces)
         self.pieces = [self.rows(range(start, start + rows)) for start, rows in spans]
@@ -104,6 +109,7 @@ class Division:
         except (TypeError, AttributeError) as error:  # as where a Tensor's method returns something else in a graph
             self.error = error
             os.environ.pop("MS_JIT", None)  # until `untouched` ends
+            self._scaled, self._differentiated = ms.jit(self._scaled), ms.jit(self._differentiated)
             try:
                 return self.run(self.batch)
             except Exception:
@@ -130,14 +136,13 @@ class Division:
             with self.layers.watched(visit):
                 loss = self.forward_fn(*inputs)
         else:
-            loss = ms.jit(self._scaled(1.0))(*inputs)
+            loss = self._scaled(1.0, *inputs)
         [t.asnumpy() for t in tensors_in(loss)]  # kernels report errors late
         return loss, calls
 
     def gradients(self, inputs: tuple, scale: float = 1.0) -> np.ndarray:
         """Return the gradients of the loss times `scale`, one after the other, and behind them the loss: float32."""
-        differentiated = ms.value_and_grad(self._scaled(scale), None, self.parameters)
-        loss, gradients = (differentiated if self.error is None else ms.jit(differentiated))(*inputs)
+        loss, gradients = self._differentiated(scale, *inputs)
         return np.concatenate([t.astype(ms.float32).asnumpy().ravel() for t in (*gradients, loss)])
 
     def norms(self, gradients: np.ndarray) -> np.ndarray:
@@ -147,15 +152,6 @@ class Division:
     def sketch(self, gradients: np.ndarray) -> np.ndarray:
         """Return some elements of each parameter's gradient, and the loss: float64."""
         return np.concatenate([g[::-(-g.size // _SKETCHED)] for g in np.split(gradients, self._ends)], dtype=float)
-
-    def _scaled(self, scale: float) -> Callable:
-        """Return a function, also if `forward_fn` is a Cell or a partial."""
-        forward_fn = self.forward_fn
-
-        def forward(*inputs: Any) -> Tensor:
-            return forward_fn(*inputs) * scale
-
-        return forward
 
     def compare(self, restored: bool = False) -> Comparison:
         """Compare the gradients. State goes on from piece to piece, as in training, unless it is `restored`."""
