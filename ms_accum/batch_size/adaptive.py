@@ -51,13 +51,11 @@ class AdaptiveWindow(LengthChooser, HostLength):
         target: Ratio of noise to signal, > 0. For a larger one, windows are shorter.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If one is out of range.
+        TypeError, ValueError: If an argument is of the wrong kind, or out of range.
 
-    Source: the norm test bounds the noise of an update's gradient by a multiple of its norm, and lets the batch grow:
-    Byrd et al., "Sample Size Selection in Optimization Methods for Machine Learning" (2012); Lau et al., arXiv
-    2402.11215 and 2412.21124, for adaptive and distributed optimizers. Their batch never shrinks. The estimates are
-    those of `GradientNoiseScale`.
+    Source: the norm test, which bounds the noise of an update's gradient by a multiple of its norm: Byrd et al.,
+    "Sample Size Selection in Optimization Methods for Machine Learning" (2012); Lau et al., arXiv 2402.11215 and
+    2412.21124, for adaptive and distributed optimizers. Their batch never shrinks.
 
     Example:
         >>> import numpy as np, mindspore as ms

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import mindspore as ms
@@ -64,11 +65,9 @@ def cgroups_leave(membership: Path, root: Path) -> list[int]:
             folder = root / controller / path
             # A container sees its own cgroup as the root, under the path that it has outside.
             for group in (folder, *folder.parents):
-                try:
+                with suppress(OSError, ValueError):  # it is not a cgroup, or one without a limit
                     limit, used = [int((group / name).read_text(encoding="ascii")) for name in names]
-                except (OSError, ValueError):
-                    continue  # not a cgroup, or one without a limit
-                # The kernel drops inactive files from memory before it ends a process.
-                files = re.search(rf"^{inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-                left.append(max(limit - used + int(files[1]), 0))
+                    # The kernel drops inactive files from memory before it ends a process.
+                    files = re.search(rf"^{inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                    left.append(max(limit - used + int(files[1]), 0))
     return left

@@ -37,8 +37,7 @@ class GradientNoiseScale(Observer):
         decay: Factor on all earlier windows in the means when a window closes, 0 < decay <= 1; 1 takes plain means.
 
     Raises:
-        TypeError: If `decay` is not a number.
-        ValueError: If `decay` is out of range.
+        TypeError, ValueError: If `decay` is not a number, or out of range.
 
     Example:
         >>> import mindspore as ms
@@ -54,7 +53,7 @@ class GradientNoiseScale(Observer):
         8.0 8.0 1.0
 
     Source: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), section 2.2 and
-    appendix A.1. They use two batch sizes; here there may be any number of weights.
+    appendix A.1, there for two batch sizes.
     """
 
     watches = True

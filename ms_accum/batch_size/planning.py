@@ -75,9 +75,6 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         timeout: Seconds for a trial. None: no limit.
         on_trial: Called after each trial, to show progress.
 
-    Returns:
-        A `Plan`.
-
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: If one is out of range, `make_step` cannot be imported, or the device (in a dry run, CANN) is not

@@ -72,10 +72,9 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
 
 
 def _resident(pid: int) -> int:
-    try:
+    with suppress(OSError, IndexError):  # it may just have ended
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0  # it has just ended
+    return 0
 
 
 def _cause_of_death(status: int, log: Path) -> Outcome:

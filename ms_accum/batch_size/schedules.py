@@ -34,8 +34,8 @@ def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
 
     Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": for SGD, Krizhevsky, "One weird
     trick for parallelizing convolutional neural networks" (2014), section 5; for Adam, Malladi et al., "On the SDEs and
-    Scaling Rules for Adaptive Gradient Algorithms" (2022), who also multiply 1 - beta1 and 1 - beta2 by the factor (see
-    `scale_adam`) and divide epsilon by its square root.
+    Scaling Rules for Adaptive Gradient Algorithms" (2022), who also scale the betas (see `scale_adam`) and divide
+    epsilon by the root.
     """
     lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
     times = number("accumulate_step", accumulate_step, lambda factor: 0 < factor < inf, "a finite number > 0",
@@ -48,8 +48,8 @@ def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]
 
         (beta1, beta2**factor)    # beta2's half-life, log(1/2) / log(beta2) updates, is the same in samples or tokens
 
-    beta1 stays as it is, because the rule is one for the second moment. To first order, beta2**factor is
-    1 - factor * (1 - beta2), which Malladi et al. (see `scale_lr`) use for beta1 as well.
+    beta1 stays as it is. To first order, beta2**factor is 1 - factor * (1 - beta2), which Malladi et al. (see
+    `scale_lr`) use for both.
 
     Args:
         betas: Adam's decay rates `(beta1, beta2)`, each >= 0 and < 1, that suit one batch.
@@ -101,7 +101,7 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
 
     The *plain* run makes `updates` updates with windows of `accumulate_step` microbatches. The schedule uses the same
     microbatches in fewer updates: at best 62 % as many for a cosine decay. It is meant for batches below the critical
-    batch size (see `GradientNoiseScale`), which bounds `maximum`; above it, larger batches cannot replace the decay.
+    batch size (see `GradientNoiseScale`), which bounds `maximum`.
 
     The optimizers in `mindspore.nn` index the list of rates by their number of updates (those in `mint` and
     `experimental` take no lists). An update past its end raises an error on CPU, so train on `updates *
@@ -110,15 +110,15 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
     Args:
         updates: Updates of the plain run, an int >= 1.
         learning_rate: The plain rates: a number is the peak of a cosine decay to 0, `learning_rate *
-            (1 + cos(pi * p / updates)) / 2` for p from 0 to `updates` - 1; a list (or tuple, array or Tensor) holds one
-            rate >= 0 for each plain update, with or without a warmup. After their peak, rates may not rise again.
+            (1 + cos(pi * p / updates)) / 2` for the update p; a list (or tuple, array or Tensor) holds one rate >= 0
+            for each, with or without a warmup. After their peak, rates may not rise again.
         accumulate_step: Microbatches in a window of the plain run, an int >= 1.
         maximum: Microbatches in a window, at most: an int >= `accumulate_step`.
         rule: "sqrt" or "linear", as for `scale_lr`.
 
     Returns:
-        A named tuple `(accumulate_step, learning_rate)`: `{update: n}` for `Accumulator(accumulate_step=...)`, and a
-        list with the learning rate of each update for the optimizer.
+        A named tuple: `accumulate_step` for the accumulator, `{update: n}`, and `learning_rate` for the optimizer, a
+        list with the rate of each update.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -137,9 +137,8 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
         >>> accumulator = Accumulator(optimizer, schedule.accumulate_step, reduction="mean")
 
     Source: "sqrt": Meterez et al., "Seesaw: Accelerating Training by Balancing Learning Rate and Batch Size Scheduling"
-    (2025), derived for normalised SGD as a model of Adam, where noise dominates the gradients. There the rate is held
-    between halvings; here it follows the plain rates. "linear": Smith et al., "Don't Decay the Learning Rate, Increase
-    the Batch Size" (2017).
+    (2025), derived for normalised SGD as a model of Adam; there the rate is held between halvings. "linear": Smith et
+    al., "Don't Decay the Learning Rate, Increase the Batch Size" (2017).
     """
     def factors(rates: list[float], largest: int) -> list[int]:
         start, peak = rates.index(max(rates)), max(rates)
@@ -165,18 +164,15 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     The critical batch size is small early in training, where small batches reach the same loss with fewer samples.
 
     Args:
-        updates: Updates of the plain run.
-        learning_rate: The plain rates: a number is the rate of each update; or a list of them.
-        accumulate_step: Microbatches in a window of the plain run, and in the first one here.
-        maximum: Microbatches in a window, at most.
-        rule: "sqrt" or "linear".
+        updates, accumulate_step, maximum, rule: See `seesaw`.
+        learning_rate: The plain rates: a number is the rate of each update; or a list of them, which may rise.
         ramp: Plain updates after which the windows have their full length, an int >= 1; None: `updates`.
 
     Returns:
-        A named tuple `(accumulate_step, learning_rate)`, as from `seesaw`.
+        As `seesaw`.
 
     Raises:
-        TypeError, ValueError: As `seesaw`; rates may rise, and `ramp` is checked like `updates`.
+        TypeError, ValueError: As `seesaw`.
 
     Example:
         >>> from ms_accum.batch_size import batch_ramp
@@ -186,9 +182,8 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
         >>> print([round(rate, 3) for rate in schedule.learning_rate])
         [0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.2]
 
-    Source: Megatron-LM's `--rampup-batch-size`, which also grows linearly in samples, but does not scale the learning
-    rate; Brown et al., "Language Models are Few-Shot Learners" (2020), who train GPT-3 so. On the critical batch size:
-    Merrill et al., "Critical Batch Size Revisited" (2025).
+    Source: Megatron-LM's `--rampup-batch-size`, which does not scale the learning rate; Brown et al., "Language Models
+    are Few-Shot Learners" (2020); on the critical batch size, Merrill et al., "Critical Batch Size Revisited" (2025).
     """
     def factors(rates: list[float], largest: int) -> list[int]:
         length = len(rates) if ramp is None else whole_number("ramp", ramp, "None takes all updates")

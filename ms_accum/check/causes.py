@@ -44,6 +44,9 @@ _NO_MEAN = ("no weighted mean: no weights make the gradients of the pieces into 
 _NONLINEAR = ("nonlinear backward pass: its gradient is not proportional to the one it gets, as where a bprop clips it",
               "clip relative to the norm of the gradient, or clip the accumulated gradient with clip_norm=")
 
+# What is counted in labels or a mask, as code.
+_COUNTS = ("({} != -100).sum()", "({} != -1).sum()", "({} != 0).sum()", "{}.sum()")
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -181,16 +184,11 @@ def _usual_weights(division: Division, pieces: list[tuple]) -> Iterator[tuple[st
     first = [p.name for p in parameters if p.kind != p.VAR_POSITIONAL][:len(pieces[0]) - len(division.names)]
     for argument, axis, *values in zip((*first, *division.names), division.cut, *pieces):
         if isinstance(values[0], Tensor) and values[0].ndim:
-            arrays = [value.asnumpy() for value in values]
-            if axis is not None:
-                size = f"{argument}.shape[{axis}]" if axis else f"len({argument})"
-                yield size, np.array([float(a.shape[axis]) for a in arrays])
-            shifted = ("[1:]", np.s_[1:]) if axis == 1 else ("[:, 1:]", np.s_[:, 1:])  # along time
-            for part, cut in (("", ...), shifted)[:values[0].ndim]:
-                name = argument + part
-                for ignored in (-100, -1, 0):
-                    yield f"({name} != {ignored}).sum()", np.array([(a[cut] != ignored).sum() for a in arrays])
-                yield f"{name}.sum()", np.array([float(a[cut].sum()) for a in arrays])
+            sizes = [f"{{}}.shape[{axis}]" if axis else "len({})"] * (axis is not None)
+            parts = ("{}", "{}[1:]" if axis == 1 else "{}[:, 1:]")[:values[0].ndim]  # whole, and shifted along time
+            for form in [*sizes, *(count.format(part) for part in parts for count in _COUNTS)]:
+                counts = [float(eval(form.format("a"), {"a": value.asnumpy()})) for value in values]
+                yield form.format(argument), np.array(counts)
 
 
 def _two_means(division: Division, comparison: Comparison) -> list[Cause]:

@@ -50,7 +50,9 @@ class Layers:
         for holder, values, contents in self._found if as_found else self._kept:
             for name in holder.keys() - values.keys():
                 del holder[name]
-            holder.update(values)
+            for name, value in values.items():
+                if holder.get(name, holder) is not value:  # a frozen dict refuses even what changes nothing
+                    holder[name] = value
             for value, content in contents:
                 if content != value.asnumpy().tobytes():
                     array = np.frombuffer(content, value.asnumpy().dtype).reshape(value.shape)

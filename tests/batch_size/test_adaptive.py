@@ -91,35 +91,22 @@ def test_lengths_and_updates_are_those_of_the_formula():
     assert lengths[0] < max(lengths) > lengths[-2], "nothing was adapted"
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_resume_across_a_change_is_bit_identical(tmp_path):
-    """Saved in the middle of the last window before a change, and after it. Other bounds are refused."""
-    data, window, lengths, states = noisy([4] * 30, 1e6), AdaptiveWindow(minimum=2, maximum=32), [], []
-    network, acc, step = build(window, 1e-2, name="resumed")
-    for again in (False, True):
-        if again:
-            assert load_checkpoint(tmp_path / "14.ckpt", network, acc) == 14
-        for i, x in list(enumerate(data))[15 * again:]:
-            step(x)
-            if i == 14:
-                save_checkpoint(tmp_path / f"{i}.ckpt", network, acc, extra=i)
-            lengths.append(acc.window.length)
-        states.append([p.asnumpy().tobytes() for p in (*acc.optimizer.parameters, *acc.parameters)])
-        network, acc, step = build(window, 1e-2, name="resumed")
-    assert lengths[14] == 2 < lengths[15] == 4
-    assert (lengths[15:30], states[0]) == (lengths[30:], states[1])
-    network, other, _ = build(AdaptiveWindow(minimum=2, maximum=16), 1e-2, name="resumed")
-    with pytest.raises(CheckpointError, match=r"accumulate_step AdaptiveWindow\(minimum=2, maximum=32, target=1\), but this run"):
-        load_checkpoint(tmp_path / "14.ckpt", network, other)
-
-
-def test_each_accumulator_has_its_own_length_and_the_noise_scale_that_it_was_given():
-    window, noise_scale = AdaptiveWindow(minimum=2), GradientNoiseScale(0.5)
-    (_, one, _), (_, other, _) = build(window), build(window, noise_scale=noise_scale)
+def test_each_accumulator_has_its_own_length_which_a_checkpoint_holds():
+    """And the noise scale that it was given. Other bounds are refused."""
+    window, noise_scale = AdaptiveWindow(minimum=2, maximum=32), GradientNoiseScale(0.5)
+    (network, one, _), (_, other, _) = build(window, name="saved"), build(window, noise_scale=noise_scale)
     ops.assign(one.window.chosen, 4)
+    ops.assign(one.window.measured, 7)
     assert (one.window.length, other.window.length) == (4, 2)
-    assert one.noise_scale.decay == 0.95
-    assert other.noise_scale is noise_scale
+    assert (one.noise_scale.decay, other.noise_scale) == (0.95, noise_scale)
+    ops.assign(one.noise_scale.parameters[-1], Tensor([9, 0], ms.int32))  # windows that it has measured
+    save_checkpoint("c.ckpt", network, one)
+    network, again, _ = build(window, name="saved")
+    load_checkpoint("c.ckpt", network, again)
+    assert (again.window.length, int(again.window.measured)) == (4, 7)
+    network, wrong, _ = build(AdaptiveWindow(minimum=2, maximum=16), name="saved")
+    with pytest.raises(CheckpointError, match=r"accumulate_step AdaptiveWindow\(minimum=2, maximum=32, target=1\), but this run"):
+        load_checkpoint("c.ckpt", network, wrong)
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), [

@@ -38,15 +38,17 @@ class Everything(nn.Cell):
 
 def taught(network, teacher, broken):
     def forward_fn(x, y):
+        loss = ops.cross_entropy(network(x) + teacher(x), y) + float(np.random.rand() + random.random()) * 0
+        teacher.seen = len(x)  # an attribute that it did not have
         if broken and len(x) < 12:
             raise KeyError("not with so few")
-        return ops.cross_entropy(network(x) + teacher(x), y) + float(np.random.rand() + random.random()) * 0
+        return loss
     return forward_fn
 
 
 def trace(*cells):
     """All that a check might leave behind."""
-    return [(name, type(cell).__name__, cell.training, cell.phase, len(cell._forward_hook),  # noqa: SLF001
+    return [(name, type(cell).__name__, cell.training, cell.phase, len(cell._forward_hook), sorted(vars(cell)),  # noqa: SLF001
              [id(p) for p in cell._primitives.values()],  # noqa: SLF001
              [(p.name, p.requires_grad, p.dtype, p.asnumpy().tobytes()) for p in cell.get_parameters(expand=False)])
             for root in cells for name, cell in root.cells_and_names()]
