@@ -152,8 +152,8 @@ def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:
 def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cause]:
     """Return the cause if some weights turn the gradients of the pieces into that of the batch."""
     # A piece without tokens has loss NaN and gradient 0 with nn.CrossEntropyLoss(ignore_index=...).
-    batch, *rows = np.nan_to_num(comparison.sketches, posinf=0.0, neginf=0.0)
-    rows = np.array([row * row[:-1].any() for row in rows])
+    sketches = np.nan_to_num(comparison.sketches, posinf=0.0, neginf=0.0)
+    batch, rows = sketches[0], sketches[1:]
 
     def explains(shares: np.ndarray) -> bool:
         """Return whether these weights of the pieces give the batch's gradient and loss."""
@@ -206,9 +206,10 @@ def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
     for rows in inputs:
         division.layers.restore()
         gradients.append(division.sketch(division.gradients(rows)))
-    gradients, losses = np.split(np.array(gradients), [-1], axis=1)
-    losses = losses if np.isfinite(losses).all() else 0.0 * gradients[:, :1]  # that of a part without tokens is NaN
-    split = [np.linalg.qr(values.T, mode="r").T for values in (gradients, losses)]  # all that norms and sums need
+    if not np.isfinite(gradients).all():  # a part has no token: counts of them explain nothing
+        return []
+    split = np.split(np.array(gradients), [-1], axis=1)  # gradients, losses
+    split = [np.linalg.qr(values.T, mode="r").T for values in split]  # all that norms and sums need
     inside = np.array([[part in some for part in range(len(parts))] for some in sets[len(parts):]])
     means = {}
     for code, weight in _usual_weights(division, inputs[:len(parts)]):

@@ -110,16 +110,16 @@ def exploding(gain):
 
 
 def shifted():
-    """One shift of all logits, whose gradient is 0."""
-    network = drawn(nn.SequentialCell(nn.Dense(6, 3), nn.Identity()))
-    network[1].shift = Parameter(Tensor([0.5], ms.float32), name="shift")
+    """One shift of all logits, whose gradient is 0, and is compared with what it is made of."""
+    network = drawn(nn.Dense(32, 3))
+    network.shift = Parameter(Tensor([0.5], ms.float32), name="shift")
     return network
 
 
 def shift_loss(reduction):
     def made(network):
         def forward_fn(x, y):
-            return ops.cross_entropy(network(x) + network[1].shift, y, reduction=reduction)
+            return ops.cross_entropy(network(x) + network.shift, y, reduction=reduction)
         return forward_fn
     return made
 
@@ -195,10 +195,16 @@ CASES = {
     # What rounding explains, and what it must not swallow; 16 bits that no copy turns into 32.
     "NaN": Case(MLP, mean_loss, None, [("forward_fn", "function", "not finite")], ("nothing can be compared",), NAN),
     "casts of its own": Case(lambda: drawn(CASTING()), mean_loss, None, ROUNDING, ("check a float32 copy",)),
+    "BatchNorm in float32 at level O2": Case(lambda: amp_at(around(nn.BatchNorm1d(16)), "O2"), mean_loss, False,
+                                             [("1._backbone", "BatchNorm1d", STATISTICS)], COPY),
+    "casts of its own behind 16-bit BatchNorm": Case(
+        lambda: amp_at(around(nn.BatchNorm1d(16), layers.Half(nn.Tanh())), "float16"), mean_loss, False,
+        [("1", "BatchNorm1d", STATISTICS)], (), (normal(24, 6, dtype=ms.float16), ROWS[1])),
     "casts of its own, and a sum": Case(lambda: drawn(CASTING()), sum_loss, False, [("total", "function", WRONG)]),
     **{f"gain {gain}": Case(partial(exploding, gain), mean_loss, ok, ROUNDING * (ok is None), (),
                             (normal(33, 32), labels(33)), pieces=11) for gain, ok in ((4, None), (1, True))},
-    **{f"{reduction} of a gradient of 0": Case(shifted, shift_loss(reduction), not wrong, wrong)
+    **{f"{reduction} of a gradient of 0": Case(shifted, shift_loss(reduction), not wrong, wrong, (), (normal(7, 32) * 3, labels(7)),
+                                               pieces=7)
        for reduction, wrong in (("mean", []), ("sum", NOT_A_MEAN))},
     **{f"underflow of {factor} in {level}": Case(
         lambda level=level: amp_at(around(nn.Tanh()), level), small_loss(factor), not found, found, ("loss_scaler=",) * len(found))
