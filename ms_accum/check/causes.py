@@ -231,7 +231,7 @@ def _nonlinear_backward(division: Division, comparison: Comparison, called: dict
 
     In the mean over a piece, samples get larger gradients than in the mean over the batch.
     """
-    scale = 2.0 ** np.ceil(np.log2(len(division.pieces)))  # by a power of two: exact in any dtype
+    scale = float(2.0 ** np.ceil(np.log2(len(division.pieces))))  # by a power of two: exact in any dtype
     division.layers.restore()
     scaled = division.gradients(division.batch, scale) / scale
     if (division.norms(scaled - comparison.whole) <= comparison.explained).all():

@@ -97,9 +97,9 @@ def test_each_accumulator_has_its_own_length_which_a_checkpoint_holds():
     (network, one, _), (_, other, _) = build(window, name="saved"), build(window, noise_scale=noise_scale)
     ops.assign(one.window.chosen, 4)
     ops.assign(one.window.measured, 7)
+    ops.assign(one.noise_scale.parameters[-1], Tensor([9, 0], ms.int32))  # windows that it has measured
     assert (one.window.length, other.window.length) == (4, 2)
     assert (one.noise_scale.decay, other.noise_scale) == (0.95, noise_scale)
-    ops.assign(one.noise_scale.parameters[-1], Tensor([9, 0], ms.int32))  # windows that it has measured
     save_checkpoint("c.ckpt", network, one)
     network, again, _ = build(window, name="saved")
     load_checkpoint("c.ckpt", network, again)

@@ -196,7 +196,7 @@ CASES = {
     "NaN": Case(MLP, mean_loss, None, [("forward_fn", "function", "not finite")], ("nothing can be compared",), NAN),
     "casts of its own": Case(lambda: drawn(CASTING()), mean_loss, None, ROUNDING, ("check a float32 copy",)),
     "BatchNorm in float32 at level O2": Case(lambda: amp_at(around(nn.BatchNorm1d(16)), "O2"), mean_loss, False,
-                                             [("1._backbone", "BatchNorm1d", STATISTICS)], COPY),
+                                             [("_backbone.1._backbone", "BatchNorm1d", STATISTICS)], COPY),
     "casts of its own behind 16-bit BatchNorm": Case(
         lambda: amp_at(around(nn.BatchNorm1d(16), layers.Half(nn.Tanh())), "float16"), mean_loss, False,
         [("1", "BatchNorm1d", STATISTICS)], (), (normal(24, 6, dtype=ms.float16), ROWS[1])),
