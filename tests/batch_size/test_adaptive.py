@@ -88,11 +88,12 @@ def test_lengths_and_updates_are_those_of_the_formula():
     assert difference([acc.optimizer.parameters[0].asnumpy()], [expected.point]) < 1e-5
     noise, signal, count = expected.adaptive.totals
     assert [acc.noise_scale.noise, acc.noise_scale.gradient_squared] == pytest.approx([noise / count, signal / count], rel=1e-4)
+    assert acc.noise_scale.microbatch_weight == pytest.approx(np.divide(*expected.adaptive.sizes), rel=1e-5)
     assert lengths[0] < max(lengths) > lengths[-2], "nothing was adapted"
 
 
 def test_each_accumulator_has_its_own_length_which_a_checkpoint_holds():
-    """And the noise scale that it was given. Other bounds are refused."""
+    """And the noise scale that it was given. In an open window, other bounds are refused."""
     window, noise_scale = AdaptiveWindow(minimum=2, maximum=32), GradientNoiseScale(0.5)
     (network, one, _), (_, other, _) = build(window, name="saved"), build(window, noise_scale=noise_scale)
     ops.assign(one.window.chosen, 4)
@@ -100,6 +101,7 @@ def test_each_accumulator_has_its_own_length_which_a_checkpoint_holds():
     ops.assign(one.noise_scale.parameters[-1], Tensor([9, 0], ms.int32))  # windows that it has measured
     assert (one.window.length, other.window.length) == (4, 2)
     assert (one.noise_scale.decay, other.noise_scale) == (0.95, noise_scale)
+    ops.assign(one.mini_step, 1)
     save_checkpoint("c.ckpt", network, one)
     network, again, _ = build(window, name="saved")
     load_checkpoint("c.ckpt", network, again)

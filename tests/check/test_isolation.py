@@ -91,7 +91,10 @@ def test_no_trace_is_left(mode_named, broken, monkeypatch):
 
 @pytest.mark.parametrize("level", ["to_float", "float16", "O1"])
 def test_a_check_disturbs_no_training(level):
-    """A train step that was compiled before goes on as without a check, and compiles nothing again; also after a float32 copy."""
+    """A train step that was compiled before goes on as without a check, and compiles nothing again; also after a float32 copy.
+
+    Op by op, the network computes in 16 bits again.
+    """
     network = drawn(nn.SequentialCell(nn.Dense(6, 8), nn.BatchNorm1d(8), Counter(), nn.Dense(8, 3)))
     network = amp_at(network, level).set_train()
     batch = normal(12, 6, dtype=ms.float16 if level == "float16" else ms.float32), labels(12)
