@@ -144,6 +144,17 @@ def tokens_and_squares(network):
     return added
 
 
+class Lifted(nn.Cell):
+    """A mask that changes a thousandth."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(p=0.5)
+
+    def construct(self, x):
+        return 100 + 0.1 * self.drop(x)
+
+
 def off_by(off):
     """Weights that are off, of the pieces that begin with the label 0."""
     return lambda x, y: x.shape[0] * (1 + off * (y[0] == 0).astype(ms.float32))
@@ -171,6 +182,8 @@ CASES = {
     # Random layers: one that is switched off leaves the rest to be judged.
     "Dropout": Case(lambda: at_rest(around(nn.Dropout(p=0.5), nn.ReLU(), nn.Dropout(p=0.0), nn.Dropout(p=0.5)), 4), mean_loss, True,
                     [("1", "Dropout", "random")], ("compared with the layer switched off",)),
+    "LayerNorm behind a mask that changes little": Case(
+        lambda: amp_at(around(Lifted(), nn.LayerNorm((16,))), "to_float"), mean_loss, True, [("1.drop", "Dropout", "random")]),
     "a random layer of one's own": Case(lambda: around(nn.SequentialCell(nn.ReLU(), layers.Drop())), mean_loss, None, [
         ("1.1", "Drop", "random")], ("all else that the layer does in training alone", "nn.Dropout of its own")),
     "a sum behind random layers": Case(lambda: around(nn.Dropout(p=0.5), layers.Drop()), sum_loss, False, [
