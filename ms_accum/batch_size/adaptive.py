@@ -1,6 +1,7 @@
 """Choose the length of the next window while training, from the measured noise scale."""
 from __future__ import annotations
 
+from copy import copy
 from math import inf
 from typing import Optional
 
@@ -18,7 +19,8 @@ _PATIENCE = 8
 _PROBE = 8
 
 
-class AdaptiveWindow(LengthChooser):
+@ms.jit_class
+class AdaptiveWindow(LengthChooser, HostLength):
     """Let the length of windows follow the noise scale while training: `accumulate_step=AdaptiveWindow(maximum=32)`.
 
         S, G^2 = the means of `GradientNoiseScale`, over windows, with decay 0.95
@@ -31,15 +33,13 @@ class AdaptiveWindow(LengthChooser):
 
     `target` is the ratio of noise to signal in an update's gradient, S / (batch * G^2), where batch counts samples (or
     what the weights count). So an update's batch is about the noise scale divided by `target`: by default the noise
-    scale itself, the usual approximation of the critical batch size; the guide's page "Batch size" says what that is
-    worth. A change has to be undone by a noise scale that is smaller by a factor of 2**0.5 than the one that caused it.
-    With fewer than about 10 directions of noise, estimates are so rough that lengths still change back and forth.
-    Shuffle the data: here its order changes the training, not only a number that is printed.
+    scale itself, the usual approximation of the critical batch size. With fewer than about 10 directions of noise,
+    estimates are so rough that lengths change back and forth. Shuffle the data: its order changes the training here.
 
     A window of one microbatch on one device, not cut into pieces, measures nothing: of 8 such windows in a row, the
-    last one has two microbatches, unless `maximum` is 1. All ranks choose the same length, and it is part of
-    checkpoints. The accumulator measures with `GradientNoiseScale(decay=0.95)`, or with the `noise_scale` that it was
-    given. `train_step.accumulator.window.length` is the length of the open window, or of the next one.
+    last one has two microbatches, unless `maximum` is 1. The accumulator measures with `GradientNoiseScale(decay=0.95)`
+    or the `noise_scale` that it was given. `train_step.accumulator.window.length` is the length of the open window, or
+    of the next one; checkpoints hold it.
 
     The host chooses, between windows, so this is for `make_train_step`; by hand and in a `TrainOneStepCell`, where the
     device closes windows, it raises a RuntimeError. Learning rates are left alone, and schedules count updates, of
@@ -51,13 +51,11 @@ class AdaptiveWindow(LengthChooser):
         target: Ratio of noise to signal, > 0. For a larger one, windows are shorter.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If one is out of range.
+        TypeError, ValueError: If an argument is of the wrong kind, or out of range.
 
-    Source: the norm test bounds the noise of an update's gradient by a multiple of its norm, and lets the batch grow:
-    Byrd et al., "Sample Size Selection in Optimization Methods for Machine Learning" (2012); Lau et al., arXiv
-    2402.11215 and 2412.21124, for adaptive and distributed optimizers. Their batch never shrinks. The estimates are
-    those of `GradientNoiseScale`.
+    Source: the norm test, which bounds the noise of an update's gradient by a multiple of its norm: Byrd et al.,
+    "Sample Size Selection in Optimization Methods for Machine Learning" (2012); Lau et al., arXiv 2402.11215 and
+    2412.21124, for adaptive and distributed optimizers. Their batch never shrinks.
 
     Example:
         >>> import numpy as np, mindspore as ms
@@ -85,54 +83,48 @@ class AdaptiveWindow(LengthChooser):
             raise ValueError(f"maximum is {self.maximum}, expected at least minimum={self.minimum}; give both")
         self.target = number("target", target, lambda ratio: 0 < ratio < inf, "a finite number > 0",
                              "1 makes an update's batch about the noise scale")
+        self.description = repr(self)
 
     def __repr__(self) -> str:
         return f"AdaptiveWindow(minimum={self.minimum}, maximum={self.maximum}, target={self.target:.9g})"
 
-    def bind(self, noise_scale: Optional[GradientNoiseScale], prefix: str) -> tuple[AdaptiveLength, GradientNoiseScale]:
-        """See `LengthChooser`."""
-        noise_scale = noise_scale or GradientNoiseScale(_SMOOTHING)
-        return AdaptiveLength(self, noise_scale, prefix), noise_scale
-
-
-@ms.jit_class
-class AdaptiveLength(HostLength):
-    """The length that an `AdaptiveWindow` lets the host choose from what a noise scale has measured.
-
-    What was measured only changes with an update, so a window keeps its length, and all ranks choose the same.
-    """
-
-    def __init__(self, bounds: AdaptiveWindow, noise_scale: GradientNoiseScale, prefix: str) -> None:
-        self.description, self._bounds, self._noise_scale = repr(bounds), bounds, noise_scale
-        self.chosen = empty_parameter(f"{prefix}.window_chosen", (), ms.int32, bounds.minimum)
-        self._measured = empty_parameter(f"{prefix}.window_measured", (), ms.int32)  # windows until the last change
-        self.parameters = (self.chosen, self._measured)
+    def bind(self, noise_scale: Optional[GradientNoiseScale], prefix: str) -> tuple[AdaptiveWindow, GradientNoiseScale]:
+        """See `LengthChooser`. The window is a copy with state of its own: several accumulators may be given one."""
+        window = copy(self)
+        window.noise_scale = noise_scale or GradientNoiseScale(_SMOOTHING)
+        window.chosen = empty_parameter(f"{prefix}.window_chosen", (), ms.int32, self.minimum)
+        window.measured = empty_parameter(f"{prefix}.window_measured", (), ms.int32)  # windows until the last change
+        window.parameters = (window.chosen, window.measured)
+        return window, window.noise_scale
 
     @property
     def length(self) -> int:
-        """Microbatches of the open window, or of the next one, which is chosen now: an int."""
-        chosen, before = int(self.chosen), int(self._measured)
-        measured, unmeasured = self._noise_scale.windows
+        """Microbatches of the open window, or of the next one, which is chosen now: an int.
+
+        What was measured only changes with an update, so a window keeps its length, and all ranks choose the same.
+        """
+        chosen, before = int(self.chosen), int(self.measured)
+        measured, unmeasured = self.noise_scale.windows
         if measured < before:  # the noise scale was reset
-            ops.assign(self._measured, 0)
+            ops.assign(self.measured, 0)
             before = 0
         better = self._better(chosen) if measured - before >= _PATIENCE else chosen
         if better != chosen:
             chosen = better
             ops.assign(self.chosen, chosen)
-            ops.assign(self._measured, measured)
-        return min(2, self._bounds.maximum) if chosen == 1 and unmeasured >= _PROBE - 1 else chosen
+            ops.assign(self.measured, measured)
+        return min(2, self.maximum) if chosen == 1 and unmeasured >= _PROBE - 1 else chosen
 
     def host_length(self, update_step: int) -> int:
         """See `Window`. That of another update is not known."""
         return self.length
 
     def _better(self, chosen: int) -> int:
-        noise, bounds = self._noise_scale.noise, self._bounds
-        allowed = self._noise_scale.gradient_squared * bounds.target * self._noise_scale.microbatch_weight * chosen
+        noise = self.noise_scale.noise
+        allowed = self.noise_scale.gradient_squared * self.target * self.noise_scale.microbatch_weight * chosen
         # With NaN, both are false. Where noise hides the gradient (G^2 < 0), the window gets longer.
-        if noise > _BAND * allowed and 2 * chosen <= bounds.maximum:
+        if noise > _BAND * allowed and 2 * chosen <= self.maximum:
             return 2 * chosen
-        if _BAND * noise < allowed and chosen > bounds.minimum:
+        if _BAND * noise < allowed and chosen > self.minimum:
             return chosen // 2
         return chosen

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import mindspore as ms
@@ -12,7 +13,7 @@ from .process import in_a_process, is_dry_run
 DEVICES = ("CPU", "GPU", "Ascend")
 _USED = 0.9  # of the free memory; the rest is left to other processes
 _SIMULATED = 2**36  # bytes: that of the device which MindSpore simulates, and of an NPU of 64 GB
-# Of both versions of cgroups: where a process's path stands, and files with its limit, its usage and what can be freed.
+# Both versions of cgroups: a line of a process's membership; files of its limit, usage and what the kernel can drop.
 _CGROUPS = ((r"0::/(.*)", "", "memory.max", "memory.current", "inactive_file"),
             (r"\d+:memory:/(.*)", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
 
@@ -64,11 +65,9 @@ def cgroups_leave(membership: Path, root: Path) -> list[int]:
             folder = root / controller / path
             # A container sees its own cgroup as the root, under the path that it has outside.
             for group in (folder, *folder.parents):
-                try:
+                with suppress(OSError, ValueError):  # it is not a cgroup, or one without a limit
                     limit, used = [int((group / name).read_text(encoding="ascii")) for name in names]
-                except (OSError, ValueError):
-                    continue  # not a cgroup, or one without a limit
-                # The kernel drops inactive files from memory before it ends a process.
-                files = re.search(rf"^{inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-                left.append(max(limit - used + int(files[1]), 0))
+                    # The kernel drops inactive files from memory before it ends a process.
+                    files = re.search(rf"^{inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                    left.append(max(limit - used + int(files[1]), 0))
     return left

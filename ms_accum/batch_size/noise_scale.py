@@ -4,6 +4,7 @@ from __future__ import annotations
 from math import inf, nan
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import number
@@ -27,18 +28,16 @@ class GradientNoiseScale(Observer):
     unbiased for any weights: E(spread) = W G^2 + k S and E|g|^2 = G^2 + S / W. Their ratio, the *simple noise scale*,
     approximates the critical batch size: far below it, doubling the batch halves the number of updates; far above it,
     more samples change almost nothing. Its unit is that of the weights: samples, or tokens, as if each were independent
-    of the others in its sequence. It grows while the loss falls.
+    of the others in its sequence.
 
-    A microbatch is what the accumulator is given at once: with `make_train_step(pieces=...)`, one piece. Ignored are
-    skipped microbatches, those of weight 0, and windows of one microbatch, which have nothing to compare with. The
-    microbatches of all ranks count alike, and every rank gets the same result.
+    A microbatch is what the accumulator is given at once: with `make_train_step(pieces=...)`, one piece, and on all
+    ranks alike. Ignored are skipped microbatches, those of weight 0, and windows of one, which have nothing to compare.
 
     Args:
         decay: Factor on all earlier windows in the means when a window closes, 0 < decay <= 1; 1 takes plain means.
 
     Raises:
-        TypeError: If `decay` is not a number.
-        ValueError: If `decay` is out of range.
+        TypeError, ValueError: If `decay` is not a number, or out of range.
 
     Example:
         >>> import mindspore as ms
@@ -54,7 +53,7 @@ class GradientNoiseScale(Observer):
         8.0 8.0 1.0
 
     Source: McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), section 2.2 and
-    appendix A.1. They use two batch sizes; here there may be any number of weights.
+    appendix A.1, there for two batch sizes.
     """
 
     watches = True
@@ -74,18 +73,17 @@ class GradientNoiseScale(Observer):
     @property
     def noise(self) -> float:
         """S, the variance of one sample's gradient, summed over all parameters; NaN before the first window."""
-        return self._mean(0)
+        return _ratio(self._totals.asnumpy()[[0, 2]])
 
     @property
     def gradient_squared(self) -> float:
         """|G|², the squared norm of the true gradient; below 0 if noise hides it, NaN before the first window."""
-        return self._mean(1)
+        return _ratio(self._totals.asnumpy()[1:])
 
     @property
     def microbatch_weight(self) -> float:
         """Mean weight that the ranks add with one microbatch each; NaN before the first window."""
-        weight, microbatches = self._sizes.asnumpy().tolist()
-        return weight / microbatches if microbatches else nan
+        return _ratio(self._sizes.asnumpy())
 
     @property
     def windows(self) -> tuple[int, int]:
@@ -102,10 +100,6 @@ class GradientNoiseScale(Observer):
         """Forget all closed windows; the open one goes on."""
         for parameter in self.parameters:
             ops.assign(parameter, ops.zeros_like(parameter))
-
-    def _mean(self, index: int) -> float:
-        totals = self._totals.asnumpy().tolist()
-        return totals[index] / totals[2] if totals[2] else nan
 
     def bind(self, prefix: str) -> GradientNoiseScale:
         """See `Observer`."""
@@ -153,3 +147,8 @@ class GradientNoiseScale(Observer):
     def empty(self) -> None:
         """See `Observer`."""
         ops.assign(self._window, ops.zeros(2, ms.float32))
+
+
+def _ratio(numbers: np.ndarray) -> float:
+    above, below = numbers.tolist()
+    return above / below if below else nan

@@ -55,29 +55,25 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         plan.microbatch, plan.accumulate_step  # 256, 4
 
     A trial makes a step and calls it `accumulate_step + 1` times, past an update, so that everything that training
-    needs has been allocated. Memory grows with the microbatch, so trials bisect the divisors of the batch. Where these
-    leave a gap of more than a factor of 2 (a prime batch), microbatches in between are candidates, too; they leave a
-    smaller last one in each window. A process that runs out of memory costs nothing but its time; on CPU, one that
-    exceeds the limit is stopped at once. Memory of processes that a trial starts (workers of a dataset) is not counted.
+    needs has been allocated. Trials bisect the divisors of the batch. Where these leave a gap of more than a factor of
+    2 (a prime batch), microbatches in between are candidates, too; they leave a smaller last one in each window. A
+    process that runs out of memory costs nothing but its time; on CPU, one that exceeds the limit is stopped at once.
+    Memory of processes that a trial starts (workers of a dataset) is not counted.
 
     Args:
         make_step: `(microbatch) -> step`: makes network, optimizer, accumulator and data for microbatches of that many
             samples; `step()` trains on one. Other processes import it, so it has to be a function at the top level of a
-            module, or of a script that runs its own work below `if __name__ == "__main__":`. It may return any
-            callable.
+            module, or of a script that runs its own work below `if __name__ == "__main__":`.
         batch_size: Samples in the batch that one update is made of.
         memory_limit: Bytes. None: 90 % of the memory that is free on this machine and allowed to this process (its
             cgroup), or of the memory of another device: of 64 GiB in a dry run.
         device_target: "CPU" (measures the peak resident memory of the process, compiler included), "GPU" or "Ascend"
             (`mindspore.runtime.max_memory_reserved`; not run, for lack of the hardware). "Ascend" on a machine without
-            an NPU, or with MindSpore's variable `MS_SIMULATION_LEVEL` set, is a dry run: its Ascend backend compiles
-            the step and plans its memory, but launches nothing, so values read as 0, and there are no times. That
-            needs CANN, but no device. None: MindSpore's current device.
+            an NPU, or with MindSpore's variable `MS_SIMULATION_LEVEL` set, is a dry run, which needs CANN but no
+            device: the step is compiled and its memory planned, values read as 0, and there are no times. None:
+            MindSpore's current device.
         timeout: Seconds for a trial. None: no limit.
         on_trial: Called after each trial, to show progress.
-
-    Returns:
-        A `Plan`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -86,9 +82,8 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         PlanError: If not even one sample fits, with the table; or with the trial's error, if a trial takes longer than
             `timeout` or fails for another reason than memory.
 
-    Source: PyTorch Lightning's batch size finder and HF Accelerate's `find_executable_batch_size` try sizes in the
-    training process itself until one raises, so they do not survive a kill, and keep what a failed trial leaves in
-    memory.
+    Source: PyTorch Lightning's batch size finder and HF Accelerate's `find_executable_batch_size`, which try sizes in
+    the training process itself until one raises.
 
     Example:
         >>> import numpy as np

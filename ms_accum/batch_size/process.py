@@ -6,8 +6,8 @@ import pickle
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -45,9 +45,9 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
     receiver, sender = get_context("spawn").Pipe(duplex=False)
     with TemporaryDirectory() as folder:
         log = Path(folder, "output")
-        process = get_context("spawn").Process(target=_child, args=(sender, log, function, arguments))
-        with _environment({_LEVEL: "1", "MS_DEV_SAVE_GRAPHS_PATH": folder} if is_dry_run(device_target) else {}):
-            process.start()
+        variables = {_LEVEL: "1", "MS_DEV_SAVE_GRAPHS_PATH": folder} if is_dry_run(device_target) else {}
+        process = get_context("spawn").Process(target=_child, args=(sender, log, variables, function, arguments))
+        process.start()
         sender.close()
         seen, end = None, monotonic() + (timeout or inf)
         try:
@@ -71,23 +71,10 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
             receiver.close()
 
 
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    kept = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            del os.environ[name]
-        os.environ.update(kept)
-
-
 def _resident(pid: int) -> int:
-    try:
+    with suppress(OSError, IndexError):  # it may just have ended
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0  # it has just ended
+    return 0
 
 
 def _cause_of_death(status: int, log: Path) -> Outcome:
@@ -100,7 +87,8 @@ def _cause_of_death(status: int, log: Path) -> Outcome:
         f'{how} before it began; a script needs `if __name__ == "__main__":` around what is not to run in each trial'))
 
 
-def _child(sender: Connection, log: Path, function: Callable, arguments: tuple) -> None:
+def _child(sender: Connection, log: Path, variables: dict[str, str], function: Callable, arguments: tuple) -> None:
+    os.environ.update(variables)
     with suppress(PermissionError):
         os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

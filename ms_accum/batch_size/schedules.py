@@ -7,9 +7,6 @@ from math import cos, fsum, inf, log2, pi, sqrt
 from numbers import Real
 from typing import NamedTuple, Optional, Union
 
-import numpy as np
-from mindspore import Tensor
-
 from ..arguments import LARGEST_INT32, instance_of, number, one_of, whole_number
 
 _ROUNDING = 1 + 1e-6  # rates from float32 count as halved, too
@@ -22,12 +19,9 @@ def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
         "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
 
     Args:
-        lr: Learning rate that suits one microbatch, > 0.
+        lr: Learning rate that suits one microbatch, > 0; a float is returned.
         accumulate_step: Factor by which the batch of an update is larger, a finite number > 0; below 1, it is smaller.
         rule: "linear" or "sqrt".
-
-    Returns:
-        The learning rate, a float.
 
     Raises:
         TypeError: If `lr` or `accumulate_step` is not a number.
@@ -40,8 +34,8 @@ def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
 
     Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": for SGD, Krizhevsky, "One weird
     trick for parallelizing convolutional neural networks" (2014), section 5; for Adam, Malladi et al., "On the SDEs and
-    Scaling Rules for Adaptive Gradient Algorithms" (2022), who also multiply 1 - beta1 and 1 - beta2 by the factor (see
-    `scale_adam`) and divide epsilon by its square root.
+    Scaling Rules for Adaptive Gradient Algorithms" (2022), who also scale the betas (see `scale_adam`) and divide
+    epsilon by the root.
     """
     lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
     times = number("accumulate_step", accumulate_step, lambda factor: 0 < factor < inf, "a finite number > 0",
@@ -54,15 +48,12 @@ def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]
 
         (beta1, beta2**factor)    # beta2's half-life, log(1/2) / log(beta2) updates, is the same in samples or tokens
 
-    beta1 stays as it is, because the rule is one for the second moment. To first order, beta2**factor is
-    1 - factor * (1 - beta2), which Malladi et al. (see `scale_lr`) use for beta1 as well.
+    beta1 stays as it is. To first order, beta2**factor is 1 - factor * (1 - beta2), which Malladi et al. (see
+    `scale_lr`) use for both.
 
     Args:
         betas: Adam's decay rates `(beta1, beta2)`, each >= 0 and < 1, that suit one batch.
         factor: How many times as large the batch is, a number > 0; below 1 for a smaller one.
-
-    Returns:
-        `(beta1, beta2)`, floats.
 
     Raises:
         TypeError: If `betas` is not a tuple or list of numbers, or `factor` not a number.
@@ -110,25 +101,24 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
 
     The *plain* run makes `updates` updates with windows of `accumulate_step` microbatches. The schedule uses the same
     microbatches in fewer updates: at best 62 % as many for a cosine decay. It is meant for batches below the critical
-    batch size (see `GradientNoiseScale`), which bounds `maximum`; above it, larger batches cannot replace the decay.
+    batch size (see `GradientNoiseScale`), which bounds `maximum`.
 
-    The optimizers in `mindspore.nn` take the list of rates and index it by their number of updates (those in `mint` and
+    The optimizers in `mindspore.nn` index the list of rates by their number of updates (those in `mint` and
     `experimental` take no lists). An update past its end raises an error on CPU, so train on `updates *
-    accumulate_step` microbatches, then flush: the last window may be incomplete. A flush before the end, as after each
-    `train_step.epoch`, may be one more update, which shifts the schedule.
+    accumulate_step` microbatches, then flush. A flush before, as after each `train_step.epoch`, shifts the schedule.
 
     Args:
         updates: Updates of the plain run, an int >= 1.
         learning_rate: The plain rates: a number is the peak of a cosine decay to 0, `learning_rate *
-            (1 + cos(pi * p / updates)) / 2` for p from 0 to `updates` - 1; a list (or tuple, array or Tensor) holds one
-            rate >= 0 for each plain update, with or without a warmup. After their peak, rates may not rise again.
+            (1 + cos(pi * p / updates)) / 2` for the update p; a list (or tuple, array or Tensor) holds one rate >= 0
+            for each, with or without a warmup. After their peak, rates may not rise again.
         accumulate_step: Microbatches in a window of the plain run, an int >= 1.
         maximum: Microbatches in a window, at most: an int >= `accumulate_step`.
         rule: "sqrt" or "linear", as for `scale_lr`.
 
     Returns:
-        A named tuple `(accumulate_step, learning_rate)`: `{update: n}` for `Accumulator(accumulate_step=...)`, and a
-        list with the learning rate of each update for the optimizer.
+        A named tuple: `accumulate_step` for the accumulator, `{update: n}`, and `learning_rate` for the optimizer, a
+        list with the rate of each update.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -147,20 +137,21 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
         >>> accumulator = Accumulator(optimizer, schedule.accumulate_step, reduction="mean")
 
     Source: "sqrt": Meterez et al., "Seesaw: Accelerating Training by Balancing Learning Rate and Batch Size Scheduling"
-    (2025), derived for normalised SGD as a model of Adam, where noise dominates the gradients. There the rate is held
-    between halvings; here it follows the plain rates. "linear": Smith et al., "Don't Decay the Learning Rate, Increase
-    the Batch Size" (2017).
+    (2025), derived for normalised SGD as a model of Adam; there the rate is held between halvings. "linear": Smith et
+    al., "Don't Decay the Learning Rate, Increase the Batch Size" (2017).
     """
-    rates, length, largest = _plain_run(updates, learning_rate, accumulate_step, maximum,
-                                        lambda done: (1 + cos(pi * done)) / 2)
-    start, peak = rates.index(max(rates)), max(rates)
-    for p in range(start + 1, len(rates)):
-        if rates[p] > rates[p - 1] * _ROUNDING:
-            raise ValueError(f"learning_rate[{p}] is {rates[p]:g}, more than the {rates[p - 1]:g} before it, and the "
-                             f"peak was at {start}; expected rates that do not rise again: windows do not get shorter. "
-                             "Give each cycle a schedule of its own")
-    halved = [2 ** int(log2(min(peak * _ROUNDING / rate if rate else inf, largest))) for rate in rates[start + 1:]]
-    return _merged(rates, [1] * (start + 1) + list(accumulate(halved, max)), length, rule)
+    def factors(rates: list[float], largest: int) -> list[int]:
+        start, peak = rates.index(max(rates)), max(rates)
+        for p in range(start + 1, len(rates)):
+            if rates[p] > rates[p - 1] * _ROUNDING:
+                raise ValueError(f"learning_rate[{p}] is {rates[p]:g}, more than the {rates[p - 1]:g} before it, and "
+                                 f"the peak was at {start}; expected rates that do not rise again: windows do not get "
+                                 "shorter. Give each cycle a schedule of its own")
+        halved = [2 ** int(log2(min(peak * _ROUNDING / rate if rate else inf, largest))) for rate in rates[start + 1:]]
+        return [1] * (start + 1) + list(accumulate(halved, max))
+
+    return _schedule(updates, learning_rate, accumulate_step, maximum, rule, lambda done: (1 + cos(pi * done)) / 2,
+                     factors)
 
 
 def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, accumulate_step: int = 1,
@@ -168,27 +159,20 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     """Let the windows grow linearly with the microbatches seen, and scale the learning rate with them.
 
         factor(p) = min(1 + (largest - 1) * p // ramp, largest)    # largest = maximum // accumulate_step
-        # length and rate of a window follow from factor(p) as in `seesaw`
+        # length and rate of a window follow from factor(p) as in `seesaw`, of which all else here holds, too
 
-    The *plain* run makes `updates` updates with windows of `accumulate_step` microbatches. The schedule uses the same
-    microbatches in fewer updates. The critical batch size is small early in training, where small batches reach the
-    same loss with fewer samples. See `seesaw` for what MindSpore's optimizers require.
+    The critical batch size is small early in training, where small batches reach the same loss with fewer samples.
 
     Args:
-        updates: Updates of the plain run, an int >= 1.
-        learning_rate: The plain rates: a number is the rate of each update, a list (or tuple, array or Tensor) holds
-            one rate >= 0 for each of them.
-        accumulate_step: Microbatches in a window of the plain run, and in the first one here: an int >= 1.
-        maximum: Microbatches in a window, at most: an int >= `accumulate_step`.
-        rule: "sqrt" or "linear", as for `scale_lr`.
+        updates, accumulate_step, maximum, rule: See `seesaw`.
+        learning_rate: The plain rates: a number is the rate of each update; or a list of them, which may rise.
         ramp: Plain updates after which the windows have their full length, an int >= 1; None: `updates`.
 
     Returns:
-        A named tuple `(accumulate_step, learning_rate)`, as from `seesaw`.
+        As `seesaw`.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a number is out of range, the list has not `updates` rates, or `rule` is unknown.
+        TypeError, ValueError: As `seesaw`.
 
     Example:
         >>> from ms_accum.batch_size import batch_ramp
@@ -198,45 +182,41 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
         >>> print([round(rate, 3) for rate in schedule.learning_rate])
         [0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.2]
 
-    Source: Megatron-LM's `--rampup-batch-size`, which also grows linearly in samples, but does not scale the learning
-    rate; Brown et al., "Language Models are Few-Shot Learners" (2020), who train GPT-3 so. On the critical batch size:
-    Merrill et al., "Critical Batch Size Revisited" (2025).
+    Source: Megatron-LM's `--rampup-batch-size`, which does not scale the learning rate; Brown et al., "Language Models
+    are Few-Shot Learners" (2020); on the critical batch size, Merrill et al., "Critical Batch Size Revisited" (2025).
     """
-    rates, length, largest = _plain_run(updates, learning_rate, accumulate_step, maximum, lambda done: 1.0)
-    ramp = len(rates) if ramp is None else whole_number("ramp", ramp, "None takes all updates")
-    factors = [min(1 + (largest - 1) * p // ramp, largest) for p in range(len(rates))]
-    return _merged(rates, factors, length, rule)
+    def factors(rates: list[float], largest: int) -> list[int]:
+        length = len(rates) if ramp is None else whole_number("ramp", ramp, "None takes all updates")
+        return [min(1 + (largest - 1) * p // length, largest) for p in range(len(rates))]
+
+    return _schedule(updates, learning_rate, accumulate_step, maximum, rule, lambda done: 1.0, factors)
 
 
-def _plain_run(updates: int, learning_rate: object, accumulate_step: int, maximum: int,
-               shape: Callable[[float], float]) -> tuple[list[float], int, int]:
-    """Return the plain rates (of a number, `shape` of the part that is done), the length of a window, and its factor.
+def _schedule(updates: int, learning_rate: object, accumulate_step: int, maximum: int, rule: str,
+              shape: Callable[[float], float], factors: Callable[[list[float], int], list[int]]) -> Schedule:
+    """Walk over the plain updates, and merge as many at a time as their factors say.
+
+    `shape` of the part that is done is a factor on a single rate; `factors(rates, largest)` are those of all updates.
     """
     updates = whole_number("updates", updates, "give the number of updates of the plain run")
-    if isinstance(learning_rate, (np.ndarray, Tensor)):
-        learning_rate = learning_rate.tolist()
-    if isinstance(learning_rate, Real):
-        peak = number("learning_rate", learning_rate, lambda rate: 0 < rate < inf, "a finite number > 0")
+    given = getattr(learning_rate, "tolist", lambda: learning_rate)()
+    if isinstance(given, Real):
+        peak = number("learning_rate", given, lambda rate: 0 < rate < inf, "a finite number > 0")
         rates = [peak * shape(p / updates) for p in range(updates)]
-    elif len(instance_of("learning_rate", learning_rate, Sequence, "a number or a list of rates")) == updates:
-        rates = [number(f"learning_rate[{p}]", rate, lambda rate: 0 <= rate < inf, "a finite number >= 0")
-                 for p, rate in enumerate(learning_rate)]
     else:
-        raise ValueError(f"learning_rate holds {len(learning_rate)} rates, expected {updates}: one for each update of "
-                         "the plain run; give a list of that length, or another number of updates")
+        rates = [number(f"learning_rate[{p}]", rate, lambda rate: 0 <= rate < inf, "a finite number >= 0")
+                 for p, rate in enumerate(instance_of("learning_rate", given, Sequence, "a number or a list of rates"))]
+    if len(rates) != updates:
+        raise ValueError(f"learning_rate holds {len(rates)} rates, expected {updates}: one for each update of the "
+                         "plain run; give a list of that length, or another number of updates")
     length = whole_number("accumulate_step", accumulate_step, "give the length of a window of the plain run")
     maximum = whole_number("maximum", maximum, "give the largest length of a window, at least accumulate_step",
                            minimum=length, maximum=LARGEST_INT32)
-    return rates, length, maximum // length
-
-
-def _merged(rates: list[float], factors: list[int], accumulate_step: int, rule: str) -> Schedule:
-    """Walk over the plain updates, and merge as many at a time as their factors say."""
-    lengths, merged, p, previous = {}, [], 0, None
-    while p < len(rates):
-        factor, replaced = factors[p], rates[p:p + factors[p]]
-        if factor != previous:
-            lengths[len(merged)] = factor * accumulate_step
+    times, p, lengths, merged = factors(rates, maximum // length), 0, {}, []
+    while p < updates:
+        if not merged or times[p] != lengths[max(lengths)] // length:
+            lengths[len(merged)] = times[p] * length
+        replaced = rates[p:p + times[p]]
         merged.append(fsum(replaced) / len(replaced) * scale_lr(1.0, len(replaced), rule))
-        p, previous = p + factor, factor
+        p += times[p]
     return Schedule(lengths, merged)

@@ -40,18 +40,17 @@ class Trial:
 def run_trial(make_step: MakeStep, microbatch: int, accumulate_step: int, device_target: str,
               memory_limit: float = inf, timeout: Optional[float] = None) -> Trial:
     """Make a step and call it `accumulate_step + 1` times, past an update; see `planning.plan_micro_batch`."""
-    start, seconds = monotonic(), None
+    start, dry = monotonic(), is_dry_run(device_target)
     ended, reason, result, seen = in_a_process(device_target, _peak_of, pickled(make_step), device_target, microbatch,
                                                accumulate_step + 1, memory_limit=memory_limit, timeout=timeout)
-    if not is_dry_run(device_target):
-        seconds = monotonic() - start
-    elif ended == "out of memory":
+    if dry and ended == "out of memory":
         ended, reason = "failed", "this machine ran out of memory, not the NPU that is planned for"
-    elif ended == "failed":
+    elif dry and ended == "failed":
         reason += " (if the step reads values: in a dry run, all are 0)"
-    if ended == "completed" and result > memory_limit:
+    elif ended == "completed" and result > memory_limit:
         ended = "beyond the limit"
-    return Trial(microbatch, accumulate_step, result or seen, ended == "completed", ended, seconds, reason)
+    return Trial(microbatch, accumulate_step, result or seen, ended == "completed", ended,
+                 None if dry else monotonic() - start, reason)
 
 
 def made_step(make_step: bytes, device_target: str, microbatch: int, **options: Any) -> Callable[[], Any]:

@@ -2,16 +2,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from ..pieces import starts_of
-from .comparison import CONFIDENCE, Calls, Comparison, Division, norms
+from .comparison import CONFIDENCE, Calls, Comparison, Division
 from .groupnorm import BATCH_NORMS, statistics_of
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -45,6 +45,9 @@ _NO_MEAN = ("no weighted mean: no weights make the gradients of the pieces into 
 _NONLINEAR = ("nonlinear backward pass: its gradient is not proportional to the one it gets, as where a bprop clips it",
               "clip relative to the norm of the gradient, or clip the accumulated gradient with clip_norm=")
 
+# What is counted in labels or a mask, as code.
+_COUNTS = ("({} != -100).sum()", "({} != -1).sum()", "({} != 0).sum()", "{}.sum()")
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -56,10 +59,9 @@ class Cause:
     remedy: str
 
 
-def causes_in(functions: dict[str, Callable], what: str, remedy: str) -> list[Cause]:
-    """Return a cause for each of some layers or functions."""
-    return [Cause(name, type(function).__name__ if isinstance(function, nn.Cell) else "function", what, remedy)
-            for name, function in functions.items()]
+def in_layers(cells: dict[str, nn.Cell], what: str, remedy: str) -> list[Cause]:
+    """Return a cause for each of some layers."""
+    return [Cause(name, type(cell).__name__, what, remedy) for name, cell in cells.items()]
 
 
 def in_loss(division: Division, what: str, remedy: str) -> list[Cause]:
@@ -77,21 +79,21 @@ def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause], lis
         (loss, first), (other_loss, second) = (division.run(division.batch) for _ in range(2))
         # Kernels that sum in any order differ in their last digits, random numbers from the first digit on.
         limit = np.sqrt(division.roundoff)
-        random = _differing(division, first, second, limit)
+        # A LayerNorm behind a Dropout that changes little may make much of it: it is not random.
+        random = _differing(division, first, second, limit, 0.0) or _differing(division, first, second, limit)
         if random.keys() <= off.keys():  # none, or found again
-            off = {name: cell for name, cell in off.items() if name not in random}
-            in_function = in_loss(division, *_RANDOM) if _distance([(loss, other_loss)]) > limit else []
-            masks = {name: cell for name, cell in off.items()
-                     if isinstance(cell, _DROPOUTS) or type(cell).__module__.startswith("mindspore.")}
-            blindly = {name: cell for name, cell in off.items() if name not in masks}
-            return (causes_in(masks, *_SWITCHED_OFF), causes_in(blindly, *_SWITCHED_OFF_BLINDLY),
-                    causes_in(random, *_RANDOM) or in_function)
+            break
         kinds = {type(cell) for cell in random.values()}
         off |= random | {name: cell for name, cell in division.layers.cells.items()
                          if type(cell) in kinds and name in first and cell.training and getattr(cell, "p", None) != 0}
         for cell in off.values():
             cell.training = False  # it alone: a BatchNorm inside it stays as it is
         division.layers.keep()
+    masks, blindly = ({name: cell for name, cell in off.items() if name not in random and ours == (
+        isinstance(cell, _DROPOUTS) or type(cell).__module__.startswith("mindspore."))} for ours in (True, False))
+    in_function = in_loss(division, *_RANDOM) if _distance([(loss, other_loss)]) > limit else []
+    return (in_layers(masks, *_SWITCHED_OFF), in_layers(blindly, *_SWITCHED_OFF_BLINDLY),
+            in_layers(random, *_RANDOM) or in_function)
 
 
 def causes_of(division: Division, comparison: Comparison) -> list[Cause]:
@@ -100,27 +102,27 @@ def causes_of(division: Division, comparison: Comparison) -> list[Cause]:
     division.run(division.batch)
     _, after = division.run(division.pieces[0], restored=False)
     moved = _differing(division, before, after, CONFIDENCE * division.eps)
-    frozen = {name: cell for name, cell in division.layers.cells.items()
-              if name in division.called and isinstance(cell, BATCH_NORMS) and statistics_of(cell) is cell
+    called = {name: cell for name, cell in division.layers.cells.items() if name in before}
+    frozen = {name: cell for name, cell in called.items() if isinstance(cell, BATCH_NORMS)
+              and statistics_of(cell) is cell
               and (cell.training if cell.use_batch_statistics is None else cell.use_batch_statistics)}
     division.layers.restore()
     for cell in frozen.values():
         cell.training, cell.use_batch_statistics = False, None
     division.layers.keep()
-    division.between = bool(moved)
-    found = causes_in(moved, *_STATE) + causes_in(frozen, *_BATCH_STATISTICS)
-    rest = division.compare() if found else comparison
+    found = in_layers(moved, *_STATE) + in_layers(frozen, *_BATCH_STATISTICS)
+    rest = division.compare(restored=bool(moved)) if found else comparison
     if not rest.exact:
         (_, batch), (_, piece) = division.run(division.batch), division.run(division.pieces[0])
         coupled = _differing(division, batch, piece, np.sqrt(division.roundoff))
-        found += causes_in({name: cell for name, cell in coupled.items() if name not in moved}, *_COUPLING)
-        found += [] if coupled else (
-            _wrong_normalisation(division, rest) or _nonlinear_backward(division, rest) or _two_means(division, rest))
+        found += in_layers({name: cell for name, cell in coupled.items() if name not in moved}, *_COUPLING)
+        found += [] if coupled else (_wrong_normalisation(division, rest)
+                                     or _nonlinear_backward(division, rest, called) or _two_means(division, rest))
     return found or in_loss(division, *_NO_MEAN)
 
 
-def _differing(division: Division, some: Calls, others: Calls, limit: float) -> dict[str, nn.Cell]:
-    """Return the innermost layers whose outputs differ between two runs, although their inputs agree.
+def _differing(division: Division, some: Calls, others: Calls, limit: float, agree: float = inf) -> dict[str, nn.Cell]:
+    """Return the innermost layers whose outputs differ between two runs, although their inputs `agree` up to rounding.
 
     Layers behind such a one get other inputs and are not judged. If the second run saw a part of the batch, that part
     of the first is compared.
@@ -130,7 +132,7 @@ def _differing(division: Division, some: Calls, others: Calls, limit: float) -> 
         inputs, outputs = (list(zip(*both)) for both in zip(some[name], others[name]))
         if any(a.shape != b.shape for a, b in inputs):  # then an output that is not cut is none for samples
             outputs = [(a, b) for a, b in outputs if a.shape != b.shape]
-        if _distance(outputs) > limit and _distance(inputs) <= CONFIDENCE * division.eps:
+        if _distance(outputs) > limit and _distance(inputs) <= min(agree, CONFIDENCE * division.eps):
             found[name] = division.layers.cells[name]
     return {name: cell for name, cell in found.items()
             if not any(inner is not cell and inner in found.values() for _, inner in cell.cells_and_names())}
@@ -151,11 +153,8 @@ def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:
 
 def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cause]:
     """Return the cause if some weights turn the gradients of the pieces into that of the batch."""
-    batch, *pieces = comparison.sketches
-    counted = [i for i, piece in enumerate(pieces) if division.shares[i] > 0 or np.isfinite(piece).all()]
     # A piece without tokens has loss NaN and gradient 0 with nn.CrossEntropyLoss(ignore_index=...).
-    rows = [pieces[i] if pieces[i][:-1].any() else np.zeros_like(batch) for i in counted]
-    sketches = _without_nan_losses(np.array([batch, *rows]))
+    sketches = np.nan_to_num(comparison.sketches, posinf=0.0, neginf=0.0)
     batch, rows = sketches[0], sketches[1:]
 
     def explains(shares: np.ndarray) -> bool:
@@ -169,23 +168,15 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
                        f"{len(rows)} pieces takes the mean", "return the mean over the samples")
     fitted = np.linalg.lstsq((rows[:-1] - rows[-1]).T, batch - rows[-1], rcond=1e-12)[0]
     fitted = np.clip(np.append(fitted, 1 - fitted.sum()), 0, None) * rows.any(1)  # as weights with the sum 1
-    weights = [*_usual_weights(division, [division.pieces[i] for i in counted]), (
-        "what the mean in the loss divides by, e.g. the number of unmasked tokens", fitted)]
-    for code, weight in weights:
+    for code, weight in [*_usual_weights(division, division.pieces), (
+            "what the mean in the loss divides by, e.g. the number of unmasked tokens", fitted)]:
         if weight.sum() > 0 and explains(weight / weight.sum()):
             got, used = (", ".join(f"{share:.4g}" for share in shares)
-                         for shares in (weight / weight.sum(), division.shares[counted]))
+                         for shares in (weight / weight.sum(), division.shares))
             give = "give weight_fn=, a function of a piece, and " if division.weight_fn is None else ""
             return in_loss(division, f"wrong normalisation: the batch counts its pieces {got}, but they were weighted "
                            f"{used}", f"{give}let weight_fn return {code}")
     return []
-
-
-def _without_nan_losses(sketches: np.ndarray) -> np.ndarray:
-    """Return sketches whose losses are all 0 if one is not finite, as that of two means where one has no token."""
-    if np.isfinite(sketches[:, -1]).all():
-        return sketches
-    return np.append(sketches[:, :-1], np.zeros((len(sketches), 1)), axis=1)
 
 
 def _usual_weights(division: Division, pieces: list[tuple]) -> Iterator[tuple[str, np.ndarray]]:
@@ -195,16 +186,11 @@ def _usual_weights(division: Division, pieces: list[tuple]) -> Iterator[tuple[st
     first = [p.name for p in parameters if p.kind != p.VAR_POSITIONAL][:len(pieces[0]) - len(division.names)]
     for argument, axis, *values in zip((*first, *division.names), division.cut, *pieces):
         if isinstance(values[0], Tensor) and values[0].ndim:
-            arrays = [value.asnumpy() for value in values]
-            if axis is not None:
-                size = f"{argument}.shape[{axis}]" if axis else f"len({argument})"
-                yield size, np.array([float(a.shape[axis]) for a in arrays])
-            shifted = ("[1:]", np.s_[1:]) if axis == 1 else ("[:, 1:]", np.s_[:, 1:])  # along time
-            for part, cut in (("", ...), shifted)[:values[0].ndim]:
-                name = argument + part
-                for ignored in (-100, -1, 0):
-                    yield f"({name} != {ignored}).sum()", np.array([(a[cut] != ignored).sum() for a in arrays])
-                yield f"{name}.sum()", np.array([float(a[cut].sum()) for a in arrays])
+            sizes = [f"{{}}.shape[{axis}]" if axis else "len({})"] * (axis is not None)
+            parts = ("{}", "{}[1:]" if axis == 1 else "{}[:, 1:]")[:values[0].ndim]  # whole, and shifted along time
+            for form in [*sizes, *(count.format(part) for part in parts for count in _COUNTS)]:
+                counts = [float(eval(form.format("a"), {"a": value.asnumpy()})) for value in values]
+                yield form.format(argument), np.array(counts)
 
 
 def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
@@ -216,23 +202,24 @@ def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
     """
     if division.samples < 3:
         return []
-    ends = [*(start for start, _ in starts_of(division.samples, 4)), division.samples]
-    parts, gradients = len(ends) - 1, []
-    sets = [some for size in range(parts) for some in combinations(range(parts), size + 1)]
-    inputs = [division.rows([row for i in some for row in range(ends[i], ends[i + 1])]) for some in sets]
+    parts = np.array_split(np.arange(division.samples), min(4, division.samples))
+    sets = [some for size in range(len(parts)) for some in combinations(range(len(parts)), size + 1)]
+    inputs, gradients = [division.rows(np.concatenate([parts[i] for i in some])) for some in sets], []
     for rows in inputs:
         division.layers.restore()
-        gradients.append(division.gradients(rows)[1])
-    split = np.split(_without_nan_losses(np.array(gradients)), [-1], axis=1)  # gradients, losses
+        gradients.append(division.sketch(division.gradients(rows)))
+    if not np.isfinite(gradients).all():  # a part has no token: counts of them explain nothing
+        return []
+    split = np.split(np.array(gradients), [-1], axis=1)  # gradients, losses
     split = [np.linalg.qr(values.T, mode="r").T for values in split]  # all that norms and sums need
-    inside = np.array([[part in some for part in range(parts)] for some in sets[parts:]])
+    inside = np.array([[part in some for part in range(len(parts))] for some in sets[len(parts):]])
     means = {}
-    for code, weight in _usual_weights(division, inputs[:parts]):
+    for code, weight in _usual_weights(division, inputs[:len(parts)]):
         if (weight > 0).all():
             shares = inside * weight / (inside @ weight)[:, None]
             means.setdefault(shares.round(9).tobytes(), (code, shares))
     for (one, a), (other, b) in combinations(means.values(), 2):
-        left = [values[parts:] - a @ values[:parts] for values in split]
+        left = [values[len(parts):] - a @ values[:len(parts)] for values in split]
         left = [rest - (b - a) @ np.linalg.lstsq(b - a, rest, rcond=1e-9)[0] for rest in left]
         if all(np.linalg.norm(rest) <= comparison.rounding * np.linalg.norm(of) for rest, of in zip(left, split)):
             return in_loss(division, f"wrong normalisation: the loss is a sum of two means, over {one} and {other}",
@@ -241,15 +228,15 @@ def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
     return []
 
 
-def _nonlinear_backward(division: Division, comparison: Comparison) -> list[Cause]:
+def _nonlinear_backward(division: Division, comparison: Comparison, called: dict[str, nn.Cell]) -> list[Cause]:
     """Return the causes if the gradient does not scale with the loss: layers with a bprop of their own, or the loss.
 
     In the mean over a piece, samples get larger gradients than in the mean over the batch.
     """
-    scale = 2.0 ** np.ceil(np.log2(len(division.pieces)))  # by a power of two: exact in any dtype
+    scale = float(2.0 ** np.ceil(np.log2(len(division.pieces))))  # by a power of two: exact in any dtype
     division.layers.restore()
-    gradients, _ = division.gradients(division.batch, scale)
-    if (norms([g / scale - whole for g, whole in zip(gradients, comparison.whole)]) <= comparison.explained).all():
+    scaled = division.gradients(division.batch, scale) / scale
+    if (division.norms(scaled - comparison.whole) <= comparison.explained).all():
         return []
-    own = {name: cell for name, cell in division.layers.cells.items() if cell.has_bprop and name in division.called}
-    return causes_in(own, *_NONLINEAR) or in_loss(division, *_NONLINEAR)
+    own = {name: cell for name, cell in called.items() if cell.has_bprop}
+    return in_layers(own, *_NONLINEAR) or in_loss(division, *_NONLINEAR)

@@ -45,8 +45,8 @@ class Comparison(NamedTuple):
     exact: bool  # whether rounding explains all differences
     rounding: float  # what rounding explains, relative to all gradients together
     finite: bool  # whether the undivided gradients are
-    whole: list[np.ndarray]  # the undivided gradients
-    sketches: np.ndarray  # some elements of the gradients, and the loss: of the batch, then of its pieces
+    whole: np.ndarray  # the undivided gradient, and the loss
+    sketches: np.ndarray  # some of their elements, the loss last: of the batch, then of its pieces
 
 
 class Division:
@@ -54,9 +54,7 @@ class Division:
 
     Attributes:
         error: What op by op execution raised, if `forward_fn` is therefore compiled.
-        between: Whether state is restored before each piece, not only before the first.
         cut: The axis that counts the samples in each argument; None for one that is not cut.
-        called: Names of the layers that ran.
         names: Names of the last arguments of `forward_fn`, if they were given by name.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
         eps: Relative error of a sum.
@@ -64,29 +62,25 @@ class Division:
 
     def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
                  weight_fn: Optional[Callable], batch_axis: int = 0, names: tuple[str, ...] = ()) -> None:
-        self.names = names
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
+        self.names, self.error = names, None
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
+        self._ends = np.cumsum([p.size for p in self.parameters])
+
+        def scaled(scale: float, *inputs: Any) -> Tensor:  # a function, also if `forward_fn` is a Cell or a partial
+            return forward_fn(*inputs) * scale
+
+        self._scaled, self._differentiated = scaled, ms.value_and_grad(scaled, None, self.parameters)
         self.samples, self.cut = layout(batch, batch_axis)
         spans = starts_of(self.samples, pieces)
         self.pieces = [self.rows(range(start, start + rows)) for start, rows in spans]
-        self.error, self.between = None, False
-        try:
-            runs = [self.run(batch)]
-        except (TypeError, AttributeError) as error:  # as where a Tensor's method returns something else in a graph
-            self.error = error
-            os.environ.pop("MS_JIT", None)  # until `untouched` ends
-            try:
-                runs = [self.run(batch)]
-            except Exception:
-                raise error from None
+        runs = [self._run_batch()]
         # A piece of each size: after an error in a gradient, MindSpore may not compile again.
         runs += [self._on_piece(place, self.run) for place in (0, len(self.pieces) - 1)]
         if isinstance(runs[0][0], (tuple, list)):
             raise TypeError(f"forward_fn returned {len(runs[0][0])} values, expected the loss alone; return no aux, or "
                             "give losses= their number (in a shell: --losses) if these are losses")
-        self.called = {name for _, calls in runs for name in calls}
         tensors = [checked_loss(loss, "forward_fn") for loss, _ in runs]
         tensors += [t for _, calls in runs for _, outputs in calls.values() for t in outputs]
         casts = any(map(casts_inside, (forward_fn, *layers.cells.values())))  # to bfloat16, or to what is finer
@@ -107,6 +101,19 @@ class Division:
     def rows(self, places: Iterable[int]) -> tuple:
         """Return some rows of the batch."""
         return select_rows(Tensor(list(places), ms.int32), self.cut, self.batch)
+
+    def _run_batch(self) -> tuple[Any, Calls]:
+        """Return what `run` returns for the batch. From now on, compile what fails op by op and not as a graph."""
+        try:
+            return self.run(self.batch)
+        except (TypeError, AttributeError) as error:  # as where a Tensor's method returns something else in a graph
+            self.error = error
+            os.environ.pop("MS_JIT", None)  # until `untouched` ends
+            self._scaled, self._differentiated = ms.jit(self._scaled), ms.jit(self._differentiated)
+            try:
+                return self.run(self.batch)
+            except Exception:
+                raise error from None
 
     def _on_piece(self, place: int, function: Callable) -> Any:
         """Return what `run` or `gradients` return for a piece. The batch was run before."""
@@ -129,41 +136,38 @@ class Division:
             with self.layers.watched(visit):
                 loss = self.forward_fn(*inputs)
         else:
-            loss = ms.jit(self._scaled(1.0))(*inputs)
+            loss = self._scaled(1.0, *inputs)
         [t.asnumpy() for t in tensors_in(loss)]  # kernels report errors late
         return loss, calls
 
-    def gradients(self, inputs: tuple, scale: float = 1.0) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the gradients of the loss times `scale`, and a sketch: some elements of them, and the loss."""
-        differentiated = ms.value_and_grad(self._scaled(scale), None, self.parameters)
-        loss, gradients = (differentiated if self.error is None else ms.jit(differentiated))(*inputs)
-        arrays = [t.astype(ms.float32).asnumpy() for t in (*gradients, loss)]
-        return arrays[:-1], np.concatenate([a.ravel()[::-(-a.size // _SKETCHED)] for a in arrays], dtype=float)
+    def gradients(self, inputs: tuple, scale: float = 1.0) -> np.ndarray:
+        """Return the gradients of the loss times `scale`, one after the other, and behind them the loss: float32."""
+        loss, gradients = self._differentiated(scale, *inputs)
+        return np.concatenate([t.astype(ms.float32).asnumpy().ravel() for t in (*gradients, loss)])
 
-    def _scaled(self, scale: float) -> Callable:
-        """Return a function, also if `forward_fn` is a Cell or a partial."""
-        forward_fn = self.forward_fn
+    def norms(self, gradients: np.ndarray) -> np.ndarray:
+        """Return the Euclidean norm of each parameter's gradient."""
+        return np.array([np.linalg.norm(g.astype(np.float64)) for g in np.split(gradients, self._ends)[:-1]])
 
-        def forward(*inputs: Any) -> Tensor:
-            return forward_fn(*inputs) * scale
+    def sketch(self, gradients: np.ndarray) -> np.ndarray:
+        """Return some elements of each parameter's gradient, and the loss: float64."""
+        return np.concatenate([g[::-(-g.size // _SKETCHED)] for g in np.split(gradients, self._ends)], dtype=float)
 
-        return forward
-
-    def compare(self) -> Comparison:
-        """Compare the gradients. State that a forward pass moves goes on from piece to piece, as in training."""
+    def compare(self, restored: bool = False) -> Comparison:
+        """Compare the gradients. State goes on from piece to piece, as in training, unless it is `restored`."""
         self.layers.restore()
-        whole, sketch = self.gradients(self.batch)
-        total, magnitudes, sketches = [np.zeros(g.shape) for g in whole], np.zeros(len(whole)), [sketch]
+        whole = self.gradients(self.batch)
+        total, magnitudes, sketches = np.zeros(whole.shape), np.zeros(len(self.parameters)), [self.sketch(whole)]
         self.layers.restore()
         for place, share in enumerate(self.shares):
-            if self.between:
+            if restored:
                 self.layers.restore()
-            gradients, sketch = self._on_piece(place, self.gradients)
-            sketches.append(sketch)
+            gradients = self._on_piece(place, self.gradients)
+            sketches.append(self.sketch(gradients))
             if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
-                magnitudes += share * norms(gradients)
-                total = [t + share * g for t, g in zip(total, gradients)]
-        undivided, accumulated, difference = norms(whole), norms(total), norms([t - g for t, g in zip(total, whole)])
+                magnitudes += share * self.norms(gradients)
+                total += share * gradients
+        undivided, accumulated, difference = map(self.norms, (whole, total, total - whole))
         if not undivided.any() and not accumulated.any():
             raise ValueError("the gradient is 0 in all parameters of network, so there is nothing to compare; does "
                              "forward_fn call this network, and does its loss depend on it?")
@@ -180,7 +184,7 @@ class Division:
         return Comparison(np.where(silent, 0.0, relative), tolerances, explained, bool((difference <= explained).all()),
                           rounding, bool(np.isfinite(undivided).all()), whole, np.array(sketches))
 
-    def _change(self, whole: list[np.ndarray], seed: int) -> np.ndarray:
+    def _change(self, whole: np.ndarray, seed: int) -> np.ndarray:
         """Return how far the gradients of the batch move with weights that are off by rounding."""
         signs = np.random.default_rng(seed)
         self.layers.restore()
@@ -188,15 +192,9 @@ class Division:
             value = parameter.asnumpy()
             off = value.astype(np.float64) * (1 + self.eps * signs.choice((-1.0, 1.0), value.shape))
             ops.assign(parameter, Tensor(off.astype(value.dtype), parameter.dtype))
-        moved, _ = self.gradients(self.batch)
+        change = self.norms(self.gradients(self.batch) - whole)
         self.layers.restore()
-        change = norms([m - g for m, g in zip(moved, whole)])
         return np.where(np.isfinite(change), change, 0.0)  # a perturbed network that overflows gives no bound
-
-
-def norms(gradients: list[np.ndarray]) -> np.ndarray:
-    """Return the Euclidean norm of each."""
-    return np.array([np.linalg.norm(g.astype(np.float64).ravel()) for g in gradients])
 
 
 def tensors_in(values: Any) -> list[Tensor]:

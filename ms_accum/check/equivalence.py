@@ -19,7 +19,7 @@ from . import causes
 from .causes import Cause as Cause
 from .causes import in_loss
 from .comparison import FLOAT32, Comparison, Division
-from .isolation import in_float32, untouched
+from .isolation import untouched
 
 _LISTED = 5  # parameters, and names of layers, that a report spells out
 _CLEAR = 1e-3  # of the gradient: a mistake of this size has to be seen
@@ -216,7 +216,7 @@ def _judged(division: Division, comparison: Comparison) -> tuple[Optional[bool],
 
 def _judged_in_float32(division: Division, comparison: Comparison, divided: Callable) -> Optional[tuple]:
     """Return the verdict on a float32 copy, the causes and the comparison to report; None if there is no copy."""
-    with in_float32(division.layers, division.forward_fn, division.batch) as batch:
+    with division.layers.in_float32(division.forward_fn, division.batch) as batch:
         try:
             copy = divided(layers=division.layers, batch=batch)
         except Exception:  # code that casts by itself may not fit float32

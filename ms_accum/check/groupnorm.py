@@ -15,17 +15,16 @@ _VALUES = 8
 def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
     """Replace every BatchNorm in a network, in place, by a GroupNorm with the same gamma and beta.
 
-    GroupNorm normalises each sample by its own mean and variance over groups of channels, so accumulation is exact.
-    The moving statistics are dropped. Gamma and beta stay the same Parameters (value, name, dtype, requires_grad), so
-    optimizers and checkpoints still fit. The outputs of the network change: train it, or fine-tune it, with the new
-    layers. Call this function before the network is compiled, because a graph keeps its layers.
+    GroupNorm normalises each sample by its own mean and variance over groups of channels, so accumulation is exact. Its
+    outputs are others: train the network, or fine-tune it. Gamma and beta stay the same Parameters, so optimizers and
+    checkpoints still fit; the moving statistics are dropped. Call this before the network is compiled.
 
     Args:
         network: Any tree of cells. `nn.BatchNorm1d`, `nn.BatchNorm2d`, `nn.BatchNorm3d`, `nn.SyncBatchNorm` and their
             subclasses are replaced; a shared layer stays shared. Layers built with `use_batch_statistics=False` stay.
         num_groups: Number of groups of channels in a layer. If it does not divide the channels, the largest smaller
             number that does and leaves two channels in a group is used. In place of a BatchNorm1d, where a channel may
-            be one value, a group has at least 8 channels: two values would be normalised to almost +1 and -1.
+            be one value, a group has at least 8: two values would become almost +1 and -1.
 
     Returns:
         The names of the replaced layers, as in `network.cells_and_names()`; a shared layer has several.
@@ -49,17 +48,20 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
                          "cell that holds it, or use nn.GroupNorm")
     num_groups = whole_number("num_groups", num_groups, "give the groups of channels, e.g. 32")
     # `name_cells()` would leave out the second name of a shared layer.
-    places = [(parent, name, child, f"{path}.{name}" if path else name)
+    places = [(parent, place, name, child, f"{path}.{name}" if path else name)
               for path, parent in network.cells_and_names() if not isinstance(parent, BATCH_NORMS)
-              for name, child in vars(parent)["_cells"].items()
+              for place, (name, child) in enumerate(vars(parent)["_cells"].items())
               if isinstance(child, BATCH_NORMS) and statistics_of(child).use_batch_statistics is not False]
     # All layers are made before the first is replaced, so an error replaces nothing.
-    layers = {id(child): _group_norm(path, child, num_groups) for _, _, child, path in places[::-1]}
-    for parent, name, child, _ in places:
-        _replace(parent, name, layers[id(child)])
-    for _, _, child, _ in places:  # only now, because a parent renames the parameters of a new child
+    layers = {id(child): _group_norm(path, child, num_groups) for *_, child, path in places[::-1]}
+    for parent, place, name, child, _ in places:
+        if isinstance(parent, (nn.SequentialCell, nn.CellList, nn.CellDict)):
+            parent[name if isinstance(parent, nn.CellDict) else place] = layers[id(child)]
+        else:
+            setattr(parent, name, layers[id(child)])
+    for *_, child, _ in places:  # only now, because a parent renames the parameters of a new child
         layers[id(child)].gamma, layers[id(child)].beta = statistics_of(child).gamma, statistics_of(child).beta
-    return [path for _, _, _, path in places]
+    return [path for *_, path in places]
 
 
 def statistics_of(layer: nn.Cell) -> nn.Cell:
@@ -83,16 +85,6 @@ def _group_norm(path: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
 
 def groups_for(channels: int, num_groups: int, alone: bool) -> int:
     """Return the number of groups for some channels, each a single value if `alone`; see `batchnorm_to_groupnorm`."""
-    if channels % num_groups == 0 and (not alone or channels // num_groups >= _VALUES):
-        return num_groups
     least = _VALUES if alone else 2
-    return max([g for g in range(1, min(num_groups, channels // least) + 1) if channels % g == 0], default=1)
-
-
-def _replace(parent: nn.Cell, name: str, layer: nn.Cell) -> None:
-    if isinstance(parent, (nn.SequentialCell, nn.CellList)):
-        parent[list(vars(parent)["_cells"]).index(name)] = layer
-    elif isinstance(parent, nn.CellDict):
-        parent[name] = layer
-    else:
-        setattr(parent, name, layer)
+    return max([g for g in range(1, min(num_groups, channels) + 1) if channels % g == 0
+                and (channels // g >= least or (g == num_groups and not alone))], default=1)

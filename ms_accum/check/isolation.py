@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from operator import setitem
-from typing import Any
+from typing import Any, Optional
 from unittest.mock import patch
 
 import mindspore as ms
@@ -19,12 +18,11 @@ from mindspore.train import amp
 
 from ..gradients import HALF
 
-_KINDS = (Tensor, ops.Primitive, int, float, str, type(None))  # of state: what is inside of lists is not seen
 _TO_FLOAT = ("fp16", "bf16", "fp32")  # the flags of `to_float`
 
 
 class Layers:
-    """The cells of a network, and others that run, by name, with their state: Parameters, Tensors, numbers, flags."""
+    """The cells of a network, and others that run, by name; what their attributes are is kept, and can be restored."""
 
     def __init__(self, network: nn.Cell) -> None:
         self.cells: dict[str, nn.Cell] = {}
@@ -49,12 +47,44 @@ class Layers:
 
     def restore(self, as_found: bool = False) -> None:
         """Write back what has changed."""
-        for holder, name, value, content in self._found if as_found else self._kept:
-            if holder.get(name) is not value:
-                holder[name] = value
-            if content is not None and content != value.asnumpy().tobytes():
-                array = np.frombuffer(content, value.asnumpy().dtype).reshape(value.shape)
-                ops.assign(value, Tensor(array, value.dtype))  # `set_data` would not reach a compiled graph
+        for holder, values, contents in self._found if as_found else self._kept:
+            for name in holder.keys() - values.keys():
+                del holder[name]
+            for name, value in values.items():
+                if holder.get(name, holder) is not value:  # a frozen dict refuses even what changes nothing
+                    holder[name] = value
+            for value, content in contents:
+                if content != value.asnumpy().tobytes():
+                    array = np.frombuffer(content, value.asnumpy().dtype).reshape(value.shape)
+                    ops.assign(value, Tensor(array, value.dtype))  # `set_data` would not reach a compiled graph
+
+    @contextmanager
+    def in_float32(self, forward_fn: Callable, batch: tuple) -> Iterator[tuple]:
+        """Within the block, compute in float32 what `to_float`, `amp` or parameters make 16 bits; yield the batch.
+
+        What the code of a layer casts by itself stays.
+        """
+        before, copies = self._kept, {}
+        with ExitStack() as afterwards:
+            for cell in self.cells.values():
+                flags = {flag: cell.get_flags().get(flag, False) for flag in _TO_FLOAT}
+                if flags["fp16"] or flags["bf16"]:
+                    afterwards.callback(cell.add_flags, **flags)
+                    cell.add_flags(fp16=False, bf16=False, fp32=True)
+                vars(cell)["_params"].update(_in_float32(cell, copies))
+                if type(cell).__name__ == "_OutputTo16":  # which O2 wraps around a float32 layer
+                    cell.dtype = ms.float32
+            for function in filter(casts_inside, (forward_fn, *self.cells.values())):
+                module = sys.modules[type(function).__module__]
+                if hasattr(module, "amp_cast"):  # which O1 has written
+                    afterwards.enter_context(patch.object(module, "amp_cast", lambda value, _: value))
+                afterwards.enter_context(patch.object(function, "_amp_level", "O0"))
+            for name in ("push_amp_strategy", "pop_amp_strategy"):  # of the level "auto"
+                afterwards.enter_context(patch.object(amp, name, lambda *strategy: None))
+            self.keep()
+            yield tuple([t.astype(ms.float32) if isinstance(t, Tensor) and t.dtype in HALF else t for t in batch])
+        self._kept = before
+        self.restore()
 
     @contextmanager
     def watched(self, visit: Callable[[str, tuple, Any], None]) -> Iterator[None]:
@@ -72,40 +102,16 @@ class Layers:
 
 
 def _state(cell: nn.Cell) -> list[tuple]:
-    """Return `(dict of the cell, name, value, bytes of a Tensor)` of what a cell holds."""
-    attributes, usual = vars(cell), vars(nn.Cell()).keys() - {"training", "_phase"}
-    holders = [(attributes, attributes.keys() - usual)]
-    holders += [(attributes[name], attributes[name]) for name in ("_params", "_buffers", "_primitives")]
-    return [(holder, name, holder[name], holder[name].asnumpy().tobytes() if isinstance(holder[name], Tensor) else None)
-            for holder, names in holders for name in names if isinstance(holder[name], _KINDS)]
+    """Return `(dict, what it holds, bytes of each Tensor in it)` for a cell's attributes and each dict among them."""
+    return [(holder, dict(holder), [(value, value.asnumpy().tobytes()) for value in holder.values()
+                                    if isinstance(value, Tensor)])
+            for holder in (vars(cell), *vars(cell).values()) if isinstance(holder, dict)]
 
 
-@contextmanager
-def untouched(network: nn.Cell) -> Iterator[Layers]:
-    """Run the block op by op, then restore parameters and other state, flags, random state and mode."""
-    with in_mode(ms.PYNATIVE_MODE), ExitStack() as afterwards:
-        for restore, *state in ((KERNEL_SEEDS.update, dict(KERNEL_SEEDS)), (KERNEL_SEEDS.clear,),  # in reverse order
-                                (ms.set_rng_state, ms.get_rng_state()), (random.setstate, random.getstate()),
-                                (np.random.set_state, np.random.get_state())):
-            afterwards.callback(restore, *state)
-        layers = Layers(network)
-        afterwards.callback(layers.restore, as_found=True)
-        yield layers
-
-
-@contextmanager
-def in_mode(mode: int) -> Iterator[None]:
-    """Run the block in graph mode or PyNative. In PyNative, jitted functions run op by op, too."""
-    before, jit = ms.get_context("mode"), os.environ.get("MS_JIT")
-    ms.set_context(mode=mode)
-    if mode == ms.PYNATIVE_MODE:
-        os.environ["MS_JIT"] = "0"
-    try:
-        yield
-    finally:
-        ms.set_context(mode=before)
-        os.environ.pop("MS_JIT", None)
-        os.environ.update({} if jit is None else {"MS_JIT": jit})
+def _in_float32(cell: nn.Cell, copies: dict[int, Parameter]) -> dict[str, Parameter]:
+    """Return float32 copies of a cell's 16-bit Parameters: `set_dtype`, there and back, would not reach a graph."""
+    return {name: copies.setdefault(id(p), Parameter(p.astype(ms.float32), p.name, p.requires_grad))
+            for name, p in vars(cell)["_params"].items() if p is not None and p.dtype in HALF}
 
 
 def casts_inside(function: object) -> bool:
@@ -114,36 +120,26 @@ def casts_inside(function: object) -> bool:
 
 
 @contextmanager
-def in_float32(layers: Layers, forward_fn: Callable, batch: tuple) -> Iterator[tuple]:
-    """Within the block, compute in float32 what `to_float`, `amp` or parameters make 16 bits; yield the batch.
-
-    What the code of a layer casts by itself stays.
-    """
-    copies: dict[int, Parameter] = {}
+def untouched(network: nn.Cell) -> Iterator[Layers]:
+    """Run the block op by op, jitted functions too, then restore state, flags, random state and mode."""
     with ExitStack() as afterwards:
-        for cell in layers.cells.values():
-            _layer_in_float32(cell, copies, afterwards)
-        for function in filter(casts_inside, (forward_fn, *layers.cells.values())):
-            module = sys.modules[type(function).__module__]
-            if hasattr(module, "amp_cast"):  # which O1 has written
-                afterwards.enter_context(patch.object(module, "amp_cast", lambda value, _: value))
-            afterwards.enter_context(patch.object(function, "_amp_level", "O0"))
-        for name in ("push_amp_strategy", "pop_amp_strategy"):  # of the level "auto"
-            afterwards.enter_context(patch.object(amp, name, lambda *strategy: None))
-        layers.keep()
-        yield tuple([t.astype(ms.float32) if isinstance(t, Tensor) and t.dtype in HALF else t for t in batch])
+        afterwards.enter_context(patch.dict(KERNEL_SEEDS))
+        for restore, state in ((_set_mode, ms.get_context("mode")), (_set_jit, os.environ.get("MS_JIT")),
+                               (ms.set_rng_state, ms.get_rng_state()), (random.setstate, random.getstate()),
+                               (np.random.set_state, np.random.get_state())):
+            afterwards.callback(restore, state)
+        _set_mode(ms.PYNATIVE_MODE)
+        _set_jit("0")
+        layers = Layers(network)
+        afterwards.callback(layers.restore, as_found=True)
+        yield layers
 
 
-def _layer_in_float32(cell: nn.Cell, copies: dict[int, Parameter], afterwards: ExitStack) -> None:
-    flags = {flag: cell.get_flags().get(flag, False) for flag in _TO_FLOAT}
-    if flags["fp16"] or flags["bf16"]:
-        afterwards.callback(cell.add_flags, **flags)
-        cell.add_flags(fp16=False, bf16=False, fp32=True)
-    parameters = vars(cell)["_params"]
-    for name, p in parameters.items():
-        if p is not None and p.dtype in HALF:  # `set_dtype`, there and back, would not reach a compiled graph
-            afterwards.callback(setitem, parameters, name, p)
-            copy = Parameter(p.astype(ms.float32), name=p.name, requires_grad=p.requires_grad)
-            parameters[name] = copies.setdefault(id(p), copy)
-    if type(cell).__name__ == "_OutputTo16":  # which O2 wraps around a float32 layer
-        afterwards.enter_context(patch.object(cell, "dtype", ms.float32))
+def _set_mode(mode: int) -> None:
+    ms.set_context(mode=mode)
+
+
+def _set_jit(value: Optional[str]) -> None:
+    os.environ.pop("MS_JIT", None)
+    if value is not None:
+        os.environ["MS_JIT"] = value

@@ -1,14 +1,13 @@
-"""seesaw and batch_ramp: closed forms, what they conserve, and a training run against NumPy; scale_lr, scale_adam."""
+"""seesaw and batch_ramp: closed forms, what they conserve; scale_lr, scale_adam."""
 from functools import partial
-from math import acos, cos, inf, log, nan, pi, sqrt
+from math import cos, inf, log, pi, sqrt
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor
 
-from ms_accum import make_train_step
 from ms_accum.batch_size import batch_ramp, scale_adam, scale_lr, seesaw
 from ms_accum.window import Window
 
@@ -49,82 +48,23 @@ def test_lengths_and_rates_are_those_of_the_formulas(build, rule, rates, length,
     assert rule == "sqrt" or sum(schedule.learning_rate) == pytest.approx(sum(rates))
 
 
-@pytest.mark.parametrize(("rule", "decay"), [("sqrt", sqrt(2)), ("linear", 1)])
-def test_where_the_rate_is_halved_the_window_doubles(rule, decay):
-    halving = 0.8 / 2 ** np.repeat(range(4), 24)
-    schedule = seesaw(96, halving, accumulate_step=3, rule=rule)
-    assert schedule.accumulate_step == {0: 3, 24: 6, 36: 12, 42: 24}
-    closed_form = 0.8 / decay ** np.repeat(range(4), [24, 12, 6, 3])
-    assert schedule.learning_rate == pytest.approx(closed_form, rel=1e-12)
-    rounded = (halving * 0.1).astype(np.float32) * np.float32(1.0000002)
-    assert seesaw(96, rounded, accumulate_step=3).accumulate_step == schedule.accumulate_step
-    assert seesaw(4, [1, 0.5000004, 0.5000008, 0.5000008]).accumulate_step == {0: 1, 1: 2}  # no shorter again
-    other = seesaw(96, halving, rule="linear" if rule == "sqrt" else "sqrt").learning_rate
-    assert not other == pytest.approx(closed_form, rel=0.1)  # control
-
-
-def test_a_number_is_a_cosine_or_constant_and_arrays_are_lists():
-    """The cosine falls below 2**-k of its peak at acos(2**(1 - k) - 1) / pi of the run."""
-    schedule = seesaw(30_000, 0.1)
-    assert schedule == seesaw(30_000, [0.1 * (1 + cos(pi * (p / 30_000))) / 2 for p in range(30_000)])
-    bounds = np.array([0, *(30_000 * acos(2 ** (1 - k) - 1) / pi for k in range(1, 7))])
-    closed_form = np.cumsum([0, *(np.diff(bounds) / 2 ** np.arange(6))])
-    assert [*schedule.accumulate_step] == pytest.approx(closed_form, abs=7)
-    assert [*schedule.accumulate_step.values()] == [1, 2, 4, 8, 16, 32, 64]
-    assert 0.62 < len(schedule.learning_rate) / 30_000 < 0.625
+def test_forms_of_rates():
+    """A number is a cosine, or constant. A rate that float32 rounds counts as halved, and a window gets no shorter again."""
+    assert seesaw(900, 0.1) == seesaw(900, [0.1 * (1 + cos(pi * (p / 900))) / 2 for p in range(900)])
+    assert 0.62 < len(seesaw(30_000, 0.1).learning_rate) / 30_000 < 0.625
+    halving = (0.08 / 2 ** np.repeat(range(4), 24)).astype(np.float32)
+    assert seesaw(96, halving * np.float32(1.0000002), accumulate_step=3).accumulate_step == {0: 3, 24: 6, 36: 12, 42: 24}
+    assert seesaw(4, [1, 0.5000004, 0.5000008, 0.5000008]).accumulate_step == {0: 1, 1: 2}
     assert seesaw(3, Tensor([0.5, 0.5, 0.25])) == seesaw(3, np.array([0.5, 0.5, 0.25])) == seesaw(3, (0.5, 0.5, 0.25))
     assert seesaw(3, np.array(0.5)) == seesaw(3, 0.5)
     assert batch_ramp(9, 0.1, maximum=4, ramp=1) == ({0: 1, 1: 4}, pytest.approx([0.1, 0.2, 0.2]))
     assert seesaw(1, 0.5) == batch_ramp(1, 0.5) == ({0: 1}, [0.5])
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_training_equals_numpy():
-    """Linear regression on 12 microbatches of 2 samples. The optimizer refuses an update past the end of the list."""
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(12, 2, 3)).astype(np.float32), rng.normal(size=(12, 2)).astype(np.float32)
-    plain = [0.02] * 3 + [0.01] * 4 + [0.005] * 5
-    schedule = seesaw(12, plain, maximum=4, rule="linear")
-    assert schedule == ({0: 1, 3: 2, 5: 4}, pytest.approx([0.02] * 6 + [0.005]))  # the last window holds 1 of 4
-    weight = Parameter(Tensor(np.zeros(3, np.float32)), name="weight")
-
-    def forward_fn(x, y):
-        return ops.square(ops.matmul(x, weight) - y).mean()
-
-    train_step = make_train_step(forward_fn, nn.SGD([weight], schedule.learning_rate), schedule.accumulate_step)
-    closed = []
-    for microbatch in zip(x, y):
-        train_step(*map(Tensor, microbatch))
-        closed.append(bool(train_step.updated))
-    assert closed == [True] * 3 + [False, True] * 2 + [False] * 3 + [True, False]
-    assert bool(train_step.flush())
-
-    def descend(ends, rates):
-        w = np.zeros(3)
-        for start, end, rate in zip([0, *ends], ends, rates):
-            rows, target = x[start:end].reshape(-1, 3), y[start:end].reshape(-1)
-            w = w - rate * 2 * rows.T @ (rows @ w - target) / len(rows)
-        return w
-
-    one_by_one = descend(range(1, 13), plain)
-    merged = descend([1, 2, 3, 5, 7, 11, 12], schedule.learning_rate)
-    assert weight.asnumpy() == pytest.approx(merged, rel=1e-5)
-    assert np.abs(one_by_one - merged).max() < 0.05 * np.abs(one_by_one).max()
-    assert not weight.asnumpy() == pytest.approx(one_by_one, rel=1e-5)  # controls
-    assert np.abs(descend([1, 2, 3, 5, 7, 11, 12], plain) - one_by_one).max() > 0.1 * np.abs(one_by_one).max()
-    for _ in range(3):
-        train_step(Tensor(x[0]), Tensor(y[0]))
-    with pytest.raises(ValueError, match=r"learning rate"):
-        train_step(Tensor(x[0]), Tensor(y[0]))
-
-
-def test_scale_lr():
+def test_scales():
     for times, linear, root in ((16, 1.6, 0.4), (1, 0.1, 0.1), (1 / 4, 0.025, 0.05)):
         assert (scale_lr(0.1, times), scale_lr(0.1, times, rule="sqrt")) == (pytest.approx(linear), pytest.approx(root))
-
-
-def test_scale_adam_keeps_the_half_life():
-    for beta2, factor in [(0.999, 8), (0.95, 0.25), (0.9, 3.5)]:
+    for beta2, factor in [(0.999, 8), (0.95, 0.25), (0.9, 3.5)]:  # the half-life is kept
         beta1, scaled = scale_adam((0.9, beta2), factor)
         assert (beta1, factor / log(scaled)) == (0.9, pytest.approx(1 / log(beta2)))
     assert scale_adam([0, 0.9999], 4) == pytest.approx((0, 1 - 4 * 0.0001), abs=1e-7)
@@ -133,13 +73,11 @@ def test_scale_adam_keeps_the_half_life():
 
 REFUSED = [
     (TypeError, r"updates is 9\.0 of type float, expected an int >= 1; give the number of updates", (9.0, 0.1), {}),
-    (ValueError, r"updates is 0, expected an int >= 1", (0, 0.1), {}),
     (TypeError, r"learning_rate is of type NoneType, expected a number or a list of rates", (9, None), {}),
     (TypeError, r"learning_rate is True of type bool, expected a finite number > 0", (9, True), {}),
     (ValueError, r"learning_rate is 0, expected a finite number > 0", (9, 0), {}),
     (ValueError, r"learning_rate holds 2 rates, expected 3: one for each update of the plain run;", (3, [1, 1]), {}),
     (ValueError, r"learning_rate\[1\] is -0\.1, expected a finite number >= 0", (2, [0.1, -0.1]), {}),
-    (ValueError, r"learning_rate\[0\] is nan", (1, [nan]), {}),
     (ValueError, r"learning_rate\[0\] is inf", (1, (inf,)), {}),
     (TypeError, r"learning_rate\[0\] is '1' of type str", (1, "1"), {}),
     (ValueError, r"accumulate_step is 0, expected an int >= 1; give the length", (9, 0.1), {"accumulate_step": 0}),
@@ -149,16 +87,12 @@ REFUSED = [
 ]
 REFUSED_SCALES = [
     (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
-    (ValueError, r"lr is 0, expected a finite number > 0", scale_lr, (0, 2)),
     (TypeError, r"accumulate_step is \{0: 2\} of type dict, expected a finite number > 0; of a schedule", scale_lr, (0.1, {0: 2})),
-    (ValueError, r"accumulate_step is 0, expected a finite number > 0", scale_lr, (0.1, 0)),
     (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", scale_lr, (0.1, 2, "cubic")),
     (TypeError, r"betas is of type float, expected a tuple of two numbers; give Adam's \(beta1, beta2\)", scale_adam, (0.9, 2)),
     (ValueError, r"betas holds 3 numbers, expected 2; give Adam's", scale_adam, ((0.9, 0.99, 0.999), 2)),
     (ValueError, r"betas\[1\] is 1, expected a number with 0 <= beta < 1", scale_adam, ((0.9, 1), 2)),
-    (TypeError, r"betas\[0\] is None of type NoneType", scale_adam, ((None, 0.9), 2)),
     (ValueError, r"factor is 0, expected a finite number > 0; give the new batch size divided by", scale_adam, ((0.9, 0.99), 0)),
-    (TypeError, r"factor is '2' of type str", scale_adam, ((0.9, 0.99), "2")),
 ]
 
 

@@ -28,17 +28,18 @@ def noisy(sizes, scale, seed=0):
 
 
 class Expected:
-    """What happens to a Position, in float64, with SGD. `microbatch` takes what all ranks have next, each cut into pieces."""
+    """What happens to a Position, in float64, with SGD. `microbatch` takes what all ranks have next, each cut into pieces.
 
-    def __init__(self, minimum, maximum, target, rate, skips=""):
-        self.adaptive = reference.AdaptiveLength(minimum, maximum, target)
-        self.rate, self.skips = rate, skips
+    Those with NaN are skipped.
+    """
+
+    def __init__(self, minimum, maximum, target, rate):
+        self.adaptive, self.rate = reference.AdaptiveLength(minimum, maximum, target), rate
         self.point = np.zeros(FEATURES)
         self.lengths, self.window, self.mini_step, self.of_a_rank = [], [], 0, 0
 
     def microbatch(self, *pieces, of_a_rank=1):
-        if self.skips == "skip_microbatch":
-            pieces = [piece for piece in pieces if not np.isnan(piece).any()]
+        pieces = [piece for piece in pieces if not np.isnan(piece).any()]
         if not pieces:
             return
         self.window += [(self.point - piece.mean(0, dtype=np.float64), len(piece)) for piece in pieces]
@@ -48,7 +49,7 @@ class Expected:
             self.flush()
 
     def flush(self):
-        if self.window and not (self.skips and any(np.isnan(g).any() for g, _ in self.window)):
+        if self.window:
             self.adaptive.close(self.window, self.of_a_rank)
             self.point = self.point - self.rate * sum(g * w for g, w in self.window) / sum(w for _, w in self.window)
             self.lengths.append(self.adaptive.length)
