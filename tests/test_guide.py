@@ -41,7 +41,7 @@ for path in sys.argv[1:]:
 print(json.dumps(printed))
 """
 END = "--- end of block {} ---\n"
-ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)  # their blocks: tests/test_neighbours.py
+ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)  # their blocks: tests/test_other_libraries.py
 
 
 def script(name):
