@@ -7,7 +7,7 @@ from mindspore import Tensor, nn
 
 from ms_accum import Accumulator, TrainOneStepCell, batchnorm_to_groupnorm, check_equivalence
 
-mindcv = pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[ecosystem]'")
+mindcv = pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[test]'")
 WINDOWS, ACCUMULATE_STEP, MICROBATCH = 3, 4, 2
 LOSS = nn.CrossEntropyLoss()
 

@@ -122,7 +122,7 @@ def compiled(tmp_path_factory):
                                                                   "memory"))])
 def test_graphs_and_memory_are_what_is_expected(compiled, process):
     if process == "MindCV":
-        pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[ecosystem]'")
+        pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[test]'")
     reports = compiled(process)
     assert "SGD" in reports.pop("sgd_in_bfloat16", "SGD")  # negative control: a case that does not compile is an error
     wrong = {name: list(differences(report, PROCESSES[process].cases[name])) for name, report in reports.items()}
