@@ -69,7 +69,8 @@ def pictures(cell):
 
 def python(cell):
     """The code of a cell without IPython's commands: a file is written, nothing is installed."""
-    source = re.sub(r"\A%%writefile (\S+)\n(.*)", lambda file: f"open({file[1]!r}, 'w').write({file[2]!r})", cell.source, flags=re.DOTALL)
+    source = re.sub(r"\A%%writefile (\S+)\n(.*)", lambda file: f"open({file[1]!r}, 'w').write({file[2]!r})\nprint('Writing', {file[1]!r})",
+                    cell.source, flags=re.DOTALL)
     return re.sub(r"^( +)%pip .*", r"\1raise ImportError", source, flags=re.MULTILINE)
 
 
