@@ -21,7 +21,7 @@ def test_the_block_of_a_library_is_exact(tmp_path, library):
     if library == "mindcv":
         pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[test]'")
     path = tmp_path / f"block_of_{library}.py"
-    path.write_text(BLOCKS[library], encoding="utf-8")
+    path.write_text(re.sub("clip_norm=[0-9.]+", "clip_norm=0.05", BLOCKS[library]), encoding="utf-8")  # gradients here are small
     names, trained = run_block(path, library, make_train_step)
     assert int(names["train_step"].accumulator.update_step) == 2
     averages = [names[name].updates for name in ("ema", "average") if name in names]

@@ -45,5 +45,6 @@ if __name__ == "__main__":
     import ms_accum
 
     unchanged = state() == before
+    ms_accum.avoid_busy_waiting()
     printed = {path.stem: run(path) for path in map(Path, sys.argv[1:])}
     print(json.dumps({"unchanged": unchanged, "file": ms_accum.__file__, "printed": printed}))
