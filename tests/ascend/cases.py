@@ -265,9 +265,9 @@ def peak(run, parameters):
     return ms.runtime.max_memory_allocated() / parameters
 
 
-def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", **options):
+def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, **options):
     """Bytes per parameter at the peak of an addition and of an update."""
-    network = Network(dtype, WIDE, DEEP, backwards=order == "backwards")
+    network = Network(dtype, WIDE, layers, backwards=order == "backwards")
     parameters = network.trainable_params()
     grouped = [{"params": parameters[1::2]}, {"params": parameters[::4]}, {"params": parameters[2::4]}]
     step = make_train_step(network, optimizer(grouped if order == "groups" else parameters), 4, **options)
@@ -303,7 +303,7 @@ def memory_of_copies():
 
     with patch.object(accumulator, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
             buffers.Buffers, "add", add):
-        return in_float32(order="groups")
+        return in_float32(order="groups", layers=4)
 
 
 def batch_of_8192(pieces):
