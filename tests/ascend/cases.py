@@ -306,28 +306,6 @@ def memory_of_copies():
         return in_float32(order="groups", layers=4)
 
 
-def batch_of_8192(pieces):
-    """Bytes at the peak of a whole step, an update included: 8 layers of 1024 in float32, with Momentum. 0 pieces: without ms_accum."""
-    network = Network(ms.float32, 1024, 8)
-    optimizer, data = momentum(network.trainable_params()), rows(ms.float32, 1024, 8192)
-    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
-
-    def plain(x):
-        loss, gradients = grad_fn(x)
-        return ops.depend(loss, optimizer(gradients))
-
-    step = make_train_step(network, optimizer, 1, pieces=pieces) if pieces else compiled(plain)
-
-    def run():
-        with suppress(RuntimeError):  # the counters stay 0
-            step(data)
-        if pieces > 1:
-            Boundary(step.accumulator, compiled).close()
-
-    before = ms.runtime.memory_allocated()
-    return {"peak": peak(run, 1) - before}
-
-
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
 CASES = {
     "float32": partial(train, ms.float32, momentum), "float16": partial(train, ms.float16), "bfloat16": train,
@@ -348,7 +326,6 @@ CASES = {
     "momentum": in_float32, "momentum_groups": partial(in_float32, order="groups"),
     "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
     "adam_clipped": partial(memory, adam, ms.float32, clip_norm=1.0), "memory_by_hand": memory_by_hand, "copies": memory_of_copies,
-    **{f"batch_in_{pieces}": partial(batch_of_8192, pieces) for pieces in (0, 1, 2, 8)},
 }
 
 

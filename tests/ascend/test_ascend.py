@@ -97,7 +97,6 @@ PROCESSES = {
         "memory_clipped": held(update=14.5), "memory_in_16_bits": held(add=4.6), "momentum": held(add=8.6, update=12.1),
         "momentum_groups": held(add=8.6, update=12.1), "momentum_clipped": held(update=13.0), "adam": held(update=16.1),
         "adam_clipped": held(update=17.0), "memory_by_hand": held(update=13.1)}),
-    "batch": Process(dict.fromkeys((f"batch_in_{pieces}" for pieces in (0, 1, 2, 8)), PLAIN)),
     **{dtype: Process({f"optimizers_{dtype}": Expected(branch=None)}) for dtype in ("float32", "float16", "bfloat16")},
 }
 
@@ -215,14 +214,6 @@ def all_before(node, seen=None):
 def test_in_sink_mode_the_graph_reads_the_batch_itself(compiled):
     for process, name, wanted in (("more", "sink", 1), ("fast", "cell", 0)):
         assert [Counter(node.name for node in graph)["GetNext"] for graph in compiled(process)[name].graphs] == [wanted]
-
-
-@pytest.mark.slow
-def test_a_batch_in_eight_pieces_takes_a_third_of_the_memory(compiled):
-    plain, one, two, eight = (report.numbers["peak"] for report in compiled("batch").values())
-    assert one <= 1.02 * plain
-    assert eight <= 0.37 * min(plain, one)
-    assert two > 0.37 * plain  # negative control
 
 
 @pytest.mark.slow

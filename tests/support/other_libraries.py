@@ -4,7 +4,7 @@ MindCV is there. MindONE, MindYOLO and MindOCR are not: of each, what its block 
 that moves the parameters by more than rounding.
 """
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import mindspore as ms
@@ -101,22 +101,8 @@ def yours(library):
 
 
 STAND_INS = {
-    "mindcv": {},
-    "mindone": {"mindone.trainers": {"create_optimizer": create_optimizer}, "mindone.trainers.ema": {"EMA": EMA}},
-    "mindyolo": {"mindyolo.optim": {"create_optimizer": create_optimizer}},
-    "mindocr": {"mindocr.losses.rec_loss": {"CTCLoss": CTCLoss}},
-}
-
-
-def stand_ins(library):
-    """The modules of a library by name, for `sys.modules`."""
-    modules = {}
-    for name, content in STAND_INS[library].items():
-        parents = name.split(".")
-        for i in range(1, len(parents) + 1):
-            modules.setdefault(".".join(parents[:i]), ModuleType(name))
-        vars(modules[name]).update(content)
-    return modules
+    "mindone.trainers": SimpleNamespace(create_optimizer=create_optimizer), "mindone.trainers.ema": SimpleNamespace(EMA=EMA),
+    "mindyolo.optim": SimpleNamespace(create_optimizer=create_optimizer), "mindocr.losses.rec_loss": SimpleNamespace(CTCLoss=CTCLoss)}
 
 
 class Plainly:
@@ -150,10 +136,9 @@ def weights(optimizer):
 
 def run_block(path, library, make_train_step):
     """The names of a block, and its weights, after it has trained with one way to make its train step."""
-    names = yours(library)
     module = ModuleType(path.stem)
-    vars(module).update(names)
+    vars(module).update(yours(library))
     # A graph looks names up in a module.
-    with patch.dict(sys.modules, {**stand_ins(library), path.stem: module}), patch.object(ms_accum, "make_train_step", make_train_step):
+    with patch.dict(sys.modules, {**STAND_INS, path.stem: module}), patch.object(ms_accum, "make_train_step", make_train_step):
         exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))
     return vars(module), weights(module.optimizer)
