@@ -1,54 +1,41 @@
-"""The guide: it builds, its scripts run and print what it says, and what it says about the repository is true."""
+"""README, the guide and docstrings: their code runs and prints what they say, and what they say about the repository is true."""
+import importlib
 import inspect
-import json
+import pkgutil
 import re
 import runpy
+import sys
+from pathlib import Path
 
+import matplotlib
 import pytest
 from conftest import run_python
-from pages import PAGES, PUBLIC, ROOT, TUTORIALS
+from pages import EXCEPTIONS, PAGES, PUBLIC, README, ROOT, TUTORIALS, Block, blocks_of, docstring_block, run_blocks
 
+import ms_accum
 from ms_accum import Accumulator
 
+# --- what runs ------------------------------------------------------------------------------------------------------------
 
-def test_the_guide_is_short_and_its_first_page_has_readmes_table():
-    """Words without the bars of tables. The links of the table lead to the same pages."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = re.search(r"^## Which call for me\?\n\n((?:\|.*\n)+)", readme, re.MULTILINE)[1]
-    assert table.replace("(tutorials/", "(") in PAGES["index"]
-    pages = [name for name in PAGES if name not in ("api", "cli")]
-    assert len(pages) <= 14
-    assert sum(len(PAGES[name].replace("|", " ").split()) for name in pages if name != "changelog") <= 13_000
-
-
-# --- the scripts ----------------------------------------------------------------------------------------------------------
-
-EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:\n(It prints(?:, for example)?):\n\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
-SCRIPTS = {name: EXAMPLE.findall(text) for name, text in PAGES.items() if "```python" in text}
-RUNNER = """
-import contextlib, io, json, os, runpy, sys
-import mindspore as ms
-printed = {}
-for path in sys.argv[1:]:
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    name = os.path.basename(path)[:-3]
-    os.makedirs(name + "_files")
-    os.chdir(name + "_files")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        runpy.run_path(path, run_name=name)
-    os.chdir("..")
-    printed[name] = out.getvalue()
-print(json.dumps(printed))
+SCRIPTS = {name: blocks_of(text) for name, text in PAGES.items() if "```python" in text}
+ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)  # their blocks: tests/test_other_libraries.py
+TABLE = re.search(r"^## Which call for me\?\n\n((?:\|.*\n)+)", README, re.MULTILINE)[1]
+NEEDED = """
+from mindspore.train import Model
+from ms_accum import Accumulator, FlushCallback, TrainOneStepCell, make_grad_cache_step
+network_with_loss = nn.WithLossCell(network, loss_fn)
+encode_fn = network
+def built(step):
+    assert step is not None
 """
-END = "--- end of block {} ---\n"
-ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)  # their blocks: tests/test_neighbours.py
 
 
-def script(name):
-    """Return the blocks of a page as one script that prints where each block ends, and what else is tested of the page."""
-    blocks = [("" if ANOTHER_LIBRARY.search(code) else code) + f"print({END.format(i)[:-1]!r})\n"
-              for i, (code, _, _) in enumerate(SCRIPTS[name])]
-    return "".join(blocks) + ("\n".join(replacements()) if name == "other-libraries" else "")
+def calls_of_readmes_table():
+    """The calls of its second column, after what README's block makes before it trains."""
+    cells = [cell for row in TABLE.splitlines()[2:] for cell in re.findall(r"`([^`]+)`", row.split("|")[2])]
+    calls = [cell for cell in cells if re.match(r"(make_|Accumulator|FlushCallback|Model)", cell)]
+    assert len(calls) == 5
+    return Block(blocks_of(README)[0].code.split("train_step = ")[0] + NEEDED + "\n".join(f"built({call})" for call in calls))
 
 
 def replacements():
@@ -57,43 +44,67 @@ def replacements():
     assert len(rows) == 10
     lines = [line for row in rows[1:] for line in re.findall(r"`([^`]+)`", row[3]) if line not in ("loss / 4", "sync_gradients")]
     assert len(lines) > 10
-    return lines
+    return Block("\n".join(lines))
 
 
-def comparable(text, exact):
-    """Printed text; of an example, without its figures and what follows them on lines that list parameters."""
-    lines = [line.rstrip() for line in text.rstrip("\n").splitlines()]
-    if exact:
-        return lines
-    return [re.sub(r"[\d.]+e[+-]\d\d", "#", line) for line in lines if not line.startswith(("largest", "beyond"))]
+def test_every_block_of_pages_and_docstrings_prints_what_it_says():
+    scripts = {name: [block for block in blocks if not ANOTHER_LIBRARY.search(block.code)] for name, blocks in SCRIPTS.items()}
+    scripts["other-libraries"].append(replacements())
+    scripts |= {"readme": blocks_of(README), "readme_table": [calls_of_readmes_table()]}
+    documented = [name for name in PUBLIC if name not in (*EXCEPTIONS, "ms_accum.batch_size.plan_micro_batch")]
+    scripts |= {f"doc_{name.replace('.', '_')}": [docstring_block(name)] for name in documented}
+    printed = run_blocks(scripts)
+    wrong = {name: said for name, blocks in scripts.items() for block, (said, _) in zip(blocks, printed[name], strict=True)
+             if not block.agrees(said)}
+    assert wrong == {}
+    assert sum(block.printed is not None for blocks in scripts.values() for block in blocks) >= 30
+
+
+@pytest.mark.slow  # three processes that fill gigabytes, and run the main script, too
+def test_the_example_of_planning_runs():
+    block = docstring_block("ms_accum.batch_size.plan_micro_batch")
+    assert block.agrees(run_python(block.code))
 
 
 def test_every_block_and_every_output_is_found_and_compared():
-    for name, text in PAGES.items():
-        blocks = SCRIPTS.get(name, [])
+    for name, text in {**PAGES, "README": README}.items():
+        blocks = blocks_of(text)
         assert len(blocks) == text.count("\n```python\n"), name
-        assert sum(bool(marker) for _, marker, _ in blocks) == text.count("\nIt prints"), name
-    assert comparable("1.0 2\n", True) != comparable("1.0 3\n", True)
-    assert comparable("a 1.0e-01 b\n", False) == comparable("a 2.0e-01 b\n", False) != comparable("a 2.0e-01 c\n", False)
+        assert sum(block.printed is not None for block in blocks) == text.count("\nIt prints"), name
+    assert not Block("", "1.0 2\n").agrees("1.0 3\n")
+    assert Block("", "a 1.0e-01 b\n", example=True).agrees("a 2.0e-01 b\n")
+    assert not Block("", "a 1.0e-01 b\n", example=True).agrees("a 2.0e-01 c\n")
 
 
-def test_the_scripts_of_all_pages_run_and_print_what_the_pages_say(tmp_path):
-    """One process runs all pages, from files, because graph mode reads the source of functions."""
-    for name in SCRIPTS:
-        (tmp_path / f"{name}.py").write_text(script(name), encoding="utf-8")
-    printed = json.loads(run_python(RUNNER, *(str(tmp_path / f"{name}.py") for name in SCRIPTS)).splitlines()[-1])
-    compared = 0
-    for name, rest in printed.items():
-        for i, (_, marker, expected) in enumerate(SCRIPTS[name]):
-            said, rest = rest.split(END.format(i), 1)
-            if marker:
-                exact = marker == "It prints"
-                assert comparable(said, exact) == comparable(expected, exact), f"{name}.md, block {i}"
-                compared += 1
-    assert compared >= 10
+def test_readmes_figure_is_drawn_from_a_run_whose_parameter_moves_at_every_fourth_microbatch(monkeypatch, capsys):
+    assert (ROOT / "tutorials" / "accumulation.svg").exists()
+    monkeypatch.syspath_prepend(ROOT / "tutorials")
+    monkeypatch.setattr(sys, "argv", ["figure.py", "figure.svg"])
+    with matplotlib.rc_context():
+        importlib.import_module("figure").main()
+    assert capsys.readouterr().out == "figure.svg: the parameter moved at microbatches 4, 8, 12\n"
+    assert Path("figure.svg").read_text(encoding="utf-8").count("emptied") == 3
 
 
-# --- what the pages say about the repository ------------------------------------------------------------------------------
+# --- what they say about the repository ------------------------------------------------------------------------------------
+
+
+def test_readme_and_the_guide_are_short_and_have_the_same_table():
+    """Words without the bars of tables. The links of the table lead to the same pages."""
+    assert len(README.splitlines()) <= 130
+    assert TABLE.replace("(tutorials/", "(") in PAGES["index"]
+    pages = [name for name in PAGES if name not in ("api", "cli")]
+    assert len(pages) <= 14
+    assert sum(len(PAGES[name].replace("|", " ").split()) for name in pages if name != "changelog") <= 13_000
+
+
+def test_public_names_and_modules_are_documented():
+    for name in PUBLIC.keys() - set(EXCEPTIONS):
+        assert {"Example:", "Source:"} <= set(inspect.getdoc(PUBLIC[name]).split()), name
+        assert PUBLIC[name].__module__.startswith("ms_accum.")
+    modules = [m.name for m in pkgutil.walk_packages(ms_accum.__path__, "ms_accum.") if not m.name.endswith("__main__")]
+    assert "ms_accum.accumulator" in modules
+    assert all(importlib.import_module(m).__doc__ for m in modules)
 
 
 def signature(function):
@@ -125,12 +136,12 @@ def test_guarantees_name_tests_that_exist():
     assert [name for name, rest in named if not any(f"def {name}{'' if rest else '('}" in source for source in sources)] == []
 
 
-@pytest.mark.parametrize("name", sorted(PAGES))
-def test_files_in_code_spans_exist(name):
-    prose = re.sub(r"^```.*?^```$", "", PAGES[name], flags=re.MULTILINE | re.DOTALL)
-    paths = re.findall(r"`((?:tests|tutorials|ms_accum|\.ci)/[\w/.-]*)`", prose)
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    assert paths or name not in ("limits", "benchmarks", "contributing")
+def test_files_in_code_spans_exist():
+    for name, page in PAGES.items():
+        prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+        paths = re.findall(r"`((?:tests|tutorials|ms_accum|\.ci)/[\w/.-]*)`", prose)
+        assert [path for path in paths if not (ROOT / path).exists()] == [], name
+        assert paths or name not in ("limits", "benchmarks", "contributing")
 
 
 def test_the_layout_is_true():
@@ -150,3 +161,10 @@ def test_the_command_line_is_what_help_prints(monkeypatch):
     """After a change: python tutorials/reference/cli.py"""
     monkeypatch.setenv("COLUMNS", "100")
     assert PAGES["cli"] == runpy.run_path(str(TUTORIALS / "reference" / "cli.py"))["text"]()
+
+
+def test_ci_runs_the_readmes_test_command_on_the_versions_of_the_matrix():
+    assert len(re.findall(r"^python3 -m venv .*pytest.*$", README, re.MULTILINE)) == 1
+    assert "grep -m1 '^python3 -m venv .*pytest' README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    assert re.findall(r'mindspore: "(.+?)", python: "(.+?)"', workflow) == runpy.run_path(str(ROOT / "tests" / "matrix"))["PAIRS"]

@@ -1,12 +1,13 @@
-"""What is compiled in a dry run: each function trains in its own way. A process runs those that it is told to and reports in JSON.
+"""What is compiled in a dry run. A process builds the cases that it is told to, in turn, and reports in JSON.
 
-`amp_level:O2` calls `amp_level("O2")`. The values of a dry run are 0, and so are the counters: what closes a window is called directly.
+The values of a dry run are 0, and so are the counters: what closes a window is called directly.
 """
 import gc
 import inspect
 import json
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,6 +41,17 @@ class Network(nn.Cell):
         return x.astype(ms.float32).mean()
 
 
+class Named(nn.Cell):
+    """Two layers, each with a name of its own: O1 leaves those that are reached by an index in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = [nn.Dense(SIZE, SIZE) for _ in range(LAYERS)]
+
+    def construct(self, x):
+        return self.second(self.first(x)).astype(ms.float32).mean()
+
+
 def rows(dtype=ms.bfloat16, size=SIZE, count=ROWS):
     return Tensor(np.zeros((count, size)), dtype)
 
@@ -48,26 +60,30 @@ def momentum(parameters):
     return nn.Momentum(parameters, 1e-3, 0.9)
 
 
+def adam(parameters):
+    return nn.Adam(parameters, 1e-3)
+
+
 def decayed(parameters):
     return nn.AdamWeightDecay(parameters, 1e-3)
 
 
-def train(dtype=ms.bfloat16, optimizer=decayed, **options):
-    """Compile what adds a microbatch, and all that closes a window."""
-    network = Network(dtype)
-    return train_network(network, optimizer(network.trainable_params()), (rows(dtype),), **options)
+# --- ways to train: each compiles what adds a microbatch, and all that closes a window -----------------------------------------------
 
 
-def train_network(network, optimizer, batch, accumulate_step=2, **options):
+def train(dtype=ms.bfloat16, optimizer=decayed, layers=LAYERS, **options):
+    network = Network(dtype, layers=layers)
+    train_network(network, optimizer(network.trainable_params()), rows(dtype), **options)
+
+
+def train_network(network, optimizer, *batch, accumulate_step=2, **options):
     step = make_train_step(network, optimizer, accumulate_step, **options)
     step(*batch)
     close(step.accumulator)
-    return {}
 
 
 def close(accumulator):
-    boundary = Boundary(accumulator, compiled)
-    boundary.close()
+    Boundary(accumulator, compiled).close()
     if accumulator.guard.judges:
         compiled(updating(accumulator))()
 
@@ -80,43 +96,13 @@ def updating(accumulator):
     return update
 
 
-# --- every graph ----------------------------------------------------------------------------------------------------------------
-
-
-def whole(dtype):
-    return train(getattr(ms, dtype), momentum if dtype == "float32" else decayed)
-
-
-def trained(kind):
-    """With one option more."""
-    return train(**{
-        "pieces": {"pieces": 3}, "alone": {"accumulate_step": 1}, "clipped": {"clip_norm": 1.0},
-        "skip_window": {"on_nonfinite": "skip_window"}, "skip_microbatch": {"on_nonfinite": "skip_microbatch"},
-        "loss_scaler": {"dtype": ms.float16, "loss_scaler": amp.DynamicLossScaler(2**10, 2, 100)},
-        "noise_scale": {"noise_scale": GradientNoiseScale()}}[kind])
-
-
-class Named(nn.Cell):
-    """Two layers, each with a name of its own: O1 leaves those that are reached by an index in float32."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = [nn.Dense(SIZE, SIZE) for _ in range(LAYERS)]
-
-    def construct(self, x):
-        return self.second(self.first(x)).astype(ms.float32).mean()
+def tokens(x):
+    return (x != 0).sum().astype(ms.float32)
 
 
 def amp_level(level):
     network = Named()
-    return train_network(amp.auto_mixed_precision(network, level), momentum(network.trainable_params()), (rows(ms.float32),))
-
-
-def token_weights():
-    def weight(x):
-        return (x != 0).sum().astype(ms.float32)
-
-    return train(weight_fn=weight)
+    train_network(amp.auto_mixed_precision(network, level), momentum(network.trainable_params()), rows(ms.float32))
 
 
 def several_losses():
@@ -130,7 +116,6 @@ def several_losses():
     with suppress(RuntimeError):  # the counters stay 0
         step(rows())
     close(step.accumulator)
-    return {}
 
 
 def hand_step(network, optimizer):
@@ -147,16 +132,11 @@ def hand_step(network, optimizer):
 
 def by_hand():
     network = Network()
-    optimizer = decayed(network.trainable_params())
-    step = hand_step(network, optimizer)
-
-    step(rows())
-    return {}
+    hand_step(network, decayed(network.trainable_params()))(rows())
 
 
 def op_by_op():
-    network = Network(ms.float32)
-    optimizer = momentum(network.trainable_params())
+    optimizer = momentum(Network(ms.float32).trainable_params())
     ms.set_context(mode=ms.PYNATIVE_MODE)
     try:
         accumulator = Accumulator(optimizer, 2, 1.0, reduction="mean")
@@ -165,21 +145,17 @@ def op_by_op():
         ms.runtime.synchronize()
     finally:
         ms.set_context(mode=ms.GRAPH_MODE)
-    return {}
 
 
 def cell():
     network = Network()
-    step = TrainOneStepCell(network, decayed(network.trainable_params()), 2)
-    step(rows())
-    return {}
+    TrainOneStepCell(network, decayed(network.trainable_params()), 2)(rows())
 
 
 def sink():
     network = Network(ms.float32)
     data = GeneratorDataset([(np.zeros(SIZE, np.float32),)] * ROWS, ["x"]).batch(ROWS)
     Model(TrainOneStepCell(network, momentum(network.trainable_params()), 2)).train(1, data, dataset_sink_mode=True)
-    return {}
 
 
 def grad_cache():
@@ -191,17 +167,13 @@ def grad_cache():
     def spread(representations):
         return ops.square(ops.matmul(representations, representations.T)).mean()
 
-    step = make_grad_cache_step(encode, spread, nn.Momentum(tower.trainable_params(), 1e-3, 0.9), 2, pieces=2)
+    step = make_grad_cache_step(encode, spread, momentum(tower.trainable_params()), 2, pieces=2)
     data = rows(ms.float32)
     with suppress(ValueError):  # "the same in both passes" reads as 0, which stops it before the other pieces
         step(data)
     second = step.microbatch(step.prepared((data,), {})[0]).backward[ROWS // 2]
     second(Tensor(ROWS // 2, ms.int32), Tensor(np.zeros((ROWS, 8)), ms.float32), data)
     close(step.accumulator)
-    return {}
-
-
-# --- networks -------------------------------------------------------------------------------------------------------------------
 
 
 def language_model():
@@ -209,24 +181,32 @@ def language_model():
     from ms_accum.lm.network import BitsPerByte, count_bytes
     from ms_accum.lm.network import Network as Transformer
     network = Transformer(0)
-    tokens = Tensor(np.zeros((4, 32)), ms.int32)
-    return train_network(BitsPerByte(network), adam(network.trainable_params()), (tokens,), weight_fn=count_bytes, clip_norm=1.0)
+    batch = Tensor(np.zeros((4, 32)), ms.int32)
+    train_network(BitsPerByte(network), adam(network.trainable_params()), batch, weight_fn=count_bytes, clip_norm=1.0)
 
 
 def vit(level="O0"):
     from mindcv.models.vit import VisionTransformer
-    return images(VisionTransformer(image_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4, num_classes=10), level)
+    images(VisionTransformer(image_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4, num_classes=10), level)
 
 
 def resnet18():
     import mindcv
-    return images(mindcv.create_model("resnet18", num_classes=10), "O0")
+    images(mindcv.create_model("resnet18", num_classes=10), "O0")
 
 
 def images(network, level):
     optimizer = momentum(network.trainable_params())
     network = nn.WithLossCell(amp.auto_mixed_precision(network, level), nn.CrossEntropyLoss())
-    return train_network(network, optimizer, (Tensor(np.zeros((4, 3, 32, 32)), ms.float32), Tensor(np.zeros(4), ms.int32)))
+    train_network(network, optimizer, Tensor(np.zeros((4, 3, 32, 32)), ms.float32), Tensor(np.zeros(4), ms.int32))
+
+
+def ranks(**options):
+    from mindspore.communication import GlobalComm, init
+    if not GlobalComm.INITED:
+        init()
+    # Whether the ranks are alike is asked of the device, which answers 0.
+    train(ms.float32, momentum, reducer=DataParallel(broadcast=False, **options))
 
 
 # --- optimizers -----------------------------------------------------------------------------------------------------------------
@@ -243,18 +223,18 @@ def optimizers(dtype):
         for name, made in vars(library).items():
             name = f"{library.__name__.removeprefix('mindspore.')}.{name}"
             if inspect.isclass(made) and issubclass(made, (nn.Optimizer, optim.Optimizer)) and name not in NOT_BUILT:
-                optimizer = built(name, made, Network(getattr(ms, dtype), layers=1))
+                optimizer = built(name, made, Network(dtype, layers=1).trainable_params())
                 names.append(name)
                 if not compiles(Boundary(Accumulator(optimizer, 2, reduction="mean"), compiled).close):
                     failed[name] = compiles(alone_with(optimizer))
     return {"compiled": sorted(set(names) - set(failed)), "failed": failed}
 
 
-def built(name, made, network):
+def built(name, made, parameters):
     if made is nn.LARS:
-        return made(momentum(network.trainable_params()))
+        return made(momentum(parameters))
     rate = "learning_rate" if name.startswith("nn.") else "lr"
-    return made(network.trainable_params(), **{rate: 1e-3}, **OPTIONS.get(name, {}))
+    return made(parameters, **{rate: 1e-3}, **OPTIONS.get(name, {}))
 
 
 def alone_with(optimizer):
@@ -272,38 +252,6 @@ def compiles(function):
     return True
 
 
-def sgd_in_bfloat16():
-    network = Network(layers=1)
-    return train_network(network, nn.SGD(network.trainable_params(), 1e-3), (rows(),))
-
-
-# --- ranks ----------------------------------------------------------------------------------------------------------------------
-
-
-def ranks(**options):
-    from mindspore.communication import GlobalComm, init
-    if not GlobalComm.INITED:
-        init()
-    # Whether the ranks are alike is asked of the device, which answers 0.
-    return train(ms.float32, momentum, reducer=DataParallel(broadcast=False, **options))
-
-
-def exchange(sync):
-    return ranks(sync=sync)
-
-
-def exchange_shards(sync):
-    return ranks(sync=sync, shard=True)
-
-
-def nodes_of(size):
-    return ranks(sync="node", ranks_per_node=int(size))
-
-
-def nodes_of_shards(size):
-    return ranks(sync="node", ranks_per_node=int(size), shard=True)
-
-
 # --- memory ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -317,40 +265,26 @@ def peak(run, parameters):
     return ms.runtime.max_memory_allocated() / parameters
 
 
-def bytes_of(order="forward", optimizer=decayed, dtype=ms.bfloat16, **options):
+def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, **options):
     """Bytes per parameter at the peak of an addition and of an update."""
-    network = Network(dtype, WIDE, DEEP, backwards=order == "backwards")
+    network = Network(dtype, WIDE, layers, backwards=order == "backwards")
     parameters = network.trainable_params()
     grouped = [{"params": parameters[1::2]}, {"params": parameters[::4]}, {"params": parameters[2::4]}]
     step = make_train_step(network, optimizer(grouped if order == "groups" else parameters), 4, **options)
     data, count = rows(dtype, WIDE), sum(p.size for p in parameters)
     before = ms.runtime.memory_allocated()
     add = peak(lambda: step(data), count)
-    boundary = Boundary(step.accumulator, compiled)
-    update = peak(boundary.close, count)
+    update = peak(Boundary(step.accumulator, compiled).close, count)
     return {"add": add - before / count, "update": update - before / count}
 
 
-def adam(parameters):
-    return nn.Adam(parameters, 1e-3)
-
-
-def memory(what):
-    """`bytes_of` with one of these."""
-    in_float32, clipped = {"optimizer": momentum, "dtype": ms.float32}, {"clip_norm": 1.0}
-    return bytes_of(**{
-        "forward": {}, "backwards": {"order": "backwards"}, "groups": {"order": "groups"}, "decayed_clipped": clipped,
-        "in_16_bits": {"buffer_dtype": ms.bfloat16},
-        "momentum": in_float32, "momentum_groups": {**in_float32, "order": "groups"},
-        "momentum_clipped": {**in_float32, **clipped},
-        "adam": {**in_float32, "optimizer": adam}, "adam_clipped": {**in_float32, "optimizer": adam, **clipped}}[what])
+in_float32 = partial(memory, momentum, ms.float32)
 
 
 def memory_by_hand():
     network = Network(ms.float32, WIDE, DEEP)
     optimizer = momentum(network.trainable_params())
     step = hand_step(network, optimizer)
-
     data, count = rows(ms.float32, WIDE), sum(p.size for p in optimizer.parameters)
     before = ms.runtime.memory_allocated()
     return {"update": peak(lambda: step(data), count) - before / count}
@@ -369,29 +303,30 @@ def memory_of_copies():
 
     with patch.object(accumulator, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
             buffers.Buffers, "add", add):
-        return memory("momentum_groups")
+        return in_float32(order="groups", layers=4)
 
 
-def batch_of_8192(pieces="plain"):
-    """Bytes at the peak of a whole step, an update included: 8 layers of 1024 in float32, with Momentum. "plain": without ms_accum."""
-    network = Network(ms.float32, 1024, 8)
-    optimizer, data = momentum(network.trainable_params()), rows(ms.float32, 1024, 8192)
-    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
-
-    def plain(x):
-        loss, gradients = grad_fn(x)
-        return ops.depend(loss, optimizer(gradients))
-
-    step = compiled(plain) if pieces == "plain" else make_train_step(network, optimizer, 1, pieces=int(pieces))
-
-    def run():
-        with suppress(RuntimeError):  # the counters stay 0
-            step(data)
-        if pieces not in ("plain", "1"):
-            Boundary(step.accumulator, compiled).close()
-
-    before = ms.runtime.memory_allocated()
-    return {"peak": peak(run, 1) - before}
+DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
+CASES = {
+    "float32": partial(train, ms.float32, momentum), "float16": partial(train, ms.float16), "bfloat16": train,
+    "pieces": partial(train, pieces=3), "alone": partial(train, accumulate_step=1), "clipped": partial(train, clip_norm=1.0),
+    "token_weights": partial(train, weight_fn=tokens), "skip_window": partial(train, on_nonfinite="skip_window"),
+    "skip_microbatch": partial(train, on_nonfinite="skip_microbatch"), "noise_scale": lambda: train(noise_scale=GradientNoiseScale()),
+    "loss_scaler": lambda: train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100)),
+    "sgd_in_bfloat16": partial(train, optimizer=lambda parameters: nn.SGD(parameters, 1e-3), layers=1),
+    **{f"amp_{level}": partial(amp_level, level) for level in ("O1", "O2", "O3", "auto")},
+    "several_losses": several_losses, "by_hand": by_hand, "op_by_op": op_by_op, "cell": cell, "sink": sink, "grad_cache": grad_cache,
+    "language_model": language_model, "vit": vit, "vit_O2": partial(vit, "O2"), "resnet18": resnet18,
+    "window": partial(ranks, sync="window"), "microbatch": partial(ranks, sync="microbatch"),
+    "shards": partial(ranks, sync="microbatch", shard=True), "node": partial(ranks, sync="node", ranks_per_node=2),
+    "node_shards": partial(ranks, sync="node", ranks_per_node=2, shard=True),
+    **{f"optimizers_{name}": partial(optimizers, dtype) for name, dtype in DTYPES.items()},
+    "memory": memory, "memory_backwards": partial(memory, order="backwards"), "memory_groups": partial(memory, order="groups"),
+    "memory_clipped": partial(memory, clip_norm=1.0), "memory_in_16_bits": partial(memory, buffer_dtype=ms.bfloat16),
+    "momentum": in_float32, "momentum_groups": partial(in_float32, order="groups"),
+    "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
+    "adam_clipped": partial(memory, adam, ms.float32, clip_norm=1.0), "memory_by_hand": memory_by_hand, "copies": memory_of_copies,
+}
 
 
 def main(folder, names):
@@ -403,8 +338,7 @@ def main(folder, names):
     for name in names:
         told = {"case": name}
         try:
-            function, *arguments = name.split(":")
-            told["numbers"] = globals()[function](*arguments)
+            told["numbers"] = CASES[name]() or {}
         except Exception as error:
             told["error"] = f"{type(error).__name__}: {error}"
         files = set(Path(folder).glob("**/graph_build_*.ir")) - seen

@@ -40,51 +40,39 @@ class Report(NamedTuple):
         return f"<{len(self.graphs)} graphs, {self.numbers}>"
 
 
-class Run(NamedTuple):
-    """What a process compiles.
-
-    Attributes:
-        cases: Names of functions in `cases.py`.
-        flags: For `MS_DEV_GRAPH_KERNEL_FLAGS`.
-        ranks: Ranks that the collectives are compiled for.
-    """
-
-    cases: tuple
-    flags: str = ""
-    ranks: int = 1
-
-
-def dry_run(cann, folder, run):
-    """Run the cases in one process, unless `folder` holds its reports. Return a Report for each, or the text of its error, by name.
+def dry_run(cann, folder, cases, fusion, ranks):
+    """Compile cases in one process, unless `folder` holds its reports. Return a Report for each, or the text of its error, by name.
 
     Args:
         cann: Folder of the stand-ins.
         folder: For the graphs and the reports.
-        run: What to run.
+        cases: Names in `cases.CASES`.
+        fusion: Whether MindSpore's pass adds a weight's gradient in the matrix product.
+        ranks: Ranks that the collectives are compiled for.
     """
     reports, told = {}, folder / "reports"
     if not told.exists():
         (folder / "ir").mkdir(parents=True)
         with told.open("w") as out, (folder / "errors").open("w") as errors:
-            subprocess.run([sys.executable, Path(__file__).with_name("cases.py"), folder / "ir", *run.cases], cwd=folder, stdout=out,
-                           stderr=errors, env=environment(cann, folder, run), timeout=1800, check=False)
+            subprocess.run([sys.executable, Path(__file__).with_name("cases.py"), folder / "ir", *cases], cwd=folder, stdout=out,
+                           stderr=errors, env=environment(cann, folder, fusion, ranks), timeout=1800, check=False)
     for line in told.read_text(encoding="utf-8").splitlines():
         if line.startswith("{"):
             case = json.loads(line)
             reports[case["case"]] = case.get("error") or Report([read_graph(Path(f)) for f in case["files"]], case["numbers"])
-    missing = set(run.cases).difference(reports)
+    missing = set(cases).difference(reports)
     assert not missing, f"{missing} ended without a report:\n{(folder / 'errors').read_text(encoding='utf-8')[-4000:]}"
     return reports
 
 
-def environment(cann, folder, run):
+def environment(cann, folder, fusion, ranks):
     """Return the environment of a dry run."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     return {
         **plain, "LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_HOME_PATH": str(cann), "ASCEND_TOOLKIT_HOME": str(cann),
-        "ASCEND_OPP_PATH": str(cann / "opp"), "MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(run.ranks), "RANK_ID": "0",
+        "ASCEND_OPP_PATH": str(cann / "opp"), "MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": "0",
         "OMP_NUM_THREADS": "1", "MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"),
-        "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_GRAPH_KERNEL_FLAGS": run.flags,
+        "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_GRAPH_KERNEL_FLAGS": FUSION if fusion else "",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(cann / "python")])}
 
 

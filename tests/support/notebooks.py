@@ -1,4 +1,7 @@
-"""Notebooks, executed from a clean kernel. As a script it stores the outputs: `python tests/support/notebooks.py tutorials/1-*.ipynb`."""
+"""Notebooks as scripts, and executed in a clean kernel. Run as a script, it stores the outputs:
+
+    PYTHONPATH=. python tests/support/notebooks.py tutorials/1-*.ipynb
+"""
 import copy
 import os
 import re
@@ -9,6 +12,7 @@ from pathlib import Path
 import nbformat
 import numpy as np
 from nbclient import NotebookClient
+from pages import Block
 
 import ms_accum
 
@@ -63,23 +67,38 @@ def pictures(cell):
     return [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
 
 
-def same_text(cell, other):
-    """Whether two cells printed the same words and, unless the cell is tagged "measured", the same numbers.
+def python(cell):
+    """The code of a cell without IPython's commands: a file is written, nothing is installed."""
+    source = re.sub(r"\A%%writefile (\S+)\n(.*)", lambda file: f"open({file[1]!r}, 'w').write({file[2]!r})\nprint('Writing', {file[1]!r})",
+                    cell.source, flags=re.DOTALL)
+    return re.sub(r"^( +)%pip .*", r"\1raise ImportError", source, flags=re.MULTILINE)
+
+
+def blocks_of(notebook):
+    """The cells of a notebook as blocks of a script."""
+    return [Block(python(cell)) for cell in code_cells(notebook)]
+
+
+def outputs(notebook):
+    """What each cell printed, and how many pictures it drew."""
+    return [(text(cell), len(pictures(cell))) for cell in code_cells(notebook)]
+
+
+def same_text(one, two, measured=False):
+    """Whether texts have the same words and, unless they were measured, the same numbers.
 
     Numbers are the same to 2 %; those below 1e-4 are rounding errors, and any other one will do.
     """
-    if NUMBER.sub("#", text(cell)).split() != NUMBER.sub("#", text(other)).split():
+    if NUMBER.sub("#", one).split() != NUMBER.sub("#", two).split():
         return False
-    if "measured" in cell.metadata.get("tags", []):
-        return True
-    one, two = ([float(number.replace(",", "")) for number in NUMBER.findall(text(c))] for c in (cell, other))
-    return np.allclose(one, two, rtol=0.02, atol=1e-4)
+    numbers = ([float(number.replace(",", "")) for number in NUMBER.findall(some)] for some in (one, two))
+    return measured or np.allclose(*numbers, rtol=0.02, atol=1e-4)
 
 
-def differences(stored, again):
-    """The ids of the code cells that do not print what is stored, or draw another number of pictures."""
-    return [cell.id for cell, other in zip(code_cells(stored), code_cells(again), strict=True)
-            if not same_text(cell, other) or len(pictures(cell)) != len(pictures(other))]
+def differences(notebook, found):
+    """The ids of the cells whose stored outputs are not what was found."""
+    return [cell.id for cell, (printed, drawn) in zip(code_cells(notebook), found, strict=True)
+            if not same_text(text(cell), printed, "measured" in cell.metadata.get("tags", [])) or len(pictures(cell)) != drawn]
 
 
 if __name__ == "__main__":

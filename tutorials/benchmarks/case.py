@@ -26,7 +26,6 @@ class Case:
         ranks: Processes that share a window, each with `accumulate_step` microbatches of its own.
         cut: Pieces that a microbatch is cut into, by who can; 1: who cuts gets a window as one batch.
         optimizer: Its name in `mindspore.nn`; PyTorch and JAX always take SGD.
-        folder: Of an epoch over digits on disk, `train/` and `test/` with plain IDX files as `ms_accum.mnist.data.load_folder` reads them.
     """
 
     network: str
@@ -37,7 +36,6 @@ class Case:
     ranks: int = 1
     cut: int = 1
     optimizer: str = "SGD"
-    folder: str = ""
 
     @property
     def kind(self) -> str:

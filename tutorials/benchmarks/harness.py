@@ -38,7 +38,7 @@ class Group:
         contestants: By name.
         base: What the others are held against; of several, the one with the lowest median.
         seconds: How long the base shall take for a round's microbatches; 0: time is not taken.
-        microbatches: In a round; 0: as many as take `seconds`.
+        microbatches: Of ranks: in a round.
         piece: For memory: samples in a large microbatch; 0: memory is not taken.
         small: For memory: samples in a small microbatch; 0: the case's.
         sizes: For the dry run: samples in a microbatch, the smallest and three on a line.
@@ -57,9 +57,8 @@ class Group:
     referee: Referee | None = None
 
     def record(self, figures: dict[str, dict], **what: object) -> dict:
-        """What is kept of it. The folder of an epoch's digits is gone by now."""
-        case = {key: value for key, value in asdict(self.case).items() if key != "folder"}
-        return {"name": self.name, "case": case, **what, "base": list(self.base), "contestants": figures}
+        """What is kept of it."""
+        return {"name": self.name, "case": asdict(self.case), **what, "base": list(self.base), "contestants": figures}
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ class Suite:
 
     Attributes:
         help: What it compares.
-        groups: `(quick, data, scratch) -> groups`, with tiny networks if quick. Raises ValueError or OSError if it cannot run.
+        groups: `(quick, scratch) -> groups`, with tiny networks if quick. Raises ValueError or OSError if it cannot run.
         rounds, quick_rounds: To take medians over.
         measure: `(groups, rounds, scratch) -> records`, one by one; None: `time_each`.
     """
 
     help: str
-    groups: Callable[[bool, str, Path], list[Group]]
+    groups: Callable[[bool, Path], list[Group]]
     rounds: int
     quick_rounds: int
     measure: Callable[[list[Group], int, Path], Iterator[dict]] | None = None
@@ -93,7 +92,7 @@ def time_each(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]
         with Team(group.contestants, group.case, scratch / str(i), figures) as team:
             agree(group, team)
             if group.seconds:
-                microbatches = group.microbatches or calibrated(group, team)
+                microbatches = calibrated(group, team)
                 alternate(team, rounds, microbatches, group.name)
         if group.piece:
             weigh(group, figures, min(rounds, WEIGHINGS), scratch / f"{i}-memory", "growth" if group.seconds else "samples")

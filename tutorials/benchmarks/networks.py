@@ -6,7 +6,7 @@ from math import sqrt
 
 import numpy as np
 from case import CLASSES, IMAGE, Case, initial_weights
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 GROUPS = 8
 HEAD = 64
@@ -107,8 +107,3 @@ class Block(nn.Cell):
     def by_head(self, x: Tensor) -> Tensor:
         """`(batch, tokens, width)` to `(batch, heads, tokens, width / heads)`."""
         return x.reshape(x.shape[0], x.shape[1], self.heads, -1).swapaxes(1, 2)
-
-
-def zero_buffers(parameters: ParameterTuple, prefix: str) -> ParameterTuple:
-    """A zero Parameter like each of `parameters`."""
-    return parameters.clone(prefix=prefix, init="zeros")

@@ -14,7 +14,7 @@ from statistics import median, quantiles
 PACKAGES = ("ms_accum", "mindspore", "numpy", "mindcv", "torch", "jax", "jaxlib", "optax")
 FOLDER = Path(__file__).with_name("records")
 # What older records call contestants.
-RENAMED = {"split": "ms_accum", "split-in-step": "ms_accum-pieces", "bare": "ms_accum-by-hand", "reference": "ms_accum-epoch"}
+RENAMED = {"split": "ms_accum", "split-in-step": "ms_accum-pieces", "bare": "ms_accum-by-hand"}
 
 
 def make(suite: str, quick: bool, command: str, groups: list[dict]) -> dict:

@@ -68,9 +68,8 @@ def section(record: dict) -> str:
 
 def table(group: dict, suite: str) -> str:
     """A group as Markdown: who was measured, in order of the median, then who was not, and why."""
-    # A sample is seconds for a microbatch, of which an epoch has as many as the group says; of the suite memory, it is bytes.
-    unit, factor, digits = {"memory": ("growth of peak RSS, MiB", 1 / MEBIBYTE, 0), "mnist": ("s per epoch", group.get("microbatches"), 3)
-                            }.get(suite, ("ms per microbatch", 1e3, 3))
+    # A sample is seconds for a microbatch; of the suite memory, it is bytes.
+    unit, factor, digits = ("growth of peak RSS, MiB", 1 / MEBIBYTE, 0) if suite == "memory" else ("ms per microbatch", 1e3, 3)
     measured = {name: figures for name, figures in group["contestants"].items() if "spread" in figures}
     rounds = max((len(figures["samples"]) for figures in measured.values()), default=0)
     columns = {

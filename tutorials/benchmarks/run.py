@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     suite = SUITES[options.suite]
     with TemporaryDirectory(prefix="benchmarks-") as scratch:
         try:
-            groups = chosen(suite.groups(options.quick, options.data, Path(scratch)), options)
+            groups = chosen(suite.groups(options.quick, Path(scratch)), options)
         except (ValueError, OSError) as error:
             parser.error(str(error))
         rounds = options.rounds or (suite.quick_rounds if options.quick else suite.rounds)
@@ -64,8 +64,6 @@ def make_parser() -> argparse.ArgumentParser:
                         help="only these (default: all of the suite's); what ratios are held against always runs")
     parser.add_argument("--groups", metavar="A;B;...",
                         help="only the groups of these names; the record keeps what it has of the others")
-    parser.add_argument("--data", default="embedded", metavar="DIR",
-                        help="mnist: a folder with MNIST, as `ms-accum mnist` takes it, or 'embedded' (default)")
     parser.add_argument("--output", type=Path, metavar="DIR",
                         help="folder of the record, <suite>.json (default: records/ beside this file; with --quick: not written)")
     return parser
@@ -85,8 +83,8 @@ def chosen(groups: list[Group], options: argparse.Namespace) -> list[Group]:
     for group in groups:
         needed = {*group.base, *(() if group.referee else (REFEREE,)), *options.contestants}
         kept = [name for name in group.contestants if name in needed]
-        # A control belongs to no suite, but can be asked for in any that trains windows.
-        control = ["wrong-denominator"] if "wrong-denominator" in options.contestants and not group.case.folder else []
+        # A control belongs to no suite, but can be asked for in any.
+        control = ["wrong-denominator"] if "wrong-denominator" in options.contestants else []
         found.append(replace(group, contestants=(*kept, *control)))
     for name in options.contestants:
         if not any(name in group.contestants for group in found):

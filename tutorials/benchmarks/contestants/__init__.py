@@ -7,12 +7,9 @@ from importlib import import_module
 _MODULES = {
     "mindspore_": ("floor", "floor-branch", "ms_accum", "ms_accum-pieces", "ms_accum-by-hand", "ms_accum-again", "ms_accum-skip-window",
                    "ms_accum-skip-microbatch", "undivided", "tutorial", "one-buffer", "boost", "parallel-nn", "mindcv",
-                   "wrong-denominator"),
-    "mindspore_ranks": ("alone", "window", "microbatch", "shard"),
+                   "wrong-denominator", "alone", "window", "microbatch", "shard"),
     "pytorch_": ("pytorch-eager", "pytorch-compiled"),
     "jax_": ("jax-multisteps", "jax-scan"),
-    "mnist_mindspore": ("ms_accum-epoch", "tutorial-loop", "tutorial-loop-blocking"),
-    "mnist_pytorch": ("pytorch-dataset", "pytorch-tensors"),
 }
 MODULES = {name: module for module, names in _MODULES.items() for name in names}
 PACKAGES = ("mindspore", "ms_accum", "mindcv", "torch", "jax", "optax")

@@ -11,9 +11,10 @@ import networks
 import numpy as np
 from case import Case
 from mindspore import Parameter, Tensor, boost, nn, ops
+from mindspore.communication import get_rank
 from mindspore.parallel.nn import GradAccumulation
 
-from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
+from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step
 
 from .contract import Contestant
 
@@ -130,8 +131,8 @@ def floor(start: Start, branch: bool = False) -> Way:
 # --- ours ------------------------------------------------------------------------------------------------------------------
 
 
-def ms_accum(start: Start, on_nonfinite: str = "apply") -> Way:
-    return _ours(start, start.pieces, 1, on_nonfinite=on_nonfinite)
+def ms_accum(start: Start, **options: object) -> Way:
+    return _ours(start, start.pieces, 1, **options)
 
 
 def ms_accum_pieces(start: Start) -> Way:
@@ -139,8 +140,8 @@ def ms_accum_pieces(start: Start) -> Way:
     return _ours(start, start.pieces, start.cut) if start.cut > 1 else _ours(start, 1, start.pieces, whole_window=True)
 
 
-def _ours(start: Start, accumulate_step: int, pieces: int, whole_window: bool = False, on_nonfinite: str = "apply") -> Way:
-    acc = Accumulator(start.optimizer, accumulate_step, reduction="mean", on_nonfinite=on_nonfinite)
+def _ours(start: Start, accumulate_step: int, pieces: int, whole_window: bool = False, **options: object) -> Way:
+    acc = Accumulator(start.optimizer, accumulate_step, reduction="mean", **options)
 
     @ms.jit
     def close() -> Tensor:
@@ -165,6 +166,16 @@ def _called_with_gradients(grad_fn: Callable, accumulator: Callable) -> Callable
     return train_step
 
 
+class Rank(MindSpore):
+    """One of several processes, each with its part of every window: every `case.ranks`-th sample."""
+
+    def __init__(self, reducer: DataParallel | None, case: Case) -> None:
+        super().__init__(partial(ms_accum, reducer=reducer), case)
+
+    def samples(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return tuple(array[get_rank()::self.case.ranks] for array in super().samples(count * self.case.ranks))
+
+
 # --- the ways in use -------------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +191,7 @@ class OneBuffer:
     def __init__(self, optimizer: nn.Optimizer, pieces: int) -> None:
         self.optimizer = optimizer
         self.pieces = pieces
-        self.sums = networks.zero_buffers(optimizer.parameters, "sums")
+        self.sums = optimizer.parameters.clone("sums", init="zeros")
         self.zero = Parameter(Tensor(0.0, ms.float32), name="zero")
         self.counter = Parameter(Tensor(1, ms.int32), name="counter")
         self.multiply = ops.MulNoNan()
@@ -212,7 +223,7 @@ class TwoBuffers(OneBuffer):
 
     def __init__(self, optimizer: nn.Optimizer, pieces: int) -> None:
         super().__init__(optimizer, pieces)
-        self.zeros = networks.zero_buffers(optimizer.parameters, "zeros")
+        self.zeros = optimizer.parameters.clone("zeros", init="zeros")
 
     def close(self) -> bool:
         self.optimizer(self.sums)
@@ -284,4 +295,10 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "parallel-nn": parallel_nn,
     "mindcv": mindcv,
     "wrong-denominator": partial(tutorial, divided=False),
+}.items()} | {name: partial(Rank, reducer) for name, reducer in {
+    # Every rank for itself: what the ranks take from each other by being on one machine.
+    "alone": None,
+    "window": DataParallel(),
+    "microbatch": DataParallel(sync="microbatch"),
+    "shard": DataParallel(sync="microbatch", shard=True),
 }.items()}

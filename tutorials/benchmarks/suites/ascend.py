@@ -18,7 +18,7 @@ CONTROL = "one-buffer"
 STAND_INS = Path(__file__).parents[3] / "tests" / "ascend" / "stand_ins.py"
 
 
-def groups(quick: bool, data: str, scratch: Path) -> list[Group]:
+def groups(quick: bool, scratch: Path) -> list[Group]:
     """Windows of 8 microbatches, float32, Adam.
 
     The undivided batch, `parallel.nn` and "ms_accum-pieces" get the window as one batch; the latter two cut it in 8.

@@ -24,7 +24,7 @@ EXCHANGES = ("window", "microbatch", "shard")
 RANK = Path(__file__).parents[1] / "rank.py"
 
 
-def groups(quick: bool, data: str, scratch: Path) -> list[Group]:
+def groups(quick: bool, scratch: Path) -> list[Group]:
     """1, 2 and 4 ranks, windows of 1 and 8."""
     network, found = "mlp-784-32-32-10" if quick else "mlp-784-512-512-10", []
     for ranks in (1, 2) if quick else (1, 2, 4):

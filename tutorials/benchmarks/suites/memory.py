@@ -10,7 +10,7 @@ OURS = ("ms_accum", "ms_accum-pieces")
 EIGHT = (REFEREE, *OURS, "parallel-nn", "tutorial")
 
 
-def groups(quick: bool, data: str, scratch: Path) -> list[Group]:
+def groups(quick: bool, scratch: Path) -> list[Group]:
     """Eight pieces of everybody, and other numbers of ours."""
     network, piece = ("mlp-784-32-32-32-10", 1024) if quick else ("mlp-784-512-512-512-10", 2048)
     cases = {"8 pieces": Case(network, 2, 8), **{f"N = {n}": Case(network, 2, n) for n in ((16,) if quick else (1, 4, 16, 64))}}

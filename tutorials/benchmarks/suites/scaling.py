@@ -9,7 +9,7 @@ from harness import FLOOR, Group, Suite, referee_of
 CONTESTANTS = (*FLOOR, "ms_accum", "ms_accum-pieces", "tutorial")
 
 
-def groups(quick: bool, data: str, scratch: Path) -> list[Group]:
+def groups(quick: bool, scratch: Path) -> list[Group]:
     """Windows of 1 to 64 microbatches."""
     network = "mlp-784-32-32-10" if quick else "mlp-784-512-512-10"
     cases = [Case(network, 32, n) for n in ((1, 4) if quick else (1, 2, 4, 8, 16, 32, 64))]

@@ -9,7 +9,7 @@ from harness import REFEREE, Group, Suite, referee_of
 CONTESTANTS = ("ms_accum", "ms_accum-again", "ms_accum-skip-window", "ms_accum-skip-microbatch")
 
 
-def groups(quick: bool, data: str, scratch: Path) -> list[Group]:
+def groups(quick: bool, scratch: Path) -> list[Group]:
     """Three networks, windows of 4."""
     cases = [("MLP", "mlp-784-32-32-10", 32), ("CNN", "cnn-8x1", 1)] if quick else [
         ("MLP", "mlp-784-512-512-10", 32), ("CNN", "cnn-16x2", 2), ("transformer", "transformer-384x6", 4)]

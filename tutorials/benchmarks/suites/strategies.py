@@ -12,7 +12,7 @@ WAYS = ("undivided", "ms_accum", "tutorial", "boost", "parallel-nn")
 WEIGHED = (4, 8)
 
 
-def groups(quick: bool, data: str, scratch: Path) -> list[Group]:
+def groups(quick: bool, scratch: Path) -> list[Group]:
     """A microbatch that can be cut is 8 times as large; who cannot cut takes it whole. Of N = 4 memory is taken, too."""
     every = [(n, cut) for cut in (1, 8) for n in (1, 4, 16)]
     # 128 pieces of a larger network take seconds.
