@@ -97,7 +97,7 @@ class Accumulator:
         state: All state by its name in a checkpoint, which is the same in the next process.
         open_state: Names in `state` of what is only needed while a window is open.
         countdown: What the host of train steps knows of the open window. `countdown.take()` makes it ask the device.
-        window, buffers, exchange, guard, loss_scale, observer: The values that it is made of.
+        window, buffers, exchange, guard, loss_scale, observer, updating: The values that it is made of.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -161,18 +161,19 @@ class Accumulator:
         self.noise_scale = self.observer if self.observer.watches else None
         self.buffers = Buffers(prefix, *self.exchange.buffers(), self.buffer_dtypes, self.exchange.shared_unit)
         self.counters = counters = watched(Counters(prefix), self)
-        self._update = Update(optimizer, dtypes, normaliser_of(reduction, self.exchange.ranks), clip_norm, after_update,
-                              self.observer, in_place(self.exchange.ranks == 1 and loss_scaler is None), prefix)
+        scaling = in_place(self.exchange.ranks == 1 and loss_scaler is None)
+        self.updating = Update(optimizer, dtypes, normaliser_of(reduction, self.exchange.ranks), clip_norm,
+                               after_update, self.observer, scaling, prefix)
         self.mini_step, self.skipped, self.weight_sum = counters.mini_step, counters.skipped, counters.weight_sum
         self.closed_windows, self.window_weight = counters.closed_windows, counters.window_weight
-        self.update_step, self.seen, self.grad_norm = self._update.step, self._update.seen, self._update.grad_norm
+        self.update_step, self.seen, self.grad_norm = self.updating.step, self.updating.seen, self.updating.grad_norm
         self.loss_scale = NoLossScale() if loss_scaler is None else LossScale(loss_scaler, self, prefix)
         self.guard, self.skipped_in_row = guard(counters, self.update_step), counters.skipped_in_row
         self._add = Add((names, shapes), self.guard, self.observer, self.loss_scale, self.exchange, self.buffers,
                         self.weight_sum)
         self._reduce = Reduce(self.exchange, self.loss_scale, self.guard)
         self.parameters, self.state, self.open_state = _named_state(
-            prefix, self.buffers, counters, self.observer, self.window, self._update, self.loss_scale)
+            prefix, self.buffers, counters, self.observer, self.window, self.updating, self.loss_scale)
 
     # --- by hand ------------------------------------------------------------------------------------------------------
 
@@ -296,14 +297,14 @@ class Accumulator:
         if isinstance(weight, Tensor) or weight == 0:  # what has no weight is ignored, NaN included
             grads = mapped(weighted, weight != 0, grads, self.buffer_dtypes)
         self.counters.begin_update(grads[-1])
-        self._update(self._reduce(grads, weight, (weight, 1, 1.0)), False)
+        self.updating(self._reduce(grads, weight, (weight, 1, 1.0)), False)
         self.counters.close(weight)
         self.counters.end_update()
 
     def update_with(self, reduced: Reduced) -> None:
         """Update with a window: normalise, clip, optimizer, hooks; see `update.py`. Then clear."""
         self.counters.begin_update(reduced[0][-1])
-        self._update(reduced, True)
+        self.updating(reduced, True)
         self.guard.applied()
         self.loss_scale.adjust(True)
         self.counters.close(self.weight_sum)

@@ -67,8 +67,9 @@ class SeveralLossesStep(TrainStep):
                 return Empty(accumulator, pieces, losses, functions.has_aux)
             return WeighedPieces(functions, accumulator, losses, samples, cut, pieces)
 
-        super().__init__(function, accumulator, pieces, microbatch_for, batch_axis)
+        self._announced = accumulator.updating.announcing()  # an update counts in `seen` what the first loss weighs
         self._losses = losses
+        super().__init__(function, accumulator, pieces, microbatch_for, batch_axis)
         self._nothing = Tensor(np.zeros(losses + 1), ms.float32)
         accumulator.buffers.fix_unit(1.0)
 
@@ -111,10 +112,13 @@ class SeveralLossesStep(TrainStep):
 
     def forget_graphs(self) -> None:
         """See `TrainStep`."""
-        exchange = self.accumulator.exchange
+        exchange, updating, losses = self.accumulator.exchange, self.accumulator.updating, self._losses
 
         def announce(weights: Tensor) -> Tensor:
-            return as_vector(exchange.total(_numbers(weights)))
+            totals = as_vector(exchange.total(_numbers(weights)))
+            window = ops.where(totals[losses] > 0, totals[0], Tensor(-1.0, ms.float32))
+            ops.assign(updating.announced[0], window)
+            return totals
 
         super().forget_graphs()
         self._announce = compiled(announce)
@@ -140,14 +144,14 @@ class SeveralLossesStep(TrainStep):
         window.batches.append((key, arguments))
         with self.forgetting_graphs():
             window.weights.append(self.microbatch(key).weigh(*arguments))
-        first = np.concatenate(window.weights)[:, 0].astype(np.float32)
-        return self.accumulator.window.closes_after(len(window.batches), window.updates, first)
+        first = np.add.accumulate(np.concatenate(window.weights)[:, 0], dtype=np.float32)  # as the device adds
+        return self.accumulator.window.missing(len(window.batches), window.updates, first[-1]) == 0
 
     def _train_window(self, window: KnownWindow) -> Iterator[Any]:
         """Train on the microbatches of a window, and close it with the last one."""
         own = np.concatenate(window.weights)
         with self.forgetting_graphs():
-            totals = self._totals = self._announce(Tensor([*own.sum(0), (own != 0).any(1).sum()], ms.float32))
+            totals = self._announce(Tensor([*own.sum(0), (own != 0).any(1).sum()], ms.float32))
         self._length = len(window.batches)
         self.accumulator.countdown.set(0, self._length)
         for (key, batch), weights in zip(window.batches, window.weights):
@@ -163,10 +167,8 @@ class SeveralLossesStep(TrainStep):
         if int(self.accumulator.mini_step) != self._length:
             raise RuntimeError(_CHANGED)
         updated = self._boundary.close()
-        if updated:  # with weight 1 for each piece, the pieces were counted
-            of_first = (self._totals[0] - self._totals[-1]).round()
-            ops.assign_add(self.accumulator.seen, of_first.astype(ms.int64))
-        else:
+        if not updated:
+            ops.assign(self._announced, -1.0)
             self.accumulator.guard.require_progress()
         return 0, None, updated
 

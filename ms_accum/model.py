@@ -71,7 +71,6 @@ class TrainOneStepCell(nn.Cell):
     Attributes:
         accumulator: The accumulator that it feeds.
         optimizer: The accumulator's.
-        before_flush: Functions that `flush` calls first; for callbacks.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -128,7 +127,6 @@ class TrainOneStepCell(nn.Cell):
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self.batch_axis = checked_axis(batch_axis)
-        self.before_flush: list[Callable[[], None]] = []
         self._gradients_of = make_gradients_of(network, accumulator, has_aux=False, begins=False)
         self._weight_fn = positional("weight_fn", weight_fn)
         # In graph mode, everything is compiled, the end of a window as well.
@@ -195,8 +193,6 @@ class TrainOneStepCell(nn.Cell):
 
     def flush(self) -> bool:
         """Apply the incomplete window, if one is open. Return whether one was closed: applied or dropped."""
-        for do in self.before_flush:
-            do()
         self._returned = False
         with self._forgetting_graphs():
             return self._boundary_now().flush()

@@ -112,6 +112,7 @@ class Update:
     Attributes:
         step: Updates done: int32 Parameter of shape `()`.
         seen: Sum of their weights, rounded: int64 Parameter of shape `()`.
+        announced: Nothing, or a Parameter: see `announcing`.
         grad_norm: Norm of the last gradient before clipping: float32 Parameter of shape `()`; NaN if not measured.
         parameters: Its state, that of a hook included.
     """
@@ -121,7 +122,7 @@ class Update:
                  prefix: str) -> None:
         self.optimizer, self.dtypes, self.normaliser, self.observer = optimizer, dtypes, normaliser, observer
         self.scaling, self.copying = scaling, Copying()
-        self.hooks = () if after_update is None else (after_update,)
+        self.hooks, self.announced = () if after_update is None else (after_update,), ()
         self.step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
         self.seen = empty_parameter(f"{prefix}.seen", (), ms.int64)
         self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
@@ -136,13 +137,31 @@ class Update:
         self.observer.of_update(gradients, unit, weight, numbers[1:])
         factor = self.clip.clipped(gradients, factor)
         ops.assign_add(self.step, 1)
-        ops.assign_add(self.seen, ops.round(as_tensor(weight)).astype(ms.int64))
+        ops.assign_add(self.seen, ops.round(self._counted(weight)).astype(ms.int64))
         if isinstance(factor, Tensor):  # the observer has read the buffers by then
             factor = ops.depend(factor, self.step + 0)
         scaling = self.scaling if buffered else self.copying
         self.optimizer(scaling.scale(factor, gradients, self.dtypes))
         for hook in self.hooks:
             hook()
+
+    def announcing(self) -> Parameter:
+        """Return what updates count in `seen` instead of their weight, unless it is negative: float32 Parameter, `()`.
+
+        An update makes it negative again. Graphs that were compiled before do not read it. For the host.
+        """
+        if not self.announced:
+            name = self.seen.name.removesuffix("seen") + "announced"
+            self.announced = (empty_parameter(name, (), ms.float32, -1.0),)
+        return self.announced[0]
+
+    def _counted(self, weight: Scalar) -> Tensor:
+        counted = as_tensor(weight)
+        for announced in self.announced:
+            known = announced + 0.0
+            counted = ops.where(known < 0, counted, known)
+            ops.assign(announced, ops.depend(Tensor(-1.0, ms.float32), known))
+        return counted
 
 
 def normaliser_of(reduction: str, contributors: int) -> Any:

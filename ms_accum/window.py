@@ -22,7 +22,7 @@ class UntilWeight:
     at_most: int
 
 
-AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight, "LengthChooser"]
+AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight, "HostLength"]
 
 _COMPARED = (0, *(2**i for i in range(17)))
 _REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, "
@@ -120,18 +120,12 @@ class Window:
             return int(self.length(Tensor(update_step, ms.int32)))
         return next(length for start, length in reversed(self.stages) if start <= update_step)
 
-    def missing(self, mini_step: int, update_step: int, weight_sum: Parameter) -> int:
+    def missing(self, mini_step: int, update_step: int, weight_sum: Union[Parameter, np.float32]) -> int:
         """Return how many microbatches a window needs, at least, until it is full; 0 if it is. For the host."""
         missing = self.host_length(update_step) - mini_step
         if self.budget is not None:  # any one may bring the weight; compared as the device does
-            missing = min(missing, int(weight_sum.asnumpy() < np.float32(self.budget)))
+            missing = min(missing, int(np.float32(weight_sum) < np.float32(self.budget)))
         return max(missing, 0)
-
-    def closes_after(self, microbatches: int, update_step: int, weights: np.ndarray) -> bool:
-        """Return whether so many microbatches, made of pieces of these weights (float32), fill a window. For the host.
-        """
-        full = microbatches >= self.host_length(update_step)
-        return full or (self.budget is not None and bool(np.add.accumulate(weights)[-1] >= np.float32(self.budget)))
 
     def length_after(self, update_step: int) -> Optional[int]:
         """Return what an empty window needs, at least, after so many updates; None if only the device knows."""
@@ -140,13 +134,13 @@ class Window:
 
 @ms.jit_class
 class HostLength(Window):
-    """A window whose length the host chooses between windows; `AdaptiveWindow` makes one. See `Window`.
-
-    Attributes:
-        chosen: The present length: int32 Parameter of shape `()`.
-    """
+    """An `accumulate_step` that lets the host choose the length of each window; see `Window` and `AdaptiveWindow`."""
 
     is_one, budget = False, None
+
+    def bind(self, noise_scale: Optional[Observer], prefix: str) -> tuple[Window, Observer]:
+        """Return the window of an accumulator, and the observer that it reads: the user's, if there is one."""
+        raise NotImplementedError
 
     def is_full(self, mini_step: Tensor, update_step: Tensor, weight_sum: Tensor) -> Tensor:
         """Refuse to decide in a graph, where the length would never change."""
@@ -161,14 +155,6 @@ class HostLength(Window):
         raise ValueError(_UNKNOWN.format(self.description))
 
 
-class LengthChooser:
-    """An `accumulate_step` that lets the host choose."""
-
-    def bind(self, noise_scale: Optional[Observer], prefix: str) -> tuple[Window, Observer]:
-        """Return the window of an accumulator, and the observer that it reads: the user's, if there is one."""
-        raise NotImplementedError
-
-
 def bind_window(accumulate_step: AccumulateStep, noise_scale: Optional[Observer],
                 prefix: str) -> tuple[Window, Observer]:
     """Return the window of an accumulator, and the observer to bind. TypeError or ValueError if they are none."""
@@ -177,7 +163,7 @@ def bind_window(accumulate_step: AccumulateStep, noise_scale: Optional[Observer]
     if isinstance(accumulate_step, type) or accumulate_step is until_weight:
         raise TypeError(f"accumulate_step is {accumulate_step.__name__} itself, expected what it returns; call it "
                         "with parentheses")
-    if isinstance(accumulate_step, LengthChooser):
+    if isinstance(accumulate_step, HostLength):
         return accumulate_step.bind(noise_scale, prefix)
     return Window(accumulate_step), noise_scale or Observer()
 

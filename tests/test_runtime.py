@@ -1,4 +1,4 @@
-"""The one setting. That importing the package changes nothing is in test_package.py."""
+"""The one setting. That importing the package changes nothing is in test_guide.py."""
 import os
 
 from ms_accum import avoid_busy_waiting

@@ -10,7 +10,7 @@ from mindspore import ops
 
 from ..arguments import LARGEST_INT32, number, whole_number
 from ..buffers import empty_parameter
-from ..window import HostLength, LengthChooser
+from ..window import HostLength
 from .noise_scale import GradientNoiseScale
 
 _SMOOTHING = 0.95  # the decay of the means, unless the accumulator was given a noise scale
@@ -20,7 +20,7 @@ _PROBE = 8
 
 
 @ms.jit_class
-class AdaptiveWindow(LengthChooser, HostLength):
+class AdaptiveWindow(HostLength):
     """Let the length of windows follow the noise scale while training: `accumulate_step=AdaptiveWindow(maximum=32)`.
 
         S, G^2 = the means of `GradientNoiseScale`, over windows, with decay 0.95
@@ -89,7 +89,7 @@ class AdaptiveWindow(LengthChooser, HostLength):
         return f"AdaptiveWindow(minimum={self.minimum}, maximum={self.maximum}, target={self.target:.9g})"
 
     def bind(self, noise_scale: Optional[GradientNoiseScale], prefix: str) -> tuple[AdaptiveWindow, GradientNoiseScale]:
-        """See `LengthChooser`. The window is a copy with state of its own: several accumulators may be given one."""
+        """See `HostLength`. The window is a copy with state of its own: several accumulators may be given one."""
         window = copy(self)
         window.noise_scale = noise_scale or GradientNoiseScale(_SMOOTHING)
         window.chosen = empty_parameter(f"{prefix}.window_chosen", (), ms.int32, self.minimum)

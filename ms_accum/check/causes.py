@@ -134,8 +134,8 @@ def _differing(division: Division, some: Calls, others: Calls, limit: float, agr
             outputs = [(a, b) for a, b in outputs if a.shape != b.shape]
         if _distance(outputs) > limit and _distance(inputs) <= min(agree, CONFIDENCE * division.eps):
             found[name] = division.layers.cells[name]
-    return {name: cell for name, cell in found.items()
-            if not any(inner is not cell and inner in found.values() for _, inner in cell.cells_and_names())}
+    inside = division.layers.inside
+    return {name: cell for name, cell in found.items() if not inside.get(name, set()) & found.keys() - {name}}
 
 
 def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:

@@ -26,6 +26,7 @@ class Layers:
 
     def __init__(self, network: nn.Cell) -> None:
         self.cells: dict[str, nn.Cell] = {}
+        self.inside: dict[str, set[str]] = {}  # what each has called
         self._names: dict[int, str] = {}
         self._found, self._kept = [], []  # their state as they were found, and as it is restored during the check
         self._add("", network)
@@ -89,12 +90,19 @@ class Layers:
     @contextmanager
     def watched(self, visit: Callable[[str, tuple, Any], None]) -> Iterator[None]:
         """Within the block, call `visit(name, inputs, output)` for each cell that has run, also outside the network."""
-        call = nn.Cell.__call__
+        call, running = nn.Cell.__call__, []
 
         def watching(cell: nn.Cell, *arguments: Any, **keywords: Any) -> Any:
             self._add(type(cell).__name__, cell)
-            output = call(cell, *arguments, **keywords)
-            visit(self._names[id(cell)], (*arguments, *keywords.values()), output)
+            name = self._names[id(cell)]
+            for outer in running:
+                self.inside.setdefault(outer, set()).add(name)
+            running.append(name)
+            try:
+                output = call(cell, *arguments, **keywords)
+            finally:
+                running.pop()
+            visit(name, (*arguments, *keywords.values()), output)
             return output
 
         with patch.object(nn.Cell, "__call__", watching):

@@ -96,7 +96,7 @@ def test_functions_that_cannot_be_imported_are_refused(monkeypatch):
 
 
 def test_functions_of_a_script_need_a_guard():
-    """With one, they work: as a script runs the docstring's example in test_package.py."""
+    """With one, they work: as a script runs the docstring's example in test_guide.py."""
     Path("unguarded.py").write_text("""
 from ms_accum.batch_size import plan_micro_batch
 def make_step(microbatch):
