@@ -46,7 +46,7 @@ class Buffers:
                  gradient_dtypes: tuple[ms.Type, ...], unit: Optional[float] = None) -> None:
         self.parameters = ParameterTuple([empty_parameter(f"{prefix}.{name}", shape, dtype)
                                           for (name, shape), dtype in zip(shapes, dtypes)])
-        self._in_place = in_place()
+        self._in_place = in_place(nbytes=self.nbytes)
         self.large = max(prod(shape) for _, shape in shapes) // 64
         self.gradient_dtypes = gradient_dtypes
         self.unit = unit
@@ -73,7 +73,7 @@ class Buffers:
         Each gradient is added as soon as it is made. Side effects of a graph run in the order of the program, and those
         in the order of the parameters would keep all gradients in memory: the backward pass makes the gradient of the
         last one first (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the peak instead of 6.5).
-        On CPU and GPU, 16-bit buffers are added in that order.
+        On CPU and GPU, 16-bit buffers are added in that order, and all buffers are if they are small together.
 
         Return what the next side effect has to wait for.
         """

@@ -8,6 +8,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_accum import Accumulator
 from ms_accum.buffers import Buffers
+from ms_accum.in_place import SMALL, Copying, InTurn, in_place
 
 pytestmark = pytest.mark.core
 
@@ -75,6 +76,12 @@ def test_the_unit_is_fixed_once_and_makes_large_weights_small():
         unit = before or 4.0
         assert buffers.unit == unit
         assert added(buffers, (1.0, 8)) == ([48 / unit + 8 / unit] * 2, unit)
+
+
+def test_small_buffers_are_added_in_turn():
+    """As the fuzzer draws it, too. A copy of buffers, of which nothing is added, is no matter of size."""
+    assert [type(in_place(nbytes=size)) for size in (SMALL, SMALL + 1)] == [InTurn, Copying]
+    assert type(in_place(buffers=False)) is Copying
 
 
 # --- emptying ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from conftest import MLP, batches, compiled_graphs, mean_loss, tensors
 from following import LOSS, sgd
 from mindspore import Tensor, amp, nn, ops
 
-from ms_accum import Accumulator, make_grad_cache_step, make_train_step, straight, until_weight
+from ms_accum import Accumulator, in_place, make_grad_cache_step, make_train_step, straight, until_weight
 from ms_accum.batch_size import GradientNoiseScale
 
 
@@ -127,8 +127,10 @@ def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatc
             assert not any(map(control_flow, graphs)), functions
     for control in (trained(SKIPPED, count=1), by_hand):
         assert any("Switch" in control_flow(graph) for graph in graphs_of(control))
-    chains = [chain for graph in graphs_of(added_in_three_dtypes) if (chain := before_each_buffer(graph))]
-    assert chains == [[each, each] for each in ([], ["Mul"], ["Cast"], ["Cast"])]
+    for size in (in_place.SMALL, 0):  # added in turn, and at once
+        monkeypatch.setattr(in_place, "SMALL", size)
+        chains = [chain for graph in graphs_of(added_in_three_dtypes) if (chain := before_each_buffer(graph))]
+        assert chains == [[each, each] for each in ([], ["Mul"], ["Cast"], ["Cast"])]
 
 
 def added_in_three_dtypes():
@@ -146,8 +148,8 @@ def before_each_buffer(graph):
         r"^\s*(%\d+)\(.*?\) = (?:PrimFunc_)?(\w+)\(([^)]*)", graph, re.MULTILINE)}
     found = []
     for name, arguments in nodes.values():
-        loaded = nodes.get(arguments[0], (None, [""]))[1][0]  # without a mark, a buffer is read through a Load
-        if name == "AssignAdd" and re.fullmatch(r"%para\d+_accumulator\d+\.(first|second)\.weight", loaded):
+        buffer = nodes.get(arguments[0], (None, [arguments[0]]))[1][0]  # without a mark, it is read through a Load
+        if name == "AssignAdd" and re.fullmatch(r"%para\d+_accumulator\d+\.(first|second)\.weight", buffer):
             found.append([])
             gradient = arguments[1]
             while nodes[gradient][0] != "MatMul":

@@ -14,7 +14,7 @@ from mindspore import Tensor, nn
 from .comparison import CONFIDENCE, Calls, Comparison, Division
 from .groupnorm import BATCH_NORMS, statistics_of
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
 # What a cause does, and the remedy.
 _SWITCHED_OFF = ("random: no two runs draw the same numbers, accumulated or not; compared with the layer switched off",
                  "none needed: a mask concerns one sample at a time, so accumulation is exact for whatever is drawn")
@@ -90,10 +90,16 @@ def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause], lis
             cell.training = False  # it alone: a BatchNorm inside it stays as it is
         division.layers.keep()
     masks, blindly = ({name: cell for name, cell in off.items() if name not in random and ours == (
-        isinstance(cell, _DROPOUTS) or type(cell).__module__.startswith("mindspore."))} for ours in (True, False))
+        _is_mindspores(cell))} for ours in (True, False))
     in_function = in_loss(division, *_RANDOM) if _distance([(loss, other_loss)]) > limit else []
     return (in_layers(masks, *_SWITCHED_OFF), in_layers(blindly, *_SWITCHED_OFF_BLINDLY),
             in_layers(random, *_RANDOM) or in_function)
+
+
+def _is_mindspores(cell: nn.Cell) -> bool:
+    """Whether MindSpore's own layer, or a Dropout that O1 has derived from a copy of the module `basic`."""
+    return type(cell).__module__.startswith("mindspore.") or any(
+        base.__module__.split(".")[-1] == "basic" and base.__name__ in _DROPOUTS for base in type(cell).__mro__)
 
 
 def causes_of(division: Division, comparison: Comparison) -> list[Cause]:

@@ -34,7 +34,8 @@ class Layers:
     def _add(self, prefix: str, root: nn.Cell) -> None:
         for name, cell in root.cells_and_names():
             if id(cell) not in self._names:
-                name = self._names[id(cell)] = ".".join(filter(None, (prefix, name))) or "network"
+                name = ".".join(filter(None, (prefix, name))) or "network"
+                name = self._names[id(cell)] = f"{name} ({len(self.cells)})" if name in self.cells else name
                 self.cells[name] = cell
                 self._found += _state(cell)
                 for attribute, value in list(vars(cell)["_primitives"].items()):

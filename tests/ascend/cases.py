@@ -298,7 +298,7 @@ def memory_of_copies():
     def add(self, gradients):
         return mapped(buffers.add_in_turn, None, self.parameters, gradients)
 
-    def copying(*_):
+    def copying(*_, **__):
         return in_place.Copying()
 
     with patch.object(accumulator, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
