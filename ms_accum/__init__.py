@@ -4,6 +4,9 @@
                                                 │ yes
                                                 ▼
        exchange ─► unscale ─► judge ─► normalise ─► clip ─► optimizer ─► clear
+
+Files: step, microbatch, pieces; differentiate; accumulator, adding, buffers; window, boundary;
+distributed/exchange; loss_scale; nonfinite; update; in_place.
 """
 from .accumulator import Accumulator as Accumulator
 from .callbacks import FlushCallback as FlushCallback

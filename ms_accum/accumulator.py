@@ -16,7 +16,6 @@ from .counters import Countdown, Counters
 from .distributed.buckets import Layout
 from .distributed.exchange import DataParallel, OneDevice
 from .gradients import Gradients, Scalar, after, mapped, weighted
-from .in_place import in_place
 from .loss_scale import LossScale, NoLossScale, checked_loss_scaler
 from .lost_window import watched
 from .nonfinite import guard_of
@@ -51,7 +50,7 @@ class Accumulator:
             elements, and without a `loss_scale` of its own. Gradients come in the order of `optimizer.parameters`.
             State with the same name as that of another accumulator's optimizer (`global_step`) is renamed, so that
             both fit into one graph.
-        accumulate_step: Microbatches in a window: an int; `{update_step: n}`, piecewise constant, which holds 0; or a
+        accumulate_step: Microbatches in a window: an int; `{update_step: n}`, piecewise constant, with the key 0; or a
             function of the update count (int32 Tensor of shape `()`) that graph mode can compile and that returns an
             int or an integer Tensor >= 1. A window keeps its length from its first microbatch to its last. Or
             `until_weight(budget)`: a window closes with the microbatch that brings its weight to the budget.
@@ -85,7 +84,7 @@ class Accumulator:
         closed_windows: Windows closed, with an update or dropped: int32 Parameter of shape `()`.
         skipped: Gradients of this rank ignored because they were not finite, each of a microbatch or piece
             ("skip_microbatch") or of a window ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
-        skipped_in_row: The same, since the last gradient that was not skipped.
+        skipped_in_row: How many of them followed one another, up to now.
         seen: Sum of the weights in all updates of all ranks, each rounded: samples, or what `weight_fn` counts, tokens
             for example: int64 Parameter of shape `()`.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN until it has
@@ -161,9 +160,8 @@ class Accumulator:
         self.noise_scale = self.observer if self.observer.watches else None
         self.buffers = Buffers(prefix, *self.exchange.buffers(), self.buffer_dtypes, self.exchange.shared_unit)
         self.counters = counters = watched(Counters(prefix), self)
-        scaling = in_place(self.exchange.ranks == 1 and loss_scaler is None)
         self.updating = Update(optimizer, dtypes, normaliser_of(reduction, self.exchange.ranks), clip_norm,
-                               after_update, self.observer, scaling, prefix)
+                               after_update, self.observer, self.exchange.ranks == 1 and loss_scaler is None, prefix)
         self.mini_step, self.skipped, self.weight_sum = counters.mini_step, counters.skipped, counters.weight_sum
         self.closed_windows, self.window_weight = counters.closed_windows, counters.window_weight
         self.update_step, self.seen, self.grad_norm = self.updating.step, self.updating.seen, self.updating.grad_norm
@@ -236,7 +234,7 @@ class Accumulator:
         return self.loss_scale.multiply(loss)
 
     def begun(self, loss: Tensor) -> Tensor:
-        """Note that a microbatch or a piece begins, and return the loss, of which no gradient is made before the note.
+        """Note that a microbatch or piece begins. Return the loss, made to depend on that note: so do all gradients.
 
         So an error in the forward pass changes nothing, and one after it shows. Nothing stands between a gradient and
         its buffer: a dependency there would keep Ascend from adding a matrix product in place.
@@ -342,9 +340,8 @@ def _named_state(prefix: str, buffers: Buffers, counters: Counters, observer: Ob
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, dtypes: tuple, settings: dict) -> OneDevice:
-    alike = {**settings, "the optimizer, its learning rate or state": describe(optimizer)}
-    layout = Layout(tuple(optimizer.parameters), dtypes, alike)
     if reducer is None:
-        return OneDevice(layout)
-    return instance_of("reducer", reducer, DataParallel, "a DataParallel, or None",
-                       "give e.g. DataParallel()").bind(layout)
+        return OneDevice(Layout(tuple(optimizer.parameters), dtypes, settings))
+    reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
+    alike = {**settings, "the optimizer, its learning rate or state": describe(optimizer)}
+    return reducer.bind(Layout(tuple(optimizer.parameters), dtypes, alike))

@@ -114,7 +114,7 @@ def require_callable(name: str, function: object) -> None:
 
 
 def _is_readable(function: Callable) -> bool:
-    """Whether a lambda is all there is on the right-hand side of its statement."""
+    """Return whether the lambda is the whole right-hand side of its statement."""
     try:
         statement = ast.parse(dedent(inspect.getsource(function))).body[0]
     except (OSError, SyntaxError):

@@ -1,4 +1,4 @@
-"""A batch as people have it: a Tensor, a tuple, a dict or keyword arguments, and functions that take one."""
+"""Convert batches (Tensor, tuple, dict, keyword arguments), and call functions with them."""
 from __future__ import annotations
 
 import inspect
@@ -102,7 +102,7 @@ def positional(
 ) -> Optional[Callable]:
     """Return `function` as one that graph mode can call with the whole batch by position.
 
-    Of a `functools.partial`, graph mode would not know what comes out.
+    It also unpacks a `functools.partial`, of which graph mode does not know what it returns.
 
     Args:
         name: What an error calls `function`.

@@ -130,12 +130,17 @@ def _graphs(accumulator: Accumulator) -> dict[str, Callable]:
         accumulator.drop()
         return accumulator.update_step + 0
 
+    return {function.__name__: function for function in (
+        apply, judge, reduce, update, drop, end_of(accumulator), nothing_of(accumulator))}
+
+
+def end_of(accumulator: Accumulator) -> Callable:
+    """Return `pieces -> microbatches in the window`, which ends a microbatch of so many pieces."""
     def end(pieces: Tensor) -> Tensor:
         accumulator.end_microbatch(pieces)
         return accumulator.mini_step + 0
 
-    return {function.__name__: function for function in (
-        apply, judge, reduce, update, drop, end, nothing_of(accumulator))}
+    return end
 
 
 def nothing_of(accumulator: Accumulator, present: int = 0) -> Callable:

@@ -73,7 +73,8 @@ class Buffers:
         Each gradient is added as soon as it is made. Side effects of a graph run in the order of the program, and those
         in the order of the parameters would keep all gradients in memory: the backward pass makes the gradient of the
         last one first (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the peak instead of 6.5).
-        On CPU and GPU, 16-bit buffers are added in that order, and all buffers are if they are small together.
+        On CPU and GPU, 16-bit buffers are added in the order of the parameters, and so are all buffers that are small
+        together.
 
         Return what the next side effect has to wait for.
         """
@@ -82,8 +83,8 @@ class Buffers:
     def add_in_turn(self, gradients: Gradients) -> tuple[Gradients, Gradients]:
         """The same for any graph: one after the other, as side effects, roughly in the order of the backward pass.
 
-        Small ones come last: MindSpore lets one side effect run for each operator of a path through the graph. If this
-        returned nothing, it would warn of lost side effects where no buffer is small, although none are lost.
+        Small buffers come last: MindSpore runs one side effect for each operator on a path through the graph. The
+        result is returned because MindSpore would otherwise warn of lost side effects, although none are lost.
         """
         large = mapped(_add_large, self.large, self.parameters[::-1], gradients[::-1])
         return large, mapped(_add_small, self.large, self.parameters[::-1], gradients[::-1])

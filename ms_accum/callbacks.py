@@ -94,7 +94,7 @@ class FlushCallback(Callback):
 
 
 class _OfOneCell(Callback):
-    """The base of those that see single microbatches of one `TrainOneStepCell`."""
+    """Base of callbacks that follow the microbatches of one `TrainOneStepCell`."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Find the cell. ValueError if there is not exactly one, or in data sink mode."""

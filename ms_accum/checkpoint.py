@@ -83,7 +83,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     mine = path_of_rank(path, rank, ranks, generation)
     with part_of(path) as part:
         def write() -> None:
-            # Open for all if for one.
+            # The window counts as open on all ranks if it is open on one.
             write_file(part, *_contents(network, accumulator, extra, generation, any(held)))
             if rank > 0:
                 rename_file(part, mine)
@@ -159,7 +159,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         ops.assign(entries[name], value)
     accumulator.buffers.adopt(unit)
     accumulator.counters.end_update()
-    accumulator.countdown.forget()  # a train step asks the device anew
+    accumulator.countdown.take()  # a driver asks the device anew
     accumulator.counters.note_loaded()
     return about["extra"]
 

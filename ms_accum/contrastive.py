@@ -16,9 +16,9 @@ from mindspore.ops import constexpr
 from .accumulator import Accumulator
 from .arguments import require_callable, spelled
 from .batch import positional
+from .boundary import end_of
 from .differentiate import checked_loss
 from .gradients import FLOATS
-from .microbatch import Empty
 from .pieces import Cut, select_rows, starts_of
 from .step import TrainStep
 from .straight import compiled, straight
@@ -101,9 +101,7 @@ class GradCacheStep(TrainStep):
     """What `make_grad_cache_step` returns: see there, and `TrainStep`."""
 
     def __init__(self, encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, pieces: int) -> None:
-        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[_Cached, Empty]:
-            if samples == 0:
-                return Empty(accumulator, pieces)
+        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> _Cached:
             encode = _encoder(positional("encode_fn", encode_fn, len(cut), names))
             return _Cached(encode, positional("loss_fn", loss_fn), accumulator, samples, cut, pieces)
 
@@ -129,7 +127,7 @@ class _Cached:
             self._encode[length] = straight(_encode_fn(encode, cut, length), accumulator)
             self.backward[length] = straight(_backward_fn(encode, accumulator, samples, cut, length), accumulator)
         self._first = straight(_first_fn(encode, loss_fn, accumulator, samples, cut, rows), accumulator)
-        self._end = compiled(_end_fn(accumulator))
+        self._end = compiled(end_of(accumulator))
 
     def __call__(self, *batch: Any) -> Tensor:
         """Add a microbatch. Return the loss.
@@ -204,14 +202,6 @@ def _backward_fn(encode: Callable, accumulator: Accumulator, samples: int, cut: 
         return ops.depend(partial, accumulator.add_piece(gradients, float(rows)))
 
     return backward
-
-
-def _end_fn(accumulator: Accumulator) -> Callable:
-    def end(pieces: Tensor) -> Tensor:
-        accumulator.end_microbatch(pieces)
-        return accumulator.mini_step + 0
-
-    return end
 
 
 def _encoder(encode_fn: Callable) -> Callable:

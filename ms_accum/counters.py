@@ -116,15 +116,10 @@ class Countdown:
     Attributes:
         held: Microbatches in the open window.
         remaining: How many it needs, at least, until it is full; None: ask the device.
-        loads: How often a checkpoint has changed everything.
     """
 
     def __init__(self) -> None:
-        self.held, self.remaining, self.loads = 0, None, 0
-
-    def forget(self) -> None:
-        """Note that a checkpoint was loaded."""
-        self.remaining, self.loads = None, self.loads + 1
+        self.held, self.remaining = 0, None
 
     def set(self, held: int, remaining: Optional[int]) -> None:
         """Remember what the device said, or what follows from it."""

@@ -1,4 +1,4 @@
-"""Errors of MindSpore that say less than they mean: what they mean here, for all who run graphs."""
+"""Add the likely cause to errors of MindSpore that do not name it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,8 @@ _REBUILT = ("forward_fn and the optimizer use different Parameters of the same n
 _BFLOAT16 = ("something in the step takes no bfloat16 ({}), expected operators and an optimizer that do, unlike nn.SGD "
              "and nn.Adam (here: {}); give nn.AdamWeightDecay, nn.ASGD or mint.optim.AdamW, or keep the parameters in "
              "float32")
-_REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")  # of what no batch would get accepted
+# About what a function returned: the same for every piece.
+_REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def ask_about_piece(error: Exception, place: int, pieces: int, runs_whole: bool 
         error: The error. One of an exchange, or one that refuses what a function returned, stays as it is.
         place: The piece, from 0. MindSpore may report a kernel's error too late, unless its host waits for kernels.
         pieces: Number of pieces in the batch.
-        runs_whole: Whether the function runs on the whole batch, as far as anybody has tried.
+        runs_whole: Whether the function ran on the whole batch.
     """
     try:
         raise_if_left_alone(error)

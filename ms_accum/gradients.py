@@ -28,7 +28,7 @@ def mapped(function: Callable, shared: Any, *tuples: tuple) -> tuple:
 
 
 def global_norm(gradients: Gradients) -> Tensor:
-    """Return the Euclidean norm of all gradients together, 1e-26 to 1e19: float32 Tensor of shape `()`."""
+    """Return the Euclidean norm of all gradients together: float32 `()`, exact for norms from 1e-26 to 1e19."""
     norm = _norm(gradients, 1.0)
     # Squares below 1e-38 leave float32. No `if`: MindSpore 2.10 does not compile one here for an optimizer of a single
     # parameter.
@@ -80,7 +80,7 @@ def scaled(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
 
 
 def after(token: Tensor, gradient: Tensor) -> Tensor:
-    """Return a gradient that waits for a token."""
+    """Return `gradient`, computed after `token`."""
     return ops.depend(gradient, token)
 
 

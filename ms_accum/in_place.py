@@ -14,12 +14,13 @@ SMALL = 2**25  # bytes
 
 @ms.jit_class
 class Copying:
-    """Make a new value for each, and assign it where it has to stay. For CPU and GPU, where no other kernel is sure."""
+    """Add in place, scale and clear by assigning new values. For CPU and GPU: with kernels that every device has."""
 
     def add(self, buffers: Gradients, gradients: Gradients) -> Gradients:
         """Add gradients of the buffers' dtypes, each as soon as it is made, in a graph that does not read the buffers.
 
-        Those of 16 bits are added in turn: an AssignAdd without a mark is lost on CPU. Return what to wait for.
+        16-bit buffers are added in turn: on CPU, an AssignAdd of 16 bits without a mark is lost. Return what to wait
+        for.
         """
         return mapped(_add_if_wide, None, buffers, gradients)
 

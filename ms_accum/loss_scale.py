@@ -82,7 +82,7 @@ def _divided(scale: Tensor, gradient: Tensor) -> Tensor:
 
 
 def checked_loss_scaler(scaler: object, on_nonfinite: str, ranks: int) -> Optional[amp.LossScaler]:
-    """Return a loss scaler with a usable scale, alike on all ranks, or None. TypeError or ValueError if it is none."""
+    """Return a loss scaler with a usable scale, alike on all ranks, or None. TypeError or ValueError otherwise."""
     if scaler is None:
         return None
     if on_nonfinite == "skip_microbatch":

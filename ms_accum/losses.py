@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 import mindspore as ms
 import numpy as np
@@ -21,7 +21,7 @@ from .accumulator import Accumulator
 from .arguments import as_weight
 from .differentiate import checked_loss, parted, refuse, require_readable
 from .gradients import Numbers, as_vector
-from .microbatch import Empty, Functions, Pieces
+from .microbatch import Functions, Pieces
 from .pieces import Cut, checked_aux, counted, select_rows
 from .step import TrainStep, next_or_error
 from .straight import compiled
@@ -53,7 +53,7 @@ class SeveralLossesStep(TrainStep):
     """A train step whose `forward_fn` returns several losses; see `make_train_step`."""
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
-                 losses: int, batch_axis: int) -> None:
+                 losses: int, has_aux: bool, batch_axis: int) -> None:
         if accumulator.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so that '
                              'windows cannot be weighed before; give sync="window"')
@@ -61,15 +61,11 @@ class SeveralLossesStep(TrainStep):
             raise ValueError(f'got losses={losses} with on_nonfinite="skip_microbatch", which changes the weight of a '
                              'window after it was weighed; give "skip_window"')
 
-        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[WeighedPieces, Empty]:
-            functions = functions_for(len(cut), names)
-            if samples == 0:
-                return Empty(accumulator, pieces, losses, functions.has_aux)
-            return WeighedPieces(functions, accumulator, losses, samples, cut, pieces)
+        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> WeighedPieces:
+            return WeighedPieces(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
 
         self._announced = accumulator.updating.announcing()  # an update counts in `seen` what the first loss weighs
-        self._losses = losses
-        super().__init__(function, accumulator, pieces, microbatch_for, batch_axis)
+        super().__init__(function, accumulator, pieces, microbatch_for, batch_axis, losses, has_aux)
         self._nothing = Tensor(np.zeros(losses + 1), ms.float32)
         accumulator.buffers.fix_unit(1.0)
 

@@ -17,7 +17,7 @@ _INSIDE = __name__.partition(".")[0], "mindspore"
 
 
 def watched(counters: Counters, accumulator: object) -> Counters:
-    """Return counters. Warn if their accumulator or the process ends with microbatches that are not applied or saved.
+    """Warn if the accumulator or the process ends with microbatches neither applied nor saved. Return `counters`.
 
     MindSpore's own checkpoints are not seen: only what `save_checkpoint` saved counts as saved. The warning names the
     line that built the accumulator.

@@ -48,7 +48,7 @@ class Whole:
             weight = weight_of(weight_fn, samples, batch)
             loss, aux, gradients = gradients_of(*batch)
             if isinstance(weight, Tensor):
-                loss = loss + as_weight(weight) * 0.0  # a weight that is not finite shows in the loss
+                loss = loss + as_weight(weight) * 0.0  # a weight that is NaN or infinite makes the loss NaN
             return ((loss, aux) if has_aux else loss), gradients, weight
 
         def add(*batch: Any) -> Any:
@@ -145,7 +145,9 @@ class Pieces:
 
 
 class Empty:
-    """A microbatch without samples, as a filter may leave one: it counts, and weighs nothing. Nothing is compiled.
+    """A microbatch without samples, as a filter may leave one: it counts, and weighs nothing.
+
+    Nothing is compiled for it. Where ranks sum each microbatch, one graph takes part in their exchange.
 
     Attributes:
         result: What a call returns: the loss 0, or as many losses; with aux, `(loss, None)`.
@@ -157,6 +159,7 @@ class Empty:
         self.accumulator, self.pieces, self.losses = accumulator, pieces, losses
         loss = Tensor(0.0, ms.float32) if losses == 1 else (Tensor(0.0, ms.float32),) * losses
         self.result = (loss, None) if has_aux else loss
+        self._nothing = straight(nothing_of(accumulator, 1), accumulator)  # compiled only where ranks sum each piece
 
     def weigh(self, *batch: Any) -> np.ndarray:
         """See `losses.WeighedPieces`."""
@@ -167,9 +170,8 @@ class Empty:
         if self.accumulator.exchange.inside == 1:
             self.accumulator.counters.count(1)
             return self.result
-        nothing = straight(nothing_of(self.accumulator, 1), self.accumulator)
         for _ in range(self.pieces):
-            nothing()
+            self._nothing()
         self.accumulator.end_microbatch(self.pieces)
         return self.result
 

@@ -18,12 +18,11 @@ from .errors import explaining_errors
 from .microbatch import Empty
 from .observer import Observer
 from .optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
-from .pieces import FLAT, layout, layout_of
+from .pieces import layout
 from .straight import compiled
 from .train_step import RENAMED, averaging, checked_axis, require_functions
 from .window import AccumulateStep
 
-_NESTED = f"a tuple, list or dict, {FLAT}"
 _TRAIN_STEP = "make_train_step, which schedules its graphs on the host; one graph cannot"
 _GONE = {**RENAMED, "micro_size": f"is gone from TrainOneStepCell; use {_TRAIN_STEP} (there it is called pieces)",
          "pieces": f"is an option of {_TRAIN_STEP}", "losses": f"is an option of {_TRAIN_STEP}"}
@@ -131,8 +130,6 @@ class TrainOneStepCell(nn.Cell):
         self._weight_fn = positional("weight_fn", weight_fn)
         # In graph mode, everything is compiled, the end of a window as well.
         self._boundaries = {ms.GRAPH_MODE: Boundary(accumulator, compiled), ms.PYNATIVE_MODE: Boundary(accumulator)}
-        # Whether the last call came to its end, and no checkpoint was loaded since, which may hold anything.
-        self._returned, self._loads = False, 0
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
@@ -140,15 +137,12 @@ class TrainOneStepCell(nn.Cell):
             raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
                             "in the order of the network's, or use make_train_step")
         samples = layout(batch, self.batch_axis)[0]
-        countdown = self.accumulator.countdown
-        countdown.take()
-        if not self._returned or self._loads != countdown.loads:
+        if self.accumulator.countdown.take()[1] is None:
             self.accumulator.require_whole()
             self._boundary_now().settle()
-        self._returned, self._loads = False, countdown.loads
         with self._forgetting_graphs():
             result = self._train_on(samples, batch)
-        self._returned = True
+        self.accumulator.countdown.set(0, 1)  # whole, and not full; whoever needs more asks the device
         self.accumulator.guard.require_progress()
         return result
 
@@ -168,7 +162,7 @@ class TrainOneStepCell(nn.Cell):
         if accumulator.loss_scaler is None:
             loss = self._add(batch)
             return ops.depend(loss, accumulator.close_if(accumulator.is_full()))
-        # Sums, for what is read here must not change with the Parameters.
+        # `+ 0` copies: the Parameters change before these are read.
         scale = accumulator.loss_scaler.scale_value + 0.0
         skipped = accumulator.skipped + 0
         loss = ops.depend(self._add(batch), (scale, skipped))
@@ -177,11 +171,11 @@ class TrainOneStepCell(nn.Cell):
 
     def _add(self, batch: tuple) -> Tensor:
         """Add a microbatch. Return its loss."""
-        samples, _ = layout_of(tuple([_kind(argument) for argument in batch]), self.batch_axis)
+        samples, _ = layout(batch, self.batch_axis)
         weight = weight_of(self._weight_fn, samples, batch)
         loss, _, gradients = self._gradients_of(*batch)
         self.accumulator.add(gradients, weight)
-        # A weight that is not finite shows.
+        # A weight that is NaN or infinite makes the loss NaN, so that it is seen.
         return loss + as_weight(weight) * 0.0 if isinstance(weight, Tensor) else loss
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
@@ -193,7 +187,6 @@ class TrainOneStepCell(nn.Cell):
 
     def flush(self) -> bool:
         """Apply the incomplete window, if one is open. Return whether one was closed: applied or dropped."""
-        self._returned = False
         with self._forgetting_graphs():
             return self._boundary_now().flush()
 
@@ -217,10 +210,3 @@ def _name_for_a_cell(accumulator: Accumulator) -> None:
     for _, parameter in state_of(optimizer):
         name = own_name(optimizer, parameter.name)
         parameter.name = name if name.endswith(names) else prefix + name
-
-
-def _kind(argument: Any) -> Any:
-    """What `pieces.layout_of` has to know of an argument."""
-    if isinstance(argument, Tensor):
-        return argument.shape
-    return _NESTED if isinstance(argument, (tuple, list, dict)) else None

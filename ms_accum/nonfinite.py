@@ -110,7 +110,7 @@ class SkipWindow(ApplyAll):
 
 def guard_of(on_nonfinite: object, max_skips: object, scaled: bool) -> Callable[[Counters, Parameter], ApplyAll]:
     """Return what makes the guard of an accumulator, `scaled` if it has a loss scaler. TypeError or ValueError if one
-    of the other arguments is none.
+    of the other arguments is invalid.
     """
     guards = {"apply": ApplyAll, "skip_microbatch": SkipMicrobatch, "skip_window": SkipWindow}
     guard = guards[one_of("on_nonfinite", on_nonfinite, tuple(guards))]

@@ -9,20 +9,16 @@ from mindspore.ops import constexpr
 
 from .gradients import Scalar
 
-FLAT = "expected Tensors and plain values; give each Tensor as an argument of its own (a dict as **batch)"
+_NESTED = ("a tuple, list or dict, expected Tensors and plain values; give each Tensor as an argument of its own (a "
+           "dict as **batch)")
 Aux = Union[Tensor, tuple[Tensor, ...]]
 Cut = tuple[Optional[int], ...]  # along which axis each argument is cut; None: it goes to every piece whole
 
 
 def layout(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
-    """Return the number of samples in a batch, and for each argument the axis that counts them, or None."""
+    """Return the number of samples in a batch, and the axis of each argument that counts them, or None. Also in graphs.
+    """
     return _layout(tuple([_kind(argument) for argument in batch]), batch_axis)
-
-
-@constexpr
-def layout_of(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
-    """As `layout`, inside a graph: for each argument its shape, the reason to refuse it, or None for a plain value."""
-    return _layout(kinds, batch_axis)
 
 
 def axis_of(axes: int, batch_axis: int) -> int:
@@ -30,7 +26,9 @@ def axis_of(axes: int, batch_axis: int) -> int:
     return batch_axis if batch_axis < axes else 0
 
 
+@constexpr
 def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
+    """`kinds` holds for each argument its shape, the reason to refuse it, or None for a plain value."""
     refused = next((kind for kind in kinds if isinstance(kind, str)), None)
     if refused is not None:
         # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
@@ -53,13 +51,14 @@ def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
 def _kind(argument: Any) -> Union[tuple, str, None]:
     if isinstance(argument, Tensor):
         return argument.shape
-    if isinstance(argument, (tuple, list, dict)):
-        return f"a {type(argument).__name__}, {FLAT}"
-    return None
+    return _NESTED if isinstance(argument, (tuple, list, dict)) else None
 
 
 def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
-    """Return the first row of each piece of a batch, and its rows. The last piece may be shorter, or missing."""
+    """Return the first row of each piece of a batch, and its rows.
+
+    There may be fewer than `pieces`, and the last one may be shorter.
+    """
     rows = -(-samples // pieces)
     return [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
 

@@ -16,6 +16,7 @@ from .accumulator import Accumulator
 from .batch import as_arguments, as_tensors, named_values, ordered, require_batched
 from .boundary import Boundary
 from .errors import explaining_errors
+from .microbatch import Empty
 from .optimizers import require_rates, require_trainable
 from .pieces import layout
 from .straight import straight
@@ -28,9 +29,11 @@ class TrainStep:
         function: The function whose parameters order a batch with names.
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
-        microbatch_for: `(samples, how arguments are cut, names) -> ` what adds one microbatch when it is called: see
-            `microbatch.Whole`.
+        microbatch_for: Called as `microbatch_for(samples, cut, names)`, once for each layout of a batch; returns what
+            adds one microbatch when it is called, such as `microbatch.Whole`.
         batch_axis: Which axis counts the samples.
+        losses: How many losses a batch has.
+        has_aux: Whether calls return `(loss, aux)`.
 
     Attributes:
         accumulator: The accumulator that it feeds.
@@ -40,9 +43,9 @@ class TrainStep:
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, microbatch_for: Callable,
-                 batch_axis: int = 0) -> None:
+                 batch_axis: int = 0, losses: int = 1, has_aux: bool = False) -> None:
         self.accumulator, self.pieces, self.batch_axis, self.updated = accumulator, pieces, batch_axis, False
-        self._function, self._microbatch_for = function, microbatch_for
+        self._function, self._microbatch_for, self._losses, self._has_aux = function, microbatch_for, losses, has_aux
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self.forget_graphs()
 
@@ -164,13 +167,14 @@ class TrainStep:
         if key not in self._microbatches:
             if key[0]:
                 self.accumulator.buffers.fix_unit(float(-(-key[0] // self.pieces)))
-            self._microbatches[key] = self._microbatch_for(*key)
+            self._microbatches[key] = self._microbatch_for(*key) if key[0] else Empty(
+                self.accumulator, self.pieces, self._losses, self._has_aux)
         return self._microbatches[key]
 
     def train(self, graphs: Callable, batch: tuple) -> Any:
         """Add a microbatch by what `graphs()` returns, and close the window if it is full. Return what that returned.
 
-        Whatever stops this, the host has forgotten by then what the window needs, and asks the device.
+        If anything stops this call, the countdown stays unset, and the next call asks the device.
         """
         self.updated = False
         held, remaining = self.accumulator.countdown.take()
@@ -212,7 +216,7 @@ class TrainStep:
 
 
 def next_or_error(batches: Iterator) -> Any:
-    """Return the next batch, None at the end, or the error of reading it, which concerns nothing that was trained.
+    """Return the next batch, None at the end, or the error of reading it. What was trained before stays valid.
 
     An interrupt (KeyboardInterrupt, SystemExit) is raised at once.
     """

@@ -1,4 +1,4 @@
-"""Graphs: a function as a graph of its own, and as one that holds no control flow."""
+"""Compile functions: as a graph of its own, and as one without control flow."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from .arguments import boolean, require_callable, spelled, whole_number
 from .batch import positional
 from .distributed.exchange import DataParallel
 from .losses import SeveralLossesStep
-from .microbatch import Empty, Functions, Pieces, Whole
+from .microbatch import Functions, Pieces, Whole
 from .observer import Observer
 from .optimizers import checked_parameters, require_trainable
 from .pieces import Cut
@@ -145,17 +145,15 @@ def make_train_step(
                          positional("weight_fn", weight_fn, count, names), has_aux, batch_axis)
 
     if losses > 1:
-        return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, batch_axis)
+        return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, has_aux, batch_axis)
 
-    def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[Whole, Pieces, Empty]:
+    def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[Whole, Pieces]:
         functions = functions_for(len(cut), names)
-        if samples == 0:
-            return Empty(accumulator, pieces, has_aux=has_aux)
         if pieces == 1:
             return Whole(functions, accumulator, samples)
         return Pieces(functions, accumulator, samples, cut, pieces)
 
-    return TrainStep(forward_fn, accumulator, pieces, microbatch_for, batch_axis)
+    return TrainStep(forward_fn, accumulator, pieces, microbatch_for, batch_axis, has_aux=has_aux)
 
 
 def require_functions(**functions: Optional[Callable]) -> None:
@@ -166,12 +164,12 @@ def require_functions(**functions: Optional[Callable]) -> None:
 
 
 def checked_pieces(pieces: object) -> int:
-    """Return `pieces` as an int >= 1. TypeError or ValueError if it is none."""
+    """Return `pieces` as an int >= 1. TypeError or ValueError if it is invalid."""
     return whole_number("pieces", pieces, "it is the number of pieces that a batch is cut into")
 
 
 def checked_axis(batch_axis: object) -> int:
-    """Return `batch_axis` as an int >= 0. TypeError or ValueError if it is none."""
+    """Return `batch_axis` as an int >= 0. TypeError or ValueError if it is invalid."""
     return whole_number("batch_axis", batch_axis, "it is the axis that counts the samples", minimum=0)
 
 

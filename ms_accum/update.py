@@ -18,7 +18,7 @@ from .arguments import instance_of, number
 from .buffers import empty_parameter
 from .distributed.exchange import OneDevice
 from .gradients import Gradients, Numbers, Scalar, as_tensor, clip_factor, global_norm
-from .in_place import Copying
+from .in_place import Copying, in_place
 from .loss_scale import NoLossScale
 from .observer import Observer
 from .optimizers import state_of
@@ -29,7 +29,7 @@ REDUCTIONS = ("sum", "mean")
 # A window of all ranks, exchanged and without a loss scale. A plain tuple: graph mode runs a named one in Python.
 #   gradients: a Tensor for each parameter
 #   unit:      what they count in
-#   numbers:   sums over the ranks: the weight, the microbatches, how many ranks have data, and what the observer counts
+#   numbers:   sums over the ranks: the weight, the microbatches, how many ranks still have data, and the observer's
 #   finite:    whether the guard accepts them: True, or a bool Tensor of shape () if it judges
 Reduced = tuple[Gradients, Scalar, Numbers, Union[bool, Tensor]]
 
@@ -106,7 +106,7 @@ class Update:
         clip_norm: As in `Accumulator`.
         after_update: As in `Accumulator`.
         observer: What sees each update.
-        scaling: What multiplies a window that comes out of the buffers.
+        own: Whether a window's gradients are the buffers themselves, not copies, and may be scaled in place.
         prefix: What the names of its state begin with.
 
     Attributes:
@@ -118,10 +118,9 @@ class Update:
     """
 
     def __init__(self, optimizer: Callable, dtypes: tuple[ms.Type, ...], normaliser: Any, clip_norm: Optional[float],
-                 after_update: Optional[Callable], observer: Observer, scaling: Copying,
-                 prefix: str) -> None:
+                 after_update: Optional[Callable], observer: Observer, own: bool, prefix: str) -> None:
         self.optimizer, self.dtypes, self.normaliser, self.observer = optimizer, dtypes, normaliser, observer
-        self.scaling, self.copying = scaling, Copying()
+        self.scaling, self.copying = in_place(own), Copying()
         self.hooks, self.announced = () if after_update is None else (after_update,), ()
         self.step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
         self.seen = empty_parameter(f"{prefix}.seen", (), ms.int64)
@@ -146,9 +145,10 @@ class Update:
             hook()
 
     def announcing(self) -> Parameter:
-        """Return what updates count in `seen` instead of their weight, unless it is negative: float32 Parameter, `()`.
+        """Return a Parameter that the next update counts in `seen` instead of its weight; negative: count the weight.
 
-        An update makes it negative again. Graphs that were compiled before do not read it. For the host.
+        float32 of shape `()`. An update makes it negative again. Graphs that were compiled before do not read it. For
+        the host.
         """
         if not self.announced:
             name = self.seen.name.removesuffix("seen") + "announced"

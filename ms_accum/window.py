@@ -33,7 +33,7 @@ _UNKNOWN = ("{} decides during the run how long windows are, expected lengths th
 
 @ms.jit_class
 class Window:
-    """The length of the window that leads to the next update, and the weight that closes it before.
+    """Decide when a window is full: after `length(update_step)` microbatches, or when its weight reaches the budget.
 
         length(update_step) = accumulate_step                                    # int
                             = n of the largest start <= update_step              # {start: n}, piecewise constant
@@ -157,7 +157,7 @@ class HostLength(Window):
 
 def bind_window(accumulate_step: AccumulateStep, noise_scale: Optional[Observer],
                 prefix: str) -> tuple[Window, Observer]:
-    """Return the window of an accumulator, and the observer to bind. TypeError or ValueError if they are none."""
+    """Return the window of an accumulator, and the observer to bind. TypeError or ValueError if they are invalid."""
     if noise_scale is not None:
         instance_of("noise_scale", noise_scale, Observer, "a GradientNoiseScale, or None")
     if isinstance(accumulate_step, type) or accumulate_step is until_weight:

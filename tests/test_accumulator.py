@@ -160,3 +160,12 @@ def test_one_buffer_for_each_parameter_and_names_that_are_unique_here_and_the_sa
     assert {tuple(one.state) for one in accumulators} == {tuple(accumulator.state)}
     names = [p.name for one in accumulators for p in one.parameters]
     assert len(set(names)) == len(names)
+
+
+def test_one_device_does_not_look_at_the_state_of_its_optimizer(monkeypatch):
+    """Which takes seconds, and a copy, of a large one. Only ranks compare it."""
+    def described(optimizer):
+        raise AssertionError
+
+    monkeypatch.setattr("ms_accum.accumulator.describe", described)
+    descend()

@@ -164,8 +164,11 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     The critical batch size is small early in training, where small batches reach the same loss with fewer samples.
 
     Args:
-        updates, accumulate_step, maximum, rule: See `seesaw`.
+        updates: See `seesaw`.
         learning_rate: The plain rates: a number is the rate of each update; or a list of them, which may rise.
+        accumulate_step: See `seesaw`. So are the following two.
+        maximum: See `seesaw`.
+        rule: See `seesaw`.
         ramp: Plain updates after which the windows have their full length, an int >= 1; None: `updates`.
 
     Returns:

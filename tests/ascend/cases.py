@@ -292,7 +292,7 @@ def memory_by_hand():
 
 def memory_of_copies():
     """The control: additions in the order of the parameters, and copies instead of multiplying and clearing in place."""
-    from ms_accum import accumulator, buffers, in_place
+    from ms_accum import buffers, in_place, update
     from ms_accum.gradients import mapped
 
     def add(self, gradients):
@@ -301,7 +301,7 @@ def memory_of_copies():
     def copying(*_, **__):
         return in_place.Copying()
 
-    with patch.object(accumulator, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
+    with patch.object(update, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
             buffers.Buffers, "add", add):
         return in_float32(order="groups", layers=4)
 
