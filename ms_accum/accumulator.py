@@ -95,7 +95,7 @@ class Accumulator:
         parameters: ParameterTuple of all state. Names are unique in the process.
         state: All state by its name in a checkpoint, which is the same in the next process.
         open_state: Names in `state` of what is only needed while a window is open.
-        countdown: What the host of train steps knows of the open window. `countdown.take()` makes it ask the device.
+        countdown: What the host of train steps knows of the open window. `countdown.claim()` makes it ask the device.
         window, buffers, exchange, guard, loss_scale, observer, updating: The values that it is made of.
 
     Raises:
@@ -248,12 +248,12 @@ class Accumulator:
         """
         self.counters.end_whole(self._add(grads, weight, 1)[1])
 
-    def add_piece(self, grads: Gradients, weight: Scalar = 1.0, present: int = 1) -> Scalar:
+    def add_piece(self, grads: Gradients, weight: Scalar = 1.0, active: int = 1) -> Scalar:
         """Add a piece of a microbatch: see `add_microbatch`. `end_microbatch` follows the last one.
 
-        Return the sum of `present` over the ranks that exchange microbatches: how many of them have data.
+        Return the sum of `active` over the ranks that exchange microbatches: how many of them have data.
         """
-        numbers = self._add(grads, weight, present)
+        numbers = self._add(grads, weight, active)
         self.counters.take(numbers[1])
         self.counters.note(1)
         return numbers[2]
@@ -281,9 +281,9 @@ class Accumulator:
             self.apply()
         return self.mini_step < mini_step  # from the state after the branch, which keeps the branch
 
-    def reduced(self, asking: Scalar = 1.0) -> Reduced:
-        """Return the window of all ranks, for `update_with` or `drop`. `asking`: 1 from a rank that has data."""
-        numbers = (self.weight_sum + 0.0, self.mini_step + 0, asking, *self.observer.open_window())
+    def reduced(self, active: Scalar = 1.0) -> Reduced:
+        """Return the window of all ranks, for `update_with` or `drop`. `active`: 1 from a rank that has data."""
+        numbers = (self.weight_sum + 0.0, self.mini_step + 0, active, *self.observer.open_window())
         return self._reduce(self.buffers.parameters, self.buffers.held_unit + 0.0, numbers)
 
     def update_alone(self, grads: Gradients, weight: Scalar) -> None:

@@ -36,28 +36,28 @@ class Add:
         self.expected, self.guard, self.observer, self.loss_scale = expected, guard, observer, loss_scale
         self.exchange, self.buffers, self.weight_sum = exchange, buffers, weight_sum
 
-    def __call__(self, grads: Gradients, weight: Scalar, present: int) -> Numbers:
+    def __call__(self, grads: Gradients, weight: Scalar, active: int) -> Numbers:
         """Add in a graph that does not read the buffers, each gradient as soon as it is made.
 
-        Return sums over the ranks that exchange them: the weight, how many pieces were taken, `present`, and others.
+        Return sums over the ranks that exchange them: the weight, how many pieces were taken, `active`, and others.
         """
-        gradients, numbers = self._weighed(grads, weight, present)
+        gradients, numbers = self._weighed(grads, weight, active)
         added = self.buffers.add(gradients)
         # Whatever comes later waits for this, and this for the buffers.
         ops.assign_add(self.weight_sum, ops.depend(as_tensor(numbers[0]), added))
         return numbers
 
-    def in_turn(self, grads: Gradients, weight: Scalar, present: int) -> Numbers:
+    def in_turn(self, grads: Gradients, weight: Scalar, active: int) -> Numbers:
         """Add in any graph. Return the same."""
-        gradients, numbers = self._weighed(grads, weight, present)
+        gradients, numbers = self._weighed(grads, weight, active)
         self.buffers.add_in_turn(gradients)
         ops.assign_add(self.weight_sum, numbers[0])
         return numbers
 
-    def _weighed(self, grads: Gradients, weight: Scalar, present: int) -> tuple[Gradients, Numbers]:
+    def _weighed(self, grads: Gradients, weight: Scalar, active: int) -> tuple[Gradients, Numbers]:
         grads, weight = checked_gradients(*self.expected, grads), as_weight(weight)
         weight, taken = self.guard.weight(grads, weight)
-        numbers = (weight, taken * present, present, *self.observer.of_piece(grads, weight, self.loss_scale))
+        numbers = (weight, taken * active, active, *self.observer.of_piece(grads, weight, self.loss_scale))
         gradients, numbers = self.exchange.microbatch(self.buffers.weighed(grads, weight), numbers)
         if len(numbers) > 3:  # what the observer measured
             self.observer.include(numbers[3:])

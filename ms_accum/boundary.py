@@ -71,17 +71,17 @@ class Boundary:
             before: Called before each exchange of windows.
         """
         accumulator, exchange = self.accumulator, self.accumulator.exchange
-        accumulator.countdown.take()
+        accumulator.countdown.claim()
         accumulator.require_whole()
         windows = int(accumulator.closed_windows)
         while exchange.inside > 1 and self._add_nothing(pieces) > 0:
             if accumulator.position()[1] == 0:
                 self.close()
         if exchange.across > 1:
-            others = 1.0  # ranks that have data or close a window
-            while others > 0:
+            active = 1.0  # ranks that have data or close a window
+            while active > 0:
                 before()
-                others = self._close_with(0.0)[1]
+                active = self._close_with(0.0)[1]
         elif int(accumulator.mini_step) > 0:
             self.close()
         accumulator.guard.require_progress()
@@ -89,21 +89,21 @@ class Boundary:
 
     def _add_nothing(self, pieces: int) -> float:
         """Take part in a microbatch of the ranks inside. Return how many of them have data."""
-        present = max(float(self._graphs["nothing"]()) for _ in range(pieces))
+        active = max(float(self._graphs["nothing"]()) for _ in range(pieces))
         self._graphs["end"](Tensor(pieces, ms.int32))
-        return present
+        return active
 
-    def _close_with(self, asking: float) -> tuple[bool, float]:
+    def _close_with(self, active: float) -> tuple[bool, float]:
         """Exchange, and close the window of all ranks if there is one. Return whether it was applied, and who asks."""
-        finite, numbers, *gradients = self._graphs["reduce"](Tensor(asking))
-        microbatches, others = numbers[1:3].asnumpy().tolist()
-        if others == 0 and microbatches == 0:
+        finite, numbers, *gradients = self._graphs["reduce"](Tensor(active))
+        microbatches, active = numbers[1:3].asnumpy().tolist()
+        if active == 0 and microbatches == 0:
             return False, 0.0
         if finite:
             self._graphs["update"](numbers, *gradients)
         else:
             self._graphs["drop"]()
-        return bool(finite), others
+        return bool(finite), active
 
 
 def _graphs(accumulator: Accumulator) -> dict[str, Callable]:
@@ -117,8 +117,8 @@ def _graphs(accumulator: Accumulator) -> dict[str, Callable]:
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         return ops.depend(reduced[3], reduced[1])
 
-    def reduce(asking: Tensor) -> tuple:
-        gradients, unit, numbers, finite = accumulator.reduced(asking)
+    def reduce(active: Tensor) -> tuple:
+        gradients, unit, numbers, finite = accumulator.reduced(active)
         finite = finite if isinstance(finite, Tensor) else Tensor(finite)
         return (ops.depend(finite, unit), as_vector(numbers), *gradients)
 
@@ -143,14 +143,14 @@ def end_of(accumulator: Accumulator) -> Callable:
     return end
 
 
-def nothing_of(accumulator: Accumulator, present: int = 0) -> Callable:
+def nothing_of(accumulator: Accumulator, active: int = 0) -> Callable:
     """Return `() -> ranks that have data`, which takes part in the exchange of a piece without one.
 
-    `present`: 1 if this rank has data, of which this piece holds nothing.
+    `active`: 1 if this rank has data, of which this piece holds nothing.
     """
     def nothing() -> Tensor:
         # With weight 0, any Tensors of the right shapes are ignored. None is made of this loss.
         begun = accumulator.begun(Tensor(0.0, ms.float32))
-        return ops.depend(as_tensor(accumulator.add_piece(accumulator.optimizer.parameters, 0.0, present)), begun)
+        return ops.depend(as_tensor(accumulator.add_piece(accumulator.optimizer.parameters, 0.0, active)), begun)
 
     return nothing

@@ -159,7 +159,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         ops.assign(entries[name], value)
     accumulator.buffers.adopt(unit)
     accumulator.counters.end_update()
-    accumulator.countdown.take()  # a driver asks the device anew
+    accumulator.countdown.claim()  # a driver asks the device anew
     accumulator.counters.note_loaded()
     return about["extra"]
 

@@ -125,7 +125,7 @@ class Countdown:
         """Remember what the device said, or what follows from it."""
         self.held, self.remaining = held, remaining
 
-    def take(self) -> tuple[int, Optional[int]]:
+    def claim(self) -> tuple[int, Optional[int]]:
         """Return `(held, remaining)`, and forget it until somebody sets it again: whatever happens, it is not stale."""
         remaining, self.remaining = self.remaining, None
         return self.held, remaining

@@ -137,8 +137,8 @@ class Pieces:
             weight = weight_of(weight_fn, rows, inputs)
             loss, aux, gradients = gradients_of(*inputs)
             aux = checked_aux(aux, rows, axis) if has_aux else aux
-            present = accumulator.add_piece(gradients, weight)
-            totals = totals + as_vector((counted(loss, weight), ops.depend(as_tensor(weight), present)))
+            active = accumulator.add_piece(gradients, weight)
+            totals = totals + as_vector((counted(loss, weight), ops.depend(as_tensor(weight), active)))
             return (totals, as_vector((weight,)), aux) if has_aux else totals
 
         return piece

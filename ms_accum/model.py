@@ -137,7 +137,7 @@ class TrainOneStepCell(nn.Cell):
             raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
                             "in the order of the network's, or use make_train_step")
         samples = layout(batch, self.batch_axis)[0]
-        if self.accumulator.countdown.take()[1] is None:
+        if self.accumulator.countdown.claim()[1] is None:
             self.accumulator.require_whole()
             self._boundary_now().settle()
         with self._forgetting_graphs():

@@ -177,7 +177,7 @@ class TrainStep:
         If anything stops this call, the countdown stays unset, and the next call asks the device.
         """
         self.updated = False
-        held, remaining = self.accumulator.countdown.take()
+        held, remaining = self.accumulator.countdown.claim()
         if remaining is None:
             self.accumulator.require_whole()
         with self.forgetting_graphs():

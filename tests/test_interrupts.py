@@ -87,7 +87,7 @@ class Run:
         self.accumulator.reset()
         for parameter in (self.network.weight, self.accumulator.update_step, self.accumulator.closed_windows):
             ops.assign(parameter, ops.zeros_like(parameter))
-        self.accumulator.countdown.take()
+        self.accumulator.countdown.claim()
         self.refused = self.caught = 0
         self.started = self.ended = 0  # microbatches since the last reset: that were begun, and whose call returned
         self.made = 0  # updates before the last reset

@@ -91,7 +91,7 @@ class Run(Accumulating):
 
     def ask(self):
         """Let the host forget what it knows."""
-        self.accumulator.countdown.take()
+        self.accumulator.countdown.claim()
         self.accumulator.counters.reported = None
 
     def oracle(self):
