@@ -285,6 +285,9 @@ class WindowLog(_OfOneCell):
         self._place, loss = (context.cur_epoch_num, context.cur_step_num), context.net_outputs
         windows = int(accumulator.closed_windows) - self._closed
         weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
+        if windows == 0 and weight < self._weight:  # a callback in front of this one has reset the window
+            self._losses, self._weight = [], weight
+            return
         self._losses.append((float(loss[0] if isinstance(loss, tuple) else loss), weight - self._weight))
         self._weight = weight
         self._log_closed()

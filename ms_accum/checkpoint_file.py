@@ -66,8 +66,10 @@ def part_of(path: Path) -> Iterator[Path]:
     that were killed in such a block is removed as well; others may be writing now.
     """
     start = f".{path.stem.lstrip('.')}.part-{_HERE}-"
-    for left in path.parent.glob(f"{escape(start)}*-*"):
-        if not _lives(int(left.name.split("-")[-2])):
+    name = re.compile(rf"{re.escape(start)}(\d{{1,7}})-[0-9a-f]{{8}}")
+    for left in path.parent.glob(f"{escape(start)}*"):
+        found = name.fullmatch(left.name)
+        if found and not _lives(int(found[1])):
             rmtree(left, ignore_errors=True)
     folder = path.with_name(f"{start}{os.getpid()}-{token_hex(4)}")
     try:
@@ -93,6 +95,9 @@ def write_file(part: Path, entries: dict[str, Parameter], about: dict) -> None:
     """
     about = {"version": _VERSION, "mindspore": ms.__version__, **about, "extra": _as_json(about["extra"])}
     text = _BLANK + b'"}' + json.dumps(about).encode()
+    folder = part.parent.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the folder {folder} does not exist; make it first")
     saved = [{"name": name, "data": p} for name, p in entries.items()]
     saved.append({"name": ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
     try:

@@ -71,7 +71,7 @@ def expected_rows(oracle, epochs, acts):
 @settings(max_examples=25)
 @given(st.data())
 def test_a_row_for_each_window_and_a_call_for_each_update(data):
-    """As the oracle has them, with FlushCallback before or behind.
+    """As the oracle has them, with FlushCallback before or behind, and so a callback that flushes and resets.
 
     The window that is open when the training begins has its whole weight, and the mean loss of what was seen.
     """
@@ -91,7 +91,8 @@ def test_a_row_for_each_window_and_a_call_for_each_update(data):
     meddling = LambdaCallback(on_train_step_end=lambda context: functions[acts.get(context.original_args().cur_step_num)]())
     inner, outer, rows, updates = Recorder(), Recorder(), [], oracle.update_step
     callbacks = [FlushCallback(), WindowLog(rows.append)][::draw(st.sampled_from([1, -1]))]
-    train(cell, *callbacks, meddling, PerUpdate(inner), outer, epochs=2, data=dataset_of(epoch))
+    callbacks = [meddling, *callbacks] if draw(st.booleans()) else [*callbacks, meddling]
+    train(cell, *callbacks, PerUpdate(inner), outer, epochs=2, data=dataset_of(epoch))
     expected = expected_rows(oracle, 2 * [epoch], acts)
     assert all(list(row) == COLUMNS for row in rows)
     np.testing.assert_allclose([list(row.values()) for row in rows], expected, rtol=1e-4)

@@ -76,6 +76,9 @@ def _run(argv: Optional[Sequence[str]]) -> int:
         except (ValueError, OSError) as error:
             parser.error(str(error))
     except SystemExit as stop:
+        if isinstance(stop.code, str):  # as Python does: a user's module may end the process so
+            print(stop.code, file=sys.stderr)
+            return 1
         return int(stop.code or 0)
     finally:
         signal.signal(signal.SIGTERM, before)

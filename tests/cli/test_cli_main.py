@@ -102,3 +102,10 @@ def test_ctrl_c_stops_a_process_whose_handler_mindspore_has_replaced():
     # MindSpore may add a line of its own, if it was just making a Tensor.
     assert [line for line in error.splitlines() if "[WARNING]" not in line] == ["ms-accum: interrupted"]
     assert os.listdir() == ["digits"]
+
+
+def test_a_module_that_ends_the_process_with_a_text_does_so(capsys):
+    """As Python does: the text on stderr, and status 1."""
+    Path("leaving.py").write_text("import sys\nsys.exit('no data here')\n", encoding="utf-8")
+    assert cli.main(["check", "leaving:make_case"]) == 1
+    assert capsys.readouterr().err == "no data here\n"

@@ -15,6 +15,7 @@ from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.cli import main as cli
 from ms_accum.distributed import LocalUpdates
 from ms_accum.distributed.ranks import raise_if_left_alone
+from ms_accum.errors import explaining_errors
 from ms_accum.mnist.network import Network
 
 pytest_plugins = ["launch"]
@@ -153,6 +154,9 @@ def test_only_an_exchange_that_failed_means_that_a_rank_is_missing():
         said = said_by(raise_if_left_alone, error)
         assert said.startswith(expected)
         assert (name in said) == (expected is ALONE)
+        with pytest.raises(RuntimeError) as caught, explaining_errors(None, int):
+            raise error
+        assert f"RuntimeError: {caught.value}".startswith(ALONE) == (expected is ALONE)
 
 
 @pytest.mark.slow
