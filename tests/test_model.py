@@ -121,6 +121,22 @@ def test_what_does_not_fit_is_refused(mode_named):
 
 
 @pytest.mark.usefixtures("uncompiled")
+def test_a_weight_that_is_not_finite_shows_in_the_loss():
+    """Control: one that is."""
+    for bad in (1.0, np.nan, np.inf):
+        _, cell = make_cell(weight_fn=weighing(bad))
+        assert np.isfinite(float(cell(*tensors(*batches([6])[0])))) == (bad == 1)
+        cell.accumulator.reset()
+
+
+def weighing(weight):
+    def weight_fn(x, y):
+        return Tensor(weight, ms.float32)
+
+    return weight_fn
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_a_batch_that_another_driver_left_half_added_is_refused(monkeypatch):
     """By a cell that feeds the same accumulator. Control: after a whole microbatch, it goes on."""
     (x, y), (network, cell) = tensors(*batches([6])[0]), make_cell(accumulate_step=2)
