@@ -1,11 +1,11 @@
 """Several losses: what is refused. That they are exact is drawn in test_differential.py."""
 import numpy as np
 import pytest
-from conftest import MLP, difference, values
+from conftest import MLP, batches, difference, mean_loss, tensors, values
 from following import LOSS, sgd
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
-from ms_accum import check_equivalence, make_train_step
+from ms_accum import Accumulator, check_equivalence, make_train_step
 
 pytestmark = pytest.mark.core
 
@@ -91,3 +91,29 @@ def test_the_check_names_the_loss_that_is_no_mean():
     assert [cause.layer for cause in report.causes] == ["forward_fn, loss 2"]
     with pytest.raises(ValueError, match="loss 2: weight_fn gave the pieces the weights"):
         check_equivalence(pair_of(network), network, microbatches()[0], 4, weight_fn=counts, losses=2)
+
+
+def weighing(first):
+    def weight_fn(x, y):
+        return (y >= 0).sum() * first, (y >= 0).sum()
+
+    return weight_fn
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("first", "seen"), [(1, 12), (0, 0)])
+def test_what_the_first_loss_weighs_is_what_was_seen(first, seen):
+    """Not the pieces, which have weight 1 each. An update of another driver counts its own weight again."""
+    network, (x, y) = MLP(), tensors(*batches([6])[0])
+    loss = mean_loss(network)
+
+    def pair(x, y):
+        return loss(x, y), loss(x, y)
+
+    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), 1, reduction="mean")
+    step = make_train_step(pair, accumulator, losses=2, pieces=2, weight_fn=weighing(first))
+    for _ in range(2):
+        step(x, y)
+    assert (int(accumulator.update_step), int(accumulator.seen)) == (2, seen)
+    make_train_step(loss, accumulator)(x, y)
+    assert int(accumulator.seen) == seen + 6
