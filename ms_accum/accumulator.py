@@ -239,7 +239,7 @@ class Accumulator:
         So an error in the forward pass changes nothing, and one after it shows. Nothing stands between a gradient and
         its buffer: a dependency there would keep Ascend from adding a matrix product in place.
         """
-        return loss * ops.depend(Tensor(1, loss.dtype), self.counters.begin(loss))
+        return self.buffers.behind(self.counters.begin(loss), loss)
 
     def add_microbatch(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add a microbatch whose loss went through `begun`, in a graph that does not close the window.

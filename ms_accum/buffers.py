@@ -89,6 +89,10 @@ class Buffers:
         large = mapped(_add_large, self.large, self.parameters[::-1], gradients[::-1])
         return large, mapped(_add_small, self.large, self.parameters[::-1], gradients[::-1])
 
+    def behind(self, note: Tensor, loss: Tensor) -> Tensor:
+        """Return a loss of which no gradient is added by `add` before a note."""
+        return self._in_place.behind(note, loss)
+
     def empty(self, zero: Tensor) -> None:
         """Set all buffers to 0, given a float32 Tensor that is 0."""
         self._in_place.clear(zero, self.parameters)

@@ -24,6 +24,14 @@ class Copying:
         """
         return mapped(_add_if_wide, None, buffers, gradients)
 
+    def behind(self, note: Tensor, loss: Tensor) -> Tensor:
+        """Return a loss of which no gradient is made, and so none added, before a note.
+
+        By a multiplication: nothing orders the additions, and a dependency between a gradient and its buffer would keep
+        Ascend from adding a matrix product in place.
+        """
+        return loss * ops.depend(Tensor(1, loss.dtype), note)
+
     def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
         """Return `factor * gradients` in `dtypes`, given buffers that are emptied next, or anything for `Copying`."""
         return mapped(scaled, factor, gradients, dtypes)
@@ -47,6 +55,10 @@ class InTurn(Copying):
     def add(self, buffers: Gradients, gradients: Gradients) -> Gradients:
         """See `Copying`."""
         return mapped(add_in_turn, None, buffers, gradients)
+
+    def behind(self, note: Tensor, loss: Tensor) -> Tensor:
+        """See `Copying`: additions in turn come after the note anyway. The multiplication costs three kernels."""
+        return ops.depend(loss, note)
 
 
 @ms.jit_class
