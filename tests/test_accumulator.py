@@ -11,7 +11,7 @@ from conftest import MLP, batches, compiled, difference, tensors, values
 from following import warned
 from mindspore import Parameter, Tensor, nn, ops
 
-from ms_accum import Accumulator
+from ms_accum import Accumulator, DataParallel
 
 pytestmark = pytest.mark.core
 
@@ -168,4 +168,6 @@ def test_one_device_does_not_look_at_the_state_of_its_optimizer(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr("ms_accum.accumulator.describe", described)
-    descend()
+    assert descend().exchange.ranks == 1
+    with pytest.raises(AssertionError):  # control
+        descend(reducer=DataParallel())
