@@ -36,7 +36,7 @@ DEFECTS = {
         {"clip_norm": 0.1, "scaler": [("static", 70), ("static", 100), ("static", 120)]},
         [("update.py", "        gradients = self.loss_scale.divide(gradients)\n", ""),
          ("accumulator.py", "self.updating(reduced, True)",
-          "self._update((reduced[0], reduced[1] / (self.loss_scaler.scale_value if self.loss_scaler else 1.0), *reduced[2:]), True)")]),
+          "self.updating((reduced[0], reduced[1] / (self.loss_scaler.scale_value if self.loss_scaler else 1.0), *reduced[2:]), True)")]),
     "the spread is squared before the loss scale is divided out": (
         {"noise_scale": True, "accumulate_step": 2, "clip_norm": None, "scaler": [("static", 62), ("static", 70), ("static", 100)]},
         [("batch_size/noise_scale.py", "global_norm(loss_scale.divide(gradients))", "global_norm(gradients)")]),
