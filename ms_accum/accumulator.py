@@ -234,7 +234,7 @@ class Accumulator:
         return self.loss_scale.multiply(loss)
 
     def begun(self, loss: Tensor) -> Tensor:
-        """Note that a microbatch or piece begins. Return the loss, made to depend on that note: so do all gradients.
+        """Note that a microbatch or piece begins. Return the loss, of which no gradient is added before that note.
 
         So an error in the forward pass changes nothing, and one after it shows. Nothing stands between a gradient and
         its buffer: a dependency there would keep Ascend from adding a matrix product in place.
