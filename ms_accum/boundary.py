@@ -94,7 +94,9 @@ class Boundary:
         return active
 
     def _close_with(self, active: float) -> tuple[bool, float]:
-        """Exchange, and close the window of all ranks if there is one. Return whether it was applied, and how many are active.
+        """Exchange, and close the window of all ranks if there is one.
+
+        Return whether it was applied, and how many ranks are active.
         """
         finite, numbers, *gradients = self._graphs["reduce"](Tensor(active))
         microbatches, active = numbers[1:3].asnumpy().tolist()
