@@ -283,8 +283,8 @@ class Accumulator:
 
     def reduced(self, active: Scalar = 1.0) -> Reduced:
         """Return the window of all ranks, for `update_with` or `drop`. `active`: 1 from a rank that has data."""
-        numbers = (self.weight_sum + 0.0, self.mini_step + 0, active, *self.observer.open_window())
-        return self._reduce(self.buffers.parameters, self.buffers.held_unit + 0.0, numbers)
+        numbers = (self.weight_sum, self.mini_step + 0, active, *self.observer.open_window())
+        return self._reduce(self.buffers.parameters, self.buffers.held_unit, numbers)
 
     def update_alone(self, grads: Gradients, weight: Scalar) -> None:
         """Update with a window of one microbatch, without buffers: for an empty window, where nothing is left out.

@@ -53,8 +53,13 @@ class InTurn(Copying):
     """
 
     def add(self, buffers: Gradients, gradients: Gradients) -> Gradients:
-        """See `Copying`."""
-        return mapped(add_in_turn, None, buffers, gradients)
+        """See `Copying`. What comes later in the code waits for additions that are marked.
+
+        If their results were used, MindSpore would run each addition together with the kernel that makes its gradient,
+        and these one after the other.
+        """
+        mapped(_add_marked, None, buffers, gradients)
+        return ()
 
     def behind(self, note: Tensor, loss: Tensor) -> Tensor:
         """See `Copying`: additions in turn come after the note anyway. The multiplication costs three kernels."""
@@ -128,6 +133,10 @@ def add_in_turn(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
         # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
         return ops.assign(buffer, buffer + gradient)
     return ops.assign_add(buffer, gradient)
+
+
+def _add_marked(_: None, buffer: Parameter, gradient: Tensor) -> None:
+    add_in_turn(None, buffer, gradient)
 
 
 def _clear(zero: Tensor, buffer: Parameter) -> None:

@@ -135,10 +135,10 @@ class Update:
         factor = self.normaliser.factor(unit, weight)
         self.observer.of_update(gradients, unit, weight, numbers[1:])
         factor = self.clip.clipped(gradients, factor)
-        ops.assign_add(self.step, 1)
+        step = ops.assign_add(self.step, 1)
         ops.assign_add(self.seen, ops.round(self._counted(weight)).astype(ms.int64))
         if isinstance(factor, Tensor):  # the observer has read the buffers by then
-            factor = ops.depend(factor, self.step + 0)
+            factor = ops.depend(factor, step)
         scaling = self.scaling if buffered else self.copying
         self.optimizer(scaling.scale(factor, gradients, self.dtypes))
         for hook in self.hooks:
