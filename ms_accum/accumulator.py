@@ -197,7 +197,7 @@ class Accumulator:
         grads, weight = checked_gradients(*self._add.expected, grads), as_weight(weight)
         # Without the dependency, Ascend would add a matrix product in place, also the one that `begin` waits for.
         grads = mapped(after, self.counters.begin(grads[-1]), grads)
-        self.counters.end_whole(self._add.in_turn(grads, weight, 1)[1])
+        self.counters.end_uncut(self._add.in_turn(grads, weight, 1)[1])
 
     def apply(self) -> None:
         """Close the window now, whatever it holds: exchange, normalise, clip, optimizer, clear.
@@ -246,7 +246,7 @@ class Accumulator:
 
         Arguments and errors as in a call.
         """
-        self.counters.end_whole(self._add(grads, weight, 1)[1])
+        self.counters.end_uncut(self._add(grads, weight, 1)[1])
 
     def add_piece(self, grads: Gradients, weight: Scalar = 1.0, active: int = 1) -> Scalar:
         """Add a piece of a microbatch: see `add_microbatch`. `end_microbatch` follows the last one.

@@ -68,7 +68,7 @@ class Counters:
         """Remember whether a piece was taken."""
         ops.assign_add(self.taken, taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
 
-    def end_whole(self, taken: Scalar) -> None:
+    def end_uncut(self, taken: Scalar) -> None:
         """Count a microbatch that is not cut, and take its note back."""
         self.count(taken)
         self.note(-1)

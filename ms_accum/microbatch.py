@@ -1,6 +1,6 @@
 """One microbatch as straight graphs, which the host calls one after the other.
 
-    whole:   value_and_grad, add, end           alone: value_and_grad, update: a window of one microbatch
+    uncut:   value_and_grad, add, end           alone: value_and_grad, update: a window of one microbatch
     pieces:  value_and_grad, add  for each piece, which gathers its own rows; then end, and the mean of the losses
 """
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Functions(NamedTuple):
     batch_axis: int = 0
 
 
-class Whole:
+class Uncut:
     """A microbatch that is not cut.
 
     Attributes:

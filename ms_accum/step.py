@@ -30,7 +30,7 @@ class TrainStep:
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
         microbatch_for: Called as `microbatch_for(samples, cut, names)`, once for each layout of a batch; returns what
-            adds one microbatch when it is called, such as `microbatch.Whole`.
+            adds one microbatch when it is called, such as `microbatch.Uncut`.
         batch_axis: Which axis counts the samples.
         losses: How many losses a batch has.
         has_aux: Whether calls return `(loss, aux)`.

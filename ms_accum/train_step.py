@@ -12,7 +12,7 @@ from .arguments import boolean, require_callable, spelled, whole_number
 from .batch import positional
 from .distributed.exchange import DataParallel
 from .losses import SeveralLossesStep
-from .microbatch import Functions, Pieces, Whole
+from .microbatch import Functions, Pieces, Uncut
 from .observer import Observer
 from .optimizers import checked_parameters, require_trainable
 from .pieces import Cut
@@ -147,10 +147,10 @@ def make_train_step(
     if losses > 1:
         return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, has_aux, batch_axis)
 
-    def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[Whole, Pieces]:
+    def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[Uncut, Pieces]:
         functions = functions_for(len(cut), names)
         if pieces == 1:
-            return Whole(functions, accumulator, samples)
+            return Uncut(functions, accumulator, samples)
         return Pieces(functions, accumulator, samples, cut, pieces)
 
     return TrainStep(forward_fn, accumulator, pieces, microbatch_for, batch_axis, has_aux=has_aux)
