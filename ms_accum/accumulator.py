@@ -58,7 +58,8 @@ class Accumulator:
             `grad_norm` and clips nothing; None computes no norm.
         reduction: "sum" or "mean".
         buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16
-            buffer overflows if the sum of weight / first weight * gradient exceeds 65504.
+            buffer overflows if the sum of weight * gradient exceeds 65504; a driver divides the weights by the rows of
+            its first piece.
         on_nonfinite: What to do with NaN and infinity. "apply": apply them like other values. "skip_microbatch": give
             the microbatch (in pieces: the piece) the weight 0, and do not count a microbatch of which nothing is left,
             so that the window stays open for another one (`optax.skip_not_finite`). "skip_window": drop the window when
@@ -195,7 +196,7 @@ class Accumulator:
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
         grads, weight = checked_gradients(*self._add.expected, grads), as_weight(weight)
-        # Without the dependency, Ascend would add a matrix product in place, also the one that `begin` waits for.
+        # Without the dependency, Ascend would make the gradient that `begin` waits for in its buffer, before the note.
         grads = mapped(after, self.counters.begin(grads[-1]), grads)
         self.counters.end_uncut(self._add.in_turn(grads, weight, 1)[1])
 
@@ -214,8 +215,9 @@ class Accumulator:
     def flush(self) -> bool:
         """Apply the incomplete window, if one is open, with "mean" divided by the weights that it holds. For the host.
 
-        With several ranks, each has to call it, and it returns when all have: until then, this rank takes part with
-        weight 0 in the windows of ranks that have more microbatches. Return whether a window was closed: applied, or
+        A train step has a `flush` of its own, which knows in how many pieces it adds. With several ranks, each has to
+        call it, and it returns when all have: until then, this rank takes part with weight 0 in the windows of ranks
+        that have more microbatches. Return whether a window was closed: applied, or
         dropped because it is not finite. RuntimeError if an error left a part of a batch in it, or stopped an update.
         """
         return Boundary(self).flush()
@@ -234,10 +236,11 @@ class Accumulator:
         return self.loss_scale.multiply(loss)
 
     def begun(self, loss: Tensor) -> Tensor:
-        """Note that a microbatch or piece begins. Return the loss, of which no gradient is added before that note.
+        """Note that a microbatch or piece begins. Return the loss to differentiate, tied to that note.
 
-        So an error in the forward pass changes nothing, and one after it shows. Nothing stands between a gradient and
-        its buffer: a dependency there would keep Ascend from adding a matrix product in place.
+        No gradient of it reaches a buffer before the note is written: so an error in the forward pass changes nothing,
+        and one after it shows. The loss is tied, not the gradients: a dependency between a gradient and its buffer
+        would keep Ascend from adding a matrix product in place.
         """
         return self.buffers.behind(self.counters.begin(loss), loss)
 
@@ -289,7 +292,8 @@ class Accumulator:
     def update_alone(self, grads: Gradients, weight: Scalar) -> None:
         """Update with a window of one microbatch, without buffers: for an empty window, where nothing is left out.
 
-        Only if the guard is `ApplyAll`, the observer does not watch, and ranks do not sum each microbatch.
+        Only if the guard is `ApplyAll`, the observer does not watch, no weight decides when a window is full, and ranks
+        do not sum each microbatch. Its gradients are in units of its own weight.
         """
         grads, weight = checked_gradients(*self._add.expected, grads), as_weight(weight)
         if isinstance(weight, Tensor) or weight == 0:  # what has no weight is ignored, NaN included

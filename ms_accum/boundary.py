@@ -39,13 +39,16 @@ class Boundary:
         functions = _graphs(accumulator)
         self._graphs = {name: compiling(function) for name, function in functions.items()}
 
-    def settle(self) -> tuple[int, int]:
-        """Close the open window if it is full. Return what the open one holds and what it needs: see `position`."""
+    def settle(self) -> tuple[int, int, bool]:
+        """Close the open window if it is full.
+
+        Return what the open one holds and what it needs, as `position` does, and whether one was applied.
+        """
         held, remaining = self.accumulator.position()
-        if remaining == 0:
-            self.close()
-            held, remaining = self.accumulator.position()
-        return held, remaining
+        if remaining > 0:
+            return held, remaining, False
+        applied = self.close()
+        return *self.accumulator.position(), applied
 
     def close(self) -> bool:
         """Update with the open window, or drop it if the guard does not accept it. Return whether it was applied."""
@@ -147,12 +150,12 @@ def end_of(accumulator: Accumulator) -> Callable:
 
 
 def nothing_of(accumulator: Accumulator, active: int = 0) -> Callable:
-    """Return `() -> ranks that have data`, which takes part in the exchange of a piece without one.
+    """Return `() -> ranks that have data`, which takes part in the exchange of a piece and adds nothing.
 
-    `active`: 1 if this rank has data, of which this piece holds nothing.
+    `active`: 1 if this rank counts its microbatch by this piece.
     """
     def nothing() -> Tensor:
-        # With weight 0, any Tensors of the right shapes are ignored. None is made of this loss.
+        # With weight 0, any Tensors of the right shapes are ignored. No gradient comes from this loss.
         begun = accumulator.begun(Tensor(0.0, ms.float32))
         return ops.depend(as_tensor(accumulator.add_piece(accumulator.optimizer.parameters, 0.0, active)), begun)
 

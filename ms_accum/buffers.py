@@ -1,4 +1,4 @@
-"""The buffers: one for each parameter, in units of the first weight, so that equal microbatches cost no multiplication.
+"""The buffers: one for each parameter, in a unit of weights that spares equal microbatches a multiplication.
 
     buffer += weight / unit * gradient        # weight / unit is the constant 1 for pieces of equal weight
     gradient = buffer * (unit / sum of the weights)
@@ -25,8 +25,9 @@ def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: fl
 class Buffers:
     """What a window has accumulated so far.
 
-    The unit is a number that the host fixes before the first graph is compiled, so a weight divided by it is a constant
-    of the graph, and between the backward pass and `AssignAdd` stands at most a cast. Without a driver it is 1.
+    The unit is a number that the host fixes before the first graph is compiled: a driver takes the rows of its first
+    piece; by hand, and where ranks sum each microbatch, it is 1. So the weight of a piece divided by the unit is a
+    constant of the graph. Where it is 1, at most a cast stands between the backward pass and `AssignAdd`.
 
     Args:
         prefix: What the names of the buffers begin with.
@@ -59,7 +60,7 @@ class Buffers:
         return sum(prod(p.shape) * p.itemsize for p in self.parameters)
 
     def weighed(self, gradients: Gradients, weight: Scalar) -> Gradients:
-        """Return `weight / unit * gradients` in the buffers' dtypes; 0 where the weight is 0, NaN included."""
+        """Return `weight / unit * gradients` in `gradient_dtypes`; 0 where the weight is 0, NaN included."""
         if self.unit is None:
             ops.assign(self.held_unit, 1.0)
             factor = weight

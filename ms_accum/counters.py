@@ -1,4 +1,6 @@
-"""What the device knows of a window: how many microbatches it holds, what they weigh, and whether it is whole."""
+"""What is known of a window: on the device how many microbatches it holds, their weight, whether it is whole; on the
+host, what follows from that without asking.
+"""
 from __future__ import annotations
 
 from typing import Optional
@@ -19,7 +21,7 @@ _TORN_UPDATE = ("an error or an interrupt stopped an update, of which the parame
 
 @ms.jit_class
 class Counters:
-    """The Parameters that own the window; see `Accumulator` for what is public.
+    """The Parameters that say what the window holds; see `Accumulator` for what is public.
 
     A microbatch or an update that is stopped in the middle leaves a trace in `torn`: a small number for a microbatch, a
     large negative one for an update. MindSpore may report an error after later calls, so each piece notes its begin and
@@ -50,14 +52,14 @@ class Counters:
         return self.note(ops.depend(Tensor(1, ms.int32), after))
 
     def begin_update(self, after: Tensor) -> None:
-        """Note that parameters are about to change, once `after` is known: an error before that has changed nothing.
+        """Note that an update, or a load, is about to change parameters, once `after` is known.
 
-        A window that is applied twice is worse than one that is refused.
+        An error before that has changed nothing. A window that is applied twice is worse than one that is refused.
         """
         ops.assign(self.torn, ops.depend(Tensor(_UPDATING, ms.int32), after))
 
     def end_update(self) -> None:
-        """Note that they have changed, and the window is empty."""
+        """Note that the parameters are changed, all of them. `empty` says so, too."""
         ops.assign(self.torn, 0)
 
     def count(self, taken: Scalar) -> None:
@@ -65,7 +67,7 @@ class Counters:
         ops.assign_add(self.mini_step, ops.minimum(taken, 1).astype(ms.int32) if isinstance(taken, Tensor) else taken)
 
     def take(self, taken: Scalar) -> None:
-        """Remember whether a piece was taken."""
+        """Count a piece, if it was taken."""
         ops.assign_add(self.taken, taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
 
     def end_uncut(self, taken: Scalar) -> None:
@@ -114,8 +116,8 @@ class Countdown:
     """What the host knows of the open window without asking the device; shared by all who close windows on the host.
 
     Attributes:
-        held: Microbatches in the open window.
-        remaining: How many it needs, at least, until it is full; None: ask the device.
+        held: Microbatches in the open window, if somebody counted them; 0 from a cell, which does not look.
+        remaining: How many the window needs, at least, until it is full; None: ask the device.
     """
 
     def __init__(self) -> None:

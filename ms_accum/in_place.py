@@ -1,4 +1,8 @@
-"""What is done to buffers in place, without a second copy of them, where the device has kernels for that."""
+"""What is done to buffers in place, without a second copy of them, where the device has kernels for that.
+
+MindSpore keeps the order of the program among operators that are marked as side effects. One without the mark runs as
+soon as its inputs are there.
+"""
 from __future__ import annotations
 
 from math import inf
@@ -22,18 +26,18 @@ class Copying:
         16-bit buffers are added in turn: on CPU, an AssignAdd of 16 bits without a mark is lost. Return what to wait
         for.
         """
-        return mapped(_add_if_wide, None, buffers, gradients)
+        return mapped(_add_early_if_wide, None, buffers, gradients)
 
     def behind(self, note: Tensor, loss: Tensor) -> Tensor:
         """Return a loss of which no gradient is made, and so none added, before a note.
 
-        By a multiplication: nothing orders the additions, and a dependency between a gradient and its buffer would keep
-        Ascend from adding a matrix product in place.
+        By a multiplication, whose backward pass needs the other factor and so waits for the note; that of a dependency
+        would not. Nothing else orders additions without a mark.
         """
         return loss * ops.depend(Tensor(1, loss.dtype), note)
 
     def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
-        """Return `factor * gradients` in `dtypes`, given buffers that are emptied next, or anything for `Copying`."""
+        """Return `factor * gradients` in `dtypes`. `InPlace` overwrites them: they have to be cleared next."""
         return mapped(scaled, factor, gradients, dtypes)
 
     def clear(self, zero: Tensor, buffers: Gradients) -> None:
@@ -49,14 +53,15 @@ class Copying:
 class InTurn(Copying):
     """Add one after the other. For small buffers, where gradients that wait take little memory.
 
-    On CPU, additions compete with the backward pass for cores: with an MLP of 2.7 MB, at once took 1.02 x the time.
+    On CPU, additions compete with the backward pass for cores: with an MLP of 2.7 MB, a step that added each gradient
+    as soon as it was made took 1.02 x the time.
     """
 
     def add(self, buffers: Gradients, gradients: Gradients) -> Gradients:
-        """See `Copying`. What comes later in the code waits for additions that are marked.
+        """See `Copying`. There is nothing to wait for: what comes later in the code follows what is marked.
 
-        If their results were used, MindSpore would run each addition together with the kernel that makes its gradient,
-        and these one after the other.
+        If the results were used, MindSpore would join each addition with the kernel that makes its gradient, and no two
+        gradients would be made side by side.
         """
         mapped(_add_marked, None, buffers, gradients)
         return ()
@@ -75,7 +80,7 @@ class InPlace(Copying):
     """
 
     def add(self, buffers: Gradients, gradients: Gradients) -> Gradients:
-        """See `Copying`. All of them: in bfloat16, 13 x Dense 2048 take 4.2 bytes per parameter instead of 6.2."""
+        """See `Copying`, 16-bit buffers too: 13 x Dense 2048 with these take 4.2 bytes per parameter instead of 6.2."""
         return mapped(_add_unmarked, None, buffers, gradients)
 
     def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
@@ -88,9 +93,9 @@ class InPlace(Copying):
 
 
 class _Multiply(ops.Primitive):
-    """Multiply in place, without a mark of the side effect: MindSpore would copy what it reads around a marked write.
+    """Multiply in place, without a mark of the side effect: MindSpore would copy a buffer that is read around one.
 
-    Graphs take the operator of this name. Op by op, Ascend has none for a bare primitive, and a copy is made.
+    Graphs take the operator of this name. Op by op, Ascend has none for it, and a copy is made.
     """
 
     def __init__(self) -> None:
@@ -107,8 +112,7 @@ _zero.add_prim_attr("side_effect_mem", True)  # which it lacks in MindSpore 2.10
 
 
 def in_place(buffers: bool = True, nbytes: float = inf) -> Copying:
-    """Return what suits the device, for buffers of so many bytes; for a copy of them (exchanged, unscaled), `Copying`.
-    """
+    """Return what suits the device, for buffers of so many bytes; False: for exchanged or unscaled copies of them."""
     if buffers and ms.get_context("device_target") == "Ascend":
         return InPlace()
     return InTurn() if nbytes <= SMALL else Copying()
@@ -122,7 +126,7 @@ def _add_unmarked(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
     return _assign_add_unmarked(buffer, gradient.astype(buffer.dtype))
 
 
-def _add_if_wide(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
+def _add_early_if_wide(_: None, buffer: Parameter, gradient: Tensor) -> Tensor:
     return add_in_turn(None, buffer, gradient) if buffer.dtype in HALF else _add_unmarked(None, buffer, gradient)
 
 

@@ -147,7 +147,7 @@ class Pieces:
 class Empty:
     """A microbatch without samples, as a filter may leave one: it counts, and weighs nothing.
 
-    Nothing is compiled for it. Where ranks sum each microbatch, one graph takes part in their exchange.
+    Nothing is compiled for it, except where ranks sum each microbatch: one graph that takes part in their exchange.
 
     Attributes:
         result: What a call returns: the loss 0, or as many losses; with aux, `(loss, None)`.

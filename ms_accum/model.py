@@ -142,7 +142,7 @@ class TrainOneStepCell(nn.Cell):
             self._boundary_now().settle()
         with self._forgetting_graphs():
             result = self._train_on(samples, batch)
-        self.accumulator.countdown.set(0, 1)  # whole, and not full; whoever needs more asks the device
+        self.accumulator.countdown.set(0, 1)  # whole and not full, which is all that is known without asking
         self.accumulator.guard.require_progress()
         return result
 

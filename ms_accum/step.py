@@ -38,8 +38,8 @@ class TrainStep:
     Attributes:
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
-        updated: Whether the last call closed a window with an update: a bool. After an epoch, it tells of the
-            incomplete last window, and so it does when its last loss is yielded.
+        updated: Whether the last call made an update: a bool. When an epoch yields its last loss, and after it: whether
+            the last microbatch or the incomplete window made one.
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, microbatch_for: Callable,
@@ -89,7 +89,7 @@ class TrainStep:
             if last:
                 self._flush_after_last()
             yield result
-        if not last:
+        if not last:  # there was no batch: take part in the windows of other ranks
             self.flush()
 
     def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
@@ -177,21 +177,23 @@ class TrainStep:
         If anything stops this call, the countdown stays unset, and the next call asks the device.
         """
         self.updated = False
+        applied = False  # a window that was full before this call
         held, remaining = self.accumulator.countdown.claim()
         if remaining is None:
             self.accumulator.require_whole()
         with self.forgetting_graphs():
             microbatch = graphs()
+            # `alone` leaves the buffers out, so the device has to say that they are empty: a cell has not looked.
             if remaining is None or (remaining == 1 and held == 0 and microbatch.alone):
-                held, remaining = self._boundary.settle()
+                held, remaining, applied = self._boundary.settle()
             if remaining == 1 and held == 0 and microbatch.alone:
                 result, updated = microbatch.alone(*batch), True
-                known = 0, 1 if self.accumulator.window.is_one else None
+                known = 0, 1 if self.accumulator.window.is_one else None  # else the next one's length is not known
             else:
                 result = microbatch(*batch)
                 *known, updated = self._after_microbatch(held + 1, remaining - 1)
         self.accumulator.countdown.set(*known)
-        self.updated = updated
+        self.updated = updated or applied
         return result
 
     def forgetting_graphs(self) -> AbstractContextManager:
@@ -205,7 +207,7 @@ class TrainStep:
         accumulator = self.accumulator
         accumulator.require_whole()
         held, remaining = accumulator.position()
-        if remaining > 0:  # one was skipped
+        if remaining > 0:  # one was skipped, or the window waits for its weight
             accumulator.guard.require_progress()
             return held, remaining, False
         updates = int(accumulator.update_step)

@@ -82,7 +82,7 @@ class Clip:
 
 @ms.jit_class
 class Reduce:
-    """What makes one window of those of all ranks: exchange, divide by the loss scale, judge."""
+    """What makes one window out of the windows of all ranks: exchange, divide by the loss scale, judge."""
 
     def __init__(self, exchange: OneDevice, loss_scale: NoLossScale, guard: Any) -> None:
         self.exchange, self.loss_scale, self.guard = exchange, loss_scale, guard
@@ -130,14 +130,14 @@ class Update:
 
     def __call__(self, reduced: Reduced, buffered: bool) -> None:
         """Update once. `buffered`: whether the window comes out of the buffers."""
-        gradients, unit, numbers = reduced[0], reduced[1], reduced[2]  # unpacked, what is not used makes MindSpore warn
+        gradients, unit, numbers = reduced[0], reduced[1], reduced[2]  # MindSpore warns of an unpacked, unused value
         weight = numbers[0]
         factor = self.normaliser.factor(unit, weight)
         self.observer.of_update(gradients, unit, weight, numbers[1:])
         factor = self.clip.clipped(gradients, factor)
         step = ops.assign_add(self.step, 1)
         ops.assign_add(self.seen, ops.round(self._counted(weight)).astype(ms.int64))
-        if isinstance(factor, Tensor):  # the observer has read the buffers by then
+        if isinstance(factor, Tensor):  # what scales in place has to wait until the observer has read the buffers
             factor = ops.depend(factor, step)
         scaling = self.scaling if buffered else self.copying
         self.optimizer(scaling.scale(factor, gradients, self.dtypes))
@@ -147,8 +147,8 @@ class Update:
     def announcing(self) -> Parameter:
         """Return a Parameter that the next update counts in `seen` instead of its weight; negative: count the weight.
 
-        float32 of shape `()`. An update makes it negative again. Graphs that were compiled before do not read it. For
-        the host.
+        For several losses, whose pieces all have weight 1. float32 of shape `()`. An update makes it negative again.
+        Graphs that were compiled before do not read it. For the host.
         """
         if not self.announced:
             name = self.seen.name.removesuffix("seen") + "announced"
