@@ -236,11 +236,10 @@ class Accumulator:
         return self.loss_scale.multiply(loss)
 
     def begun(self, loss: Tensor) -> Tensor:
-        """Note that a microbatch or piece begins. Return the loss to differentiate, tied to that note.
+        """Note that a microbatch or piece begins. Return the loss: no gradient of it is added before the note.
 
-        No gradient of it reaches a buffer before the note is written: so an error in the forward pass changes nothing,
-        and one after it shows. The loss is tied, not the gradients: a dependency between a gradient and its buffer
-        would keep Ascend from adding a matrix product in place.
+        So an error in the forward pass changes nothing, and one after it shows. Not the gradients are tied to the note:
+        a dependency between a gradient and its buffer would keep Ascend from adding a matrix product in place.
         """
         return self.buffers.behind(self.counters.begin(loss), loss)
 
