@@ -37,7 +37,8 @@ IMPORT = "argument MODULE:FUNCTION: cannot import {}, expected e.g. train:make_c
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["check_cases:nothing"], IMPORT.format("check_cases:nothing", "AttributeError: module 'check_cases' has no attribute 'nothing'")),
+    (["check_cases:nothing"],
+     IMPORT.format("check_cases:nothing", "AttributeError: module 'check_cases' has no attribute 'nothing'")),
     (["check_cases:number"], IMPORT.format("check_cases:number", "TypeError: it is of type int, expected a function")),
     (["broken_module:f"], IMPORT.format("broken_module:f", "ZeroDivisionError: division by zero")),
     (["no_such_module:f"], IMPORT.format("no_such_module:f", "ModuleNotFoundError: No module named 'no_such_module'")),
@@ -48,7 +49,8 @@ IMPORT = "argument MODULE:FUNCTION: cannot import {}, expected e.g. train:make_c
     (["check_cases:raising"], "check_cases:raising: ZeroDivisionError: division by zero"),
     (["check_cases:failing"], "check_cases:failing: RuntimeError: as it does"),
     (["json:loads", "--pieces", "1"], "argument --pieces: expected a whole number from 2, got '1'"),
-    (["json:loads", "--json", "no/such/folder.json"], "argument --json: cannot write no/such/folder.json (No such file or directory)"),
+    (["json:loads", "--json", "no/such/folder.json"],
+     "argument --json: cannot write no/such/folder.json (No such file or directory)"),
     ([], "the following arguments are required: MODULE:FUNCTION")])
 def test_the_command_refuses_in_one_line(check, arguments, message):
     """With a traceback in front of it where the error is in the user's code."""

@@ -59,7 +59,8 @@ def test_embedded_digits_are_the_first_of_the_real_files():
         assert hashlib.md5(gzip.decompress((data.EMBEDDED / f"{name}.gz").read_bytes())).hexdigest() == md5
     assert sum(path.stat().st_size for path in data.EMBEDDED.rglob("*.gz")) <= 2_000_000
     readme = (data.EMBEDDED / "README.md").read_text(encoding="utf-8")
-    assert [word for word in ("LeCun", "Cortes", "Burges", "CC BY-SA 3.0", "10,000", "2,000") if word not in readme] == []
+    credits = "LeCun", "Cortes", "Burges", "CC BY-SA 3.0", "10,000", "2,000"
+    assert [word for word in credits if word not in readme] == []
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -74,7 +75,8 @@ def test_a_folder_in_the_layout_of_the_tutorial(tmp_path, packed, nested):
 
 IMAGES = np.zeros((7, 28, 28), np.uint8)
 PACKED = gzip.compress(idx(IMAGES), mtime=0)  # part of the names of tests
-HEADER = r"train-images-idx3-ubyte has the idx header \({}\), expected 1 to 1000000 items and, beside their number, \(2051, 28, 28\); is it"
+HEADER = (r"train-images-idx3-ubyte has the idx header \({}\), expected 1 to 1000000 items and, beside their number, "
+          r"\(2051, 28, 28\); is it")
 NO_GZIP = r"train-images-idx3-ubyte\.gz is not a complete gzip file"
 
 
