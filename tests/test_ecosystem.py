@@ -14,8 +14,8 @@ LOSS = nn.CrossEntropyLoss()
 
 def vit(patch_size=8, embed_dim=32, depth=1, num_heads=4, **dropout):
     from mindcv.models.vit import VisionTransformer
-    return VisionTransformer(
-        image_size=32, patch_size=patch_size, embed_dim=embed_dim, depth=depth, num_heads=num_heads, num_classes=10, **dropout)
+    return VisionTransformer(image_size=32, patch_size=patch_size, embed_dim=embed_dim, depth=depth,
+                             num_heads=num_heads, num_classes=10, **dropout)
 
 
 def resnet18():
@@ -27,7 +27,7 @@ def mobilenet():
 
 
 def trained(build, start, accumulate_step, microbatch, training, windows):
-    """The parameters after so many updates, or more if windows are shorter, from the same weights on the same samples."""
+    """The parameters after so many updates, or more of shorter windows, from the same weights on the same samples."""
     network = build()
     for parameter, value in zip(network.get_parameters(), start):
         parameter.set_data(Tensor(value, parameter.dtype))
@@ -52,14 +52,17 @@ def errors(build, training, *accumulate_steps, windows=WINDOWS):
     undivided = trained(build, start, 1, ACCUMULATE_STEP * MICROBATCH, training, windows)
     moved = [np.linalg.norm(a - b) for a, b in zip(undivided, before)]
     assert max(moved) > 1e-2
-    return [np.linalg.norm([np.linalg.norm(a - b) for a, b in zip(trained(build, start, steps, MICROBATCH, training, windows), undivided)])
-            / np.linalg.norm(moved) for steps in accumulate_steps]
+
+    def parted(accumulate_step):
+        accumulated = trained(build, start, accumulate_step, MICROBATCH, training, windows)
+        return np.linalg.norm([np.linalg.norm(a - b) for a, b in zip(accumulated, undivided)]) / np.linalg.norm(moved)
+    return [parted(accumulate_step) for accumulate_step in accumulate_steps]
 
 
 @pytest.mark.slow  # the suite's fast sample: the block of MindCV in test_other_libraries.py
 @pytest.mark.parametrize(("build", "training"), [
     (vit, True),
-    # In inference mode, their statistics frozen as one fine-tunes them: with statistics of a batch, no part of it is equal to the whole.
+    # In inference mode, with frozen statistics, as one fine-tunes them: of batch statistics, no part equals the whole.
     (resnet18, False), (mobilenet, False)])
 def test_windows_are_undivided_batches(mode_named, build, training):
     mode_named("graph")
@@ -80,7 +83,7 @@ def test_batch_statistics_are_not_those_of_the_undivided_batch(mode_named):
     assert errors(resnet18, True, ACCUMULATE_STEP)[0] > 1e-2
 
 
-# --- check_equivalence --------------------------------------------------------------------------------------------------
+# --- check_equivalence ------------------------------------------------------------------------------------------------
 
 BATCH = Tensor(np.random.default_rng(0).normal(size=(4, 3, 32, 32)), ms.float32), Tensor([1, 2, 3, 4], ms.int32)
 
@@ -88,7 +91,8 @@ BATCH = Tensor(np.random.default_rng(0).normal(size=(4, 3, 32, 32)), ms.float32)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_vit_is_exact_but_for_its_masks(dtype):
     ms.set_seed(3)  # with seeds 1 and 2, a LayerNorm is named, too, in float16
-    network = vit(patch_size=16, embed_dim=24, depth=2, num_heads=3, drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.2)
+    network = vit(patch_size=16, embed_dim=24, depth=2, num_heads=3,
+                  drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.2)
     network.set_train()
     if dtype == "float16":
         network.to_float(ms.float16)

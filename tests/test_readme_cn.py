@@ -1,4 +1,4 @@
-"""The Chinese quick start says what README says: same code, headings, tables, figures, links. Each view must see a damage of its own."""
+"""The Chinese quick start has README's code, headings, tables, figures and links. Each view sees its own damage."""
 import re
 from collections import Counter
 from pathlib import Path
@@ -21,7 +21,8 @@ FIGURE = re.compile(r"(\d+(?:[.,]\d+)*(?:e-?\d+)?)(?:\s*(" + TIMES + r"|倍|%|Mi
 
 def blocks(text):
     """Each code block's language and content without comments, in order."""
-    return [(language, COMMENT.sub("", code).replace("本仓库的 URL", "URL of this repository")) for language, code in BLOCK.findall(text)]
+    return [(language, COMMENT.sub("", code).replace("本仓库的 URL", "URL of this repository"))
+            for language, code in BLOCK.findall(text)]
 
 
 def levels(text):
@@ -30,7 +31,7 @@ def levels(text):
 
 
 def figures(text):
-    """Every number with its unit, in any order, because Chinese puts words in another; 倍 is how prose says "times"."""
+    """Every number with its unit, in any order, for Chinese puts words in another; 倍 is how prose says "times"."""
     without_names = CODE_SPAN.sub("", LINK.sub("]", text))
     return Counter((number, TIMES if unit == "倍" else unit) for number, unit in FIGURE.findall(without_names))
 
@@ -42,19 +43,20 @@ def tables(text):
 
 
 def sections(text):
-    """The figures, the code spans (a sentence may need one twice), and the number of paragraphs and list items below each heading."""
+    """The figures, code spans (a sentence may need one twice) and number of paragraphs and items below each heading."""
     prose = HEADING.sub("\0", TABLE.sub("", BLOCK.sub("", text))).split("\0")
-    return [(figures(section), set(CODE_SPAN.findall(section)), len(re.findall(r"(?:\A|\n\n)\s*[^\s-]|^- ", section, re.MULTILINE)))
-            for section in prose]
+    start = re.compile(r"(?:\A|\n\n)\s*[^\s-]|^- ", re.MULTILINE)
+    return [(figures(section), set(CODE_SPAN.findall(section)), len(start.findall(section))) for section in prose]
 
 
 def anchors(text):
     """What GitHub calls each heading, in order."""
-    return ["#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for _, title in HEADING.findall(BLOCK.sub("", text))]
+    titles = [title for _, title in HEADING.findall(BLOCK.sub("", text))]
+    return ["#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 def targets(text, page):
-    """Where each link of the page leads, from the root; of an anchor, the heading's number. Not those from one language to the other."""
+    """Where links lead, from the root; of an anchor, the heading's number. Not those from one language to the other."""
     found = []
     for link in LINK.findall(BLOCK.sub("", text)):
         if link.startswith("#"):
@@ -69,8 +71,8 @@ def targets(text, page):
 def missing(text, page):
     """The page's relative links and anchors that lead nowhere."""
     local = [link for link in LINK.findall(BLOCK.sub("", text)) if "://" not in link]
-    return [link for link in local if (
-        link not in anchors(text) if link.startswith("#") else not (ROOT / page.parent / link.partition("#")[0]).exists())]
+    return [link for link in local if link not in anchors(text) and (
+        link.startswith("#") or not (ROOT / page.parent / link.partition("#")[0]).exists())]
 
 
 DAMAGES = {

@@ -1,4 +1,4 @@
-"""Compile cases on MindSpore's Ascend backend, without a device: every pass runs, memory is planned, no kernel is launched."""
+"""Compile cases on MindSpore's Ascend backend, without a device: passes run, memory is planned, nothing launched."""
 import json
 import os
 import re
@@ -41,7 +41,7 @@ class Report(NamedTuple):
 
 
 def dry_run(cann, folder, cases, fusion, ranks):
-    """Compile cases in one process, unless `folder` holds its reports. Return a Report for each, or the text of its error, by name.
+    """Compile cases in one process, unless `folder` holds its reports. Return by name a Report, or an error's text.
 
     Args:
         cann: Folder of the stand-ins.
@@ -54,12 +54,14 @@ def dry_run(cann, folder, cases, fusion, ranks):
     if not told.exists():
         (folder / "ir").mkdir(parents=True)
         with told.open("w") as out, (folder / "errors").open("w") as errors:
-            subprocess.run([sys.executable, Path(__file__).with_name("cases.py"), folder / "ir", *cases], cwd=folder, stdout=out,
-                           stderr=errors, env=environment(cann, folder, fusion, ranks), timeout=1800, check=False)
+            command = [sys.executable, Path(__file__).with_name("cases.py"), folder / "ir", *cases]
+            subprocess.run(command, cwd=folder, stdout=out, stderr=errors, env=environment(cann, folder, fusion, ranks),
+                           timeout=1800, check=False)
     for line in told.read_text(encoding="utf-8").splitlines():
         if line.startswith("{"):
             case = json.loads(line)
-            reports[case["case"]] = case.get("error") or Report([read_graph(Path(f)) for f in case["files"]], case["numbers"])
+            graphs = [read_graph(Path(file)) for file in case["files"]]
+            reports[case["case"]] = case.get("error") or Report(graphs, case["numbers"])
     missing = set(cases).difference(reports)
     assert not missing, f"{missing} ended without a report:\n{(folder / 'errors').read_text(encoding='utf-8')[-4000:]}"
     return reports
@@ -69,8 +71,9 @@ def environment(cann, folder, fusion, ranks):
     """Return the environment of a dry run."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     return {
-        **plain, "LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_HOME_PATH": str(cann), "ASCEND_TOOLKIT_HOME": str(cann),
-        "ASCEND_OPP_PATH": str(cann / "opp"), "MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": "0",
+        **plain, "LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_HOME_PATH": str(cann),
+        "ASCEND_TOOLKIT_HOME": str(cann), "ASCEND_OPP_PATH": str(cann / "opp"),
+        "MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": "0",
         "OMP_NUM_THREADS": "1", "MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"),
         "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_GRAPH_KERNEL_FLAGS": FUSION if fusion else "",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(cann / "python")])}

@@ -1,7 +1,7 @@
 """What the blocks of the page "With other libraries" call yours, and stand-ins for what they import.
 
-MindCV is there. MindONE, MindYOLO and MindOCR are not: of each, what its block uses is written after its behaviour, with a learning rate
-that moves the parameters by more than rounding.
+MindCV is there. MindONE, MindYOLO and MindOCR are not: of each, what its block uses is written after its behaviour,
+with a learning rate that moves the parameters by more than rounding.
 """
 import sys
 from types import ModuleType, SimpleNamespace
@@ -87,26 +87,32 @@ def yours(library):
 
     def sentence(rows):
         ids = integers(CLASSES, rows, 12)
-        return {"input_ids": Tensor(ids), "labels": Tensor(np.where(np.arange(12) < (4 if rows == 4 else 12), ids, IGNORED))}
+        labels = np.where(np.arange(12) < (4 if rows == 4 else 12), ids, IGNORED)
+        return {"input_ids": Tensor(ids), "labels": Tensor(labels)}
+
+    def boxes(rows):
+        return ops.cat((ops.zeros((rows, 3, 1)), normal(rng, rows, 3, CLASSES)), -1)
 
     return {
         "mindcv": lambda: {"network": vit(), "loss_fn": nn.CrossEntropyLoss(), "epochs": 1, "batches": [
             (normal(rng, rows, 3, 16, 16), Tensor(integers(5, rows))) for rows in ROWS]},
         "mindone": lambda: {"model": Model(), "batches": list(map(sentence, ROWS))},
         "mindyolo": lambda: {"network": nn.Dense(FEATURES, CLASSES), "loss_fn": boxes_loss, "batches": [
-            (normal(rng, rows, FEATURES), ops.cat((ops.zeros((rows, 3, 1)), normal(rng, rows, 3, CLASSES)), -1)) for rows in ROWS]},
+            (normal(rng, rows, FEATURES), boxes(rows)) for rows in ROWS]},
         "mindocr": lambda: {"network": Reader(FEATURES, CLASSES), "width": WIDTH, "letters": LETTERS, "batches": [
             (normal(rng, rows, WIDTH, FEATURES), Tensor(integers(CLASSES - 1, rows, LETTERS))) for rows in ROWS]},
     }[library]()
 
 
 STAND_INS = {
-    "mindone.trainers": SimpleNamespace(create_optimizer=create_optimizer), "mindone.trainers.ema": SimpleNamespace(EMA=EMA),
-    "mindyolo.optim": SimpleNamespace(create_optimizer=create_optimizer), "mindocr.losses.rec_loss": SimpleNamespace(CTCLoss=CTCLoss)}
+    "mindone.trainers": SimpleNamespace(create_optimizer=create_optimizer),
+    "mindone.trainers.ema": SimpleNamespace(EMA=EMA),
+    "mindyolo.optim": SimpleNamespace(create_optimizer=create_optimizer),
+    "mindocr.losses.rec_loss": SimpleNamespace(CTCLoss=CTCLoss)}
 
 
 class Plainly:
-    """In place of `make_train_step`: train on what `weigh(gradients, microbatches)` makes of a window, with plain MindSpore."""
+    """In place of `make_train_step`: train on what `weigh(gradients, microbatches)` makes of a window."""
 
     def __init__(self, weigh, forward_fn, optimizer, accumulate_step, clip_norm=None, has_aux=False, **_):
         gradients = ms.jit(ms.grad(forward_fn, None, optimizer.parameters, has_aux=has_aux))
@@ -138,7 +144,7 @@ def run_block(path, library, make_train_step):
     """The names of a block, and its weights, after it has trained with one way to make its train step."""
     module = ModuleType(path.stem)
     vars(module).update(yours(library))
-    # A graph looks names up in a module.
-    with patch.dict(sys.modules, {**STAND_INS, path.stem: module}), patch.object(ms_accum, "make_train_step", make_train_step):
+    modules = {**STAND_INS, path.stem: module}  # a graph looks names up in a module
+    with patch.dict(sys.modules, modules), patch.object(ms_accum, "make_train_step", make_train_step):
         exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))
     return vars(module), weights(module.optimizer)
