@@ -85,7 +85,7 @@ def referee_of(case: Case) -> Referee | None:
 
 
 def time_each(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]:
-    """Records of seconds for a microbatch of each contestant, by rounds; with `piece`, of the growth of its peak RSS."""
+    """Records of seconds for a microbatch of each contestant, by rounds; with `piece`, of the growth of peak RSS."""
     for i, group in enumerate(groups):
         figures: dict[str, dict] = {name: {} for name in group.contestants}
         say(f"{group.name}: building {len(group.contestants)} contestants")
