@@ -10,13 +10,12 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-import checkpointing
 import mindspore as ms
 import numpy as np
 import pytest
-from checkpointing import BATCHES, build, run, state, train
-from conftest import MLP, difference, mean_loss, tensors, values
-from mindspore import Tensor, nn
+from conftest import MLP, batches, difference, mean_loss, tensors, values
+from mindspore import Tensor, amp, nn
+from pages import recipe
 
 from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.batch_size import AdaptiveWindow
@@ -24,6 +23,41 @@ from ms_accum.checkpoint_file import part_of, path_of_rank, remove_generations
 
 SUFFIXES = [".ckpt", ".safetensors"]
 pytestmark = pytest.mark.usefixtures("uncompiled")
+OPTIMIZERS = {"Momentum": lambda weights: nn.Momentum(weights, nn.exponential_decay_lr(0.1, 0.9, 100, 1, 1), 0.9),
+              "Adam": lambda weights: nn.Adam(weights, 0.01)}
+BATCHES = batches([4, 6, 4, 4, 6, 6, 6, 4, 4, 6, 4, 6])
+
+
+def build(optimizer="Momentum", hidden=5, accumulate_step=3, reduction="mean", scaler=False, average=False, **options):
+    """A network, its accumulator, and the train step that feeds it."""
+    network = MLP(hidden=hidden)
+    weights = network.trainable_params()
+    acc = Accumulator(OPTIMIZERS[optimizer](weights), accumulate_step, 0.5, reduction=reduction,
+                      loss_scaler=amp.DynamicLossScaler(1024, 2, 2) if scaler else None,
+                      after_update=recipe("train-step", "MovingAverage")(weights, 0.5) if average else None, **options)
+    return network, acc, make_train_step(mean_loss(network), acc) if reduction == "mean" else None
+
+
+def train(train_step, first, last):
+    """Microbatches `first` to `last` of a fixed sequence."""
+    for i in range(first, last):
+        train_step(*tensors(*BATCHES[i % len(BATCHES)]))
+
+
+def state(network, acc):
+    """Every bit of state."""
+    parameters = (*network.get_parameters(), *acc.optimizer.get_parameters(), *acc.state.values())
+    return [p.asnumpy().tobytes() for p in parameters]
+
+
+def run(path, last):
+    """Train to microbatch `last`, saved and printed after each, from the file if there is one. Return a digest."""
+    network, acc, train_step = build(hidden=300)
+    for i in range(load_checkpoint(path, network, train_step) if os.path.exists(path) else 0, last):
+        train(train_step, i, i + 1)
+        save_checkpoint(path, network, train_step, extra=i + 1)
+        print(i + 1, flush=True)
+    return sha256(b"".join(state(network, acc))).hexdigest()
 
 
 def test_training_goes_on_bit_identically():
@@ -59,10 +93,10 @@ def test_killed_while_two_processes_save_to_one_path(kills):
     """Each goes on from a whole file of one of the two, at least as new as was said, and nothing is left beside it."""
     rng, (network, acc, _) = random.Random(kills), build(hidden=300)
     # Not all of sys.path: level O1 of MindSpore's amp adds folders that hide modules of Python.
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).with_name("support")), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.strip(os.pathsep)}
     for _ in range(kills):
-        command = [sys.executable, checkpointing.__file__, "c.safetensors", "100000"]
+        command = [sys.executable, __file__, "c.safetensors", "100000"]
         processes = [subprocess.Popen(command, text=True, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
         said = [process.stdout.readline() for process in processes]
         time.sleep(rng.uniform(0, 0.2))
@@ -308,3 +342,7 @@ def test_a_save_removes_only_its_own_rests(tmp_path):
     save_checkpoint(path, *build()[:2])
     remove_generations(path, 1, 2, mine)
     assert sorted(os.listdir()) == sorted([path.name, *kept])
+
+
+if __name__ == "__main__":  # what is killed: `python test_checkpoint.py PATH MICROBATCHES`
+    run(sys.argv[1], int(sys.argv[2]))

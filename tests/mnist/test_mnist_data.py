@@ -82,8 +82,6 @@ NO_GZIP = r"train-images-idx3-ubyte\.gz is not a complete gzip file"
 
 @pytest.mark.parametrize(("name", "content", "match"), [
     (NAMES[0], b"", HEADER.format("0, 0, 0, 0")),
-    (NAMES[0], idx(np.zeros(20)), HEADER.format("2049, 20, 0, 0")),
-    (NAMES[0], idx(IMAGES.reshape(7, 14, 56)), HEADER.format("2051, 7, 14, 56")),
     (NAMES[0], struct.pack(">4I", 2051, 1_000_001, 28, 28), HEADER.format("2051, 1000001, 28, 28")),
     (NAMES[0], idx(IMAGES)[:-1], "images-idx3-ubyte holds 5487 bytes after its header, expected 5488 for 7 items"),
     (f"{NAMES[0]}.gz", PACKED[:-20], NO_GZIP),
