@@ -231,7 +231,7 @@ class Sunk:
 
 def test_what_does_not_fit_is_refused():
     """Two cells, no cell, sunk data, no callback, no file; control: FlushCallback takes two cells, and sunk data."""
-    (network, one), (_, other) = make_cell(), make_cell(accumulate_step=4)
+    one, other = (make_cell(accumulate_step=n)[1] for n in (2, 4))
     train(TwoCells(one, other), FlushCallback())
     assert [int(cell.accumulator.update_step) for cell in (one, other)] == [3, 2]
     FlushCallback().on_train_begin(Sunk(one))
@@ -248,8 +248,6 @@ def test_what_does_not_fit_is_refused():
             (partial(makers[name]().on_train_begin, Sunk(one)), f"{name} with dataset_sink_mode=True: single microbat")]
     two_rates = make_cell(learning_rate=[0.3, 0.1])[1]  # the third update is the flush's
     calls += [
-        (partial(Model, one, optimizer=nn.SGD(network.trainable_params(), 0.1)),
-         r"give Model\(TrainOneStepCell\(...\)\) without an optimizer"),
         (partial(train, two_rates, FlushCallback()), "list of 2 learning rates is used up"),
         (partial(train, one, FlushCallback(), data=samples), r"yields samples of NumpySlicesDataset one by one"),
         (partial(train, one, ModelCheckpoint(), FlushCallback()), "ModelCheckpoint stands before FlushCallback")]

@@ -247,11 +247,10 @@ def test_bad_arguments_and_foreign_files_are_refused():
     hook.count = ms.Parameter(Tensor(0), name="update_step")
     hooked, renamed = Accumulator(acc.optimizer, 2, after_update=hook), MLP()
     renamed.first.bias.name = "ms_accum"
+    both = save_checkpoint, load_checkpoint
     for error, message, call, *arguments in (
-            (TypeError, r"accumulator is of type \w+, expected an Acc", save_checkpoint, network, acc.optimizer),
-            (TypeError, r"accumulator is of type \w+, expected an Acc", load_checkpoint, network, acc.optimizer),
-            (TypeError, r"network is of type Accumulator, expected a mindspore", save_checkpoint, acc, network),
-            (TypeError, r"network is of type Accumulator, expected a mindspore", load_checkpoint, acc, network),
+            *((TypeError, r"accumulator is of type \w+, expected an Acc", call, network, acc.optimizer) for call in both),
+            *((TypeError, r"network is of type Accumulator, expected a mind", call, acc, network) for call in both),
             (FileNotFoundError, r"c\.ckpt", load_checkpoint, network, acc),
             (TypeError, "the optimizer is of type function, exp", save_checkpoint, network, Accumulator(function, 2)),
             (ValueError, "two Parameters of the accumulator's state have the same", save_checkpoint, network, hooked),

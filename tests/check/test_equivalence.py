@@ -166,7 +166,7 @@ def off_by(off):
     return lambda x, y: x.shape[0] * (1 + off * (y[0] == 0).astype(ms.float32))
 
 
-MOVING = layers.SpectralNorm, layers.RunningMax, layers.Centre, layers.ScaleBefore, layers.Counter, layers.PythonCounter
+MOVING = layers.SpectralNorm, layers.ScaleBefore, layers.Counter, layers.PythonCounter
 CASTING = partial(nn.SequentialCell, nn.Dense(6, 16), layers.Half(nn.Dense(16, 3)))
 WITHOUT_TOKENS = Tensor(np.where(np.arange(24) < 7, -100, ROWS[1].asnumpy()), ms.int32)
 CONTRASTIVE = [("contrastive", "function", "no weighted mean")]

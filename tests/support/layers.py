@@ -74,20 +74,6 @@ class SpectralNorm(Held):
         return x @ self.weight / (u @ self.weight @ v), u
 
 
-class RunningMax(Held):
-    def step(self, x):
-        most = self.state if self.frozen else ops.maximum(self.state, ops.stop_gradient(x.abs().max()))
-        return x / most, most
-
-
-class Centre(Held):
-    """A moving centre."""
-
-    def step(self, x):
-        centre = self.state if self.frozen else 0.9 * self.state + 0.1 * ops.stop_gradient(x.mean())
-        return x - centre, centre
-
-
 class ScaleBefore(Held):
     """A scale that is used before its update."""
 
