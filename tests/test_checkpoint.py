@@ -249,7 +249,7 @@ def test_bad_arguments_and_foreign_files_are_refused():
     renamed.first.bias.name = "ms_accum"
     both = save_checkpoint, load_checkpoint
     for error, message, call, *arguments in (
-            *((TypeError, r"accumulator is of type \w+, expected an Acc", call, network, acc.optimizer) for call in both),
+            *((TypeError, r"accumulator is of type \w+, expected an", call, network, acc.optimizer) for call in both),
             *((TypeError, r"network is of type Accumulator, expected a mind", call, acc, network) for call in both),
             (FileNotFoundError, r"c\.ckpt", load_checkpoint, network, acc),
             (TypeError, "the optimizer is of type function, exp", save_checkpoint, network, Accumulator(function, 2)),

@@ -156,7 +156,7 @@ def run_block(path, library, make_train_step):
     return vars(module), weights(module.optimizer)
 
 
-# --- the blocks --------------------------------------------------------------------------------------------------------
+# --- the blocks -------------------------------------------------------------------------------------------------------
 
 PAGE = PAGES["other-libraries"]
 BLOCKS = {found: block for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

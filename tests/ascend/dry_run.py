@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from ascend.stand_ins import variables
+
 FUSION = "--enable_pass=matmul_assignadd_fusion"
 
 
@@ -71,9 +73,7 @@ def environment(cann, folder, fusion, ranks):
     """Return the environment of a dry run."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     return {
-        **plain, "LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_HOME_PATH": str(cann),
-        "ASCEND_TOOLKIT_HOME": str(cann), "ASCEND_OPP_PATH": str(cann / "opp"),
-        "MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": "0",
+        **plain, **variables(cann), "RANK_SIZE": str(ranks), "RANK_ID": "0",
         "OMP_NUM_THREADS": "1", "MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"),
         "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_GRAPH_KERNEL_FLAGS": FUSION if fusion else "",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(cann / "python")])}

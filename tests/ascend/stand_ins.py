@@ -62,6 +62,13 @@ def build(parent):
     return folder
 
 
+def variables(cann):
+    """Return the environment variables with which MindSpore finds the stand-ins in a folder, and launches nothing."""
+    path = filter(None, (str(cann / "python"), os.environ.get("PYTHONPATH")))
+    return {"LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_HOME_PATH": str(cann), "ASCEND_TOOLKIT_HOME": str(cann),
+            "ASCEND_OPP_PATH": str(cann / "opp"), "PYTHONPATH": os.pathsep.join(path), "MS_SIMULATION_LEVEL": "1"}
+
+
 def shared_folder(tmp_path_factory):
     """Return the folder that all workers of pytest-xdist share."""
     folder = tmp_path_factory.getbasetemp()

@@ -1,7 +1,6 @@
 """Trials: peaks on CPU; and dry runs for Ascend, whose bytes are those counted by hand."""
 import gc
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from ascend.stand_ins import built_once, missing
+from ascend.stand_ins import built_once, missing, variables
 from mindspore import Tensor, nn
 from noisy_samples import FEATURES, Position
 
@@ -124,12 +123,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def cann(folder, monkeypatch):
     """The stand-ins, for processes that are started."""
-    for name, path in {
-            "LD_LIBRARY_PATH": folder / "lib64", "ASCEND_HOME_PATH": folder, "ASCEND_TOOLKIT_HOME": folder,
-            "ASCEND_OPP_PATH": folder / "opp",
-            "PYTHONPATH": f"{folder / 'python'}:{os.environ.get('PYTHONPATH', '')}"}.items():
-        monkeypatch.setenv(name, str(path))
-    monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")  # also where an NPU is
+    for name, value in variables(folder).items():
+        monkeypatch.setenv(name, value)
 
 
 @with_stand_ins

@@ -61,9 +61,7 @@ def environment(scratch: Path) -> dict[str, str]:
     except subprocess.CalledProcessError as error:
         said = (error.stderr or str(error)).splitlines()[-1]
         raise ValueError(f"suite ascend: stand-ins for CANN were not built: {said}") from error
-    path = os.pathsep.join(filter(None, (str(cann / "python"), os.environ.get("PYTHONPATH"))))
-    return {**dry, "LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_OPP_PATH": str(cann / "opp"), "PYTHONPATH": path,
-            "ASCEND_HOME_PATH": str(cann), "ASCEND_TOOLKIT_HOME": str(cann)}
+    return {**dry, **stand_ins.variables(cann)}
 
 
 def measure(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]:
