@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
+from drivers import Driver
 from mindspore import Tensor, amp, mint, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
@@ -118,38 +119,17 @@ def several_losses():
     close(step.accumulator)
 
 
-def hand_step(network, optimizer):
-    accumulator = Accumulator(optimizer, 2, 1.0, reduction="mean")
-    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
-
-    @ms.jit
-    def step(x):
-        loss, gradients = grad_fn(x)
-        return loss, accumulator(gradients, 16.0)
-
-    return step
+def driver_of(name, network, optimizer):
+    return Driver(name, Accumulator(optimizer(network.trainable_params()), 2, 1.0, reduction="mean"), network)
 
 
-def by_hand():
-    network = Network()
-    hand_step(network, decayed(network.trainable_params()))(rows())
-
-
-def op_by_op():
-    optimizer = momentum(Network(ms.float32).trainable_params())
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        accumulator = Accumulator(optimizer, 2, 1.0, reduction="mean")
-        accumulator.add(tuple(Tensor(np.ones(p.shape), p.dtype) for p in optimizer.parameters), 4.0)
-        accumulator.apply()
+def driven(name, dtype=ms.bfloat16, optimizer=decayed):
+    with driver_of(name, Network(dtype), optimizer) as driver:
+        driver(rows(dtype))
+        if driver.mode == "pynative":  # the graphs hold the update, too
+            driver.accumulator.apply()
         ms.runtime.synchronize()
-    finally:
-        ms.set_context(mode=ms.GRAPH_MODE)
-
-
-def cell():
-    network = Network()
-    TrainOneStepCell(network, decayed(network.trainable_params()), 2)(rows())
+    ms.set_context(mode=ms.GRAPH_MODE)
 
 
 def sink():
@@ -283,11 +263,9 @@ in_float32 = partial(memory, momentum, ms.float32)
 
 def memory_by_hand():
     network = Network(ms.float32, WIDE, DEEP)
-    optimizer = momentum(network.trainable_params())
-    step = hand_step(network, optimizer)
-    data, count = rows(ms.float32, WIDE), sum(p.size for p in optimizer.parameters)
-    before = ms.runtime.memory_allocated()
-    return {"update": peak(lambda: step(data), count) - before / count}
+    driver, data = driver_of("hand-graph", network, momentum), rows(ms.float32, WIDE)
+    count, before = sum(p.size for p in network.trainable_params()), ms.runtime.memory_allocated()
+    return {"update": peak(lambda: driver(data), count) - before / count}
 
 
 def memory_of_copies():
@@ -316,8 +294,8 @@ CASES = {
     "loss_scaler": lambda: train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100)),
     "sgd_in_bfloat16": partial(train, optimizer=lambda parameters: nn.SGD(parameters, 1e-3), layers=1),
     **{f"amp_{level}": partial(amp_level, level) for level in ("O1", "O2", "O3", "auto")},
-    "several_losses": several_losses, "by_hand": by_hand, "op_by_op": op_by_op, "cell": cell, "sink": sink,
-    "grad_cache": grad_cache,
+    "by_hand": partial(driven, "hand-graph"), "op_by_op": partial(driven, "hand-pynative", ms.float32, momentum),
+    "cell": partial(driven, "cell-graph"), "sink": sink, "several_losses": several_losses, "grad_cache": grad_cache,
     "language_model": language_model, "vit": vit, "vit_O2": partial(vit, "O2"), "resnet18": resnet18,
     "window": partial(ranks, sync="window"), "microbatch": partial(ranks, sync="microbatch"),
     "shards": partial(ranks, sync="microbatch", shard=True), "node": partial(ranks, sync="node", ranks_per_node=2),

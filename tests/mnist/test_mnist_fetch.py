@@ -3,7 +3,6 @@ import contextlib
 import gzip
 import hashlib
 import io
-import re
 import socket
 import sys
 import threading
@@ -140,9 +139,3 @@ def test_full_is_fetched_into_the_users_cache_checked_and_an_interrupt_leaves_no
 
 def signal_interrupt():
     raise KeyboardInterrupt
-
-
-def test_the_mirrors_are_secure_and_begin_with_that_of_the_tutorial():
-    tutorials = "https://mindspore-website.obs.cn-north-4.myhuaweicloud.com/notebook/datasets/MNIST_Data.zip"
-    assert fetch.MIRRORS[0] == tutorials
-    assert [mirror for mirror in fetch.MIRRORS if not re.fullmatch(r"https://.*(\.zip|/)", mirror)] == []
