@@ -13,29 +13,18 @@ FUSION = "--enable_pass=matmul_assignadd_fusion"
 
 
 class Node(NamedTuple):
-    """An operator of a graph.
-
-    Attributes:
-        name: The operator.
-        inputs: Nodes, or texts for what no operator made (`%para3_fc.weight`).
-        group: Of a collective: the ranks that take part.
-    """
+    """An operator of a graph."""
 
     name: str
-    inputs: list
-    group: str
+    inputs: list  # nodes, or texts for what no operator made (`%para3_fc.weight`)
+    group: str  # of a collective: the ranks that take part
 
 
 class Report(NamedTuple):
-    """What a case was compiled to.
+    """What a case was compiled to."""
 
-    Attributes:
-        graphs: The nodes of each graph after the last pass.
-        numbers: What the case returned.
-    """
-
-    graphs: list
-    numbers: dict
+    graphs: list  # the nodes of each graph after the last pass
+    numbers: dict  # what the case returned
 
     def __repr__(self):
         """Return a text that ends: the one of nodes would hold each as often as there are ways to it."""
@@ -45,12 +34,8 @@ class Report(NamedTuple):
 def dry_run(cann, folder, cases, fusion, ranks):
     """Compile cases in one process, unless `folder` holds its reports. Return by name a Report, or an error's text.
 
-    Args:
-        cann: Folder of the stand-ins.
-        folder: For the graphs and the reports.
-        cases: Names in `cases.CASES`.
-        fusion: Whether MindSpore's pass adds a weight's gradient in the matrix product.
-        ranks: Ranks that the collectives are compiled for.
+    The stand-ins are in `cann`. With `fusion`, MindSpore's pass adds a weight's gradient in the matrix product. The
+    collectives are compiled for so many ranks.
     """
     reports, told = {}, folder / "reports"
     if not told.exists():

@@ -21,23 +21,14 @@ INSIDE, ACROSS = "ms_accum.0.2.1", "ms_accum.0.4.2"  # of rank 0: its node, and 
 
 
 class Expected(NamedTuple):
-    """What a case is compiled to. What is None is not looked at.
+    """What a case is compiled to. What is None is not looked at."""
 
-    Attributes:
-        branch: Whether any of its graphs has control flow; None also for what compiles no graph of its own.
-        between: For each weight, the operators between the MatMul of its gradient and the addition into its buffer.
-        weights: How the names of these weights end.
-        fused: How many InplaceMatmulAdd each graph has.
-        exchange: The collectives of the graph that adds and of the one that updates, each with its group.
-        most, least: Bytes per parameter at the peak.
-    """
-
-    branch: bool | None = False
-    between: list | None = None
-    weights: str | tuple = DENSE
-    fused: list | None = None
-    exchange: list | None = None
-    most: dict | None = None
+    branch: bool | None = False  # whether any of its graphs has control flow; None also for what compiles none itself
+    between: list | None = None  # for each weight, the operators between its gradient's MatMul and the addition
+    weights: str | tuple = DENSE  # how the names of these weights end
+    fused: list | None = None  # how many InplaceMatmulAdd each graph has
+    exchange: list | None = None  # collectives of the graph that adds and of the one that updates, each with its group
+    most: dict | None = None  # bytes per parameter at the peak
     least: dict | None = None
 
 

@@ -43,17 +43,11 @@ def recipe(page, name):
 
 
 class Block(NamedTuple):
-    """Code, and what it says that it prints.
-
-    Attributes:
-        code: Python.
-        printed: None if nothing is said.
-        example: Whether the figures are an example.
-    """
+    """Code, and what it says that it prints."""
 
     code: str
-    printed: str | None = None
-    example: bool = False
+    printed: str | None = None  # None if nothing is said
+    example: bool = False  # whether the figures are an example
 
     def agrees(self, printed):
         return self.printed is None or comparable(printed, self.example) == comparable(self.printed, self.example)
