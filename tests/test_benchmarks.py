@@ -1,4 +1,4 @@
-"""tutorials/benchmarks: quick runs of the suites, who is caught, skipped or reported, records, and what is made of them."""
+"""tutorials/benchmarks: quick runs of the suites, who is caught, skipped or reported, records and their reports."""
 import json
 import os
 import re
@@ -38,20 +38,21 @@ def printed_by(*command, before="", **environment):
 
 def quick(suite, folder, *arguments, **environment):
     """A quick run of a suite: what its last line says, and its record."""
-    printed = printed_by(BENCHMARKS / "run.py", "--suite", suite, "--quick", "--output", folder, *arguments, **environment)
+    command = BENCHMARKS / "run.py", "--suite", suite, "--quick", "--output", folder, *arguments
+    printed = printed_by(*command, **environment)
     text = (folder / f"{suite}.json").read_text(encoding="utf-8")
     assert not ABSOLUTE_PATH.search(text)
     return json.loads(printed.splitlines()[-1]), json.loads(text)
 
 
-# --- whole suites ----------------------------------------------------------------------------------------------------------
+# --- whole suites -----------------------------------------------------------------------------------------------------
 
 
 def test_a_suite_and_its_report(tmp_path):
-    """One contestant agrees, one disagrees, one has no package, and one brings its process down; the report needs the record alone."""
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')", encoding="utf-8")
-    (tmp_path / "jax.py").write_text("import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)",
-                                     encoding="utf-8")
+    """One contestant agrees, one disagrees, one has no package, one brings its process down; the report is whole."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No torch', name='torch')", encoding="utf-8")
+    crashing = "import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)"
+    (tmp_path / "jax.py").write_text(crashing, encoding="utf-8")
     names = "ms_accum,wrong-denominator,pytorch-eager,jax-scan"
     summary, record = quick("mlp", tmp_path, "--contestants", names, before=str(tmp_path))
     (group,) = summary["groups"].values()
@@ -88,7 +89,8 @@ def buffers(figures):
 @pytest.mark.parametrize(("suite", "names"), [
     ("mlp", "ms_accum-pieces,ms_accum-by-hand,undivided,tutorial,one-buffer,boost,parallel-nn"),
     ("memory", "ms_accum"), ("strategies", "undivided,ms_accum,ms_accum-pieces"), ("scaling", "ms_accum"),
-    ("skipping", "ms_accum-skip-window,ms_accum-skip-microbatch"), ("distributed", "window,microbatch,shard,wrong-denominator")])
+    ("skipping", "ms_accum-skip-window,ms_accum-skip-microbatch"),
+    ("distributed", "window,microbatch,shard,wrong-denominator")])
 def test_every_suite(tmp_path, suite, names):
     """All agree, but for a wrong divisor; the parts of the other suites are tested above."""
     summary, record = quick(suite, tmp_path, "--rounds", "1", "--contestants", names)
@@ -124,13 +126,14 @@ def test_every_suite(tmp_path, suite, names):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=str(missing()))
 def test_memory_on_ascend_is_planned(tmp_path):
-    """It is exact: as in the record. Beside parameters, buffers and Adam's state (16 bytes) ours has one gradient, the control all."""
+    """Exactly as in the record: beside parameters, buffers and Adam's state, ours has one gradient, the control all."""
     summary, _ = quick("ascend", tmp_path, "--contestants", "ms_accum,one-buffer")
     found = summary["groups"]["MLP"]["bytes"]
     recorded = records.read(BENCHMARKS / "records" / "ascend.json")["groups"][0]["contestants"]
     assert found.keys() == {"undivided", "ms_accum", "one-buffer"}
     for name, (per_parameter, per_sample) in found.items():
-        assert [per_parameter, per_sample] == pytest.approx([recorded[name]["per_parameter"], recorded[name]["per_sample"]], rel=0.01)
+        wanted = [recorded[name]["per_parameter"], recorded[name]["per_sample"]]
+        assert [per_parameter, per_sample] == pytest.approx(wanted, rel=0.01)
     largest = 784 * 512 / (784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10)
     assert [found["ms_accum"][0], found["one-buffer"][0]] == pytest.approx([16 + 4 * largest, 16 + 4], abs=0.1)
     assert found["undivided"][1] == pytest.approx(8 * found["ms_accum"][1], rel=0.01)
@@ -138,15 +141,16 @@ def test_memory_on_ascend_is_planned(tmp_path):
 
 @pytest.mark.slow
 def test_floors_compute_their_gradients():
-    """What MindSpore executes for three layers: 3 products forward, 3 for the weights' gradients and 2 for the activations'."""
+    """Of three layers: 3 products forward, 3 for the weights' gradients and 2 for the activations'."""
     for name in ("floor", "floor-branch"):
         train = f"import contestants, case; contestants.builder({name!r})(case.{CASE!r}).agree(1)"
         printed_by("-c", train, MS_DEV_SAVE_GRAPHS="3", MS_DEV_SAVE_GRAPHS_PATH=name)
+        # Files with fewer products are of single operations.
         texts = [file.read_text(encoding="utf-8") for file in Path(name).glob("*_execute_*.ir")]
-        assert max(len(re.findall(r" = PrimFunc_MatMul\(", text)) for text in texts) == 8  # the others are of single operations
+        assert max(len(re.findall(r" = PrimFunc_MatMul\(", text)) for text in texts) == 8
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------------
+# --- parts ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("module", "arguments", "message"), [
@@ -156,8 +160,9 @@ def test_floors_compute_their_gradients():
      r"run\.py: error: argument --contestants: unknown contestant 'fast'; choose from floor, .*\n"),
     (run, "--suite memory --contestants boost",
      r"run\.py: error: argument --contestants: 'boost' is not in suite memory; choose from undivided, .*\n"),
-    (run, "--suite scaling --groups fast", r"run\.py: error: argument --groups: 'fast' is not in suite scaling; choose from MLP, .*\n"),
-    (run, "--suite ascend --quick", r"run\.py: error: suite ascend needs CANN \(.*\), or .* tests/ascend/stand_ins\.py\n"),
+    (run, "--suite scaling --groups fast",
+     r"run\.py: error: argument --groups: 'fast' is not in suite scaling; choose from MLP, .*\n"),
+    (run, "--suite ascend --quick", r"run\.py: error: suite ascend needs CANN \(.*\), or .*/stand_ins\.py\n"),
     (report, "notes.json", r"report\.py: error: \S*notes\.json is no record of run\.py .*\n")])
 def test_what_cannot_be_run_is_refused_in_one_line(monkeypatch, capsys, module, arguments, message):
     Path("notes.json").write_text("[]", encoding="utf-8")
@@ -176,7 +181,8 @@ def test_a_few_samples_at_a_kink_are_no_disagreement():
     one = [p.copy() for p in expected]
     one[0][0, 0] += 1e-2 * abs(expected[0] - start[0]).max()
     wrong = [s + 4 * (p - s) for s, p in zip(start, expected)]
-    assert [harness.judged(got, expected, start)["status"] for got in (expected, one, wrong)] == ["agreed", "agreed", "disagreed"]
+    verdicts = [harness.judged(got, expected, start)["status"] for got in (expected, one, wrong)]
+    assert verdicts == ["agreed", "agreed", "disagreed"]
     assert oracle.difference(one, expected) > harness.TOLERANCE
 
 
@@ -193,8 +199,10 @@ def test_growth_is_between_processes_and_who_crashes_has_none(monkeypatch):
     peaks = {("whole", 2): {"peak": 100}, ("whole", 512): {"peak": 350, "data": 7}, ("cut", 2): {"peak": 100}}
     monkeypatch.setattr(harness, "ask_fresh", answering(peaks))
     figures = {"whole": {}, "cut": {}}
-    harness.weigh(harness.Group("a group", Case("mlp-6-5", 2), ("whole", "cut"), piece=512), figures, 3, Path(), "growth")
-    assert figures == {"whole": {"growth": [250] * 3, "data_bytes": 7}, "cut": {"status": "crashed", "message": "out of memory"}}
+    group = harness.Group("a group", Case("mlp-6-5", 2), ("whole", "cut"), piece=512)
+    harness.weigh(group, figures, 3, Path(), "growth")
+    assert figures == {"whole": {"growth": [250] * 3, "data_bytes": 7},
+                       "cut": {"status": "crashed", "message": "out of memory"}}
 
 
 def test_peaks_on_a_line_give_back_its_slope_and_start(monkeypatch):
@@ -206,7 +214,8 @@ def test_peaks_on_a_line_give_back_its_slope_and_start(monkeypatch):
 
     plans = {("undivided", size): {"peak": peak, "parameters": 1000} for size, peak in {1: 16_000, **line}.items()}
     monkeypatch.setattr(ascend, "ask_fresh", answering(plans))
-    group = harness.Group("a group", Case("mlp", 1, 8, optimizer="Adam"), ("undivided", "tutorial"), sizes=(1, 10, 15, 20))
+    case = Case("mlp", 1, 8, optimizer="Adam")
+    group = harness.Group("a group", case, ("undivided", "tutorial"), sizes=(1, 10, 15, 20))
     (record,) = ascend.measure([group], 1, Path())
     assert record["contestants"]["undivided"]["per_sample"] == 5
     assert record["contestants"]["tutorial"] == {"status": "crashed", "message": "out of memory"}
@@ -233,7 +242,7 @@ def test_late_ranks_are_ended(monkeypatch):
     assert said("missing") == ("skipped", "msrun is not installed")
 
 
-# --- what is made of the records --------------------------------------------------------------------------------------------
+# --- what is made of the records --------------------------------------------------------------------------------------
 
 
 def read(record):
@@ -259,7 +268,8 @@ def test_the_report_is_made_of_the_records(tmp_path):
 
 def test_readme_and_the_page_on_ascend_have_the_records_figures():
     """README: those that its figure shows. The page: the memory of the dry run."""
-    panels = [panel for panel in map(report.points, records.read(BENCHMARKS / "records" / "strategies.json")["groups"]) if panel]
+    groups = records.read(BENCHMARKS / "records" / "strategies.json")["groups"]
+    panels = [panel for panel in map(report.points, groups) if panel]
     readme = " ".join((BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8").replace("\u00d7", "x").split())
 
     def shown(name, i):
@@ -297,4 +307,5 @@ def test_the_page_on_many_ranks_has_the_records_figures():
         mine = [row for row in rows if row[1] == way]
         _, sent, *times = row_of("many-ranks.md", f"| {way} | ")
         assert sent == f"{median(row[5] for row in mine) / 1e6:.1f}"
-        assert times[::2] == ["{:,.0f} ({:,.0f}\u2013{:,.0f})".format(*(1e6 * seconds for seconds in row[2:5])) for row in mine]
+        figures = [[1e6 * seconds for seconds in row[2:5]] for row in mine]
+        assert times[::2] == ["{:,.0f} ({:,.0f}\u2013{:,.0f})".format(*figure) for figure in figures]

@@ -10,25 +10,62 @@ import time
 from hashlib import sha256
 from pathlib import Path
 
-import checkpointing
 import mindspore as ms
 import numpy as np
 import pytest
-from checkpointing import BATCHES, build, run, state, train
-from conftest import MLP, difference, mean_loss, tensors, values
-from mindspore import Tensor, nn
+from conftest import MLP, batches, difference, mean_loss, tensors, values
+from mindspore import Tensor, amp, nn
+from pages import recipe
 
-from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, checkpoint_file, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.batch_size import AdaptiveWindow
+from ms_accum.checkpoint_file import part_of, path_of_rank, remove_generations
 
 SUFFIXES = [".ckpt", ".safetensors"]
 pytestmark = pytest.mark.usefixtures("uncompiled")
+OPTIMIZERS = {"Momentum": lambda weights: nn.Momentum(weights, nn.exponential_decay_lr(0.1, 0.9, 100, 1, 1), 0.9),
+              "Adam": lambda weights: nn.Adam(weights, 0.01)}
+BATCHES = batches([4, 6, 4, 4, 6, 6, 6, 4, 4, 6, 4, 6])
+
+
+def build(optimizer="Momentum", hidden=5, accumulate_step=3, reduction="mean", scaler=False, average=False, **options):
+    """A network, its accumulator, and the train step that feeds it."""
+    network = MLP(hidden=hidden)
+    weights = network.trainable_params()
+    acc = Accumulator(OPTIMIZERS[optimizer](weights), accumulate_step, 0.5, reduction=reduction,
+                      loss_scaler=amp.DynamicLossScaler(1024, 2, 2) if scaler else None,
+                      after_update=recipe("train-step", "MovingAverage")(weights, 0.5) if average else None, **options)
+    return network, acc, make_train_step(mean_loss(network), acc) if reduction == "mean" else None
+
+
+def train(train_step, first, last):
+    """Microbatches `first` to `last` of a fixed sequence."""
+    for i in range(first, last):
+        train_step(*tensors(*BATCHES[i % len(BATCHES)]))
+
+
+def state(network, acc):
+    """Every bit of state."""
+    parameters = (*network.get_parameters(), *acc.optimizer.get_parameters(), *acc.state.values())
+    return [p.asnumpy().tobytes() for p in parameters]
+
+
+def run(path, last):
+    """Train to microbatch `last`, saved and printed after each, from the file if there is one. Return a digest."""
+    network, acc, train_step = build(hidden=300)
+    for i in range(load_checkpoint(path, network, train_step) if os.path.exists(path) else 0, last):
+        train(train_step, i, i + 1)
+        save_checkpoint(path, network, train_step, extra=i + 1)
+        print(i + 1, flush=True)
+    return sha256(b"".join(state(network, acc))).hexdigest()
 
 
 def test_training_goes_on_bit_identically():
-    """Into a run that was used before; windows that adapt, a hook with state. For the rest see test_machine.py, test_differential.py.
+    """Into a run that was used before; windows that adapt, a hook with state.
 
-    Saved in an open window after 5 of 11 microbatches, and in the next closed one."""
+    Saved in an open window after 5 of 11 microbatches, and in the next closed one. For the rest see test_machine.py and
+    test_differential.py.
+    """
     def make():
         return build(accumulate_step=AdaptiveWindow(minimum=2), average=True)
 
@@ -56,11 +93,11 @@ def test_killed_while_two_processes_save_to_one_path(kills):
     """Each goes on from a whole file of one of the two, at least as new as was said, and nothing is left beside it."""
     rng, (network, acc, _) = random.Random(kills), build(hidden=300)
     # Not all of sys.path: level O1 of MindSpore's amp adds folders that hide modules of Python.
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).with_name("support")), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.strip(os.pathsep)}
     for _ in range(kills):
-        processes = [subprocess.Popen([sys.executable, checkpointing.__file__, "c.safetensors", "100000"], text=True, env=environment,
-                                      stdout=subprocess.PIPE) for _ in range(2)]
+        command = [sys.executable, __file__, "c.safetensors", "100000"]
+        processes = [subprocess.Popen(command, text=True, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
         said = [process.stdout.readline() for process in processes]
         time.sleep(rng.uniform(0, 0.2))
         assert [process.poll() for process in processes] == [None, None]
@@ -112,11 +149,15 @@ def test_a_closed_window_goes_on_with_another_accumulate_step():
             assert (difference(values(network.get_parameters()), uninterrupted) == 0) == same
 
 
+def a_step(network, acc):
+    return make_train_step(mean_loss(network), acc)
+
+
 def a_cell(network, acc):
     return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
 
 
-@pytest.mark.parametrize("make", [lambda network, acc: make_train_step(mean_loss(network), acc), a_cell], ids=["step", "cell"])
+@pytest.mark.parametrize("make", [a_step, a_cell])
 def test_a_full_window_that_an_interrupt_left_open_is_closed_by_the_next_call(make):
     network, acc, _ = build()
     grad_fn = ms.value_and_grad(mean_loss(network), None, acc.optimizer.parameters)
@@ -148,12 +189,12 @@ def test_another_run_is_refused():
     save_checkpoint("scaled.ckpt", *scaled)
     scale = r"accumulator:loss_scaler\.scale_value"
     for path, other, message in (
-            ("c.ckpt", {"accumulate_step": 4}, r"with accumulate_step 3, but this run has 4; save when train_step\.updated is"),
+            ("c.ckpt", {"accumulate_step": 4}, r"with accumulate_step 3, but this run has 4; save when train_step\.up"),
             ("c.ckpt", {"reduction": "sum"}, r"was saved with reduction mean, but this run has sum; build it alike"),
-            ("c.ckpt", {"on_nonfinite": "skip_window"}, r"was saved with on_nonfinite apply, but this run has skip_window"),
-            ("c.ckpt", {"hidden": 6}, r"first\.weight is of Float32 \(5, 6\) in the file, but of Float32 \(6, 6\) in this run"),
-            ("c.ckpt", {"buffer_dtype": ms.float16}, r"accumulator:first\.weight is of Float32 .* in the file, but of Float16"),
-            ("c.ckpt", {"optimizer": "Adam"}, r"optimizer:\S+ is of .* in the file, but of .* in this run; build network, optimizer"),
+            ("c.ckpt", {"on_nonfinite": "skip_window"}, r"was saved with on_nonfinite apply, but this run has skip_wi"),
+            ("c.ckpt", {"hidden": 6}, r"first\.weight is of Float32 \(5, 6\) in the file, but of Float32 \(6, 6\) in"),
+            ("c.ckpt", {"buffer_dtype": ms.float16}, r"accumulator:first\.weight is of Float32 .*, but of Float16"),
+            ("c.ckpt", {"optimizer": "Adam"}, r"optimizer:\S+ is of .* in the file, but of .* in this run; build net"),
             ("c.ckpt", {"scaler": True}, scale + " is missing in the file"),
             ("scaled.ckpt", {}, scale + r" is of Float32 \(\) in the file, but missing in this run")):
         refused(path, message, *build(**other)[:2])
@@ -161,7 +202,8 @@ def test_another_run_is_refused():
     for value in (np.nan, np.inf, 0, -2):
         scaled[1].loss_scaler.scale_value.set_data(Tensor(value, ms.float32))
         save_checkpoint("scaled.ckpt", *scaled)
-        refused("scaled.ckpt", rf"in {scale}, the loss scale is .*, expected one finite number", *build(scaler=True)[:2])
+        message = rf"in {scale}, the loss scale is .*, expected one finite number"
+        refused("scaled.ckpt", message, *build(scaler=True)[:2])
 
 
 class Malice:
@@ -205,21 +247,22 @@ def test_bad_arguments_and_foreign_files_are_refused():
     hook.count = ms.Parameter(Tensor(0), name="update_step")
     hooked, renamed = Accumulator(acc.optimizer, 2, after_update=hook), MLP()
     renamed.first.bias.name = "ms_accum"
-    of_optimizer, of_accumulator = r"accumulator is of type \w+, expected an Accumulator", r"network is of type Accumulator, expected a m"
-    for call, error, message in (
-            (lambda: save_checkpoint("c.ckpt", network, acc.optimizer), TypeError, of_optimizer),
-            (lambda: load_checkpoint("c.ckpt", network, acc.optimizer), TypeError, of_optimizer),
-            (lambda: save_checkpoint("c.ckpt", acc, network), TypeError, of_accumulator),
-            (lambda: load_checkpoint("c.ckpt", acc, network), TypeError, of_accumulator),
-            (lambda: save_checkpoint("c.npz", network, acc), ValueError, r"c\.npz ends in '\.npz', expected one of \.ckpt, \.safetensors"),
-            (lambda: load_checkpoint("c", network, acc), ValueError, r"c ends in '', expected one of \.ckpt, \.safetensors"),
-            (lambda: load_checkpoint("c.ckpt", network, acc), FileNotFoundError, r"c\.ckpt"),
-            (lambda: save_checkpoint("c.ckpt", network, Accumulator(function, 2)), TypeError, "the optimizer is of type function, exp"),
-            (lambda: save_checkpoint("nowhere/c.ckpt", network, acc), FileNotFoundError, "nowhere does not exist; make it first"),
-            (lambda: save_checkpoint("c.ckpt", network, hooked), ValueError, "two Parameters of the accumulator's state have the same"),
-            (lambda: save_checkpoint("c.ckpt", renamed, acc), ValueError, "two entries of the checkpoint would be called ms_accum; ren")):
+    both = save_checkpoint, load_checkpoint
+    for error, message, call, *arguments in (
+            *((TypeError, r"accumulator is of type \w+, expected an", call, network, acc.optimizer) for call in both),
+            *((TypeError, r"network is of type Accumulator, expected a mind", call, acc, network) for call in both),
+            (FileNotFoundError, r"c\.ckpt", load_checkpoint, network, acc),
+            (TypeError, "the optimizer is of type function, exp", save_checkpoint, network, Accumulator(function, 2)),
+            (ValueError, "two Parameters of the accumulator's state have the same", save_checkpoint, network, hooked),
+            (ValueError, "two entries of the checkpoint would be called ms_accum", save_checkpoint, renamed, acc)):
         with pytest.raises(error, match=message):
-            call()
+            call("c.ckpt", *arguments)
+    for error, message, call, path in (
+            (ValueError, r"c\.npz ends in '\.npz', expected one of \.ckpt, \.safetensors", save_checkpoint, "c.npz"),
+            (ValueError, r"c ends in '', expected one of \.ckpt, \.safetensors", load_checkpoint, "c"),
+            (FileNotFoundError, "nowhere does not exist; make it first", save_checkpoint, "nowhere/c.ckpt")):
+        with pytest.raises(error, match=message):
+            call(path, network, acc)
     for extra in ({1: 2}, (1, 2), np.float32(1), {"a": {1, 2}}, object()):
         with pytest.raises(TypeError, match=r"extra cannot be written as JSON \(.+\); give dicts with str as keys"):
             save_checkpoint("c.ckpt", network, acc, extra=extra)
@@ -253,7 +296,8 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(monkeypatch, suffix):
         save_checkpoint(f"link{suffix}", network, acc)
     finally:
         os.umask(umask)
-    assert done == [("fsync", path.name, path.read_bytes()), ("rename", path.name, path.name), ("fsync", "elsewhere", None)]
+    whole = path.read_bytes()
+    assert done == [("fsync", path.name, whole), ("rename", path.name, path.name), ("fsync", "elsewhere", None)]
     assert os.listdir("elsewhere") == [path.name]
     assert Path(f"link{suffix}").is_symlink()
     assert path.stat().st_mode & 0o777 == 0o640
@@ -283,8 +327,8 @@ def test_a_full_disk_leaves_the_old_file():
 def test_a_save_removes_only_its_own_rests(tmp_path):
     """Nothing of a living process, of another host, path or rank; also if the name looks like a pattern."""
     path, new = tmp_path / "g[1].ckpt", "f" * 16
-    with checkpoint_file.part_of(path) as part:
-        start, mine = part.parent.name.split(f"{os.getpid()}-")[0], checkpoint_file.path_of_rank(path, 1, 2, new)
+    with part_of(path) as part:
+        start, mine = part.parent.name.split(f"{os.getpid()}-")[0], path_of_rank(path, 1, 2, new)
     dead = 2**22 + 1  # more than any process has
     gone = [f"{start}{dead}-01234567", f"g[1].rank1of2-{'0' * 16}.ckpt"]
     kept = [mine.name, f"{start}{os.getpid()}-01234567", f"{start}1-01234567", f"g1.rank1of2-{new}.ckpt",
@@ -295,5 +339,9 @@ def test_a_save_removes_only_its_own_rests(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.touch()
     save_checkpoint(path, *build()[:2])
-    checkpoint_file.remove_generations(path, 1, 2, mine)
+    remove_generations(path, 1, 2, mine)
     assert sorted(os.listdir()) == sorted([path.name, *kept])
+
+
+if __name__ == "__main__":  # what is killed: `python test_checkpoint.py PATH MICROBATCHES`
+    run(sys.argv[1], int(sys.argv[2]))

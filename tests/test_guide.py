@@ -1,4 +1,4 @@
-"""README, the guide and docstrings: their code runs and prints what they say, and what they say about the repository is true."""
+"""README, the guide and docstrings: their code prints what they say, and what they say of the repository is true."""
 import importlib
 import inspect
 import pkgutil
@@ -15,10 +15,11 @@ from pages import EXCEPTIONS, PAGES, PUBLIC, README, ROOT, TUTORIALS, Block, blo
 import ms_accum
 from ms_accum import Accumulator
 
-# --- what runs ------------------------------------------------------------------------------------------------------------
+# --- what runs --------------------------------------------------------------------------------------------------------
 
 SCRIPTS = {name: blocks_of(text) for name, text in PAGES.items() if "```python" in text}
-ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)  # their blocks: tests/test_other_libraries.py
+# Their blocks are in test_other_libraries.py.
+ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)
 TABLE = re.search(r"^## Which call for me\?\n\n((?:\|.*\n)+)", README, re.MULTILINE)[1]
 NEEDED = """
 from mindspore.train import Model
@@ -35,27 +36,30 @@ def calls_of_readmes_table():
     cells = [cell for row in TABLE.splitlines()[2:] for cell in re.findall(r"`([^`]+)`", row.split("|")[2])]
     calls = [cell for cell in cells if re.match(r"(make_|Accumulator|FlushCallback|Model)", cell)]
     assert len(calls) == 5
-    return Block(blocks_of(README)[0].code.split("train_step = ")[0] + NEEDED + "\n".join(f"built({call})" for call in calls))
+    made = blocks_of(README)[0].code.split("train_step = ")[0]
+    return Block(made + NEEDED + "\n".join(f"built({call})" for call in calls))
 
 
 def replacements():
     """The code in the last column of the table of other-libraries.md."""
-    rows = [row.split("|") for row in PAGES["other-libraries"].splitlines() if row.startswith("| ") and row.count("|") == 4]
-    assert len(rows) == 10
-    lines = [line for row in rows[1:] for line in re.findall(r"`([^`]+)`", row[3]) if line not in ("loss / 4", "sync_gradients")]
+    lines = [line for line in PAGES["other-libraries"].splitlines() if line.startswith("| ") and line.count("|") == 4]
+    assert len(lines) == 10
+    spans = [span for line in lines[1:] for span in re.findall(r"`([^`]+)`", line.split("|")[3])]
+    lines = [span for span in spans if span not in ("loss / 4", "sync_gradients")]
     assert len(lines) > 10
     return Block("\n".join(lines))
 
 
 def test_every_block_of_pages_and_docstrings_prints_what_it_says():
-    scripts = {name: [block for block in blocks if not ANOTHER_LIBRARY.search(block.code)] for name, blocks in SCRIPTS.items()}
+    scripts = {name: [block for block in blocks if not ANOTHER_LIBRARY.search(block.code)]
+               for name, blocks in SCRIPTS.items()}
     scripts["other-libraries"].append(replacements())
     scripts |= {"readme": blocks_of(README), "readme_table": [calls_of_readmes_table()]}
     documented = [name for name in PUBLIC if name not in (*EXCEPTIONS, "ms_accum.batch_size.plan_micro_batch")]
     scripts |= {f"doc_{name.replace('.', '_')}": [docstring_block(name)] for name in documented}
     printed = run_blocks(scripts)
-    wrong = {name: said for name, blocks in scripts.items() for block, (said, _) in zip(blocks, printed[name], strict=True)
-             if not block.agrees(said)}
+    wrong = {name: said for name, blocks in scripts.items()
+             for block, (said, _) in zip(blocks, printed[name], strict=True) if not block.agrees(said)}
     assert wrong == {}
     assert sum(block.printed is not None for blocks in scripts.values() for block in blocks) >= 30
 
@@ -86,7 +90,7 @@ def test_readmes_figure_is_drawn_from_a_run_whose_parameter_moves_at_every_fourt
     assert Path("figure.svg").read_text(encoding="utf-8").count("emptied") == 3
 
 
-# --- what they say about the repository ------------------------------------------------------------------------------------
+# --- what they say about the repository -------------------------------------------------------------------------------
 
 
 def test_readme_and_the_guide_are_short_and_have_the_same_table():
@@ -133,7 +137,8 @@ def test_guarantees_name_tests_that_exist():
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
     named = re.findall(r"`(test_\w+)(…?)`", PAGES["limits"])
     assert len(named) > 10
-    assert [name for name, rest in named if not any(f"def {name}{'' if rest else '('}" in source for source in sources)] == []
+    defined = "\n".join(sources)
+    assert [name for name, rest in named if f"def {name}{'' if rest else '('}" not in defined] == []
 
 
 def test_files_in_code_spans_exist():
@@ -167,4 +172,5 @@ def test_ci_runs_the_readmes_test_command_on_the_versions_of_the_matrix():
     assert len(re.findall(r"^python3 -m venv .*pytest.*$", README, re.MULTILINE)) == 1
     assert "grep -m1 '^python3 -m venv .*pytest' README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
-    assert re.findall(r'mindspore: "(.+?)", python: "(.+?)"', workflow) == runpy.run_path(str(ROOT / "tests" / "matrix"))["PAIRS"]
+    pairs = runpy.run_path(str(ROOT / "tests" / "matrix"))["PAIRS"]
+    assert re.findall(r'mindspore: "(.+?)", python: "(.+?)"', workflow) == pairs

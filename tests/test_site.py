@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, holds all pages and names, asks no other server, and no text sticks out of its column."""
+"""The site: builds without a warning, holds all pages and names, asks no other server; no text leaves its column."""
 import json
 import os
 import re
@@ -38,10 +38,12 @@ def test_it_holds_every_page_and_public_name_and_asks_no_other_server(site):
     assert "Microbatches in a window: an int" in page, "an argument's description"
     for path in (*PATHS, *TUTORIALS.glob("*.ipynb")):
         text = (site / path.relative_to(TUTORIALS)).with_suffix(".html").read_text(encoding="utf-8")
-        assert re.findall(r'<(?:script|link|img)[^>]* (?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?|png|svg)"', text) == [], path
+        asked = r'<(?:script|link|img)[^>]* (?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?|png|svg)"'
+        assert re.findall(asked, text) == [], path
 
 
-NO_SUCH_NAME = [("tutorials/reference/api.md", "batch_size.scale_lr\n", "batch_size.scale_rate\n", "scale_rate could not be found")]
+NO_SUCH_NAME = [
+    ("tutorials/reference/api.md", "batch_size.scale_lr\n", "batch_size.scale_rate\n", "scale_rate could not be found")]
 NO_SUCH_PLACE = [
     ("ms_accum/accumulator.py", "        clip_norm: Largest", "        clip_nrom: Largest", "clip_nrom"),
     ("tutorials/index.md", "(guide/limits.md)", "(guide/limitations.md)", "limitations.md"),
@@ -67,13 +69,14 @@ def test_what_is_wrong_in_it_fails(damages, tmp_path):
         assert problem in said
 
 
-# --- in a browser ---------------------------------------------------------------------------------------------------------
+# --- in a browser -----------------------------------------------------------------------------------------------------
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 SEEN = ["index", "guide/batch-size", "guide/many-ranks"]
 WIDTHS = (1280, 400)
-# Opens each page in a frame of each width, because the window of a headless Chromium is at least 500 pixels wide. Text may leave its column
-# only inside a box that scrolls; on a wide screen, tables and lines of up to 100 columns have to fit without scrolling.
+# Opens each page in a frame of each width, because the window of a headless Chromium is at least 500 pixels wide. Text
+# may leave its column only inside a box that scrolls; on a wide screen, tables and lines of up to 100 columns have to
+# fit without scrolling.
 LOOK = """<pre id="found"></pre><script type="module">
 const found = {}
 for (const [page, width] of CASES) {
@@ -82,7 +85,8 @@ for (const [page, width] of CASES) {
   frame.src = `${page}.html`
   await new Promise(done => { frame.onload = done; document.body.append(frame) })
   await new Promise(done => setTimeout(done, 300))
-  const view = frame.contentWindow, root = frame.contentDocument, column = root.querySelector('article').getBoundingClientRect()
+  const view = frame.contentWindow, root = frame.contentDocument
+  const column = root.querySelector('article').getBoundingClientRect()
   const out = found[`${page} ${width}`] = {texts: 0, wrong: []}
   if (root.documentElement.scrollWidth > width) out.wrong.push('the page scrolls sideways')
   const texts = root.createTreeWalker(root.querySelector('article'), NodeFilter.SHOW_TEXT)
@@ -137,10 +141,12 @@ def test_no_text_sticks_out_of_its_column(site):
 
 # What is added to a page, and the widths at which its text then sticks out.
 ADDED = {
-    "table": ("<table><tr>" + "<td>acolumnofatable</td>" * 30 + "</tr></table>", [1280]),  # its own box may scroll on a narrow one
+    # Its own box may scroll on a narrow screen.
+    "table": ("<table><tr>" + "<td>acolumnofatable</td>" * 30 + "</tr></table>", [1280]),
     "far": ("<div style='width: 2000px; text-align: right'>far away</div>", [1280, 400]),
     "hidden": ("<div style='overflow: hidden; white-space: nowrap'>" + "hidden words " * 30 + "</div>", [1280, 400]),
-    "code": ("<pre><code>" + "x" * 100 + "</code></pre><style>pre > code { font-size: 3rem !important }</style>", [1280])}
+    "code": (
+        "<pre><code>" + "x" * 100 + "</code></pre><style>pre > code { font-size: 3rem !important }</style>", [1280])}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

@@ -47,8 +47,8 @@ def draw(path: Path, norms: list[float], values: list[float]) -> None:
     colours = [COLOURS[i // ACCUMULATE_STEP % len(COLOURS)] for i in at]
     top.bar(at, 1, width=0.86, color=colours)
     for i in at:
-        boundary = (i + 1) % ACCUMULATE_STEP == 0
-        top.text(i, 0.5, "forward\nbackward\nadd" + ("\n+ update" if boundary else ""), ha="center", va="center", color="white", fontsize=7)
+        words = "forward\nbackward\nadd" + ("\n+ update" if (i + 1) % ACCUMULATE_STEP == 0 else "")
+        top.text(i, 0.5, words, ha="center", va="center", color="white", fontsize=7)
     for window in range(MICROBATCHES // ACCUMULATE_STEP):
         middle_of_window = window * ACCUMULATE_STEP + (ACCUMULATE_STEP - 1) / 2
         top.text(middle_of_window, 1.12, f"window {window + 1}", ha="center", color=COLOURS[window])

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
+from drivers import Driver
 from mindspore import Tensor, amp, mint, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
@@ -68,7 +69,7 @@ def decayed(parameters):
     return nn.AdamWeightDecay(parameters, 1e-3)
 
 
-# --- ways to train: each compiles what adds a microbatch, and all that closes a window -----------------------------------------------
+# --- ways to train: each compiles what adds a microbatch, and all that closes a window --------------------------------
 
 
 def train(dtype=ms.bfloat16, optimizer=decayed, layers=LAYERS, **options):
@@ -118,38 +119,17 @@ def several_losses():
     close(step.accumulator)
 
 
-def hand_step(network, optimizer):
-    accumulator = Accumulator(optimizer, 2, 1.0, reduction="mean")
-    grad_fn = ms.value_and_grad(network, None, optimizer.parameters)
-
-    @ms.jit
-    def step(x):
-        loss, gradients = grad_fn(x)
-        return loss, accumulator(gradients, 16.0)
-
-    return step
+def driver_of(name, network, optimizer):
+    return Driver(name, Accumulator(optimizer(network.trainable_params()), 2, 1.0, reduction="mean"), network)
 
 
-def by_hand():
-    network = Network()
-    hand_step(network, decayed(network.trainable_params()))(rows())
-
-
-def op_by_op():
-    optimizer = momentum(Network(ms.float32).trainable_params())
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        accumulator = Accumulator(optimizer, 2, 1.0, reduction="mean")
-        accumulator.add(tuple(Tensor(np.ones(p.shape), p.dtype) for p in optimizer.parameters), 4.0)
-        accumulator.apply()
+def driven(name, dtype=ms.bfloat16, optimizer=decayed):
+    with driver_of(name, Network(dtype), optimizer) as driver:
+        driver(rows(dtype))
+        if driver.mode == "pynative":  # the graphs hold the update, too
+            driver.accumulator.apply()
         ms.runtime.synchronize()
-    finally:
-        ms.set_context(mode=ms.GRAPH_MODE)
-
-
-def cell():
-    network = Network()
-    TrainOneStepCell(network, decayed(network.trainable_params()), 2)(rows())
+    ms.set_context(mode=ms.GRAPH_MODE)
 
 
 def sink():
@@ -209,7 +189,7 @@ def ranks(**options):
     train(ms.float32, momentum, reducer=DataParallel(broadcast=False, **options))
 
 
-# --- optimizers -----------------------------------------------------------------------------------------------------------------
+# --- optimizers -------------------------------------------------------------------------------------------------------
 
 # Base classes, and a wrapper that needs the service MindIO.
 NOT_BUILT = {"nn.Optimizer", "experimental.optim.Optimizer", "nn.OptTFTWrapper"}
@@ -217,7 +197,7 @@ OPTIONS = {"nn.Momentum": {"momentum": 0.9}, "nn.AdaFactor": {"relative_step": F
 
 
 def optimizers(dtype):
-    """Compile an update with each optimizer of MindSpore. Of those that fail, return whether they compile without ms_accum."""
+    """Compile an update with each optimizer of MindSpore. Of those that fail, return whether they compile alone."""
     names, failed = [], {}
     for library in (nn, optim, mint.optim):
         for name, made in vars(library).items():
@@ -252,7 +232,7 @@ def compiles(function):
     return True
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def peak(run, parameters):
@@ -283,15 +263,13 @@ in_float32 = partial(memory, momentum, ms.float32)
 
 def memory_by_hand():
     network = Network(ms.float32, WIDE, DEEP)
-    optimizer = momentum(network.trainable_params())
-    step = hand_step(network, optimizer)
-    data, count = rows(ms.float32, WIDE), sum(p.size for p in optimizer.parameters)
-    before = ms.runtime.memory_allocated()
-    return {"update": peak(lambda: step(data), count) - before / count}
+    driver, data = driver_of("hand-graph", network, momentum), rows(ms.float32, WIDE)
+    count, before = sum(p.size for p in network.trainable_params()), ms.runtime.memory_allocated()
+    return {"update": peak(lambda: driver(data), count) - before / count}
 
 
 def memory_of_copies():
-    """The control: additions in the order of the parameters, and copies instead of multiplying and clearing in place."""
+    """The control: additions in the order of the parameters, and copies instead of what is done in place."""
     from ms_accum import buffers, in_place, update
     from ms_accum.gradients import mapped
 
@@ -309,23 +287,27 @@ def memory_of_copies():
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
 CASES = {
     "float32": partial(train, ms.float32, momentum), "float16": partial(train, ms.float16), "bfloat16": train,
-    "pieces": partial(train, pieces=3), "alone": partial(train, accumulate_step=1), "clipped": partial(train, clip_norm=1.0),
-    "token_weights": partial(train, weight_fn=tokens), "skip_window": partial(train, on_nonfinite="skip_window"),
-    "skip_microbatch": partial(train, on_nonfinite="skip_microbatch"), "noise_scale": lambda: train(noise_scale=GradientNoiseScale()),
+    "pieces": partial(train, pieces=3), "alone": partial(train, accumulate_step=1),
+    "clipped": partial(train, clip_norm=1.0), "token_weights": partial(train, weight_fn=tokens),
+    **{f"skip_{what}": partial(train, on_nonfinite=f"skip_{what}") for what in ("window", "microbatch")},
+    "noise_scale": lambda: train(noise_scale=GradientNoiseScale()),
     "loss_scaler": lambda: train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100)),
     "sgd_in_bfloat16": partial(train, optimizer=lambda parameters: nn.SGD(parameters, 1e-3), layers=1),
     **{f"amp_{level}": partial(amp_level, level) for level in ("O1", "O2", "O3", "auto")},
-    "several_losses": several_losses, "by_hand": by_hand, "op_by_op": op_by_op, "cell": cell, "sink": sink, "grad_cache": grad_cache,
+    "by_hand": partial(driven, "hand-graph"), "op_by_op": partial(driven, "hand-pynative", ms.float32, momentum),
+    "cell": partial(driven, "cell-graph"), "sink": sink, "several_losses": several_losses, "grad_cache": grad_cache,
     "language_model": language_model, "vit": vit, "vit_O2": partial(vit, "O2"), "resnet18": resnet18,
     "window": partial(ranks, sync="window"), "microbatch": partial(ranks, sync="microbatch"),
     "shards": partial(ranks, sync="microbatch", shard=True), "node": partial(ranks, sync="node", ranks_per_node=2),
     "node_shards": partial(ranks, sync="node", ranks_per_node=2, shard=True),
     **{f"optimizers_{name}": partial(optimizers, dtype) for name, dtype in DTYPES.items()},
-    "memory": memory, "memory_backwards": partial(memory, order="backwards"), "memory_groups": partial(memory, order="groups"),
+    "memory": memory, "memory_backwards": partial(memory, order="backwards"),
+    "memory_groups": partial(memory, order="groups"),
     "memory_clipped": partial(memory, clip_norm=1.0), "memory_in_16_bits": partial(memory, buffer_dtype=ms.bfloat16),
     "momentum": in_float32, "momentum_groups": partial(in_float32, order="groups"),
     "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
-    "adam_clipped": partial(memory, adam, ms.float32, clip_norm=1.0), "memory_by_hand": memory_by_hand, "copies": memory_of_copies,
+    "adam_clipped": partial(memory, adam, ms.float32, clip_norm=1.0), "memory_by_hand": memory_by_hand,
+    "copies": memory_of_copies,
 }
 
 

@@ -1,4 +1,4 @@
-"""Compile cases on MindSpore's Ascend backend, without a device: every pass runs, memory is planned, no kernel is launched."""
+"""Compile cases on MindSpore's Ascend backend, without a device: passes run, memory is planned, nothing launched."""
 import json
 import os
 import re
@@ -7,33 +7,24 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from ascend.stand_ins import variables
+
 FUSION = "--enable_pass=matmul_assignadd_fusion"
 
 
 class Node(NamedTuple):
-    """An operator of a graph.
-
-    Attributes:
-        name: The operator.
-        inputs: Nodes, or texts for what no operator made (`%para3_fc.weight`).
-        group: Of a collective: the ranks that take part.
-    """
+    """An operator of a graph."""
 
     name: str
-    inputs: list
-    group: str
+    inputs: list  # nodes, or texts for what no operator made (`%para3_fc.weight`)
+    group: str  # of a collective: the ranks that take part
 
 
 class Report(NamedTuple):
-    """What a case was compiled to.
+    """What a case was compiled to."""
 
-    Attributes:
-        graphs: The nodes of each graph after the last pass.
-        numbers: What the case returned.
-    """
-
-    graphs: list
-    numbers: dict
+    graphs: list  # the nodes of each graph after the last pass
+    numbers: dict  # what the case returned
 
     def __repr__(self):
         """Return a text that ends: the one of nodes would hold each as often as there are ways to it."""
@@ -41,25 +32,23 @@ class Report(NamedTuple):
 
 
 def dry_run(cann, folder, cases, fusion, ranks):
-    """Compile cases in one process, unless `folder` holds its reports. Return a Report for each, or the text of its error, by name.
+    """Compile cases in one process, unless `folder` holds its reports. Return by name a Report, or an error's text.
 
-    Args:
-        cann: Folder of the stand-ins.
-        folder: For the graphs and the reports.
-        cases: Names in `cases.CASES`.
-        fusion: Whether MindSpore's pass adds a weight's gradient in the matrix product.
-        ranks: Ranks that the collectives are compiled for.
+    The stand-ins are in `cann`. With `fusion`, MindSpore's pass adds a weight's gradient in the matrix product. The
+    collectives are compiled for so many ranks.
     """
     reports, told = {}, folder / "reports"
     if not told.exists():
         (folder / "ir").mkdir(parents=True)
         with told.open("w") as out, (folder / "errors").open("w") as errors:
-            subprocess.run([sys.executable, Path(__file__).with_name("cases.py"), folder / "ir", *cases], cwd=folder, stdout=out,
-                           stderr=errors, env=environment(cann, folder, fusion, ranks), timeout=1800, check=False)
+            command = [sys.executable, Path(__file__).with_name("cases.py"), folder / "ir", *cases]
+            subprocess.run(command, cwd=folder, stdout=out, stderr=errors, env=environment(cann, folder, fusion, ranks),
+                           timeout=1800, check=False)
     for line in told.read_text(encoding="utf-8").splitlines():
         if line.startswith("{"):
             case = json.loads(line)
-            reports[case["case"]] = case.get("error") or Report([read_graph(Path(f)) for f in case["files"]], case["numbers"])
+            graphs = [read_graph(Path(file)) for file in case["files"]]
+            reports[case["case"]] = case.get("error") or Report(graphs, case["numbers"])
     missing = set(cases).difference(reports)
     assert not missing, f"{missing} ended without a report:\n{(folder / 'errors').read_text(encoding='utf-8')[-4000:]}"
     return reports
@@ -67,13 +56,13 @@ def dry_run(cann, folder, cases, fusion, ranks):
 
 def environment(cann, folder, fusion, ranks):
     """Return the environment of a dry run."""
+    tests = Path(__file__).parents[1]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     return {
-        **plain, "LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_HOME_PATH": str(cann), "ASCEND_TOOLKIT_HOME": str(cann),
-        "ASCEND_OPP_PATH": str(cann / "opp"), "MS_SIMULATION_LEVEL": "1", "RANK_SIZE": str(ranks), "RANK_ID": "0",
+        **plain, **variables(cann), "RANK_SIZE": str(ranks), "RANK_ID": "0",
         "OMP_NUM_THREADS": "1", "MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"),
         "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_GRAPH_KERNEL_FLAGS": FUSION if fusion else "",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(cann / "python")])}
+        "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests / "support", cann / "python")))}
 
 
 def read_graph(file):

@@ -21,23 +21,14 @@ INSIDE, ACROSS = "ms_accum.0.2.1", "ms_accum.0.4.2"  # of rank 0: its node, and 
 
 
 class Expected(NamedTuple):
-    """What a case is compiled to. What is None is not looked at.
+    """What a case is compiled to. What is None is not looked at."""
 
-    Attributes:
-        branch: Whether any of its graphs has control flow; None also for what compiles no graph of its own.
-        between: For each weight, the operators between the MatMul of its gradient and the addition into its buffer.
-        weights: How the names of these weights end.
-        fused: How many InplaceMatmulAdd each graph has.
-        exchange: The collectives of the graph that adds and of the one that updates, each with its group.
-        most, least: Bytes per parameter at the peak.
-    """
-
-    branch: bool | None = False
-    between: list | None = None
-    weights: str | tuple = DENSE
-    fused: list | None = None
-    exchange: list | None = None
-    most: dict | None = None
+    branch: bool | None = False  # whether any of its graphs has control flow; None also for what compiles none itself
+    between: list | None = None  # for each weight, the operators between its gradient's MatMul and the addition
+    weights: str | tuple = DENSE  # how the names of these weights end
+    fused: list | None = None  # how many InplaceMatmulAdd each graph has
+    exchange: list | None = None  # collectives of the graph that adds and of the one that updates, each with its group
+    most: dict | None = None  # bytes per parameter at the peak
     least: dict | None = None
 
 
@@ -76,14 +67,15 @@ PROCESSES = {
         "window": RANKS["window"], "shards": RANKS["shards"]}, fusion=True, ranks=2),
     "more": Process({
         "float16": CAST, "bfloat16": CAST, **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
-        **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale", "several_losses",
-                         "grad_cache"), PLAIN), "by_hand": BRANCHED, "sink": BRANCHED}),
+        **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",
+                         "several_losses", "grad_cache"), PLAIN), "by_hand": BRANCHED, "sink": BRANCHED}),
     # In pieces of 6, 6 and 4 rows, the shorter last one needs a multiplication.
     "more fused": Process({"float16": FUSED, "pieces": Expected(fused=[LAYERS, 0, 0, 0])}, fusion=True),
     "language model": Process({"language_model": Expected(
         between=[["MulNoNan"]] * 5, weights=("hidden.weight", "out.weight", "head.weight"))}),  # it counts bytes
     "MindCV": Process({
-        **{name: Expected(between=[between] * 5, weights=("qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight", "head.weight"))
+        **{name: Expected(between=[between] * 5, weights=(
+            "qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight", "head.weight"))
            for name, between in (("vit", []), ("vit_O2", ["Cast"]))},
         "resnet18": Expected(between=[[]], weights="classifier.weight")}),
     "8 ranks": Process(RANKS, ranks=8),
@@ -93,10 +85,11 @@ PROCESSES = {
                                 [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)])}, ranks=4),
     # What is held, and little more. In bfloat16 2 + 4, and 4 of the optimizer; in float32 4 + 4, and 4 or 8.
     "memory": Process({
-        "memory": held(add=6.6, update=14.1), "memory_backwards": held(add=6.6), "memory_groups": held(add=6.6, update=14.1),
-        "memory_clipped": held(update=14.5), "memory_in_16_bits": held(add=4.6), "momentum": held(add=8.6, update=12.1),
-        "momentum_groups": held(add=8.6, update=12.1), "momentum_clipped": held(update=13.0), "adam": held(update=16.1),
-        "adam_clipped": held(update=17.0), "memory_by_hand": held(update=13.1)}),
+        "memory": held(add=6.6, update=14.1), "memory_backwards": held(add=6.6),
+        "memory_groups": held(add=6.6, update=14.1), "memory_clipped": held(update=14.5),
+        "memory_in_16_bits": held(add=4.6), "momentum": held(add=8.6, update=12.1),
+        "momentum_groups": held(add=8.6, update=12.1), "momentum_clipped": held(update=13.0),
+        "adam": held(update=16.1), "adam_clipped": held(update=17.0), "memory_by_hand": held(update=13.1)}),
     **{dtype: Process({f"optimizers_{dtype}": Expected(branch=None)}) for dtype in ("float32", "float16", "bfloat16")},
 }
 
@@ -117,8 +110,8 @@ def compiled(tmp_path_factory):
     return reports
 
 
-@pytest.mark.parametrize("process", ["fast", *map(slow, ("more", "more fused", "language model", "MindCV", "8 ranks", "2 nodes",
-                                                                  "memory"))])
+@pytest.mark.parametrize("process", [
+    "fast", *map(slow, ("more", "more fused", "language model", "MindCV", "8 ranks", "2 nodes", "memory"))])
 def test_graphs_and_memory_are_what_is_expected(compiled, process):
     if process == "MindCV":
         pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[test]'")
@@ -139,18 +132,20 @@ def differences(report, expected):
             yield "control flow"
         if len(graphs) < 2 and not expected.branch:
             yield f"{len(graphs)} graphs"
+    exchanged = [[(node.name, node.group) for node in graph if node.group] for graph in report.graphs[:2]]
     for wanted, found in (
             (expected.between, lambda: weight_gradients(report, expected.weights)),
             (expected.fused, lambda: [graph["InplaceMatmulAdd"] for graph in graphs]),
-            (expected.exchange, lambda: [[(node.name, node.group) for node in graph if node.group] for graph in report.graphs[:2]])):
+            (expected.exchange, lambda: exchanged)):
         if wanted is not None and found() != wanted:
             yield found()
-    yield from ((what, report.numbers[what]) for what, most in (expected.most or {}).items() if report.numbers[what] > most)
-    yield from ((what, report.numbers[what]) for what, least in (expected.least or {}).items() if report.numbers[what] <= least)
+    numbers = report.numbers
+    yield from ((what, numbers[what]) for what, most in (expected.most or {}).items() if numbers[what] > most)
+    yield from ((what, numbers[what]) for what, least in (expected.least or {}).items() if numbers[what] <= least)
 
 
 def weight_gradients(report, ends):
-    """The operators between the MatMul of a weight's gradient and the addition into its buffer, for each weight with such a name."""
+    """For each such weight, the operators between its gradient's MatMul and the addition into its buffer."""
     found = []
     for graph in report.graphs:
         for node in graph:
@@ -170,11 +165,12 @@ def parameter(node):
     return found if isinstance(found, str) else ""
 
 
-# --- what compares cases with each other ------------------------------------------------------------------------------------------
+# --- what compares cases with each other ------------------------------------------------------------------------------
 
 
 def test_buffers_are_multiplied_and_emptied_in_place(compiled):
-    updates = {name: Counter(node.name for node in compiled("fast")[name].graphs[1]) for name in ("float32", "clipped", "copies")}
+    updates = {name: Counter(node.name for node in compiled("fast")[name].graphs[1])
+               for name in ("float32", "clipped", "copies")}
     copies = updates.pop("copies")
     for update in updates.values():
         assert update["InplaceMul"] == update["InplaceZero"] == 2 * LAYERS
@@ -184,14 +180,15 @@ def test_buffers_are_multiplied_and_emptied_in_place(compiled):
 
 
 def test_the_update_reads_the_buffers_in_the_right_order(compiled):
-    """The mark of a side effect orders nothing here: what is read before a multiplication in place has to be an input of its factor."""
+    """The mark of a side effect orders nothing here: what reads a buffer first has to be an input of its factor."""
     plain, graph = (compiled("fast")[name].graphs[1] for name in ("float32", "clipped"))
     multiplied = [node for node in graph if node.name == "InplaceMul"]
     squares = {id(node) for node in graph if node.name == "Square"}
     for node in multiplied:
         assert squares <= {id(before) for before in all_before(node.inputs[1])}
     # Negative control: where nothing is clipped, no factor waits for a norm.
-    assert not any(before.name == "Square" for node in plain if node.name == "InplaceMul" for before in all_before(node.inputs[1]))
+    factors = [node.inputs[1] for node in plain if node.name == "InplaceMul"]
+    assert not any(before.name == "Square" for factor in factors for before in all_before(factor))
     # The optimizer takes what the multiplication returned, not the buffer.
     buffers = {parameter(node.inputs[0]) for node in multiplied}
     assert len(buffers) == 2 * LAYERS

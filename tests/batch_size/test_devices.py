@@ -21,7 +21,8 @@ def test_free_memory_minds_cgroups(tmp_path):
         (tmp_path / name).write_text(text)
     assert sorted(devices.cgroups_leave(tmp_path / "cgroup", tmp_path))[:2] == [650, 900]
     assert devices.cgroups_leave(tmp_path / "none", tmp_path) == []
-    available = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    (available,) = (int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()
+                    if line.startswith("MemAvailable"))
     assert 0 < free_memory("CPU") <= 0.95 * 1024 * available
 
 
@@ -30,8 +31,9 @@ def test_what_is_not_there_is_said(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")
     assert free_memory("Ascend") == int(0.9 * 64 * 2**30)
-    for device, message in (("Ascend", r"no CANN for a dry run: ASCEND_HOME_PATH is not set, and .+; install CANN's toolkit"),
-                            ("GPU", r"the memory of GPU is unknown \(.+\); give a memory limit, or another device")):
+    for device, message in (
+            ("Ascend", r"no CANN for a dry run: ASCEND_HOME_PATH is not set, and .+; install CANN's toolkit"),
+            ("GPU", r"the memory of GPU is unknown \(.+\); give a memory limit, or another device")):
         with pytest.raises(ValueError, match=message) as refused:
             plan_micro_batch(min, 4, device_target=device)
         assert "\n" not in str(refused.value)

@@ -48,16 +48,18 @@ def rows():
     return [
         ({"clip_norm": 0.1}, known, known),
         # One microbatch says nothing, and means forget nothing for it.
-        ({"accumulate_step": {0: 4, 5: 1, 7: 3}, "decay": 0.5}, [*growing[:5], *windows_of([4], 2), *growing[5:]], growing),
+        ({"accumulate_step": {0: 4, 5: 1, 7: 3}, "decay": 0.5},
+         [*growing[:5], *windows_of([4], 2), *growing[5:]], growing),
         ({"on_nonfinite": "skip_microbatch"}, [masked, [NAN[:1], *second], third], [first[:3], second, third]),
         ({"on_nonfinite": "skip_window"}, [masked, [NAN[:1], *second[1:]], third], [first[:3], third]),
-        ({"on_nonfinite": "apply"}, [masked, [NAN[:1], *second[1:]], third], [first[:3], third]),  # the means are not lost
+        # The means are not lost.
+        ({"on_nonfinite": "apply"}, [masked, [NAN[:1], *second[1:]], third], [first[:3], third]),
     ]
 
 
 @pytest.mark.parametrize("case", range(5))
 def test_estimates_are_those_of_numpy(case):
-    """NaN has weight 0 where it is of two samples. Pieces, and graphs, are in test_adaptive.py and test_differential.py."""
+    """NaN has weight 0 where it is of two samples. Pieces and graphs: test_adaptive.py and test_differential.py."""
     options, windows, kept = rows()[case]
     acc = build(**options)
     for x in (x for window in windows for x in window):
@@ -102,9 +104,9 @@ def test_it_belongs_to_one_accumulator_and_bad_arguments_are_refused():
     taken = GradientNoiseScale(0.5)
     assert accumulator_with(taken).fingerprint()["noise_scale"] == "GradientNoiseScale(decay=0.5)"
     for error, message, function, argument in (
-            (ValueError, r"noise_scale is another accumulator's, .* give each accumulator its own", accumulator_with, taken),
+            (ValueError, r"noise_scale is another accumulator's, .* give each accumulator", accumulator_with, taken),
             (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None", accumulator_with, True),
             (TypeError, r"decay is '1' of type str, expected a number with 0 < decay <= 1", GradientNoiseScale, "1"),
-            (ValueError, r"decay is 0, expected a number with 0 < decay <= 1; 1 takes plain means", GradientNoiseScale, 0)):
+            (ValueError, r"decay is 0, expected a number with 0 < decay <= 1; 1 takes plain", GradientNoiseScale, 0)):
         with pytest.raises(error, match=message):
             function(argument)

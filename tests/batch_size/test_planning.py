@@ -1,6 +1,5 @@
 """plan_micro_batch: the search against a model of memory, the table, refusals."""
 import sys
-from functools import partial
 from itertools import pairwise
 from math import ceil, log2
 
@@ -21,7 +20,8 @@ def modelled(base, slope):
     """A `run_trial` whose peak is base + slope * microbatch."""
     def run(make_step, microbatch, accumulate_step, device_target, memory_limit, timeout):
         peak = base + slope * microbatch
-        return Trial(microbatch, accumulate_step, peak, peak <= memory_limit, "completed" if peak <= memory_limit else "out of memory", 0.1)
+        fits = peak <= memory_limit
+        return Trial(microbatch, accumulate_step, peak, fits, "completed" if fits else "out of memory", 0.1)
     return run
 
 
@@ -33,7 +33,7 @@ def test_the_largest_that_fits_is_found_in_few_trials(batch_size, base, slope, l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "run_trial", modelled(base, slope))
         if not fits(1):
-            with pytest.raises(PlanError, match=r"not even a microbatch of 1 fits into \d+ MiB; allow more memory") as refused:
+            with pytest.raises(PlanError, match=r"not even a microbatch of 1 fits into \d+ MiB; allow more") as refused:
                 plan_micro_batch(min, batch_size, memory_limit=limit)
             assert refused.value.trials[-1].microbatch == 1
             return
@@ -55,7 +55,8 @@ def test_the_largest_that_fits_is_found_in_few_trials(batch_size, base, slope, l
 
 def test_the_plan_reads_well(monkeypatch):
     monkeypatch.setattr(planning, "run_trial", modelled(0, 1))
-    assert "batch 127 = accumulate_step 3 x microbatch 43 (the last one smaller): 0 MiB" in str(plan_micro_batch(min, 127, memory_limit=50))
+    plan = plan_micro_batch(min, 127, memory_limit=50)
+    assert "batch 127 = accumulate_step 3 x microbatch 43 (the last one smaller): 0 MiB" in str(plan)
     trials = (Trial(4, 2, 300 * MIB, True, "completed", 1.25), Trial(8, 1, 3 * 2**29, False, "beyond the limit", 2.0),
               Trial(2, 4, None, False, "out of memory", 0.5))
     assert str(Plan(8, 4, 2, 300 * MIB, 500 * MIB, trials)).splitlines() == [
@@ -73,13 +74,13 @@ def test_a_failing_trial_ends_the_planning_with_its_error(monkeypatch):
     assert len(failed.value.trials) == 1
 
 
-@pytest.mark.parametrize(("error", "message", "call"), [
-    (TypeError, r"make_step is of type int, expected a function `\(microbatch\) -> step`", partial(plan_micro_batch, 3, 4)),
-    (TypeError, r"batch_size is 4\.0 of type float, expected an int >= 1; give the samples", partial(plan_micro_batch, min, 4.0)),
-    (ValueError, r"memory_limit is -1, expected an int >= 1; give bytes", partial(plan_micro_batch, min, 4, memory_limit=-1)),
-    (ValueError, r"device_target is 'TPU', expected one of 'CPU', 'GPU'", partial(plan_micro_batch, min, 4, device_target="TPU")),
-    (TypeError, r"timeout is '5' of type str, expected a number of seconds", partial(plan_micro_batch, min, 4, timeout="5")),
-    (ValueError, r"timeout is 0, expected a number of seconds > 0", partial(plan_micro_batch, min, 4, timeout=0))])
-def test_bad_arguments_are_refused(error, message, call):
+@pytest.mark.parametrize(("error", "message", "arguments", "options"), [
+    (TypeError, r"make_step is of type int, expected a function `\(microbatch\) -> step`", (3, 4), {}),
+    (TypeError, r"batch_size is 4\.0 of type float, expected an int >= 1; give the samples", (min, 4.0), {}),
+    (ValueError, r"memory_limit is -1, expected an int >= 1; give bytes", (min, 4), {"memory_limit": -1}),
+    (ValueError, r"device_target is 'TPU', expected one of 'CPU', 'GPU'", (min, 4), {"device_target": "TPU"}),
+    (TypeError, r"timeout is '5' of type str, expected a number of seconds", (min, 4), {"timeout": "5"}),
+    (ValueError, r"timeout is 0, expected a number of seconds > 0", (min, 4), {"timeout": 0})])
+def test_bad_arguments_are_refused(error, message, arguments, options):
     with pytest.raises(error, match=message):
-        call()
+        plan_micro_batch(*arguments, **options)

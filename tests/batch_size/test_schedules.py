@@ -30,7 +30,8 @@ def expected(build, rates, length, maximum, rule, ramp=None):
 
 
 @given(rates=st.lists(st.floats(0, 10), min_size=1, max_size=300), length=st.integers(1, 5), more=st.integers(0, 60),
-       rule=st.sampled_from(["sqrt", "linear"]), ramp=st.sampled_from([None, 1, 7]), build=st.sampled_from([seesaw, batch_ramp]))
+       rule=st.sampled_from(["sqrt", "linear"]), ramp=st.sampled_from([None, 1, 7]),
+       build=st.sampled_from([seesaw, batch_ramp]))
 def test_lengths_and_rates_are_those_of_the_formulas(build, rule, rates, length, more, ramp):
     """Any warmup; from the peak on, rates fall. Microbatches and the sum of linear rates are conserved."""
     if build is seesaw:
@@ -49,11 +50,11 @@ def test_lengths_and_rates_are_those_of_the_formulas(build, rule, rates, length,
 
 
 def test_forms_of_rates():
-    """A number is a cosine, or constant. A rate that float32 rounds counts as halved, and a window gets no shorter again."""
+    """A number is a cosine, or constant. A rate that float32 rounds counts as halved; no window gets shorter again."""
     assert seesaw(900, 0.1) == seesaw(900, [0.1 * (1 + cos(pi * (p / 900))) / 2 for p in range(900)])
     assert 0.62 < len(seesaw(30_000, 0.1).learning_rate) / 30_000 < 0.625
-    halving = (0.08 / 2 ** np.repeat(range(4), 24)).astype(np.float32)
-    assert seesaw(96, halving * np.float32(1.0000002), accumulate_step=3).accumulate_step == {0: 3, 24: 6, 36: 12, 42: 24}
+    halving = (0.08 / 2 ** np.repeat(range(4), 24)).astype(np.float32) * np.float32(1.0000002)
+    assert seesaw(96, halving, accumulate_step=3).accumulate_step == {0: 3, 24: 6, 36: 12, 42: 24}
     assert seesaw(4, [1, 0.5000004, 0.5000008, 0.5000008]).accumulate_step == {0: 1, 1: 2}
     assert seesaw(3, Tensor([0.5, 0.5, 0.25])) == seesaw(3, np.array([0.5, 0.5, 0.25])) == seesaw(3, (0.5, 0.5, 0.25))
     assert seesaw(3, np.array(0.5)) == seesaw(3, 0.5)
@@ -87,12 +88,12 @@ REFUSED = [
 ]
 REFUSED_SCALES = [
     (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
-    (TypeError, r"accumulate_step is \{0: 2\} of type dict, expected a finite number > 0; of a schedule", scale_lr, (0.1, {0: 2})),
+    (TypeError, r"accumulate_step is \{0: 2\} of type dict, expected a finite number > 0; of", scale_lr, (0.1, {0: 2})),
     (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", scale_lr, (0.1, 2, "cubic")),
-    (TypeError, r"betas is of type float, expected a tuple of two numbers; give Adam's \(beta1, beta2\)", scale_adam, (0.9, 2)),
+    (TypeError, r"betas is of type float, expected a tuple of two numbers; give Adam's \(beta1", scale_adam, (0.9, 2)),
     (ValueError, r"betas holds 3 numbers, expected 2; give Adam's", scale_adam, ((0.9, 0.99, 0.999), 2)),
     (ValueError, r"betas\[1\] is 1, expected a number with 0 <= beta < 1", scale_adam, ((0.9, 1), 2)),
-    (ValueError, r"factor is 0, expected a finite number > 0; give the new batch size divided by", scale_adam, ((0.9, 0.99), 0)),
+    (ValueError, r"factor is 0, expected a finite number > 0; give the new batch size", scale_adam, ((0.9, 0.99), 0)),
 ]
 
 
@@ -104,9 +105,9 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"ramp is 0, expected an int >= 1; None takes all updates"):
         batch_ramp(9, 0.1, ramp=0)
     for rates in ([1, 1, 0.5, 1], [0, 1, 0, 0.1]):  # restarts, and a pause
-        with pytest.raises(ValueError, match=r"learning_rate\[3\] is .*, more than the .* before it, .* Give each cycle a schedule"):
+        with pytest.raises(ValueError, match=r"learning_rate\[3\] is .*, more than the .* before it, .* Give each"):
             seesaw(4, rates)
-    with pytest.raises(TypeError, match=r"accumulate_step is Schedule\(accumulate_step=<63>, .* of type Schedule, expected"):
+    with pytest.raises(TypeError, match=r"accumulate_step is Schedule\(accumulate_step=<63>, .* of type Schedule, exp"):
         Window(batch_ramp(100_000, 0.1))
     for error, message, function, arguments in REFUSED_SCALES:
         with pytest.raises(error, match=message):

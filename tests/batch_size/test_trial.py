@@ -1,7 +1,6 @@
 """Trials: peaks on CPU; and dry runs for Ascend, whose bytes are those counted by hand."""
 import gc
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from ascend.stand_ins import built_once, missing
+from ascend.stand_ins import built_once, missing, variables
 from mindspore import Tensor, nn
 from noisy_samples import FEATURES, Position
 
@@ -29,7 +28,7 @@ MOMENTS = 2 * 4 * PARAMETERS  # Adam's, which are there from the first update on
 
 
 def counted(microbatch):
-    """Bytes: weights, buffers and moments; the data, what each layer keeps, and two gradients of such in the backward pass."""
+    """Bytes of weights, buffers and moments, of the data and what each layer keeps, and of two gradients in between."""
     return 4 * PARAMETERS + 4 * PARAMETERS + MOMENTS + (1 + LAYERS + 2) * 4 * microbatch * WIDTH
 
 
@@ -77,7 +76,8 @@ def no_step(microbatch):
 
 def test_a_peak_is_measured_past_an_update():
     found = run_trial(partial(holding, 300, str(Path("status").absolute())), 1, 2, "CPU")
-    before = next(int(line.split()[1]) * 1024 for line in Path("status").read_text().splitlines() if line.startswith("VmHWM"))
+    (line,) = (line for line in Path("status").read_text().splitlines() if line.startswith("VmHWM"))
+    before = int(line.split()[1]) * 1024
     assert found.ended == "completed"
     assert found.peak - before == pytest.approx(300 * MIB, rel=0.1)
 
@@ -87,14 +87,15 @@ def test_what_is_no_step_or_chooses_a_device_is_refused(monkeypatch):
         made_step(pickled(no_step), "CPU", 4)
     devices = iter(["GPU", "CPU", "CPU"])  # before the step is made, and after
     monkeypatch.setattr(ms, "get_context", lambda name: next(devices))
-    with pytest.raises(ValueError, match=r"make_step, or its module, chose the device CPU, expected GPU; leave that to the plan"):
+    with pytest.raises(ValueError, match=r"make_step, or its module, chose the device CPU, expected GPU; leave that"):
         made_step(pickled(no_step), "GPU", 4)
 
 
 @pytest.mark.parametrize(("outcome", "on_a_device", "in_a_dry_run"), [
     (Outcome("completed", result=5), "completed", "completed"),
     (Outcome("completed", result=11), "beyond the limit", "beyond the limit"),
-    (Outcome("out of memory"), "out of memory", "failed: this machine ran out of memory, not the NPU that is planned for"),
+    (Outcome("out of memory"), "out of memory",
+     "failed: this machine ran out of memory, not the NPU that is planned for"),
     (Outcome("failed", "why"), "failed: why", "failed: why (if the step reads values: in a dry run, all are 0)")])
 def test_a_dry_run_has_no_times_and_blames_this_machine(outcome, on_a_device, in_a_dry_run, monkeypatch):
     monkeypatch.setattr(trial, "in_a_process", lambda *_, **__: outcome)
@@ -122,10 +123,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def cann(folder, monkeypatch):
     """The stand-ins, for processes that are started."""
-    for name, path in {"LD_LIBRARY_PATH": folder / "lib64", "ASCEND_HOME_PATH": folder, "ASCEND_TOOLKIT_HOME": folder,
-                       "ASCEND_OPP_PATH": folder / "opp", "PYTHONPATH": f"{folder / 'python'}:{os.environ.get('PYTHONPATH', '')}"}.items():
-        monkeypatch.setenv(name, str(path))
-    monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")  # also where an NPU is
+    for name, value in variables(folder).items():
+        monkeypatch.setenv(name, value)
 
 
 @with_stand_ins
@@ -158,7 +157,8 @@ def test_updates_are_planned_that_values_of_0_would_leave_out(cann, made_by, mic
 def test_every_accumulator_updates_once(monkeypatch):
     """The one whose train step has updated, in a window of one microbatch, is left alone: it has no use for buffers."""
     networks = [Position() for _ in range(3)]
-    accumulators = [Accumulator(nn.SGD([network.point], 1e-3), n, reduction="mean") for n, network in zip((1, 2, 2), networks)]
+    accumulators = [Accumulator(nn.SGD([network.point], 1e-3), n, reduction="mean")
+                    for n, network in zip((1, 2, 2), networks)]
     steps = [make_train_step(network, acc) for network, acc in zip(networks[:2], accumulators)]
     monkeypatch.setenv("MS_JIT", "0")
     for step in steps:

@@ -53,8 +53,9 @@ def test_every_place_gets_a_groupnorm():
     np.testing.assert_allclose(ms.jit(forward)(batch[0]).asnumpy(), forward(batch[0]).asnumpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize(("layer", "shape"), [(nn.BatchNorm1d, (3, 16)), (nn.BatchNorm1d, (3, 16, 5)), (nn.BatchNorm2d, (3, 6, 2, 2)),
-                                              (nn.BatchNorm3d, (3, 6, 2, 2, 2))])
+@pytest.mark.parametrize(("layer", "shape"), [
+    (nn.BatchNorm1d, (3, 16)), (nn.BatchNorm1d, (3, 16, 5)), (nn.BatchNorm2d, (3, 6, 2, 2)),
+    (nn.BatchNorm3d, (3, 6, 2, 2, 2))])
 def test_a_groupnorm_computes_what_numpy_does(layer, shape):
     network = nn.SequentialCell(layer(shape[1]))
     gamma, beta = network.trainable_params()
@@ -63,7 +64,8 @@ def test_a_groupnorm_computes_what_numpy_does(layer, shape):
     assert batchnorm_to_groupnorm(network, 2) == ["0"]
     x = normal(*shape).asnumpy().astype(np.float64)
     grouped = x.reshape(3, 2, -1)
-    plain = ((grouped - grouped.mean(-1, keepdims=True)) / np.sqrt(grouped.var(-1, keepdims=True) + 1e-5)).reshape(shape)
+    centred = grouped - grouped.mean(-1, keepdims=True)
+    plain = (centred / np.sqrt(grouped.var(-1, keepdims=True) + 1e-5)).reshape(shape)
     by_channel = (1, shape[1]) + (1,) * (len(shape) - 2)
     expected = plain * gamma.asnumpy().reshape(by_channel) + beta.asnumpy().reshape(by_channel)
     np.testing.assert_allclose(network(Tensor(x.astype(np.float32))).asnumpy(), expected, atol=1e-5)
@@ -71,9 +73,9 @@ def test_a_groupnorm_computes_what_numpy_does(layer, shape):
 
 def test_groups_fit_the_channels_and_bad_replacements_are_refused():
     for channels, num_groups, alone, groups in (
-            (64, 32, False, 32), (64, 32, True, 8), (256, 32, True, 32), (32, 32, False, 32), (32, 32, True, 4), (32, 2, True, 2),
-            (48, 32, False, 24), (24, 32, False, 12), (10, 32, False, 5), (7, 32, False, 1), (7, 7, False, 7), (1, 32, False, 1),
-            (6, 4, False, 3), (2, 32, True, 1)):
+            (64, 32, False, 32), (64, 32, True, 8), (256, 32, True, 32), (32, 32, False, 32), (32, 32, True, 4),
+            (32, 2, True, 2), (48, 32, False, 24), (24, 32, False, 12), (10, 32, False, 5), (7, 32, False, 1),
+            (7, 7, False, 7), (1, 32, False, 1), (6, 4, False, 3), (2, 32, True, 1)):
         assert groups_for(channels, num_groups, alone) == groups
     network, last = nn.SequentialCell(nn.BatchNorm2d(4), nn.BatchNorm1d(1)), nn.SequentialCell(nn.BatchNorm2d(4))
     last[0].format = "NHWC"  # which MindSpore builds on GPU only

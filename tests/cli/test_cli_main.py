@@ -24,8 +24,8 @@ def _digits(_scratch_folder, uncompiled):
 
 def process(*arguments):
     environment = {**os.environ, "PYTHONPATH": str(Path(ms_accum.__file__).parents[1])}
-    return subprocess.Popen([sys.executable, "-m", "ms_accum", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, env=environment)
+    return subprocess.Popen([sys.executable, "-m", "ms_accum", *arguments], env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize(("arguments", "status", "out", "err"), [

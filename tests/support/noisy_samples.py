@@ -28,9 +28,9 @@ def noisy(sizes, scale, seed=0):
 
 
 class Expected:
-    """What happens to a Position, in float64, with SGD. `microbatch` takes what all ranks have next, each cut into pieces.
+    """What happens to a Position, in float64, with SGD.
 
-    Those with NaN are skipped.
+    `microbatch` takes what all ranks have next, each cut into pieces. Those with NaN are skipped.
     """
 
     def __init__(self, minimum, maximum, target, rate):

@@ -22,7 +22,7 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def executed(notebook):
-    """A copy of `notebook` with the outputs of a new kernel in an empty folder, which imports the ms_accum of this process.
+    """A copy of `notebook` with the outputs of a new kernel in an empty folder, which imports this process's ms_accum.
 
     Raises:
         nbclient.exceptions.CellExecutionError: If a cell raises.
@@ -34,13 +34,14 @@ def executed(notebook):
             "PYTHONPATH": os.pathsep.join([str(Path(ms_accum.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
             "IPYTHONDIR": folder,  # nobody's startup files, and no history left behind
         }
-        client = NotebookClient(notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": folder}})
+        where = {"metadata": {"path": folder}}
+        client = NotebookClient(notebook, timeout=TIMEOUT, kernel_name="python3", resources=where)
         client.execute(env=environment)
     return notebook
 
 
 def cleaned(notebook):
-    """`notebook` as it is stored: without stderr and times of execution, and with all that a cell printed in one piece."""
+    """`notebook` as it is stored: without stderr and times of execution, and with what a cell printed in one piece."""
     notebook = copy.deepcopy(notebook)
     notebook.metadata.get("language_info", {}).pop("version", None)
     for cell in code_cells(notebook):
@@ -69,8 +70,10 @@ def pictures(cell):
 
 def python(cell):
     """The code of a cell without IPython's commands: a file is written, nothing is installed."""
-    source = re.sub(r"\A%%writefile (\S+)\n(.*)", lambda file: f"open({file[1]!r}, 'w').write({file[2]!r})\nprint('Writing', {file[1]!r})",
-                    cell.source, flags=re.DOTALL)
+    def written(file):
+        return f"open({file[1]!r}, 'w').write({file[2]!r})\nprint('Writing', {file[1]!r})"
+
+    source = re.sub(r"\A%%writefile (\S+)\n(.*)", written, cell.source, flags=re.DOTALL)
     return re.sub(r"^( +)%pip .*", r"\1raise ImportError", source, flags=re.MULTILINE)
 
 
@@ -97,8 +100,12 @@ def same_text(one, two, measured=False):
 
 def differences(notebook, found):
     """The ids of the cells whose stored outputs are not what was found."""
-    return [cell.id for cell, (printed, drawn) in zip(code_cells(notebook), found, strict=True)
-            if not same_text(text(cell), printed, "measured" in cell.metadata.get("tags", [])) or len(pictures(cell)) != drawn]
+    def agrees(cell, printed, drawn):
+        measured = "measured" in cell.metadata.get("tags", [])
+        return same_text(text(cell), printed, measured) and len(pictures(cell)) == drawn
+
+    cells = zip(code_cells(notebook), found, strict=True)
+    return [cell.id for cell, (printed, drawn) in cells if not agrees(cell, printed, drawn)]
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ PATHS = [TUTORIALS / "index.md", TUTORIALS / "changelog.md", *sorted(TUTORIALS.g
          *sorted(TUTORIALS.glob("reference/*.md"))]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in PATHS}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PUBLIC = {f"{door.__name__}.{name}": value for door in (ms_accum, batch_size, distributed) for name, value in vars(door).items()
-          if inspect.isclass(value) or inspect.isfunction(value)}
+PUBLIC = {
+    f"{door.__name__}.{name}": value for door in (ms_accum, batch_size, distributed)
+    for name, value in vars(door).items() if inspect.isclass(value) or inspect.isfunction(value)}
 # An exception is documented where it is raised.
 EXCEPTIONS = [name for name, value in PUBLIC.items() if inspect.isclass(value) and issubclass(value, Exception)]
 _RECIPES = tempfile.TemporaryDirectory()
@@ -38,21 +39,15 @@ def recipe(page, name):
     return getattr(importlib.import_module(path.stem), name)
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------------
+# --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):
-    """Code, and what it says that it prints.
-
-    Attributes:
-        code: Python.
-        printed: None if nothing is said.
-        example: Whether the figures are an example.
-    """
+    """Code, and what it says that it prints."""
 
     code: str
-    printed: str | None = None
-    example: bool = False
+    printed: str | None = None  # None if nothing is said
+    example: bool = False  # whether the figures are an example
 
     def agrees(self, printed):
         return self.printed is None or comparable(printed, self.example) == comparable(self.printed, self.example)
@@ -61,15 +56,19 @@ class Block(NamedTuple):
 def comparable(text, example):
     """Printed lines; of an example, without their figures, and without the lines that list parameters."""
     lines = [line.rstrip() for line in text.rstrip("\n").splitlines()]
-    return [re.sub(r"[\d.]+e[+-]\d\d", "#", line) for line in lines if not line.startswith(("largest", "beyond"))] if example else lines
+    if not example:
+        return lines
+    return [re.sub(r"[\d.]+e[+-]\d\d", "#", line) for line in lines if not line.startswith(("largest", "beyond"))]
 
 
-_BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n(It prints(?:, for example)?):\n\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^```python\n(.*?)^```\n(?:\n(It prints(?:, for example)?):\n\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
 
 def blocks_of(page):
     """The Python blocks of a page, in order."""
-    return [Block(code, printed if said else None, said.endswith("example")) for code, said, printed in _BLOCK.findall(page)]
+    return [Block(code, printed if said else None, said.endswith("example"))
+            for code, said, printed in _BLOCK.findall(page)]
 
 
 def docstring_block(name):
@@ -80,11 +79,15 @@ def docstring_block(name):
 
 
 def run_blocks(scripts):
-    """Run scripts of several blocks each in one process. Return what each block printed, and how many figures it drew, by script."""
+    """Run scripts of several blocks each in one process.
+
+    Return by script what each block printed, and how many figures it drew.
+    """
     paths = [Path.cwd() / f"{name}.py" for name in scripts]
     for path, blocks in zip(paths, scripts.values()):
         path.write_text("".join(f"{block.code}\nended()\n" for block in blocks), encoding="utf-8")
-    done = subprocess.run([sys.executable, Path(__file__).with_name("run_blocks.py"), *paths], capture_output=True, text=True, check=False)
+    command = [sys.executable, Path(__file__).with_name("run_blocks.py"), *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["unchanged"], "importing ms_accum changes global state"

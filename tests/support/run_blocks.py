@@ -1,6 +1,7 @@
 """Run scripts, each in an empty folder beside it: `run_blocks.py FILE...`. A block of a script ends with `ended()`.
 
-The last line is JSON: what each block printed, and how many figures it drew. From files, because graph mode reads the source of functions.
+The last line is JSON: what each block printed, and how many figures it drew. From files, because graph mode reads the
+source of functions.
 """
 import io
 import json

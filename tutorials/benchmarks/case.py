@@ -1,4 +1,4 @@
-"""What a contestant is given: a network by name, a window of data, initial weights. NumPy only, the same for every framework."""
+"""What a contestant is given: a network by name, a window of data, initial weights. NumPy only, for every framework."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A group's way through a suite: contestants agree with the referee first, then are timed in alternating rounds, or weighed."""
+"""A group's way through a suite: contestants agree with the referee, then are timed in turn, or weighed."""
 from __future__ import annotations
 
 import os
@@ -67,7 +67,7 @@ class Suite:
 
     Attributes:
         help: What it compares.
-        groups: `(quick, scratch) -> groups`, with tiny networks if quick. Raises ValueError or OSError if it cannot run.
+        groups: `(quick, scratch) -> groups`, with tiny networks if quick. Raises ValueError or OSError if it cannot.
         rounds, quick_rounds: To take medians over.
         measure: `(groups, rounds, scratch) -> records`, one by one; None: `time_each`.
     """
@@ -85,7 +85,7 @@ def referee_of(case: Case) -> Referee | None:
 
 
 def time_each(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]:
-    """Records of seconds for a microbatch of each contestant, round by round; with `piece`, also of how much peak RSS grows."""
+    """Records of seconds for a microbatch of each contestant, by rounds; with `piece`, of the growth of peak RSS."""
     for i, group in enumerate(groups):
         figures: dict[str, dict] = {name: {} for name in group.contestants}
         say(f"{group.name}: building {len(group.contestants)} contestants")
@@ -95,7 +95,8 @@ def time_each(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]
                 microbatches = calibrated(group, team)
                 alternate(team, rounds, microbatches, group.name)
         if group.piece:
-            weigh(group, figures, min(rounds, WEIGHINGS), scratch / f"{i}-memory", "growth" if group.seconds else "samples")
+            key = "growth" if group.seconds else "samples"
+            weigh(group, figures, min(rounds, WEIGHINGS), scratch / f"{i}-memory", key)
         sizes = {"small": group.small, "piece": group.piece} if group.piece else {}
         yield group.record(figures, **({"microbatches": microbatches} if group.seconds else {}), **sizes)
 
@@ -167,7 +168,7 @@ def alternate(team: Team, rounds: int, microbatches: int, title: str) -> None:
 
 
 def weigh(group: Group, figures: dict[str, dict], rounds: int, scratch: Path, key: str) -> None:
-    """Leave under `key` how much peak RSS grows from microbatches of the case's size, or `small`, to those of `piece` samples.
+    """Leave under `key` how much peak RSS grows to microbatches of `piece` samples, from `small` or the case's.
 
     Each peak is a fresh process that trains on one size only, so that what compiling a graph takes is on both sides.
     """
@@ -185,7 +186,8 @@ def weigh(group: Group, figures: dict[str, dict], rounds: int, scratch: Path, ke
                 figures[name].setdefault(key, []).append(large["peak"] - small["peak"])
 
 
-def ask_fresh(group: Group, name: str, scratch: Path, figures: dict[str, dict], do: str, **arguments: object) -> dict | None:
+def ask_fresh(
+        group: Group, name: str, scratch: Path, figures: dict[str, dict], do: str, **arguments: object) -> dict | None:
     """A new process's answer; None if the contestant cannot go on."""
     with Team([name], group.case, scratch, figures) as team:
         return team.ask(name, do, **arguments) if name in team.names else None

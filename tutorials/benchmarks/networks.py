@@ -82,7 +82,7 @@ class Residual(nn.Cell):
 
 
 class Block(nn.Cell):
-    """A transformer block: self-attention and an MLP four times as wide, each after a LayerNorm and around a shortcut."""
+    """A transformer block: self-attention and an MLP 4 times as wide, each after a LayerNorm and around a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""One rank, started by `msrun` from suites/distributed.py: `rank.py FOLDER`, with the groups to measure in FOLDER/job.json.
+"""One rank, started by `msrun` from suites/distributed.py: `rank.py FOLDER`, with the groups in FOLDER/job.json.
 
-All ranks go through all contestants in the same order. Each contestant's exchanges are counted op by op, then its parameters after a
-few windows are held against NumPy's on every rank, and whoever agrees is timed in alternating rounds. Rank 0 leaves FOLDER/figures.json,
-a rank that fails FOLDER/error.<rank>.
+All ranks go through all contestants in the same order. Each contestant's exchanges are counted op by op, then its
+parameters after a few windows are held against NumPy's on every rank, and whoever agrees is timed in alternating
+rounds. Rank 0 leaves FOLDER/figures.json, a rank that fails FOLDER/error.<rank>.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLLECTIVES = (ops.AllReduce, ops.AllGather, ops.ReduceScatter)
 
 
 def main(folder: Path) -> None:
-    """Measure, write, and leave together with the others: a rank that ends earlier makes those fail that still communicate."""
+    """Measure, write, and leave together with the others: who ends earlier makes those fail that still communicate."""
     avoid_busy_waiting()
     init()
     try:

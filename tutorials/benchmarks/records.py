@@ -24,7 +24,8 @@ def make(suite: str, quick: bool, command: str, groups: list[dict]) -> dict:
 
 @cache
 def circumstances() -> dict:
-    """Date, commit, machine in numbers, versions, as they are at the first call: no names of machines, users or folders."""
+    """Date, commit, machine in numbers, versions, as at the first call: no names of machines, users or folders."""
+    versions = {name: found for name in PACKAGES if (found := _version(name))}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
@@ -32,7 +33,7 @@ def circumstances() -> dict:
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "machine": platform.machine(),
-        "versions": {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := _version(name))}},
+        "versions": {"python": platform.python_version(), **versions},
     }
 
 
@@ -71,12 +72,14 @@ def summary(record: dict, file: str | None) -> dict:
     groups = {}
     for group in record["groups"]:
         found = group["contestants"]
+        medians = {name: figures["spread"]["median"] for name, figures in found.items() if "spread" in figures}
+        ratios = {name: round(figures["ratio"]["median"], 4) for name, figures in found.items() if "ratio" in figures}
         groups[group["name"]] = {
             "base": group["base"],
             "status": {name: figures.get("status") for name, figures in found.items()},
             "messages": {name: figures["message"] for name, figures in found.items() if "message" in figures},
-            "medians": {name: figures["spread"]["median"] for name, figures in found.items() if "spread" in figures},
-            "ratios": {name: round(figures["ratio"]["median"], 4) for name, figures in found.items() if "ratio" in figures},
+            "medians": medians,
+            "ratios": ratios,
             # Of a dry run: bytes per parameter of the smallest window, and per sample.
             "bytes": {name: [round(figures["per_parameter"], 2), round(figures["per_sample"])]
                       for name, figures in found.items() if "peaks" in figures},
@@ -106,7 +109,8 @@ def read(file: Path) -> dict:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(FOLDER.parent), *arguments], capture_output=True, text=True, check=False)
+        command = ["git", "-C", str(FOLDER.parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -25,7 +25,8 @@ DEVICE = 64 * 2**30
 def main(arguments: list[str]) -> None:
     """Print the tables, write them and the figures."""
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__)
-    parser.add_argument("records", nargs="*", type=Path, metavar="RECORD", help="JSON files of run.py (default: all in records/)")
+    parser.add_argument("records", nargs="*", type=Path, metavar="RECORD",
+                        help="JSON files of run.py (default: all in records/)")
     parser.add_argument("--output", type=Path, default=records.FOLDER, metavar="DIR",
                         help="folder for report.md, report.png and ascend.png (default: records/)")
     options = parser.parse_args(arguments)
@@ -46,30 +47,36 @@ def main(arguments: list[str]) -> None:
 
 def without_gone(record: dict) -> dict:
     """The record without contestants that are gone, and groups in which nobody is left."""
-    groups = [{**group, "contestants": {name: figures for name, figures in group["contestants"].items() if name in MODULES}}
-              for group in record["groups"]]
-    return {**record, "groups": [group for group in groups if group["contestants"]]}
+    groups = []
+    for group in record["groups"]:
+        contestants = {name: figures for name, figures in group["contestants"].items() if name in MODULES}
+        groups += [{**group, "contestants": contestants}] if contestants else []
+    return {**record, "groups": groups}
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def section(record: dict) -> str:
     """A record as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     quick = " **A quick run: its figures say nothing.**" if record["quick"] else ""
-    commit = (record["commit"] or "unknown")[:12] + (" with uncommitted changes" if record["uncommitted_changes"] else "")
+    changed = " with uncommitted changes" if record["uncommitted_changes"] else ""
+    commit = (record["commit"] or "unknown")[:12] + changed
     where = f"{record['cores']} cores, {record['memory_gib']} GiB, {record['machine']}; {versions}; commit {commit}"
     head = [f"## {record['suite']}", "", f"`{record['command']}`, {record['date'][:10]}; {where}.{quick}", ""]
     first = {"scaling": lengths_table, "distributed": exchanges_table}.get(record["suite"])
     made = ascend_table if record["suite"] == "ascend" else table
-    return "\n".join([*head, *([first(record)] if first else []), *(made(group, record["suite"]) for group in record["groups"])])
+    tables = [*([first(record)] if first else []), *(made(group, record["suite"]) for group in record["groups"])]
+    return "\n".join([*head, *tables])
 
 
 def table(group: dict, suite: str) -> str:
     """A group as Markdown: who was measured, in order of the median, then who was not, and why."""
     # A sample is seconds for a microbatch; of the suite memory, it is bytes.
-    unit, factor, digits = ("growth of peak RSS, MiB", 1 / MEBIBYTE, 0) if suite == "memory" else ("ms per microbatch", 1e3, 3)
+    unit, factor, digits = "ms per microbatch", 1e3, 3
+    if suite == "memory":
+        unit, factor, digits = "growth of peak RSS, MiB", 1 / MEBIBYTE, 0
     measured = {name: figures for name, figures in group["contestants"].items() if "spread" in figures}
     rounds = max((len(figures["samples"]) for figures in measured.values()), default=0)
     columns = {
@@ -77,7 +84,7 @@ def table(group: dict, suite: str) -> str:
         "quartiles": lambda f: quartiles(f["spread"], factor, digits),
         f"x {group['base']}": lambda f: f"{f['ratio']['median']:.2f}",
         "quartiles of the ratio": lambda f: quartiles(f["ratio"]),
-        "state / parameters": lambda f: f"{f['state_bytes'] / f['parameter_bytes']:.2f}" if f["parameter_bytes"] else "",
+        "state / parameters": state_share,
         "difference": lambda f: f"{f['difference']:.0e}",
         "first window, s": lambda f: f"{f['first_window']:.1f}" if suite == "strategies" else "",
         "growth of memory, MiB": lambda f: f"{f['growth_spread']['median'] / MEBIBYTE:.0f}",
@@ -89,8 +96,10 @@ def table(group: dict, suite: str) -> str:
     rows = [(name, [cell(make, measured[name]) for make in columns.values()])
             for name in sorted(measured, key=lambda name: measured[name]["spread"]["median"])]
     used = [i for i, title in enumerate(columns) if any(cells[i] for _, cells in rows)]
-    lines = [["contestant", *(list(columns)[i] for i in used)], *([bold(name), *(cells[i] for i in used)] for name, cells in rows)]
-    return under(group, ", ".join(f"{key} {value}" for key, value in group["case"].items()) + f"; {rounds} rounds.", lines)
+    lines = [["contestant", *(list(columns)[i] for i in used)]]
+    lines += [[bold(name), *(cells[i] for i in used)] for name, cells in rows]
+    what = ", ".join(f"{key} {value}" for key, value in group["case"].items())
+    return under(group, f"{what}; {rounds} rounds.", lines)
 
 
 def cell(make: object, figures: dict) -> str:
@@ -99,6 +108,12 @@ def cell(make: object, figures: dict) -> str:
         return make(figures)
     except KeyError:
         return ""
+
+
+def state_share(figures: dict) -> str:
+    """What accumulation keeps, in sizes of the parameters; nothing of who never updates."""
+    size = figures["parameter_bytes"]
+    return f"{figures['state_bytes'] / size:.2f}" if size else ""
 
 
 def quartiles(spread: dict, factor: float = 1, digits: int = 2) -> str:
@@ -144,15 +159,15 @@ def lengths_table(record: dict) -> str:
             if "ratio" in figures and group["case"]["network"].startswith("mlp"):
                 points.setdefault(name, {})[group["case"]["accumulate_step"]] = figures["ratio"]["median"]
     counts = sorted({n for found in points.values() for n in found})
-    return markdown([("x floor at N =", *map(str, counts)),
-                     *((name, *(f"{found[n]:.2f}" if n in found else "" for n in counts)) for name, found in points.items())])
+    rows = [(name, *(f"{found[n]:.2f}" if n in found else "" for n in counts)) for name, found in points.items()]
+    return markdown([("x floor at N =", *map(str, counts)), *rows])
 
 
 def ascend_table(group: dict, suite: str) -> str:
     """A group of the dry run as Markdown, in the order of the suite."""
     found = planned(group)
-    lines = [("contestant", "bytes per parameter, smallest window", "held with large microbatches", "KiB per sample of the window",
-              f"samples of a window in {DEVICE >> 30} GiB", "off the line")]
+    lines = [("contestant", "bytes per parameter, smallest window", "held with large microbatches",
+              "KiB per sample of the window", f"samples of a window in {DEVICE >> 30} GiB", "off the line")]
     for name, figures in found.items():
         fits = (DEVICE - figures["held"] * figures["parameters"]) / figures["per_sample"]
         lines.append((bold(name), f"{figures['per_parameter']:.1f}", f"{figures['held']:.1f}",
@@ -167,7 +182,7 @@ def planned(group: dict) -> dict[str, dict]:
     return {name: figures for name, figures in group["contestants"].items() if "peaks" in figures}
 
 
-# --- the figures --------------------------------------------------------------------------------------------------------
+# --- the figures ------------------------------------------------------------------------------------------------------
 
 
 def draw_ascend(groups: list[dict], file: Path) -> None:
@@ -195,7 +210,8 @@ def draw_ascend(groups: list[dict], file: Path) -> None:
 
 def draw(found: list[dict], file: Path) -> bool:
     """Draw a panel for each network, a point for each contestant. Return whether there is anything to draw."""
-    groups = [group for record in found if record["suite"] == "strategies" for group in record["groups"] if points(group)]
+    groups = [group for record in found if record["suite"] == "strategies"
+              for group in record["groups"] if points(group)]
     if not groups:
         return False
     figure, axes = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4.6), squeeze=False, layout="constrained")

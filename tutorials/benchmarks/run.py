@@ -1,8 +1,9 @@
 """Compare ways of accumulating gradients; each contestant in a process of its own.
 
-Contestants first agree on the parameters after three windows (with a float64 NumPy network, or with the undivided batch); who does
-not is reported and not measured. Then they are timed in rounds that alternate between them, and ratios are taken within a round.
-A contestant whose package is missing is skipped, one that crashes is reported; both by name. The last line printed is one JSON object.
+Contestants first agree on the parameters after three windows (with a float64 NumPy network, or with the undivided
+batch); who does not is reported and not measured. Then they are timed in rounds that alternate between them, and ratios
+are taken within a round. A contestant whose package is missing is skipped, one that crashes is reported; both by name.
+The last line printed is one JSON object.
 """
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def main(arguments: list[str]) -> None:
             parser.error(str(error))
         rounds = options.rounds or (suite.quick_rounds if options.quick else suite.rounds)
         # A quick run leaves no record unless a folder is named.
-        file = None if options.quick and options.output is None else (options.output or records.FOLDER) / f"{options.suite}.json"
+        folder = options.output or (None if options.quick else records.FOLDER)
+        file = folder and folder / f"{options.suite}.json"
         kept = records.read(file)["groups"] if options.groups and file and file.exists() else []
         done = {group["name"]: group for group in kept}
         # Written after each group: a run that is interrupted keeps what it has.
@@ -55,27 +57,30 @@ def main(arguments: list[str]) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     rounds = ", ".join(f"{suite.rounds} for {name}" for name, suite in SUITES.items())
+    suites = "; ".join(f"{name}: {suite.help}" for name, suite in SUITES.items())
     parser = Parser(prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                     epilog="contestants: " + ", ".join(MODULES) + "\n\nThen: python tutorials/benchmarks/report.py")
-    parser.add_argument("--suite", required=True, choices=SUITES, help="; ".join(f"{name}: {suite.help}" for name, suite in SUITES.items()))
-    parser.add_argument("--quick", action="store_true", help="tiny networks and few rounds: does everything work? Its figures say nothing")
+    parser.add_argument("--suite", required=True, choices=SUITES, help=suites)
+    parser.add_argument("--quick", action="store_true",
+                        help="tiny networks and few rounds: does everything work? Its figures say nothing")
     parser.add_argument("--rounds", type=_count, metavar="N", help=f"rounds to take medians over (default: {rounds})")
     parser.add_argument("--contestants", type=_names, metavar="A,B,...",
                         help="only these (default: all of the suite's); what ratios are held against always runs")
     parser.add_argument("--groups", metavar="A;B;...",
                         help="only the groups of these names; the record keeps what it has of the others")
-    parser.add_argument("--output", type=Path, metavar="DIR",
-                        help="folder of the record, <suite>.json (default: records/ beside this file; with --quick: not written)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help=(
+        "folder of the record, <suite>.json (default: records/ beside this file; with --quick: not written)"))
     return parser
 
 
 def chosen(groups: list[Group], options: argparse.Namespace) -> list[Group]:
-    """The groups and contestants that were asked for, with bases and referees. Raises ValueError if one is not in the suite."""
+    """The groups and contestants that were asked for, with bases and referees. Raises ValueError if one is unknown."""
     names = [group.name for group in groups]
     wanted = names if options.groups is None else [name.strip() for name in options.groups.split(";")]
+    unknown = "argument --{}: {!r} is not in suite " + options.suite + "; choose from {}"
     for name in wanted:
         if name not in names:
-            raise ValueError(f"argument --groups: {name!r} is not in suite {options.suite}; choose from {'; '.join(names)}")
+            raise ValueError(unknown.format("groups", name, "; ".join(names)))
     groups = [group for group in groups if group.name in wanted]
     if options.contestants is None:
         return groups
@@ -89,13 +94,14 @@ def chosen(groups: list[Group], options: argparse.Namespace) -> list[Group]:
     for name in options.contestants:
         if not any(name in group.contestants for group in found):
             known = dict.fromkeys(name for group in groups for name in group.contestants)
-            raise ValueError(f"argument --contestants: {name!r} is not in suite {options.suite}; choose from {', '.join(known)}")
+            raise ValueError(unknown.format("contestants", name, ", ".join(known)))
     return found
 
 
 def command_line(arguments: list[str]) -> str:
     """The command without the folders of this machine."""
-    return shlex.join(["python", "tutorials/benchmarks/run.py", *(Path(a).name if a.startswith("/") else a for a in arguments)])
+    named = [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
+    return shlex.join(["python", "tutorials/benchmarks/run.py", *named])
 
 
 def _count(text: str) -> int:

@@ -72,12 +72,13 @@ class Worker:
         self.pipe.close()
 
     def _last_line(self) -> str:
-        lines = [line.strip() for line in self.said.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        said = self.said.read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
         return without_paths(lines[-1]) if lines else "no message"
 
 
 class Team:
-    """The workers of a group, built as many at a time as there are cores. Who fails is reported, and not asked any more.
+    """The workers of a group, built as many at a time as there are cores. Who fails is reported, and not asked again.
 
     Attributes:
         figures: Of each contestant by name; `status` and `message` of those that cannot go on.
@@ -156,7 +157,7 @@ def serve(pipe: Connection, contestant: str, case: dict, scratch: Path) -> None:
 
 
 def unavailable(error: Exception) -> Unavailable:
-    """Why a contestant cannot go on. Of the message the first line that says something: MindSpore's go on with call stacks."""
+    """Why a contestant cannot go on. Of the message the first line with words: MindSpore's go on with call stacks."""
     package = (error.name or "").split(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in contestants.PACKAGES:
         return Unavailable("skipped", f"package {package} is not installed")

@@ -1,4 +1,4 @@
-"""Write tutorials/reference/cli.md from what `ms-accum --help` and its commands print: `python tutorials/reference/cli.py`."""
+"""Write tutorials/reference/cli.md from what `ms-accum --help` and its commands print: `python PATH_OF_THIS_FILE`."""
 import io
 import os
 from contextlib import redirect_stdout
@@ -11,7 +11,8 @@ INTRODUCTION = """\
 # Command line
 
 `ms-accum` trains the [reference runs](../guide/benchmarks.md#the-reference-runs), [checks](../guide/check.md) whether
-accumulation is exact for a network, and [plans](../guide/batch-size.md) a microbatch. This page is what its `--help` prints.
+accumulation is exact for a network, and [plans](../guide/batch-size.md) a microbatch. \
+This page is what its `--help` prints.
 """
 COMMANDS = ((), ("mnist",), ("lm",), ("check",), ("plan",))
 

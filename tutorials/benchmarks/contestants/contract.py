@@ -46,14 +46,14 @@ class Contestant(ABC):
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """Bytes of accumulated gradients and all that lives beside them from call to call; without the optimizer's own."""
+        """Bytes of accumulated gradients and all that lives beside them from call to call; without the optimizer's."""
 
     def samples(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and labels of `count` samples to train on."""
         return samples(self.case, count)
 
     def load(self, batch: int, distinct: bool) -> None:
-        """Take microbatches of `batch` samples: a window of them, or (as from a data loader) one that is given again and again."""
+        """Take microbatches of `batch` samples: a window of them, or (as from a data loader) one, again and again."""
         pieces = self.case.accumulate_step if self.whole_window or distinct else 1
         rows = batch * pieces if self.whole_window else batch
         inputs, labels = self.samples(batch * pieces)
@@ -90,7 +90,7 @@ class Contestant(ABC):
                 "first_window": self.first_window}
 
     def peak(self, batch: int, windows: int) -> dict[str, int]:
-        """Peak RSS of this process once it has trained on microbatches of `batch` samples, and what it was given at a time; bytes."""
+        """Bytes of peak RSS of this process after training on microbatches of `batch` samples, and of its data."""
         self.load(batch, distinct=False)
         self.run(windows * self.case.accumulate_step)
         # Of this program alone; `ru_maxrss` starts with the peak of the process that launched it.

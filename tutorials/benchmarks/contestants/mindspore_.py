@@ -94,9 +94,10 @@ class MindSpore(Contestant):
         return sum(p.nbytes for p in self.way.state)
 
     def plan(self, batch: int) -> dict[str, int]:
-        """Bytes on the device at the peak of a window, and how many parameters there are. Before the network, a process holds none.
+        """Bytes on the device at the peak of a window, and how many parameters there are.
 
-        Of the second window, when the optimizer's state is there: a call, and what closes the window.
+        Before the network, a process holds none. Of the second window, when the optimizer's state is there: a call, and
+        what closes the window.
         """
         self.load(batch, distinct=False)
         for _ in range(2):
@@ -108,11 +109,11 @@ class MindSpore(Contestant):
         return {"peak": ms.runtime.max_memory_allocated(), "parameters": sum(p.size for p in self.trained)}
 
 
-# --- the floor: what no way of accumulating can avoid ---------------------------------------------------------------------
+# --- the floor: what no way of accumulating can avoid -----------------------------------------------------------------
 
 
 def floor(start: Start, branch: bool = False) -> Way:
-    """Forward and backward. With a branch that is never taken, MindSpore runs a graph in another way, at times a faster one."""
+    """Forward and backward. A branch that is never taken lets MindSpore run a graph in another way, at times faster."""
     grad_fn = start.grad_fn()
     never = Parameter(Tensor(0, ms.int32), name="never")
 
@@ -128,7 +129,7 @@ def floor(start: Start, branch: bool = False) -> Way:
     return Way(forward_backward, updates=False)
 
 
-# --- ours ------------------------------------------------------------------------------------------------------------------
+# --- ours -------------------------------------------------------------------------------------------------------------
 
 
 def ms_accum(start: Start, **options: object) -> Way:
@@ -176,7 +177,7 @@ class Rank(MindSpore):
         return tuple(array[get_rank()::self.case.ranks] for array in super().samples(count * self.case.ranks))
 
 
-# --- the ways in use -------------------------------------------------------------------------------------------------------
+# --- the ways in use --------------------------------------------------------------------------------------------------
 
 
 def undivided(start: Start) -> Way:
@@ -186,7 +187,7 @@ def undivided(start: Start) -> Way:
 
 @ms.jit_class
 class OneBuffer:
-    """The least that half of the tutorial's memory takes: sums emptied in place, a counter, one branch; the script divides its loss."""
+    """The least that half of the tutorial's memory takes: sums emptied in place; the script divides its loss."""
 
     def __init__(self, optimizer: nn.Optimizer, pieces: int) -> None:
         self.optimizer = optimizer
@@ -219,7 +220,7 @@ def one_buffer(start: Start) -> Way:
 
 @ms.jit_class
 class TwoBuffers(OneBuffer):
-    """The tutorial's accumulator in behaviour: sums, and as many zeros to clear them with; a counter that only grows."""
+    """The tutorial's accumulator in behaviour: sums, and zeros to clear them with; a counter that only grows."""
 
     def __init__(self, optimizer: nn.Optimizer, pieces: int) -> None:
         super().__init__(optimizer, pieces)
@@ -266,7 +267,7 @@ class MeanLoss(nn.Cell):
 
 
 def parallel_nn(start: Start) -> Way:
-    """`mindspore.parallel.nn.GradAccumulation` in a TrainOneStepCell; it sums the pieces' losses, so that they are divided here."""
+    """`mindspore.parallel.nn.GradAccumulation` in a TrainOneStepCell; it sums the losses, which are divided here."""
     network = GradAccumulation(MeanLoss(start.network, start.pieces), start.pieces)
     return Way(ms.jit(nn.TrainOneStepCell(network, start.optimizer)), whole_window=True)
 
@@ -275,7 +276,8 @@ def mindcv(start: Start) -> Way:
     """MindCV's cell, without clipping: it clips each microbatch, which no undivided batch agrees with."""
     from mindcv.utils import TrainStep
 
-    cell = TrainStep(MeanLoss(start.network), start.optimizer, Tensor(1.0, ms.float32), gradient_accumulation_steps=start.pieces)
+    network, scale = MeanLoss(start.network), Tensor(1.0, ms.float32)
+    cell = TrainStep(network, start.optimizer, scale, gradient_accumulation_steps=start.pieces)
     return Way(ms.jit(cell), tuple(p for p in cell.get_parameters() if "accumulation" in p.name))
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of a window on Ascend, in a dry run: MindSpore compiles graphs and plans their memory, and launches no kernel."""
+"""Peak memory of a window on Ascend, in a dry run: MindSpore compiles graphs and plans memory, and runs no kernel."""
 from __future__ import annotations
 
 import os
@@ -30,12 +30,16 @@ def groups(quick: bool, scratch: Path) -> list[Group]:
         ("MLP", "mlp-784-512-512-10", 2048), ("CNN", "cnn-64x2", 32), ("ViT", "vit-192x6", 64),
         # Wide and of few blocks: each block takes time to compile, and adds nothing to figures for each parameter.
         ("transformer, 10 M", "transformer-384x6", 64), ("transformer, 350 M", "transformer-2048x7", 96)]
-    return [Group(label, Case(network, 1, 8, optimizer="Adam"), (*CONTESTANTS, CONTROL) if label == "MLP" else CONTESTANTS,
-                  sizes=(1, size, size * 3 // 2, size * 2)) for label, network, size in networks[:1 if quick else None]]
+    found = []
+    for label, network, size in networks[:1 if quick else None]:
+        names = (*CONTESTANTS, CONTROL) if label == "MLP" else CONTESTANTS
+        sizes = (1, size, size * 3 // 2, size * 2)
+        found.append(Group(label, Case(network, 1, 8, optimizer="Adam"), names, sizes=sizes))
+    return found
 
 
 def environment(scratch: Path) -> dict[str, str]:
-    """What a worker's environment needs: that of an installed CANN, or of stand-ins for its libraries, built in `scratch`.
+    """What a worker's environment needs: an installed CANN's, or that of stand-ins for it, built in `scratch`.
 
     Raises ValueError where there is neither.
     """
@@ -44,27 +48,27 @@ def environment(scratch: Path) -> dict[str, str]:
         return dry
     if find_spec("mindspore") is None:
         raise ValueError("suite ascend needs the package mindspore")
+    needs = "suite ascend needs CANN (ASCEND_TOOLKIT_HOME is not set), or"
     if not STAND_INS.exists():
-        raise ValueError("suite ascend needs CANN (ASCEND_TOOLKIT_HOME is not set), or a checkout with tests/ascend/stand_ins.py")
+        raise ValueError(f"{needs} a checkout with tests/ascend/stand_ins.py")
     sys.path.append(str(STAND_INS.parent))
     import stand_ins
 
     if reason := stand_ins.missing():
-        raise ValueError(f"suite ascend needs CANN (ASCEND_TOOLKIT_HOME is not set) or stand-ins for it: {reason}")
+        raise ValueError(f"{needs} stand-ins for it: {reason}")
     try:
         cann = stand_ins.build(scratch / "stand_ins")
     except subprocess.CalledProcessError as error:
-        raise ValueError(f"suite ascend: stand-ins for CANN were not built: {(error.stderr or str(error)).splitlines()[-1]}") from error
-    path = os.pathsep.join(filter(None, (str(cann / "python"), os.environ.get("PYTHONPATH"))))
-    return {**dry, "LD_LIBRARY_PATH": str(cann / "lib64"), "ASCEND_HOME_PATH": str(cann), "ASCEND_TOOLKIT_HOME": str(cann),
-            "ASCEND_OPP_PATH": str(cann / "opp"), "PYTHONPATH": path}
+        said = (error.stderr or str(error)).splitlines()[-1]
+        raise ValueError(f"suite ascend: stand-ins for CANN were not built: {said}") from error
+    return {**dry, **stand_ins.variables(cann)}
 
 
 def measure(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]:
     """Records of what a window takes. The figures are exact: more rounds would give the same.
 
-    A process for each size, as a compiled graph keeps its constants. One at a time, as a network may take half of this machine's
-    memory.
+    A process for each size, as a compiled graph keeps its constants. One at a time, as a network may take half of this
+    machine's memory.
     """
     for i, group in enumerate(groups):
         found: dict[str, dict] = {name: {} for name in group.contestants}
@@ -85,9 +89,9 @@ def measure(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]:
 def figures(peaks: dict[int, int], parameters: int, microbatches: int) -> dict[str, float]:
     """What peak memory is made of, for "what fits?".
 
-    A window with n samples needs `per_parameter * parameters` bytes at least, and `held * parameters + per_sample * n` where
-    activations outweigh gradients. Held are the gradients, too, that are there when activations are at their peak.
-    `deviation`: how far that line misses a size between its two ends, relative.
+    A window with n samples needs `per_parameter * parameters` bytes at least, and `held * parameters + per_sample * n`
+    where activations outweigh gradients. Held are the gradients, too, that are there when activations are at their
+    peak. `deviation`: how far that line misses a size between its two ends, relative.
 
     Args:
         peaks: Bytes at the peak of a window, by samples in a microbatch: the smallest, and three on the line.
@@ -102,4 +106,5 @@ def figures(peaks: dict[int, int], parameters: int, microbatches: int) -> dict[s
             "deviation": abs(peaks[middle] / expected - 1)}
 
 
-SUITE = Suite("peak memory on Ascend in a dry run, on any Linux machine", groups, rounds=1, quick_rounds=1, measure=measure)
+SUITE = Suite(
+    "peak memory on Ascend in a dry run, on any Linux machine", groups, rounds=1, quick_rounds=1, measure=measure)

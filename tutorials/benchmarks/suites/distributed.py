@@ -1,4 +1,4 @@
-"""Ranks that exchange each window, each microbatch, or nothing: one run of MindSpore's `msrun` for all groups of as many ranks."""
+"""Ranks that exchange each window, each microbatch, or nothing: one run of `msrun` for all groups of as many ranks."""
 from __future__ import annotations
 
 import json
@@ -37,7 +37,10 @@ def groups(quick: bool, scratch: Path) -> list[Group]:
 
 
 def measure(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]:
-    """Records of seconds for a microbatch of the slowest rank, in rounds that alternate between all contestants of as many ranks."""
+    """Records of seconds for a microbatch of the slowest rank.
+
+    Rounds alternate between all contestants of as many ranks.
+    """
     for ranks, together in groupby(groups, key=lambda group: group.case.ranks):
         some = list(together)
         say(f"{', '.join(group.name for group in some)}: {ranks} of each contestant, {rounds} rounds")
@@ -59,8 +62,8 @@ def launch(ranks: int, groups: list[Group], rounds: int, scratch: Path) -> dict:
     msrun = shutil.which("msrun", path=here)
     if msrun is None:
         raise Unavailable("skipped", "msrun is not installed")
-    described = [{"name": group.name, "case": asdict(group.case), "contestants": group.contestants, "microbatches": group.microbatches}
-                 for group in groups]
+    described = [{"name": group.name, "case": asdict(group.case), "contestants": group.contestants,
+                  "microbatches": group.microbatches} for group in groups]
     (scratch / "job.json").write_text(json.dumps({"groups": described, "rounds": rounds}), encoding="utf-8")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -79,7 +82,8 @@ def launch(ranks: int, groups: list[Group], rounds: int, scratch: Path) -> dict:
         _stop(process)
     if status:
         said = sorted(scratch.glob("error.*"), key=lambda file: file.stat().st_mtime)
-        raise Unavailable("crashed", said[0].read_text(encoding="utf-8") if said else f"msrun ended with status {status}")
+        message = said[0].read_text(encoding="utf-8") if said else f"msrun ended with status {status}"
+        raise Unavailable("crashed", message)
     return json.loads((scratch / "figures.json").read_text(encoding="utf-8"))
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from case import Case
 from harness import FLOOR, Group, Suite, referee_of
 
-CONTESTANTS = (*FLOOR, "ms_accum", "ms_accum-pieces", "ms_accum-by-hand", "undivided", "tutorial", "one-buffer", "boost", "parallel-nn",
-               "mindcv", "pytorch-eager", "pytorch-compiled", "jax-multisteps", "jax-scan")
+CONTESTANTS = (*FLOOR, "ms_accum", "ms_accum-pieces", "ms_accum-by-hand", "undivided", "tutorial", "one-buffer",
+               "boost", "parallel-nn", "mindcv", "pytorch-eager", "pytorch-compiled", "jax-multisteps", "jax-scan")
 
 
 def groups(quick: bool, scratch: Path) -> list[Group]:

@@ -12,8 +12,9 @@ CONTESTANTS = (*FLOOR, "ms_accum", "ms_accum-pieces", "tutorial")
 def groups(quick: bool, scratch: Path) -> list[Group]:
     """Windows of 1 to 64 microbatches."""
     network = "mlp-784-32-32-10" if quick else "mlp-784-512-512-10"
-    cases = [Case(network, 32, n) for n in ((1, 4) if quick else (1, 2, 4, 8, 16, 32, 64))]
-    return [Group(f"MLP, N = {case.accumulate_step}", case, CONTESTANTS, FLOOR, 0.02 if quick else 0.25, referee=referee_of(case))
+    seconds, lengths = (0.02, (1, 4)) if quick else (0.25, (1, 2, 4, 8, 16, 32, 64))
+    cases = [Case(network, 32, n) for n in lengths]
+    return [Group(f"MLP, N = {case.accumulate_step}", case, CONTESTANTS, FLOOR, seconds, referee=referee_of(case))
             for case in cases]
 
 

@@ -13,11 +13,11 @@ def groups(quick: bool, scratch: Path) -> list[Group]:
     """Three networks, windows of 4."""
     cases = [("MLP", "mlp-784-32-32-10", 32), ("CNN", "cnn-8x1", 1)] if quick else [
         ("MLP", "mlp-784-512-512-10", 32), ("CNN", "cnn-16x2", 2), ("transformer", "transformer-384x6", 4)]
-    found = []
+    seconds, found = 0.02 if quick else 0.25, []
     for label, network, batch in cases:
         case = Case(network, batch)
         names = CONTESTANTS if label == "MLP" else (REFEREE, *CONTESTANTS)
-        found.append(Group(f"{label}, N = 4", case, names, ("ms_accum",), 0.02 if quick else 0.25, referee=referee_of(case)))
+        found.append(Group(f"{label}, N = 4", case, names, ("ms_accum",), seconds, referee=referee_of(case)))
     return found
 
 
