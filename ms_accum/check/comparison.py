@@ -70,7 +70,7 @@ class Division:
         def scaled(scale: float, *inputs: Any) -> Tensor:  # a function, also if `forward_fn` is a Cell or a partial
             return forward_fn(*inputs) * scale
 
-        self._scaled, self._differentiated = scaled, ms.value_and_grad(scaled, None, self.parameters)
+        self._differentiated = ms.value_and_grad(scaled, None, self.parameters)
         self.samples, self.cut = layout(batch, batch_axis)
         spans = starts_of(self.samples, pieces)
         self.pieces = [self.rows(range(start, start + rows)) for start, rows in spans]
@@ -108,7 +108,7 @@ class Division:
         except (TypeError, AttributeError) as error:  # as where a Tensor's method returns something else in a graph
             self.error = error
             os.environ.pop("MS_JIT", None)  # until `untouched` ends
-            self._scaled, self._differentiated = ms.jit(self._scaled), ms.jit(self._differentiated)
+            self._differentiated = ms.jit(self._differentiated)
             try:
                 return self.run(self.batch)
             except Exception:
@@ -130,7 +130,7 @@ class Division:
             with self.layers.watched() as calls:
                 loss = self.forward_fn(*inputs)
         else:
-            loss, calls = self._scaled(1.0, *inputs), {}
+            loss, calls = self._differentiated(1.0, *inputs)[0], {}
         [t.asnumpy() for t in tensors_in(loss)]  # kernels report errors late
         return loss, calls
 
