@@ -263,34 +263,25 @@ class WindowLog(_OfOneCell):
         if weight != self._weight:
             self._losses, self._weight = [], weight
 
-    def on_train_step_end(self, run_context: RunContext) -> None:
-        """Take the microbatch's loss, and log the window if it was closed, by it or by a flush."""
-        self.take(run_context)
-        self._log_closed()
-
-    def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Log what a flush has just closed."""
-        self._log_closed()
-
-    on_train_end = on_train_epoch_end
-
     def take(self, run_context: RunContext) -> None:
-        """Take the microbatch's loss, once. `FlushCallback` calls it before a flush, which may close further windows.
+        """Take the microbatch's loss, once, and log the window if it was closed, by it or by a flush.
 
-        If something else has made such a flush, this microbatch's weight is unknown.
+        `FlushCallback` calls it before a flush, which may close further windows. If something else has made such a
+        flush, this microbatch's weight is unknown.
         """
-        if self._taken:
-            return
-        self._taken, context, accumulator = True, run_context.original_args(), self._accumulator
-        self._place, loss = (context.cur_epoch_num, context.cur_step_num), context.net_outputs
-        windows = int(accumulator.closed_windows) - self._closed
-        weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
-        if windows == 0 and weight < self._weight:  # a callback in front of this one has reset the window
-            self._losses, self._weight = [], weight
-            return
-        self._losses.append((float(loss[0] if isinstance(loss, tuple) else loss), weight - self._weight))
-        self._weight = weight
+        if not self._taken:
+            self._taken, context, accumulator = True, run_context.original_args(), self._accumulator
+            self._place, loss = (context.cur_epoch_num, context.cur_step_num), context.net_outputs
+            windows = int(accumulator.closed_windows) - self._closed
+            weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
+            if windows == 0 and weight < self._weight:  # a callback in front of this one has reset the window
+                self._losses = []
+            else:
+                self._losses.append((float(loss[0] if isinstance(loss, tuple) else loss), weight - self._weight))
+            self._weight = weight
         self._log_closed()
+
+    on_train_step_end = on_train_epoch_end = on_train_end = take
 
     def _log_closed(self) -> None:
         windows = int(self._accumulator.closed_windows) - self._closed

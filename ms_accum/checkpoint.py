@@ -83,8 +83,9 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     mine = path_of_rank(path, rank, ranks, generation)
     with part_of(path) as part:
         def write() -> None:
+            accumulator.require_whole()
             # The window counts as open on all ranks if it is open on one.
-            write_file(part, *_contents(network, accumulator, extra, generation, any(held)))
+            write_file(part, *_Run(network, accumulator).contents(extra, generation, any(held)))
             if rank > 0:
                 rename_file(part, mine)
 
@@ -144,19 +145,19 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     """
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
     rank, ranks = accumulator.exchange.rank, accumulator.exchange.ranks
+    run = _together(ranks, lambda: _Run(network, accumulator), CheckpointError)
     first = _together(ranks, lambda: read_file(path) if rank == 0 else ({}, {"generation": "0" * 16}), CheckpointError)
-    generation, alike = _told(ranks, first[1]["generation"], _exchanged_alike(first[1], accumulator))
+    generation, alike = _told(ranks, first[1]["generation"], run.exchanged_alike(first[1]))
     mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
-    loaded, about = _together(ranks, lambda: _checked(mine, first if rank == 0 else read_file(mine), generation,
-                                                      network, accumulator), CheckpointError)
+    loaded, about = _together(ranks, lambda: run.checked(mine, first if rank == 0 else read_file(mine), generation),
+                              CheckpointError)
     unit = float(accumulator.buffers.held_unit)
     if not about["open"]:
         accumulator.reset()
-    entries = _entries(network, accumulator)
     accumulator.counters.begin_update(accumulator.mini_step)  # what an interrupt stops here is refused
     for name, value in loaded.items():
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
-        ops.assign(entries[name], value)
+        ops.assign(run.entries[name], value)
     accumulator.buffers.adopt(unit)
     accumulator.counters.end_update()
     accumulator.countdown.claim()  # a driver asks the device anew
@@ -186,80 +187,70 @@ def _told(ranks: int, generation: str, number: int) -> tuple[str, list[int]]:
 # --- what a file holds ------------------------------------------------------------------------------------------------
 
 
-def _entries(network: nn.Cell, accumulator: Accumulator) -> dict[str, Parameter]:
-    """Return all state by its name in the file."""
-    optimizer = instance_of("the optimizer", accumulator.optimizer, nn.Cell, "an nn.Cell, whose state can be found")
-    named = [(p.name, p) for p in network.get_parameters()]
-    # An accumulator's number counts those that were built before it, which may be others in the next process.
-    named += [(f"optimizer:{own_name(optimizer, name)}", p)
-              for name, p in (*((p.name, p) for p in optimizer.parameters), *state_of(optimizer))]
-    named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
-    entries, once = {}, {id(p): (name, p) for name, p in reversed(named)}  # each by the first of its names
-    for name, parameter in reversed(once.values()):
-        if name in (ABOUT, *entries):
-            raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
-        entries[name] = parameter
-    if len(accumulator.state) < len(accumulator.parameters):
-        raise ValueError("two Parameters of the accumulator's state have the same name; rename those of after_update")
-    return entries
+class _Run:
+    """What a run has to save and load.
 
+    Attributes:
+        entries: All state by its name in the file.
+        of_window: The names of what is only needed while a window is open.
+        of_lengths: The names of what goes with `accumulate_step`: a chosen length, and what was measured for it alone.
+        settings: What has to be the same in the run that resumes; those in `_OF_WINDOW` only if a window is open.
+    """
 
-def _of_window(accumulator: Accumulator) -> set[str]:
-    """Return the names of what is only needed while a window is open."""
-    return {f"accumulator:{name}" for name in accumulator.open_state}
+    def __init__(self, network: nn.Cell, accumulator: Accumulator) -> None:
+        optimizer = instance_of("the optimizer", accumulator.optimizer, nn.Cell, "an nn.Cell, whose state can be found")
+        named = [(p.name, p) for p in network.get_parameters()]
+        # An accumulator's number counts those that were built before it, which may be others in the next process.
+        named += [(f"optimizer:{own_name(optimizer, name)}", p)
+                  for name, p in (*((p.name, p) for p in optimizer.parameters), *state_of(optimizer))]
+        named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
+        self.entries, once = {}, {id(p): (name, p) for name, p in reversed(named)}  # each by the first of its names
+        for name, parameter in reversed(once.values()):
+            if name in (ABOUT, *self.entries):
+                raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
+            self.entries[name] = parameter
+        if len(accumulator.state) < len(accumulator.parameters):
+            raise ValueError("two Parameters of the accumulator's state have the same name; rename those of "
+                             "after_update")
+        self.settings = accumulator.fingerprint()
+        if accumulator.exchange.sharded:  # a shard holds parts of parameters by their order alone
+            order = repr([(p.name, p.shape) for p in optimizer.parameters]).encode()
+            self.settings["reducer"] += f", parameters {sha256(order).hexdigest()[:16]}"
+        self.of_window = {f"accumulator:{name}" for name in accumulator.open_state}
+        measured = accumulator.observer.parameters if self.settings["noise_scale"] == "None" else ()
+        own = {id(p) for p in (*accumulator.window.parameters, *measured)}
+        self.of_lengths = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in own]
 
+    def exchanged_alike(self, about: dict) -> bool:
+        """Return whether as many ranks exchanged in the same way, so that each has a file of its own."""
+        return about.get("reducer") == self.settings["reducer"]
 
-def _of_lengths(accumulator: Accumulator) -> list[str]:
-    """Return the names of what goes with `accumulate_step`: a chosen length, and what was measured for it alone."""
-    measured = accumulator.observer.parameters if accumulator.fingerprint()["noise_scale"] == "None" else ()
-    own = {id(p) for p in (*accumulator.window.parameters, *measured)}
-    return [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in own]
+    def contents(self, extra: Any, generation: str, is_open: bool) -> tuple[dict[str, Parameter], dict]:
+        """Return the entries of a rank's file, and what it says about them."""
+        empty = set() if is_open else self.of_window.difference(self.of_lengths, [_UNIT])
+        entries = {name: p for name, p in self.entries.items() if name not in empty}
+        return entries, {**self.settings, "open": is_open, "lengths": self.of_lengths, "unit": [_UNIT],
+                         "generation": generation, "extra": extra}
 
-
-def _settings(accumulator: Accumulator) -> dict[str, str]:
-    """Return what has to be the same in the run that resumes; those in `_OF_WINDOW` only if a window is open."""
-    settings = dict(accumulator.fingerprint())
-    if accumulator.exchange.sharded:  # a shard holds parts of parameters by their order alone
-        order = repr([(p.name, p.shape) for p in accumulator.optimizer.parameters]).encode()
-        settings["reducer"] += f", parameters {sha256(order).hexdigest()[:16]}"
-    return settings
-
-
-def _exchanged_alike(about: dict, accumulator: Accumulator) -> bool:
-    """Return whether as many ranks exchanged in the same way, so that each has a file of its own."""
-    return about.get("reducer") == _settings(accumulator)["reducer"]
-
-
-def _contents(network: nn.Cell, accumulator: Accumulator, extra: Any, generation: str,
-              is_open: bool) -> tuple[dict[str, Parameter], dict]:
-    """Return the entries of a rank's file, and what it says about them."""
-    accumulator.require_whole()
-    lengths = _of_lengths(accumulator)
-    empty = set() if is_open else _of_window(accumulator).difference(lengths, [_UNIT])
-    entries = {name: p for name, p in _entries(network, accumulator).items() if name not in empty}
-    return entries, {**_settings(accumulator), "open": is_open, "lengths": lengths, "unit": [_UNIT],
-                     "generation": generation, "extra": extra}
-
-
-def _checked(path: Path, file: tuple[dict[str, Tensor], dict], generation: str, network: nn.Cell,
-             accumulator: Accumulator) -> tuple[dict[str, Tensor], dict]:
-    """Return what to load of a file, and what it says about it. CheckpointError if it does not fit this run."""
-    loaded, about = file
-    if about["generation"] != generation:
-        raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
-    for name, expected in _settings(accumulator).items():
-        if about.get(name) != expected and (about["open"] or name not in _OF_WINDOW):
-            remedy = ("save when train_step.updated is true: a closed window loads on any number of ranks and with any "
-                      "accumulate_step") if name in _OF_WINDOW else "build it alike"
-            raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; "
-                                  f"{remedy}")
-    ignored = {_TORN, *(() if _exchanged_alike(about, accumulator) else about["unit"])}
-    if about["accumulate_step"] != accumulator.fingerprint()["accumulate_step"]:
-        ignored.update(about["lengths"])
-    loaded = {name: value for name, value in loaded.items() if name not in ignored}
-    unneeded = {_TORN} if about["open"] else _of_window(accumulator).union(_of_lengths(accumulator))
-    _require_entries(path, loaded, unneeded, _entries(network, accumulator))
-    return loaded, about
+    def checked(self, path: Path, file: tuple[dict[str, Tensor], dict],
+                generation: str) -> tuple[dict[str, Tensor], dict]:
+        """Return what to load of a file, and what it says about it. CheckpointError if it does not fit this run."""
+        loaded, about = file
+        if about["generation"] != generation:
+            raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
+        for name, expected in self.settings.items():
+            if about.get(name) != expected and (about["open"] or name not in _OF_WINDOW):
+                remedy = ("save when train_step.updated is true: a closed window loads on any number of ranks and with "
+                          "any accumulate_step") if name in _OF_WINDOW else "build it alike"
+                raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; "
+                                      f"{remedy}")
+        ignored = {_TORN, *(() if self.exchanged_alike(about) else about["unit"])}
+        if about["accumulate_step"] != self.settings["accumulate_step"]:
+            ignored.update(about["lengths"])
+        loaded = {name: value for name, value in loaded.items() if name not in ignored}
+        unneeded = {_TORN} if about["open"] else self.of_window.union(self.of_lengths)
+        _require_entries(path, loaded, unneeded, self.entries)
+        return loaded, about
 
 
 def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], entries: dict[str, Parameter]) -> None:

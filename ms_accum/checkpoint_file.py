@@ -81,10 +81,8 @@ def part_of(path: Path) -> Iterator[Path]:
 def _lives(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        pass
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it is somebody else's
     return True
 
 

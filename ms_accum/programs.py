@@ -150,7 +150,7 @@ def largest_difference(one: nn.Cell, other: nn.Cell) -> float:
 class Report:
     """Print how a training goes, and keep its figures.
 
-        report.begin(options, train_step, "10,000 digits", resumed)
+        report.begin(train_step, "10,000 digits", resumed)
         for epoch in report.epochs_left():
             losses = report.progress(train_step.epoch(batches), sizes)
             report.add(losses, score)
@@ -160,20 +160,20 @@ class Report:
     """
 
     def __init__(self, program: Program, label: str, options: Namespace) -> None:
-        self.program, self.label, self.epochs = program, label, []
+        self.program, self.label, self.options, self.epochs = program, label, options, []
         run = {"command": program.name, **{name: v for name, v in vars(options).items() if name not in _FREE}}
         self.state = {"run": run, "epochs": self.epochs}
         if options.compare:
             print(f"\n{label}")
 
-    def begin(self, options: Namespace, train_step: TrainStep, data: str, resumed: Any) -> None:
+    def begin(self, train_step: TrainStep, data: str, resumed: Any) -> None:
         """Print what is trained, on what, and how large the batch of an update is. Take over the epochs of `resumed`.
 
         CheckpointError if it is from a run with other options.
         """
+        options, self.accumulator, ranks = self.options, train_step.accumulator, train_step.accumulator.exchange.ranks
         if resumed is not None:
-            self._resume(resumed, options.resume)
-        self.options, self.accumulator, ranks = options, train_step.accumulator, train_step.accumulator.exchange.ranks
+            self._resume(resumed)
         of, exchanged = ("", "") if ranks == 1 else (f" x {ranks} ranks", f", gradients exchanged each {options.sync}")
         size = options.batch_size * options.accumulate_step * ranks
         clipped = "" if options.clip_norm is None else f", clipped to norm {options.clip_norm:g}"
@@ -184,7 +184,8 @@ class Report:
               f"optimizer  {options.optimizer}, learning rate {options.lr:g}{clipped}, seed {options.seed}",
               sep="\n", flush=True)
 
-    def _resume(self, resumed: Any, path: str) -> None:
+    def _resume(self, resumed: Any) -> None:
+        path = self.options.resume
         if not isinstance(resumed, dict) or not resumed.keys() >= self.state.keys():
             raise CheckpointError(f"{path} holds no epochs; give a file that --save wrote")
         for name, value in self.state["run"].items():

@@ -1,7 +1,4 @@
-"""Measure the memory of a train step in a separate process: on its device, or in a dry run for Ascend.
-
-In a dry run, MindSpore compiles the step and plans its memory. Nothing is launched, and values read as 0.
-"""
+"""Measure the memory of a train step in a separate process: on its device, or in a dry run (see `planning`)."""
 from __future__ import annotations
 
 import gc

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
@@ -11,8 +11,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from .comparison import CONFIDENCE, Calls, Comparison, Division
+from .comparison import CONFIDENCE, Comparison, Division
 from .groupnorm import BATCH_NORMS, statistics_of
+from .isolation import Calls
 
 _DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
 # What a cause does, and the remedy.
@@ -59,9 +60,9 @@ class Cause:
     remedy: str
 
 
-def in_layers(cells: dict[str, nn.Cell], what: str, remedy: str) -> list[Cause]:
+def in_layers(division: Division, cells: Iterable[nn.Cell], what: str, remedy: str) -> list[Cause]:
     """Return a cause for each of some layers."""
-    return [Cause(name, type(cell).__name__, what, remedy) for name, cell in cells.items()]
+    return [Cause(division.layers.names[cell], type(cell).__name__, what, remedy) for cell in cells]
 
 
 def in_loss(division: Division, what: str, remedy: str) -> list[Cause]:
@@ -74,26 +75,27 @@ def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause], lis
 
     Return those that draw masks, MindSpore's; those of others, which may do more in training; what stays random.
     """
-    off: dict[str, nn.Cell] = {}
+    off: list[nn.Cell] = []
     while True:
         (loss, first), (other_loss, second) = (division.run(division.batch) for _ in range(2))
         # Kernels that sum in any order differ in their last digits, random numbers from the first digit on.
         limit = np.sqrt(division.roundoff)
         # A LayerNorm behind a Dropout that changes little may make much of it: it is not random.
         random = _differing(division, first, second, limit, 0.0) or _differing(division, first, second, limit)
-        if random.keys() <= off.keys():  # none, or found again
+        if {*random} <= {*off}:  # none, or found again
             break
-        kinds = {type(cell) for cell in random.values()}
-        off |= random | {name: cell for name, cell in division.layers.cells.items()
-                         if type(cell) in kinds and name in first and cell.training and getattr(cell, "p", None) != 0}
-        for cell in off.values():
+        kinds = {type(cell) for cell in random}
+        alike = [cell for cell in division.layers.names
+                 if type(cell) in kinds and cell in first and cell.training and getattr(cell, "p", None) != 0]
+        off = [*dict.fromkeys([*off, *random, *alike])]
+        for cell in off:
             cell.training = False  # it alone: a BatchNorm inside it stays as it is
         division.layers.keep()
-    masks, blindly = ({name: cell for name, cell in off.items() if name not in random and ours == (
-        _is_mindspores(cell))} for ours in (True, False))
+    masks, blindly = ([cell for cell in off if cell not in random and _is_mindspores(cell) == ours]
+                      for ours in (True, False))
     in_function = in_loss(division, *_RANDOM) if _distance([(loss, other_loss)]) > limit else []
-    return (in_layers(masks, *_SWITCHED_OFF), in_layers(blindly, *_SWITCHED_OFF_BLINDLY),
-            in_layers(random, *_RANDOM) or in_function)
+    return (in_layers(division, masks, *_SWITCHED_OFF), in_layers(division, blindly, *_SWITCHED_OFF_BLINDLY),
+            in_layers(division, random, *_RANDOM) or in_function)
 
 
 def _is_mindspores(cell: nn.Cell) -> bool:
@@ -108,40 +110,38 @@ def causes_of(division: Division, comparison: Comparison) -> list[Cause]:
     division.run(division.batch)
     _, after = division.run(division.pieces[0], restored=False)
     moved = _differing(division, before, after, CONFIDENCE * division.eps)
-    called = {name: cell for name, cell in division.layers.cells.items() if name in before}
-    frozen = {name: cell for name, cell in called.items() if isinstance(cell, BATCH_NORMS)
-              and statistics_of(cell) is cell
-              and (cell.training if cell.use_batch_statistics is None else cell.use_batch_statistics)}
+    called = [cell for cell in division.layers.names if cell in before]
+    frozen = [cell for cell in called if isinstance(cell, BATCH_NORMS) and statistics_of(cell) is cell
+              and (cell.training if cell.use_batch_statistics is None else cell.use_batch_statistics)]
     division.layers.restore()
-    for cell in frozen.values():
+    for cell in frozen:
         cell.training, cell.use_batch_statistics = False, None
     division.layers.keep()
-    found = in_layers(moved, *_STATE) + in_layers(frozen, *_BATCH_STATISTICS)
+    found = in_layers(division, moved, *_STATE) + in_layers(division, frozen, *_BATCH_STATISTICS)
     rest = division.compare(restored=bool(moved)) if found else comparison
     if not rest.exact:
         (_, batch), (_, piece) = division.run(division.batch), division.run(division.pieces[0])
         coupled = _differing(division, batch, piece, np.sqrt(division.roundoff))
-        found += in_layers({name: cell for name, cell in coupled.items() if name not in moved}, *_COUPLING)
+        found += in_layers(division, [cell for cell in coupled if cell not in moved], *_COUPLING)
         found += [] if coupled else (_wrong_normalisation(division, rest)
                                      or _nonlinear_backward(division, rest, called) or _two_means(division, rest))
     return found or in_loss(division, *_NO_MEAN)
 
 
-def _differing(division: Division, some: Calls, others: Calls, limit: float, agree: float = inf) -> dict[str, nn.Cell]:
+def _differing(division: Division, some: Calls, others: Calls, limit: float, agree: float = inf) -> list[nn.Cell]:
     """Return the innermost layers whose outputs differ between two runs, although their inputs `agree` up to rounding.
 
     Layers behind such a one get other inputs and are not judged. If the second run saw a part of the batch, that part
     of the first is compared.
     """
-    found = {}
-    for name in [name for name in some if name in others]:
-        inputs, outputs = (list(zip(*both)) for both in zip(some[name], others[name]))
+    found = []
+    for cell in [cell for cell in some if cell in others]:
+        inputs, outputs = (list(zip(*both)) for both in zip(some[cell], others[cell]))
         if any(a.shape != b.shape for a, b in inputs):  # then an output that is not cut is none for samples
             outputs = [(a, b) for a, b in outputs if a.shape != b.shape]
         if _distance(outputs) > limit and _distance(inputs) <= min(agree, CONFIDENCE * division.eps):
-            found[name] = division.layers.cells[name]
-    inside = division.layers.inside
-    return {name: cell for name, cell in found.items() if not inside.get(name, set()) & found.keys() - {name}}
+            found.append(cell)
+    return [cell for cell in found if not division.layers.inside.get(cell, set()) & {*found} - {cell}]
 
 
 def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:
@@ -210,13 +210,11 @@ def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
         return []
     parts = np.array_split(np.arange(division.samples), min(4, division.samples))
     sets = [some for size in range(len(parts)) for some in combinations(range(len(parts)), size + 1)]
-    inputs, gradients = [division.rows(np.concatenate([parts[i] for i in some])) for some in sets], []
-    for rows in inputs:
-        division.layers.restore()
-        gradients.append(division.sketch(division.gradients(rows)))
+    inputs = [division.rows(np.concatenate([parts[i] for i in some])) for some in sets]
+    gradients = np.array([division.sketch(division.gradients(rows)) for rows in inputs])
     if not np.isfinite(gradients).all():  # a part has no token: counts of them explain nothing
         return []
-    split = np.split(np.array(gradients), [-1], axis=1)  # gradients, losses
+    split = np.split(gradients, [-1], axis=1)  # gradients, losses
     split = [np.linalg.qr(values.T, mode="r").T for values in split]  # all that norms and sums need
     inside = np.array([[part in some for part in range(len(parts))] for some in sets[len(parts):]])
     means = {}
@@ -234,15 +232,14 @@ def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
     return []
 
 
-def _nonlinear_backward(division: Division, comparison: Comparison, called: dict[str, nn.Cell]) -> list[Cause]:
+def _nonlinear_backward(division: Division, comparison: Comparison, called: list[nn.Cell]) -> list[Cause]:
     """Return the causes if the gradient does not scale with the loss: layers with a bprop of their own, or the loss.
 
     In the mean over a piece, samples get larger gradients than in the mean over the batch.
     """
     scale = float(2.0 ** np.ceil(np.log2(len(division.pieces))))  # by a power of two: exact in any dtype
-    division.layers.restore()
-    scaled = division.gradients(division.batch, scale) / scale
+    scaled = division.gradients(division.batch, scale=scale) / scale
     if (division.norms(scaled - comparison.whole) <= comparison.explained).all():
         return []
-    own = {name: cell for name, cell in called.items() if cell.has_bprop}
-    return in_layers(own, *_NONLINEAR) or in_loss(division, *_NONLINEAR)
+    own = [cell for cell in called if cell.has_bprop]
+    return in_layers(division, own, *_NONLINEAR) or in_loss(division, *_NONLINEAR)

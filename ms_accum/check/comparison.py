@@ -27,13 +27,12 @@ from ..differentiate import checked_loss
 from ..errors import ask_about_piece
 from ..gradients import FLOATS, HALF
 from ..pieces import layout, select_rows, starts_of
-from .isolation import Layers, casts_inside
+from .isolation import Calls, Layers, casts_inside, tensors_in
 
 FLOAT32 = 2.0 ** -24  # its unit roundoff
 _ROUNDOFF = {ms.float16: 2.0 ** -11, ms.bfloat16: 2.0 ** -8}
 CONFIDENCE = 4.0
 _SKETCHED = 4096  # elements of a gradient that tell the pieces apart
-Calls = dict[str, tuple[list[Tensor], list[Tensor]]]  # what each layer was given in its first call, and returned
 
 
 class Comparison(NamedTuple):
@@ -71,7 +70,7 @@ class Division:
         def scaled(scale: float, *inputs: Any) -> Tensor:  # a function, also if `forward_fn` is a Cell or a partial
             return forward_fn(*inputs) * scale
 
-        self._scaled, self._differentiated = scaled, ms.value_and_grad(scaled, None, self.parameters)
+        self._differentiated = ms.value_and_grad(scaled, None, self.parameters)
         self.samples, self.cut = layout(batch, batch_axis)
         spans = starts_of(self.samples, pieces)
         self.pieces = [self.rows(range(start, start + rows)) for start, rows in spans]
@@ -83,14 +82,14 @@ class Division:
                             "give losses= their number (in a shell: --losses) if these are losses")
         tensors = [checked_loss(loss, "forward_fn") for loss, _ in runs]
         tensors += [t for _, calls in runs for _, outputs in calls.values() for t in outputs]
-        casts = any(map(casts_inside, (forward_fn, *layers.cells.values())))  # to bfloat16, or to what is finer
+        casts = any(map(casts_inside, (forward_fn, *layers.names)))  # to bfloat16, or to what is finer
         casts |= self.error is not None and any(  # a graph shows no outputs
-            cell.get_flags().get(flag) for cell in layers.cells.values() for flag in ("fp16", "bf16"))
+            cell.get_flags().get(flag) for cell in layers.names for flag in ("fp16", "bf16"))
         dtypes = {t.dtype for t in (*tensors, *self._floats)} | ({ms.bfloat16} if casts else set())
         self.roundoff = max([FLOAT32, *(_ROUNDOFF[dtype] for dtype in dtypes if dtype in HALF)])
         lengths = [p.size // min(p.shape[:2]) for p in self._floats if p.ndim >= 2]
         self.eps = self.roundoff + np.sqrt(max([self.samples, *lengths])) * FLOAT32
-        with layers.watched(lambda *call: None):
+        with layers.watched():
             weights = [float(as_weight(rows if weight_fn is None else weight_fn(*piece)))
                        for (_, rows), piece in zip(spans, self.pieces)]
         if not sum(weights) > 0:
@@ -109,39 +108,36 @@ class Division:
         except (TypeError, AttributeError) as error:  # as where a Tensor's method returns something else in a graph
             self.error = error
             os.environ.pop("MS_JIT", None)  # until `untouched` ends
-            self._scaled, self._differentiated = ms.jit(self._scaled), ms.jit(self._differentiated)
+            self._differentiated = ms.jit(self._differentiated)
             try:
                 return self.run(self.batch)
             except Exception:
                 raise error from None
 
-    def _on_piece(self, place: int, function: Callable) -> Any:
+    def _on_piece(self, place: int, function: Callable, restored: bool = True) -> Any:
         """Return what `run` or `gradients` return for a piece. The batch was run before."""
         try:
-            return function(self.pieces[place])
+            return function(self.pieces[place], restored)
         except Exception as error:
             ask_about_piece(error, place, len(self.pieces), runs_whole=True)
             raise
 
     def run(self, inputs: tuple, restored: bool = True) -> tuple[Any, Calls]:
-        """Run forward. Return the loss, and the calls of the layers by name, which a graph does not show."""
+        """Run forward. Return the loss, and the calls of the layers, which a graph does not show."""
         if restored:
             self.layers.restore()
-        calls: Calls = {}
-
-        def visit(name: str, given: tuple, output: Any) -> None:
-            calls.setdefault(name, (tensors_in(given), tensors_in(output)))
-
         if self.error is None:
-            with self.layers.watched(visit):
+            with self.layers.watched() as calls:
                 loss = self.forward_fn(*inputs)
         else:
-            loss = self._scaled(1.0, *inputs)
+            loss, calls = self._differentiated(1.0, *inputs)[0], {}
         [t.asnumpy() for t in tensors_in(loss)]  # kernels report errors late
         return loss, calls
 
-    def gradients(self, inputs: tuple, scale: float = 1.0) -> np.ndarray:
+    def gradients(self, inputs: tuple, restored: bool = True, scale: float = 1.0) -> np.ndarray:
         """Return the gradients of the loss times `scale`, one after the other, and behind them the loss: float32."""
+        if restored:
+            self.layers.restore()
         loss, gradients = self._differentiated(scale, *inputs)
         return np.concatenate([t.astype(ms.float32).asnumpy().ravel() for t in (*gradients, loss)])
 
@@ -155,14 +151,10 @@ class Division:
 
     def compare(self, restored: bool = False) -> Comparison:
         """Compare the gradients. State goes on from piece to piece, as in training, unless it is `restored`."""
-        self.layers.restore()
         whole = self.gradients(self.batch)
         total, magnitudes, sketches = np.zeros(whole.shape), np.zeros(len(self.parameters)), [self.sketch(whole)]
-        self.layers.restore()
         for place, share in enumerate(self.shares):
-            if restored:
-                self.layers.restore()
-            gradients = self._on_piece(place, self.gradients)
+            gradients = self._on_piece(place, self.gradients, restored or place == 0)
             sketches.append(self.sketch(gradients))
             if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
                 magnitudes += share * self.norms(gradients)
@@ -192,12 +184,6 @@ class Division:
             value = parameter.asnumpy()
             off = value.astype(np.float64) * (1 + self.eps * signs.choice((-1.0, 1.0), value.shape))
             ops.assign(parameter, Tensor(off.astype(value.dtype), parameter.dtype))
-        change = self.norms(self.gradients(self.batch) - whole)
+        change = self.norms(self.gradients(self.batch, restored=False) - whole)
         self.layers.restore()
         return np.where(np.isfinite(change), change, 0.0)  # a perturbed network that overflows gives no bound
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Return the Tensors among `values`, which may be a single one."""
-    values = values if isinstance(values, (tuple, list)) else (values,)
-    return [value for value in values if isinstance(value, Tensor)]

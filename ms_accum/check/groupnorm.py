@@ -53,14 +53,14 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
               for place, (name, child) in enumerate(vars(parent)["_cells"].items())
               if isinstance(child, BATCH_NORMS) and statistics_of(child).use_batch_statistics is not False]
     # All layers are made before the first is replaced, so an error replaces nothing.
-    layers = {id(child): _group_norm(path, child, num_groups) for *_, child, path in places[::-1]}
+    layers = {child: _group_norm(path, child, num_groups) for *_, child, path in places[::-1]}
     for parent, place, name, child, _ in places:
         if isinstance(parent, (nn.SequentialCell, nn.CellList, nn.CellDict)):
-            parent[name if isinstance(parent, nn.CellDict) else place] = layers[id(child)]
+            parent[name if isinstance(parent, nn.CellDict) else place] = layers[child]
         else:
-            setattr(parent, name, layers[id(child)])
+            setattr(parent, name, layers[child])
     for *_, child, _ in places:  # only now, because a parent renames the parameters of a new child
-        layers[id(child)].gamma, layers[id(child)].beta = statistics_of(child).gamma, statistics_of(child).beta
+        layers[child].gamma, layers[child].beta = statistics_of(child).gamma, statistics_of(child).beta
     return [path for *_, path in places]
 
 

@@ -19,24 +19,23 @@ from mindspore.train import amp
 from ..gradients import HALF
 
 _TO_FLOAT = ("fp16", "bf16", "fp32")  # the flags of `to_float`
+Calls = dict[nn.Cell, tuple[list[Tensor], list[Tensor]]]  # what each layer was given in its first call, and returned
 
 
 class Layers:
-    """The cells of a network, and others that run, by name; what their attributes are is kept, and can be restored."""
+    """The cells of a network, and others that run; what their attributes are is kept, and can be restored."""
 
     def __init__(self, network: nn.Cell) -> None:
-        self.cells: dict[str, nn.Cell] = {}
-        self.inside: dict[str, set[str]] = {}  # what each has called
-        self._names: dict[int, str] = {}
+        self.names: dict[nn.Cell, str] = {}
+        self.inside: dict[nn.Cell, set[nn.Cell]] = {}  # what each has called
         self._found, self._kept = [], []  # their state as they were found, and as it is restored during the check
         self._add("", network)
 
     def _add(self, prefix: str, root: nn.Cell) -> None:
         for name, cell in root.cells_and_names():
-            if id(cell) not in self._names:
+            if cell not in self.names:
                 name = ".".join(filter(None, (prefix, name))) or "network"
-                name = self._names[id(cell)] = f"{name} ({len(self.cells)})" if name in self.cells else name
-                self.cells[name] = cell
+                self.names[cell] = f"{name} ({len(self.names)})" if name in self.names.values() else name
                 self._found += _state(cell)
                 for attribute, value in list(vars(cell)["_primitives"].items()):
                     if any(key.lower().startswith("seed") for key in value.attrs):
@@ -45,7 +44,7 @@ class Layers:
 
     def keep(self) -> None:
         """Take the present state for the one to restore."""
-        self._kept = [entry for cell in self.cells.values() for entry in _state(cell)]
+        self._kept = [entry for cell in self.names for entry in _state(cell)]
 
     def restore(self, as_found: bool = False) -> None:
         """Write back what has changed."""
@@ -68,7 +67,7 @@ class Layers:
         """
         before, copies = self._kept, {}
         with ExitStack() as afterwards:
-            for cell in self.cells.values():
+            for cell in self.names:
                 flags = {flag: cell.get_flags().get(flag, False) for flag in _TO_FLOAT}
                 if flags["fp16"] or flags["bf16"]:
                     afterwards.callback(cell.add_flags, **flags)
@@ -76,7 +75,7 @@ class Layers:
                 vars(cell)["_params"].update(_in_float32(cell, copies))
                 if type(cell).__name__ == "_OutputTo16":  # which O2 wraps around a float32 layer
                     cell.dtype = ms.float32
-            for function in filter(casts_inside, (forward_fn, *self.cells.values())):
+            for function in filter(casts_inside, (forward_fn, *self.names)):
                 module = sys.modules[type(function).__module__]
                 if hasattr(module, "amp_cast"):  # which O1 has written
                     afterwards.enter_context(patch.object(module, "amp_cast", lambda value, _: value))
@@ -89,25 +88,24 @@ class Layers:
         self.restore()
 
     @contextmanager
-    def watched(self, visit: Callable[[str, tuple, Any], None]) -> Iterator[None]:
-        """Within the block, call `visit(name, inputs, output)` for each cell that has run, also outside the network."""
-        call, running = nn.Cell.__call__, []
+    def watched(self) -> Iterator[Calls]:
+        """Yield what each cell that runs within the block is given, and returns; also one outside of the network."""
+        call, calls, running = nn.Cell.__call__, {}, []
 
         def watching(cell: nn.Cell, *arguments: Any, **keywords: Any) -> Any:
             self._add(type(cell).__name__, cell)
-            name = self._names[id(cell)]
             for outer in running:
-                self.inside.setdefault(outer, set()).add(name)
-            running.append(name)
+                self.inside.setdefault(outer, set()).add(cell)
+            running.append(cell)
             try:
                 output = call(cell, *arguments, **keywords)
             finally:
                 running.pop()
-            visit(name, (*arguments, *keywords.values()), output)
+            calls.setdefault(cell, (tensors_in((*arguments, *keywords.values())), tensors_in(output)))
             return output
 
         with patch.object(nn.Cell, "__call__", watching):
-            yield
+            yield calls
 
 
 def _state(cell: nn.Cell) -> list[tuple]:
@@ -123,6 +121,12 @@ def _in_float32(cell: nn.Cell, copies: dict[int, Parameter]) -> dict[str, Parame
             for name, p in vars(cell)["_params"].items() if p is not None and p.dtype in HALF}
 
 
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the Tensors among `values`, which may be a single one."""
+    values = values if isinstance(values, (tuple, list)) else (values,)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
 def casts_inside(function: object) -> bool:
     """Whether `mindspore.amp.auto_mixed_precision` casts inside a cell or function, which no output shows."""
     return getattr(function, "_amp_level", None) in ("O1", "auto")
@@ -133,19 +137,15 @@ def untouched(network: nn.Cell) -> Iterator[Layers]:
     """Run the block op by op, jitted functions too, then restore state, flags, random state and mode."""
     with ExitStack() as afterwards:
         afterwards.enter_context(patch.dict(KERNEL_SEEDS))
-        for restore, state in ((_set_mode, ms.get_context("mode")), (_set_jit, os.environ.get("MS_JIT")),
-                               (ms.set_rng_state, ms.get_rng_state()), (random.setstate, random.getstate()),
-                               (np.random.set_state, np.random.get_state())):
+        afterwards.callback(ms.set_context, mode=ms.get_context("mode"))
+        for restore, state in ((_set_jit, os.environ.get("MS_JIT")), (ms.set_rng_state, ms.get_rng_state()),
+                               (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())):
             afterwards.callback(restore, state)
-        _set_mode(ms.PYNATIVE_MODE)
+        ms.set_context(mode=ms.PYNATIVE_MODE)
         _set_jit("0")
         layers = Layers(network)
         afterwards.callback(layers.restore, as_found=True)
         yield layers
-
-
-def _set_mode(mode: int) -> None:
-    ms.set_context(mode=mode)
 
 
 def _set_jit(value: Optional[str]) -> None:

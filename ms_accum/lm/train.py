@@ -26,7 +26,7 @@ def train(options: Namespace, report: Report, weight_fn: Callable[[Tensor], Tens
     train_step = make_train_step(BitsPerByte(network), optimizer, options.accumulate_step, weight_fn=weight_fn,
                                  clip_norm=options.clip_norm, reducer=DataParallel(sync=options.sync))
     resumed = None if options.resume is None else load_checkpoint(options.resume, network, train_step)
-    report.begin(options, train_step,
+    report.begin(train_step,
                  f"{options.text}: {text.size:,} bytes to train on, {validation.size:,} to validate on; "
                  f"{text.entropy():.2f} bits for a byte by itself", resumed)
 

@@ -45,24 +45,19 @@ class Mnist:
 
 
 def load(source: str) -> Mnist:
-    """Load the digits that `--data` names; for errors see `load_folder` and `fetch.full_set`.
+    """Load the digits that `--data` names.
 
     "embedded": the 10,000 + 2,000 digits in the package. "full": all 60,000 + 10,000, downloaded once into
-    `fetch.cache_folder()`. Anything else is a folder.
+    `fetch.cache_folder()`; for errors see `fetch.full_set`. Anything else is a folder in the layout of MindSpore's
+    tutorials: it, or `MNIST_Data` in it, holds `train/train-images-idx3-ubyte`, `train/train-labels-idx1-ubyte`,
+    `test/t10k-images-idx3-ubyte` and `test/t10k-labels-idx1-ubyte`, each plain or with `.gz`. ValueError if a file is
+    missing or is not what its name says, or images and labels differ in number; OSError if a file cannot be read.
     """
     if source == "full":
-        return load_folder(fetch.full_set(fetch.cache_folder()))
-    # Not Path.expanduser, which raises RuntimeError if the user is unknown.
-    return load_folder(EMBEDDED if source == "embedded" else Path(os.path.expanduser(source)))
-
-
-def load_folder(folder: Path) -> Mnist:
-    """Load the digits in a folder in the layout of MindSpore's tutorials.
-
-    `train/train-images-idx3-ubyte`, `train/train-labels-idx1-ubyte`, `test/t10k-images-idx3-ubyte` and
-    `test/t10k-labels-idx1-ubyte`, each plain or with `.gz`, in `folder` or in `folder/MNIST_Data`. ValueError if a file
-    is missing or is not what its name says, or images and labels differ in number; OSError if a file cannot be read.
-    """
+        folder = fetch.full_set(fetch.cache_folder())
+    else:
+        # Not Path.expanduser, which raises RuntimeError if the user is unknown.
+        folder = EMBEDDED if source == "embedded" else Path(os.path.expanduser(source))
     nested = folder / "MNIST_Data"
     root = nested if nested.is_dir() else folder
     return Mnist(_read_split(root / "train", "train"), _read_split(root / "test", "t10k"))

@@ -25,7 +25,7 @@ def train(options: Namespace, report: Report) -> Network:
     train_step = make_train_step(make_forward(network), optimizer, options.accumulate_step, clip_norm=options.clip_norm,
                                  reducer=DataParallel(sync=options.sync))
     resumed = None if options.resume is None else load_checkpoint(options.resume, network, train_step)
-    report.begin(options, train_step,
+    report.begin(train_step,
                  f"{options.data}: {len(mnist.train):,} digits to train on, {len(mnist.test):,} to test on", resumed)
 
     exchange = train_step.accumulator.exchange  # on one device: rank 0 of 1
