@@ -1,9 +1,9 @@
 """Calls in any order, by every driver, against the NumPy oracle: one state machine for all of them.
 
-A train step counts down what its window needs, and asks the device when nothing is missing. Microbatches that are added by hand in
-between are counted when it asks; `machine.Oracle.step` is the model of the host. With microbatches without rows, a limit of skips in a
-row, samples seen, and a moving average of the weights, which is swapped in at any time. What follows a checkpoint is done once more in the
-end, from the file: it ends with the same bits.
+A train step counts down what its window needs, and asks the device when nothing is missing. Microbatches that are added
+by hand in between are counted when it asks; `machine.Oracle.step` is the model of the host. With microbatches without
+rows, a limit of skips in a row, samples seen, and a moving average of the weights, which is swapped in at any time.
+What follows a checkpoint is done once more in the end, from the file: it ends with the same bits.
 """
 from functools import partial
 
@@ -14,7 +14,14 @@ from conftest import difference, values
 from drivers import counters
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from machine import DRIVERS, run_of
 
 from ms_accum import load_checkpoint, save_checkpoint
@@ -101,10 +108,10 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        oracle = self.oracle
-        assert counters(self.run.accumulator) == pytest.approx(oracle.counters(), rel=1e-6)
-        for got, expected in ((self.run.loss.trainable_params(), oracle.parameters), (self.run.average.averages, oracle.averages)):
-            assert difference(values(got), expected) <= 2e-5
+        run, oracle = self.run, self.oracle
+        assert counters(run.accumulator) == pytest.approx(oracle.counters(), rel=1e-6)
+        assert difference(values(run.loss.trainable_params()), oracle.parameters) <= 2e-5
+        assert difference(values(run.average.averages), oracle.averages) <= 2e-5
 
     def teardown(self):
         if self.since:
@@ -165,5 +172,6 @@ def test_calls_in_any_order_equal_the_oracle(driver):
 def test_a_wrong_weight_is_noticed(driver):
     """Negative control: the oracle weighs each microbatch alike."""
     wrong = type("Wrong", (Machine,), {"driver": driver, "wrong": staticmethod(lambda weight: 1.0)})
+    without_shrinking = settings(max_examples=12, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(wrong, settings=settings(max_examples=12, phases=[Phase.generate], report_multiple_bugs=False))
+        run_state_machine_as_test(wrong, settings=without_shrinking)

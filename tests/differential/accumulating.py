@@ -1,4 +1,5 @@
 """The same run with ms_accum, under each of its drivers."""
+import re
 from unittest.mock import patch
 
 import mindspore as ms
@@ -41,13 +42,14 @@ def weight_fns_of(case):
         return (once,)
     if case.loss in ("masked", "pair"):
         return (mask_of,) if case.loss == "masked" else (masks_of,)
-    return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,), "mixed": (None, tensor_samples_of)}[case.weight]
+    return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,),
+            "mixed": (None, tensor_samples_of)}[case.weight]
 
 
 class Accumulating:
     """A run of a Case with ms_accum. Its calls are made in the context of its driver.
 
-    `local_updates`: what makes a hook of the parameters. The other options are those of an Accumulator that no Case has.
+    `local_updates`: what makes a hook of the parameters. The other options are those of an Accumulator.
     """
 
     def __init__(self, case, seed, local_updates=None, **options):
@@ -57,7 +59,8 @@ class Accumulating:
         self.scaler = None
         if case.scaler is not None:
             kind, exponent, *window = case.scaler
-            self.scaler = amp.StaticLossScaler(2.0**exponent) if kind == "static" else amp.DynamicLossScaler(2.0**exponent, 2, *window)
+            scale = 2.0**exponent
+            self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
         average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
         self.average, self.local = average, local_updates and local_updates(self.optimizer.parameters)
@@ -65,8 +68,8 @@ class Accumulating:
         with patch.object(in_place, "SMALL", in_place.SMALL * (case.seed // 2 % 2)):
             self.accumulator = Accumulator(
                 self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
-                buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.local or average, noise_scale=self.noise_scale,
-                loss_scaler=self.scaler, **options)
+                buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.local or average,
+                noise_scale=self.noise_scale, loss_scaler=self.scaler, **options)
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
             divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
@@ -80,13 +83,13 @@ class Accumulating:
         return with_aux if self.case.aux else loss
 
     def train(self, batches, after=lambda loss, aux: None, last=False):
-        """Train on microbatches; `after(loss, aux)` is called after each one. `last`: whether they are the last ones of an epoch."""
+        """Train on microbatches, and call `after(loss, aux)` after each. `last`: whether the epoch ends with them."""
         def read(result):
             """The loss, or both of a pair; and aux."""
             losses, aux = result if self.case.aux else (result, ())
             losses = losses if isinstance(losses, (tuple, list)) else (losses,)
-            losses = np.array([float(loss.asnumpy()) for loss in losses[:2]]) if self.case.ahead else float(losses[0].asnumpy())
-            after(losses, [part.asnumpy() for part in aux or ()])
+            numbers = np.array([float(loss.asnumpy()) for loss in losses[:2]])
+            after(numbers if self.case.ahead else numbers[0], [part.asnumpy() for part in aux or ()])
 
         if self.driver.kind == "model":
             self.driver.epoch(batches, read, flush=last)
@@ -101,14 +104,15 @@ class Accumulating:
         scaler, noise, accumulator = self.scaler, self.noise_scale, self.accumulator
         return {
             "counters": counters(accumulator), "grad_norm": float(accumulator.grad_norm),
-            "parameters": values(self.loss.trainable_params()), "averages": values(self.average.averages) if self.average else None,
-            "state": values(state_of(self.optimizer)), "noise": noise and [noise.noise, noise.gradient_squared],
+            "parameters": values(self.loss.trainable_params()), "state": values(state_of(self.optimizer)),
+            "averages": values(self.average.averages) if self.average else None,
+            "noise": noise and [noise.noise, noise.gradient_squared],
             "scaler": scaler and [float(scaler.scale_value), int(getattr(scaler, "counter", 0))]}
 
     def bits(self):
         """Every bit of state."""
         parameters = (*self.loss.get_parameters(), *state_of(self.optimizer), *self.accumulator.state.values())
-        return {p.name.partition(".")[2] if p.name.startswith("accumulator") else p.name: p.asnumpy().tobytes() for p in parameters}
+        return {re.sub(r"^accumulator\d*\.", "", p.name): p.asnumpy().tobytes() for p in parameters}
 
     def open_window(self):
         """Every bit of the window."""

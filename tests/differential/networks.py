@@ -1,4 +1,4 @@
-"""Tiny networks for the differential runs: a front, a norm and a head, below a loss; all take `(x, ids, target, mask)`."""
+"""Tiny networks for the differential runs: a front, a norm, a head and a loss, which take `(x, ids, target, mask)`."""
 import mindspore as ms
 import numpy as np
 from conftest import Clip

@@ -2,26 +2,25 @@
 import os
 
 import mindspore as ms
+import reference
 from mindspore import Tensor, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
 
 from ms_accum import FlushCallback, TrainOneStepCell, make_train_step
 
-COUNTERS = ("mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight", "seen")
-
 
 def counters(accumulator):
     """What it counts, by name, as `reference.Accumulation.counters` has it."""
-    return {name: getattr(accumulator, name).asnumpy().item() for name in COUNTERS}
+    return {name: getattr(accumulator, name).asnumpy().item() for name in (*reference.COUNTERS, "seen")}
 
 
 class Driver:
     """A driver of an accumulator, as a context in which its calls are made.
 
     Args:
-        name: "hand", "step", "ahead" (a step with several losses, which knows a window before it is trained), "cell" or "model"; then
-            how it runs: "-jit" or nothing, "-graph" (in graph mode) or "-pynative".
+        name: "hand", "step", "ahead" (a step with several losses, which knows a window before it is trained), "cell"
+            or "model"; then how it runs: "-jit" or nothing, "-graph" (in graph mode) or "-pynative".
         accumulator: What it feeds.
         forward_fn: Returns the loss of a batch. A Cell for "cell" and "model".
         weight_fns: What weighs a microbatch, in turn; None: its samples.

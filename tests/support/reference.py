@@ -1,6 +1,8 @@
 """The oracle: gradient accumulation in slow, obvious NumPy and float64. Shares no code with the package."""
 import numpy as np
 
+COUNTERS = "mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight"
+
 
 def network(parameters, x):
     """Logits of Dense(tanh) -> Dense; weights are (out, in) as MindSpore's."""
@@ -67,8 +69,8 @@ def window_length(accumulate_step, update_step):
 class Accumulation:
     """Keeps every piece of the open window in a list, with its weight, and looks at them when the window closes.
 
-    A piece is its gradients, one array for each parameter. `divisor`: what "sum" is divided by. `measures`: whether to keep what the
-    noise scale is measured by.
+    A piece is its gradients, one array for each parameter. `divisor`: what "sum" is divided by. `measures`: whether to
+    keep what the noise scale is measured by.
     """
 
     divisor, measures = 1.0, False
@@ -105,8 +107,7 @@ class Accumulation:
 
     def counters(self):
         """What an `Accumulator` counts, by name."""
-        names = ("mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight")
-        return {**{name: getattr(self, name) for name in names}, "seen": self.weight_of_updates}
+        return {**{name: getattr(self, name) for name in COUNTERS}, "seen": self.weight_of_updates}
 
     def gradients_of(self, piece):
         return [np.asarray(g, np.float64) for g in piece]
@@ -212,7 +213,7 @@ class LocalUpdates:
         self.velocity = [np.zeros_like(p) for p in self.parameters]
 
     def epoch(self, microbatches):
-        """`microbatches`: of each rank, which takes part in a round until it has made `every` updates or is at its end."""
+        """`microbatches`: of each rank; its part of a round ends with `every` updates or with its data."""
         left = [list(microbatches_of_rank) for microbatches_of_rank in microbatches]
         while any(left):
             moved = []
