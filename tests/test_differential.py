@@ -26,7 +26,7 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from differential.accumulating import Accumulating
-from differential.cases import COMPILED, LEVELS, OP_BY_OP, compose, plain_case
+from differential.cases import COMPILED, LEVELS, OP_BY_OP, WITH_AXIS, compose, plain_case
 from differential.defects import DEFECTS, PUT_BACK, cases, put_back
 from differential.follow import follow
 from differential.networks import build_loss
@@ -57,6 +57,8 @@ def stratified():
         fixed = {"accumulate_step": windows[i % len(windows)], "reduction": "mean"}
         if driver == "hand-pynative" and i > 10:
             fixed = {}
+        fixed["empty_at"] = None if driver.startswith("model") else (0, None, 5)[i % 3]
+        fixed["batch_axis"] = (i if driver in COMPILED else i // 5) % 2 if driver.startswith(WITH_AXIS) else 0
         if driver in COMPILED:
             fixed.update(one_graph, **({"aux": True} if driver == "ahead" else {"weight": "number"}))
         elif driver != "ahead-pynative":

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, batches, difference, recover, tensors, values
-from following import LOSS, run_as, sgd
+from conftest import MLP, batches, difference, recover, running, tensors, values
+from following import LOSS, sgd
 from mindspore import Tensor, nn, ops
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
@@ -153,10 +153,9 @@ def refusal(functions):
 
 @pytest.mark.fresh_process("graph")
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_functions_that_return_what_cannot_be_used_are_refused(mode, mode_named):
+def test_functions_that_return_what_cannot_be_used_are_refused(mode):
     """After such an error MindSpore 2.10 now and then cannot compile another gradient."""
-    mode_named(mode)
-    with run_as(mode):
+    with running(mode):
         for functions, message in [*CASES, *cases_of_models(mode)]:
             assert re.match(message, refusal(functions)), functions
 
@@ -175,7 +174,7 @@ def test_a_weight_that_is_not_finite_shows_in_the_loss(mode, on_nonfinite):
 
     train_step = make_train_step(forward_fn, sgd(network), 1, weight_fn=weight_fn, on_nonfinite=on_nonfinite)
     skipped = on_nonfinite != "apply"
-    with run_as(mode):
+    with running(mode):
         assert np.isnan(float(train_step(*batch, Tensor([np.nan]))))
         assert int(train_step.accumulator.skipped) == skipped
         assert (difference(values(network.trainable_params()), before) == 0) == skipped

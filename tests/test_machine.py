@@ -84,6 +84,16 @@ class Machine(RuleBasedStateMachine):
         assert closed == expected
 
     @rule()
+    def apply(self):
+        self._both(self.run.accumulator.apply, lambda: self.oracle.apply())
+
+    @rule(condition=st.booleans())
+    def close_if(self, condition):
+        closed, expected = self._both(partial(self.run.accumulator.close_if, condition),
+                                      lambda: self.oracle.close_if(condition))
+        assert bool(closed) == expected
+
+    @rule()
     def reset(self):
         self._both(self.run.accumulator.reset, lambda: self.oracle.reset())
 

@@ -6,13 +6,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, batches, difference, mean_loss, tensors, values
+from conftest import MLP, batches, difference, tensors, values
 from following import LOSS, sgd
 from mindspore import Tensor, amp, nn
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 from model_runs import TwoCells, dataset, make_cell, train
 
-from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
 
 
 def test_a_dropped_window_shows(mode_named):
@@ -134,26 +134,3 @@ def weighing(weight):
         return Tensor(weight, ms.float32)
 
     return weight_fn
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_a_batch_that_another_driver_left_half_added_is_refused(monkeypatch):
-    """By a cell that feeds the same accumulator. Control: after a whole microbatch, it goes on."""
-    (x, y), (network, cell) = tensors(*batches([6])[0]), make_cell(accumulate_step=2)
-    accumulator = cell.accumulator
-    train_step = make_train_step(mean_loss(network), accumulator, pieces=2)
-    cell(x, y)
-    train_step(x, y)
-    cell(x, y)
-    assert (int(accumulator.update_step), int(accumulator.mini_step)) == (1, 1)
-    monkeypatch.setattr(accumulator, "end_microbatch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train_step(x, y)
-    for driver in (cell, train_step):
-        with pytest.raises(RuntimeError, match="may hold only some pieces of a batch"):
-            driver(x, y)
-    assert int(accumulator.update_step) == 1
-
-
-def interrupted(pieces):
-    raise KeyboardInterrupt

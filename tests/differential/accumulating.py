@@ -9,15 +9,15 @@ from drivers import Driver, counters
 from mindspore import amp, ops
 from pages import recipe
 
-from ms_accum import Accumulator, in_place, load_checkpoint, save_checkpoint
+from ms_accum import Accumulator, DataParallel, in_place, load_checkpoint, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
 
-from .networks import build_loss
+from .networks import Transposed, build_loss
 from .optimizers import build_optimizer, state_of
 
 
 def samples_of(*piece):
-    return piece[0].shape[0] * 2.5
+    return piece[3].shape[0] * 2.5
 
 
 def tensor_samples_of(*piece):
@@ -32,6 +32,10 @@ def masks_of(*piece):
     return piece[3].sum(), (piece[1][:, 0] == 0).sum()
 
 
+def masks_of_transposed(*piece):
+    return piece[3].sum(), (piece[1][0] == 0).sum()
+
+
 def once(*piece):
     return 1.0
 
@@ -41,7 +45,7 @@ def weight_fns_of(case):
     if case.reduction == "sum":
         return (once,)
     if case.loss in ("masked", "pair"):
-        return (mask_of,) if case.loss == "masked" else (masks_of,)
+        return (mask_of if case.loss == "masked" else masks_of_transposed if case.batch_axis else masks_of,)
     return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,),
             "mixed": (None, tensor_samples_of)}[case.weight]
 
@@ -64,6 +68,7 @@ class Accumulating:
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
         average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
         self.average, self.local = average, local_updates and local_updates(self.optimizer.parameters)
+        options.setdefault("reducer", DataParallel() if case.seed % 3 else None)  # alike without other ranks
         # Small buffers are added in turn, large ones at once: both are drawn.
         with patch.object(in_place, "SMALL", in_place.SMALL * (case.seed // 2 % 2)):
             self.accumulator = Accumulator(
@@ -73,13 +78,13 @@ class Accumulating:
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
             divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
-            pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux)
+            batch_axis=case.batch_axis, pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux)
 
     def _forward(self):
-        loss = self.loss
+        loss = Transposed(self.loss) if self.case.batch_axis else self.loss
 
         def with_aux(x, ids, target, mask):
-            return loss(x, ids, target, mask), (ids, mask.mean())
+            return loss(x, ids, target, mask), (ids, mask, mask.mean())
         return with_aux if self.case.aux else loss
 
     def train(self, batches, after=lambda loss, aux: None, last=False):
@@ -89,8 +94,13 @@ class Accumulating:
             losses, aux = result if self.case.aux else (result, ())
             losses = losses if isinstance(losses, (tuple, list)) else (losses,)
             numbers = np.array([float(loss.asnumpy()) for loss in losses[:2]])
-            after(numbers if self.case.ahead else numbers[0], [part.asnumpy() for part in aux or ()])
+            after(numbers if self.case.ahead else numbers[0], turned(part.asnumpy() for part in aux or ()))
 
+        def turned(arrays):
+            """Samples along `batch_axis`, or back."""
+            return [array.T if self.case.batch_axis else array for array in arrays]
+
+        batches = [turned(batch) for batch in batches]
         if self.driver.kind == "model":
             self.driver.epoch(batches, read, flush=last)
         elif self.case.ahead and self.case.accumulate_step != 1:  # a single call is a window of its own

@@ -12,6 +12,7 @@ from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 COMPILED = ("hand-jit", "step", "ahead", "cell-graph", "model-graph")
 OP_BY_OP = ("hand-pynative", "step-pynative", "ahead-pynative", "cell-pynative", "model-pynative")
 DRIVERS = (*COMPILED, *OP_BY_OP)
+WITH_AXIS = ("step", "ahead", "cell")  # take samples along another axis
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
 BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float", "half"))}
 WINDOWS = (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing", ("until", 14.0, 4))
@@ -25,7 +26,7 @@ PLAIN = {
     "optimizer": "nn.Momentum", "groups": False, "rates": "number", "reduction": "mean", "accumulate_step": 2,
     "clip_norm": None, "pieces": 1, "weight": "samples", "scaler": None, "on_nonfinite": "apply", "noise_scale": False,
     "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1, "hook": False,
-    "aux": False, "buffer_dtype": None}
+    "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0}
 
 
 def plain_case(driver, **changes):
@@ -39,7 +40,8 @@ def growing(update_step):
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
-        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync"))):
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync",
+        "batch_axis"))):
     """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`differential.ranks`)."""
 
     __slots__ = ()
@@ -96,7 +98,7 @@ class Case(namedtuple("Case", (
         mask = (rng.random(n) < rng.choice([0.0, 0.6, 0.9], p=[0.2, 0.4, 0.4])).astype(np.float32)
         if position == 0:
             mask[:] = 1
-        if spoil and position == self.nonfinite_at and (self.sync is None or rank == 1):
+        if spoil and position == self.nonfinite_at and (self.sync is None or rank == 1) and n:
             x[rng.integers(n), 0] = np.nan
         if spoil and position == self.error_at:
             target[-1] = 99  # in the last piece, for which the kernel of the loss raises
@@ -187,12 +189,16 @@ def compose(choose, **fixed):
         shapes = [pair for pair in shapes if min(_last_piece(n, pieces) for n in pair) >= 4]
     one, other = pick("shapes", shapes)
     count = pick("count", (6, 7, 8))
-    pick("sizes", [tuple(other if reduction == "mean" and i % 3 == 1 else one for i in range(count))])
     pick("seed", range(1000))
     pick("hook", (False, True))
     pick("aux", (False, True) if driver.split("-")[0] in ("step", "ahead") else (False,))
     narrower = () if exact or loss == "mse" else ("float16",)
     pick("buffer_dtype", (None, None, "float32", "float64", *narrower))
+    # Without rows.
+    empty_at = pick("empty_at", (None, None, 0, 5) if not driver.startswith("model") else (None,))
+    sizes = [other if reduction == "mean" and i % 3 == 1 else one for i in range(count)]
+    pick("sizes", [tuple(0 if i == empty_at else size for i, size in enumerate(sizes))])
+    pick("batch_axis", (0, 0, 1) if driver.startswith(WITH_AXIS) else (0,))
     return Case(**{name: values[name] for name in Case._fields})
 
 

@@ -19,7 +19,7 @@ _STEPS = ["step-pynative", "cell-pynative", "hand-pynative", "step"]
 _NARROW = {
     "driver": _STEPS, "level": "none", "front": "dense", "norm": "none", "backward_clip": False, "loss": "mean",
     "factor": 1.0, "event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples",
-    "on_nonfinite": "apply"}
+    "on_nonfinite": "apply", "empty_at": None, "batch_axis": 0}
 _WEIGHT_IN_LOSS = [
     ("differentiate.py", "accumulator.scaled(loss)", "accumulator.scaled(loss * piece[0].shape[0])"),
     # The gradients are not weighted a second time, in windows of one microbatch neither.

@@ -137,7 +137,7 @@ class _Follow:
         comparison = self.comparison
         bound = comparison.tolerance * np.maximum(np.abs(expected), self.case.factor)
         comparison.equal(f"loss {where}", loss, expected, bound)
-        for got, part in zip(aux, others):
+        for got, part in zip(aux, others, strict=self.case.aux):
             comparison.equal(f"aux {where}", got, part, 1e-6)
         self.position += 1
         # Of a window that was weighed before, the end of the data is known, too.

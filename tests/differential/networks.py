@@ -126,6 +126,17 @@ class Loss(nn.Cell):
         return loss * self.factor
 
 
+class Transposed(nn.Cell):
+    """A loss of arrays whose samples are along axis 1, where there is one. Its parameters keep their names."""
+
+    def __init__(self, loss):
+        super().__init__(auto_prefix=False)
+        self.loss = loss
+
+    def construct(self, x, ids, target, mask):
+        return self.loss(x.T, ids.T, target.T, mask)
+
+
 def outputs(front, loss):
     """Values per row that the network gives: classes, or what a regression predicts."""
     return WORDS if front == "tied" else 2 if loss == "mse" else 3

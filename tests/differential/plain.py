@@ -2,32 +2,16 @@
 
 What a window is, the oracle says. Shares no code with ms_accum.
 """
-from contextlib import contextmanager
-
 import mindspore as ms
 import numpy as np
-import pytest
 import reference
-from conftest import values
+from conftest import running, values
 from mindspore import Tensor, ops
 
 from .networks import build_loss
 from .optimizers import COMPILED_ONLY, build_optimizer
 
 LARGEST = 2.0**127
-
-
-@contextmanager
-def op_by_op():
-    """In whatever mode ms_accum runs."""
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MS_JIT", "0")
-            yield
-    finally:
-        ms.set_context(mode=mode)
 
 
 class Plain(reference.Undivided):
@@ -68,6 +52,8 @@ class Plain(reference.Undivided):
         """Take a microbatch. Return its loss, and what it has beside."""
         pieces = self.case.pieces_of(batch)
         self.add_pieces(pieces)
+        if not len(batch[0]):
+            return 0.0, ()
         if self.case.pieces == 1 and not self.case.ahead:
             loss = self.value(batch)
         else:
@@ -76,10 +62,10 @@ class Plain(reference.Undivided):
             loss = sum(weighed) / np.where(total == 0, 1.0, total)
         counts = np.array([np.ravel(weight)[0] for _, weight in pieces], float)
         counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
-        return loss, (batch[1], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
+        return loss, (batch[1], batch[3], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
 
     def value(self, batch):
-        with op_by_op():
+        with running("pynative"):
             loss = self.loss(*map(Tensor, batch))
             return np.array([float(one) for one in loss]) if isinstance(loss, tuple) else float(loss.asnumpy())
 
@@ -94,7 +80,7 @@ class Plain(reference.Undivided):
             loss = self.loss(*batch)
             return (loss if not self.case.ahead else sum(loss[i] for i in counted)) * scale
 
-        with op_by_op():
+        with running("pynative"):
             _, gradients = ms.value_and_grad(scaled_loss, None, self.optimizer.parameters)(*map(Tensor, piece))
             return [g.asnumpy().astype(np.float64) / scale for g in gradients]
 
@@ -126,7 +112,7 @@ class Plain(reference.Undivided):
         if self.case.optimizer in COMPILED_ONLY:
             self.run_optimizer(given)
         else:
-            with op_by_op():
+            with running("pynative"):
                 self.run_optimizer(given)
         self.path = [length + np.abs(p - old).max() for length, old, p in zip(self.path, before, self.parameters)]
         self.diverged = not np.isfinite(self.path).all()

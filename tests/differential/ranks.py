@@ -28,7 +28,7 @@ NONFINITE = (("apply", None), ("skip_microbatch", None), ("skip_window", None), 
 # Ranks add in another order, and the sign of a gradient near 0 decides about the steps of the others.
 STEADY = [name for name in OPTIMIZERS if name not in (*COMPILED_ONLY, *SCALE_FREE)]
 _FIXED = {"event": "none", "backward_clip": False, "factor": 1.0, "large": False, "load_into": "fresh", "save_at": None,
-          "level": "none", "reduction": "mean", "buffer_dtype": None}
+          "level": "none", "reduction": "mean", "buffer_dtype": None, "empty_at": None, "batch_axis": 0}
 _NAMED = {"clip_norm": 0.1, "on_nonfinite": "skip_window", "nonfinite_at": 1}
 NAMED = {sync: plain_case("step", sync=sync, **_NAMED) for sync in ("window", "local")}
 

@@ -3,14 +3,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 import reference
-from conftest import MLP, difference, values
-from differential.accumulating import Accumulating
-from differential.cases import plain_case
+from conftest import MLP, difference
 from differential.follow import Comparison
 from differential.ranks import DRAWN, DRIVERS, NONFINITE, SYNCS, WINDOWS, case_of, simulated
 from mindspore import nn
 from noisy_samples import Expected
-from rank_cases import LAUNCHES, REDUCERS, every, microbatches, noisy_data
+from rank_cases import LAUNCHES, every, noisy_data
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import exchange
@@ -82,26 +80,6 @@ def test_wrong_simulations_are_seen(sync, changes, options):
         comparison.window({"parameters": wrong.parameters, "averages": None, "state": [], "noise": None}, "")
 
 
-def test_averaging_after_each_update_is_data_parallel():
-    """With SGD and equal weights. Control: other outer steps are not."""
-    data = [[[(batch, len(batch[0]))] for batch in microbatches(rank)] for rank in range(2)]
-
-    def plain():
-        return reference.Undivided(values(MLP(seed=0).trainable_params()), reference.SGD(0.1), 2, "mean")
-
-    both = plain()
-    for row in zip(*data):
-        both.add_pieces([piece for pieces in row for piece in pieces])
-        both.close_if(both.full)
-    both.flush()
-    found = []
-    for updates in (1, 2):
-        local = reference.LocalUpdates([plain() for _ in data], updates, 1, 0)
-        local.epoch(data)
-        found.append(difference(local.parameters, both.parameters))
-    assert found[0] < 1e-12 < 1e-4 < found[1]
-
-
 def test_graphs_that_were_compiled_before_follow(left_by):
     (before, after), (other, same) = left_by("followed:jit")
     assert before == after == pytest.approx(same, rel=1e-6)
@@ -146,21 +124,6 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
     assert [left["skipped"] for left in window] == [0, 2]
     for left in (*window, *microbatch):
         assert left["moved"] == ([[False] * 4] * 7 + [[True] * 4]) * 2
-
-
-@pytest.mark.parametrize("driver", ["hand-jit", "hand-pynative"])
-def test_without_other_ranks_it_accumulates_on_one(driver):
-    """No process group: the same script, bit-identical state."""
-    case, found = plain_case(driver), []
-    for sync in (None, "window", "shard"):
-        run = Accumulating(case, case.seed, reducer=REDUCERS.get(sync))
-        start = run.bits()
-        with run.driver as driving:
-            run.train(case.batches(0))
-            driving.flush()
-        found.append(run.bits())
-        assert int(run.accumulator.update_step) == 4
-    assert found[0] == found[1] == found[2] != start
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), [

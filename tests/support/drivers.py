@@ -1,8 +1,7 @@
 """The drivers: every way in which microbatches reach an accumulator, for all tests that compare whole runs."""
-import os
-
 import mindspore as ms
 import reference
+from conftest import running
 from mindspore import Tensor, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
@@ -30,7 +29,7 @@ class Driver:
     """
 
     def __init__(self, name, accumulator, forward_fn, weight_fns=(None,), divisor=1.0, sink=False, **options):
-        self.kind, _, self.mode = name.partition("-")
+        self.kind, self.mode = name.split("-") if "-" in name else (name, "jit")
         self.accumulator, self.forward_fn, self.divisor, self.options = accumulator, forward_fn, divisor, options
         self.weight_fns, self.sink, self.calls = weight_fns, sink, 0
         self.build()
@@ -41,28 +40,23 @@ class Driver:
         self._flush_by_hand = self._as_it_runs(self._close)
 
     def __enter__(self):
-        ms.set_context(mode=ms.GRAPH_MODE if self.mode == "graph" else ms.PYNATIVE_MODE)
-        self._before = os.environ.get("MS_JIT")
-        if self.kind in ("step", "ahead") and self.mode == "pynative":
-            os.environ["MS_JIT"] = "0"
+        self._context = running(self.mode)
+        self._context.__enter__()
         return self
 
-    def __exit__(self, *_):
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-        os.environ.pop("MS_JIT", None)
-        if self._before is not None:
-            os.environ["MS_JIT"] = self._before
+    def __exit__(self, *raised):
+        return self._context.__exit__(*raised)
 
     def __call__(self, *batch):
         """Train on a microbatch of arrays. By hand, nothing is differentiated if it has no rows."""
         self.calls += 1
-        if self.kind != "hand":
-            return self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
-        if len(batch[0]):
-            loss = self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
+        if self.kind == "hand" and not len(batch[0]):
+            loss = Tensor(0.0)
+            self.accumulator(self.accumulator.optimizer.parameters, 0.0)
         else:
-            loss = self.accumulator(self.accumulator.optimizer.parameters, 0.0)
-        self.accumulator.guard.require_progress()
+            loss = self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
+        if self.kind == "hand":
+            self.accumulator.guard.require_progress()
         return loss
 
     def epoch(self, batches, after=lambda result: None, flush=True):
@@ -97,7 +91,8 @@ class Driver:
             return self._as_it_runs(self._by_hand(weight_fn))
         if self.kind in ("step", "ahead"):
             return make_train_step(self.forward_fn, self.accumulator, weight_fn=weight_fn, **self.options)
-        return TrainOneStepCell(self.forward_fn, self.accumulator, weight_fn=weight_fn)
+        axis = self.options["batch_axis"]
+        return TrainOneStepCell(self.forward_fn, self.accumulator, batch_axis=axis, weight_fn=weight_fn)
 
     def _as_it_runs(self, function):
         return function if self.mode == "pynative" else ms.jit(function)

@@ -44,20 +44,6 @@ class SGD:
         return [p - lr * v for p, v in zip(parameters, self.velocity)]
 
 
-class Adam:
-    def __init__(self, lr, beta1=0.9, beta2=0.999, eps=1e-8):
-        self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
-        self.calls = 0
-
-    def __call__(self, parameters, gradients):
-        m, v = (self.m, self.v) if self.calls else ([0.0 for _ in parameters],) * 2
-        self.calls += 1
-        self.m = [self.beta1 * m + (1 - self.beta1) * g for m, g in zip(m, gradients)]
-        self.v = [self.beta2 * v + (1 - self.beta2) * g ** 2 for v, g in zip(v, gradients)]
-        rate = self.lr * np.sqrt(1 - self.beta2 ** self.calls) / (1 - self.beta1 ** self.calls)
-        return [p - rate * m / (np.sqrt(v) + self.eps) for p, m, v in zip(parameters, self.m, self.v)]
-
-
 def window_length(accumulate_step, update_step):
     if isinstance(accumulate_step, dict):
         return accumulate_step[max(start for start in accumulate_step if start <= update_step)]
