@@ -1,5 +1,4 @@
 """Local updates in one process; test_reducers.py has them in several, and resumes them in the middle of a round."""
-import numpy as np
 import pytest
 from conftest import MLP
 from differential.accumulating import Accumulating
@@ -35,14 +34,3 @@ def test_the_outer_state_is_two_copies_and_one_without_momentum(momentum, copies
     plain, outer = (sum(p.nbytes for p in acc.parameters)
                     for acc in (accumulator(MLP()), accumulator(network, after_update=local)))
     assert outer - plain == copies * sum(p.nbytes for p in local.trained) + local.updates.nbytes
-
-
-@pytest.mark.parametrize(("error", "message", "arguments"), [
-    (ValueError, r"every is 0, expected an int >= 1; it counts a rank's updates between exchanges", {"every": 0}),
-    (TypeError, r"every is 2.5 of type float, expected an int >= 1", {"every": 2.5}),
-    (ValueError, r"outer_learning_rate is inf, expected a finite number > 0; give 1", {"outer_learning_rate": np.inf}),
-    (ValueError, r"outer_momentum is 1, expected a number >= 0 and < 1; give 0 for none", {"outer_momentum": 1}),
-])
-def test_bad_arguments_are_refused(error, message, arguments):
-    with pytest.raises(error, match=message):
-        LocalUpdates(MLP().trainable_params(), **arguments)

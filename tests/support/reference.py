@@ -21,13 +21,9 @@ def loss_and_gradients(parameters, x, y):
 
     d_logits = probability.copy()
     d_logits[rows, y] -= 1
-    return loss, backward(parameters, x, hidden, d_logits / len(x))
-
-
-def backward(parameters, x, hidden, d_logits):
-    """The gradient for each parameter, from that for the logits."""
+    d_logits /= len(x)
     d_hidden = (d_logits @ parameters[2]) * (1 - hidden ** 2)
-    return [d_hidden.T @ x, d_hidden.sum(axis=0), d_logits.T @ hidden, d_logits.sum(axis=0)]
+    return loss, [d_hidden.T @ x, d_hidden.sum(axis=0), d_logits.T @ hidden, d_logits.sum(axis=0)]
 
 
 class SGD:
