@@ -90,11 +90,12 @@ class Accumulating:
     def train(self, batches, after=lambda loss, aux: None, last=False):
         """Train on microbatches, and call `after(loss, aux)` after each. `last`: whether the epoch ends with them."""
         def read(result):
-            """The loss, or both of a pair; and aux."""
+            """The loss, or both of a pair, and aux; or what a cell with a loss scaler says beside the loss."""
             losses, aux = result if self.case.aux else (result, ())
             losses = losses if isinstance(losses, (tuple, list)) else (losses,)
-            numbers = np.array([float(loss.asnumpy()) for loss in losses[:2]])
-            after(numbers if self.case.ahead else numbers[0], turned(part.asnumpy() for part in aux or ()))
+            numbers = np.array([float(loss.asnumpy()) for loss in losses])
+            loss, self.said = (numbers, []) if self.case.ahead else (numbers[0], [*numbers[1:]])
+            after(loss, turned(part.asnumpy() for part in aux or ()))
 
         def turned(arrays):
             """Samples along `batch_axis`, or back."""

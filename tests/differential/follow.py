@@ -133,6 +133,7 @@ class _Follow:
         if self.over:
             return
         expected, others = self.plain.microbatch(self.case.batch(self.position))
+        skipped, scale, said = self.plain.skipped, self.plain.scale, self.accumulating.said
         where = f"after microbatch {self.position}"
         comparison = self.comparison
         bound = comparison.tolerance * np.maximum(np.abs(expected), self.case.factor)
@@ -143,6 +144,8 @@ class _Follow:
         # Of a window that was weighed before, the end of the data is known, too.
         if self.plain.full or (self.case.ahead and self.position == len(self.case.sizes)):
             self._close(where)
+        asked = self.case.scaler is not None and self.case.driver.startswith(("cell", "model"))
+        assert said == ([self.plain.skipped > skipped, scale] if asked else []), where
         self._compare_counters(where)
 
     def _close(self, where):

@@ -60,18 +60,14 @@ class Driver:
         return loss
 
     def epoch(self, batches, after=lambda result: None, flush=True):
-        """Train on microbatches as a script does. `after` gets what each returned."""
+        """Train on microbatches as a script with a model or a step does. `after` gets what each returned."""
         if self.kind == "model":
             dataset = GeneratorDataset(batches, ["x", "ids", "target", "mask"], shuffle=False)
             callbacks = [_After(after), *([FlushCallback()] if flush else [])]
             Model(self.steps[0]).train(1, dataset, callbacks=callbacks, dataset_sink_mode=self.sink)
-        elif self.kind in ("step", "ahead"):
+        else:
             for result in self.steps[0].epoch(batches):
                 after(result)
-        else:
-            for batch in batches:
-                after(self(*batch))
-            self.flush()
 
     def flush(self):
         """Apply the incomplete window, if one is open. Return whether a window was closed."""
