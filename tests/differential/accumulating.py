@@ -44,8 +44,10 @@ def weight_fns_of(case):
     """What counts a piece, in turn."""
     if case.reduction == "sum":
         return (once,)
-    if case.loss in ("masked", "pair"):
-        return (mask_of if case.loss == "masked" else masks_of_transposed if case.batch_axis else masks_of,)
+    if case.loss == "masked":
+        return (mask_of,)
+    if case.loss == "pair":
+        return (masks_of_transposed if case.batch_axis else masks_of,)
     return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,),
             "mixed": (None, tensor_samples_of)}[case.weight]
 
