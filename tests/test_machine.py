@@ -22,10 +22,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from machine import DRIVERS, run_of
+from machine import DRIVERS, run_of, spoiled
 
 from ms_accum import load_checkpoint, save_checkpoint
 
+BAD = list(enumerate((np.nan, np.inf, -np.inf, np.nan)))  # in which gradient
 SIZES = st.sampled_from([4, 4, 4, 4, 3, 3, 0])  # each size is compiled once
 
 
@@ -73,10 +74,12 @@ class Machine(RuleBasedStateMachine):
         batch[0][0, 0] = np.nan
         self._train(batch)
 
-    @rule(seed=st.integers(0, 10**6), masked=st.booleans())
-    def add_by_hand(self, seed, masked):
+    @rule(seed=st.integers(0, 10**6), masked=st.booleans(), bad=st.sampled_from([None, *BAD]))
+    def add_by_hand(self, seed, masked, bad):
+        """One element of one gradient may be `bad`, where such a microbatch or window is skipped."""
         batch, weight = self.run.microbatch(4, seed), 0.0 if masked else 4.0
-        self._both(partial(self.run.add_by_hand, batch, weight), partial(self._added, batch, weight))
+        bad = None if self.run.case.on_nonfinite == "apply" else bad
+        self._both(partial(self.run.add_by_hand, batch, weight, bad), partial(self._added, batch, weight, bad))
 
     @rule()
     def flush(self):
@@ -155,8 +158,9 @@ class Machine(RuleBasedStateMachine):
         self.oracle.close_if(self.oracle.full)
         return self.oracle.require_progress()
 
-    def _added(self, batch, weight):
-        self.oracle(*self._weighed(batch, weight))
+    def _added(self, batch, weight, bad):
+        gradients, weight = self._weighed(batch, weight)
+        self.oracle(spoiled(gradients, bad), weight)
 
     def _flushed(self):
         self.oracle.remaining, closed = None, self.oracle.flush()

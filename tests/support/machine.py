@@ -115,9 +115,19 @@ class Run(Accumulating):
         with self.driver:
             return self.driver.flush()
 
-    def add_by_hand(self, batch, weight):
+    def add_by_hand(self, batch, weight, bad):
         """One microbatch without the driver, op by op."""
-        return self.accumulator(self.grad_fn(*map(Tensor, batch))[1], weight)
+        gradients = [gradient.asnumpy() for gradient in self.grad_fn(*map(Tensor, batch))[1]]
+        return self.accumulator(tuple(map(Tensor, spoiled(gradients, bad))), weight)
+
+
+def spoiled(gradients, bad):
+    """Arrays, of which one ends with a value: `bad` is `(place, value)`, or None."""
+    gradients = [gradient.copy() for gradient in gradients]
+    if bad is not None:
+        place, value = bad
+        gradients[place].reshape(-1)[-1] = value
+    return gradients
 
 
 run_of = cache(Run)
