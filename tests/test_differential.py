@@ -66,9 +66,8 @@ def stratified():
             fixed.update(event=event, load_into=("fresh", "used")[i // 5 % 2])
             if event != "save":
                 fixed["loss"] = ("masked", "mean")[i % 2]
-        fixed.update({3: {"scaler": ("dynamic", 8, 2)},
-                      6: {"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 2, "aux": True},
-                      12: {"aux": True}}.get(i, {}))
+        dropped = {"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 3 if i == 3 else 2}
+        fixed.update({3: dropped, 6: {**dropped, "aux": True}, 12: {"aux": True}}.get(i, {}))
         # A model ends in an incomplete window.
         count = 4 if driver == "ahead" else 7 if driver.startswith("model") else 6
         yield drawn(i, driver=driver, level=level, large=False, count=count, pieces=1 + cut, **fixed)
