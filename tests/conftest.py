@@ -138,10 +138,26 @@ def mode(request, mode_named):
     return mode_named(request.param)
 
 
+@contextmanager
+def running(mode):
+    """As one of MODES; "pynative": also what compiles itself, by MindSpore's own switch."""
+    before = ms.get_context("mode")
+    ms.set_context(mode=MODES[mode])
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if mode == "pynative":
+                patch.setenv("MS_JIT", "0")
+            else:
+                patch.delenv("MS_JIT", raising=False)
+            yield
+    finally:
+        ms.set_context(mode=before)
+
+
 @pytest.fixture
-def uncompiled(monkeypatch):
-    """Let what compiles itself run op by op, by MindSpore's own switch."""
-    monkeypatch.setenv("MS_JIT", "0")
+def uncompiled():
+    with running("pynative"):
+        yield
 
 
 def compiled_graphs():

@@ -1,6 +1,5 @@
-"""Accumulator by hand: windows that a script closes, the tutorial's script, and its state."""
+"""Accumulator by hand: odd values, the tutorial's script, and its state. Calls in any order: test_machine.py."""
 import json
-import math
 from pathlib import Path
 
 import mindspore as ms
@@ -27,38 +26,6 @@ def descend(accumulate_step=2, clip_norm=None, **options):
     """An accumulator whose parameters are minus the sum of all gradients that its optimizer got."""
     parameters = [Parameter(Tensor(np.zeros(shape), ms.float32), f"p{i}") for i, shape in enumerate(SHAPES)]
     return Accumulator(nn.SGD(parameters, 1.0), accumulate_step, clip_norm, **options)
-
-
-# --- by the script's own rule -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("context", ["pynative", "graph"])
-def test_windows_may_be_closed_by_hand(mode_named, context):
-    """Called from the host. In a graph, and by windows in any order: test_machine.py."""
-    mode_named(context)
-    accumulator = descend(9, float("inf"), reduction="mean")
-
-    def applied():
-        """The sum of the gradients that the optimizer got."""
-        return -values(accumulator.optimizer.parameters)[1][0, 0]
-
-    for value in (1, 2, 6):
-        accumulator.add(gradients(value))
-    assert (int(accumulator.mini_step), applied()) == (3, 0)
-    accumulator.apply()
-    assert (int(accumulator.mini_step), int(accumulator.update_step), applied()) == (0, 1, 3)
-    assert float(accumulator.grad_norm) == pytest.approx(3 * math.sqrt(14))
-    accumulator.apply()  # the optimizer runs on zeros
-    assert (int(accumulator.update_step), applied(), accumulator.flush()) == (2, 3, False)
-    closed = []
-    for value, condition in ((4, False), (2, Tensor(True)), (None, True)):
-        closed.append(value and accumulator(gradients(value)).dtype)
-        closed.append(bool(accumulator.close_if(condition)))
-    assert closed == [ms.bool_, False, ms.bool_, True, None, False]  # nothing was in the last one
-    assert (int(accumulator.update_step), applied()) == (4, 6)
-    ops.assign(accumulator.seen, 2**40 + 1)  # where float32 cannot count on
-    accumulator(gradients(1))
-    assert (accumulator.flush(), int(accumulator.seen), applied()) == (True, 2**40 + 2, 7)
 
 
 @pytest.mark.parametrize(("policy", "calls", "applied"), [
@@ -160,6 +127,9 @@ def test_one_buffer_for_each_parameter_and_names_that_are_unique_here_and_the_sa
     assert {tuple(one.state) for one in accumulators} == {tuple(accumulator.state)}
     names = [p.name for one in accumulators for p in one.parameters]
     assert len(set(names)) == len(names)
+    ops.assign(accumulator.seen, 2**40 + 1)  # where float32 cannot count on
+    assert accumulator(gradients(1)).dtype == ms.bool_
+    assert (accumulator.flush(), int(accumulator.seen)) == (True, 2**40 + 2)
 
 
 def test_one_device_does_not_look_at_the_state_of_its_optimizer(monkeypatch):

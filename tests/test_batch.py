@@ -5,8 +5,7 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import compiled_graphs, values
-from following import run_as
+from conftest import compiled_graphs, running, values
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.dataset import zip as dataset_zip
@@ -90,13 +89,13 @@ def trained(feed, *functions, **options):
 ])
 def test_every_form_of_a_batch_trains_alike(mode, pieces, forms):
     """Control: the weights count. MindSpore's cross entropy returns other last bits on other numbers of threads."""
-    with run_as(mode):
+    with running(mode):
         *plain, losses = trained(positions, tokens, pieces=pieces)
         for feed, *functions in forms:
             *others, other_losses = trained(feed, *functions, pieces=pieces)
             assert all(np.array_equal(one, other) for one, other in zip(plain, others))
             np.testing.assert_allclose(other_losses, losses, rtol=2e-7)
-    with run_as("pynative"):
+    with running("pynative"):
         unweighted = trained(positions, pieces=pieces)
     assert max(abs(a - b).max() for a, b in zip(plain, unweighted)) > 1e-3
 

@@ -4,8 +4,8 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import values
-from following import counting, gradient_of, op_by_op, relative, run_as, warned
+from conftest import running, values
+from following import counting, gradient_of, relative, warned
 from mindspore import Parameter, Tensor, amp, nn, ops
 
 from ms_accum import make_grad_cache_step
@@ -66,12 +66,16 @@ def test_the_gradient_is_that_of_the_undivided_batch():
     naive, naive_loss = gradient_of(undivided, towers, pairs(7), pieces=2)
     for pieces, scale in ((1, 1.0), (2, 2.0**20), (7, 1.0), (9, 2.0**20)):
         acc = counting(towers, loss_scaler=amp.StaticLossScaler(scale))
-        got = make_grad_cache_step(encode, loss_fn, acc, pieces=pieces)(*pairs(7))
+        train_step = make_grad_cache_step(encode, loss_fn, acc, pieces=pieces)
+        got = train_step(*pairs(7))
         assert (int(acc.optimizer.calls), int(acc.mini_step), int(acc.update_step)) == (1, 0, 1)
         assert float(got) == pytest.approx(float(loss), rel=1e-6)
         assert relative(values(acc.optimizer.seen), expected) <= 1e-5
     assert relative(naive, expected) > 0.1
     assert abs(float(naive_loss) - float(loss)) > 0.1
+    assert float(train_step(*pairs(0))) == 0, "a batch without rows"
+    assert int(acc.optimizer.calls) == 2
+    assert not any(g.any() for g in values(acc.optimizer.seen))
 
 
 # After MindCV's networks were in the process, MindSpore 2.10 does not compile it ("Illegal AnfNode for evaluating").
@@ -81,11 +85,11 @@ def test_windows_and_a_random_encoder(mode, capfd):
     """Batches of 5 = 3 + 2 and 2 = 1 + 1 weigh so much, clipping sees the whole; a randomly encoded one is ignored."""
     towers, encode, loss_fn, undivided = two_towers(dropout=0.5)
     towers.set_train(False)
-    with op_by_op():
+    with running("pynative"):
         one, other = (gradient_of(undivided, towers, pairs(n, n))[0] for n in (5, 2))
     expected = [(5 * a + 2 * b) / 7 for a, b in zip(one, other)]
     acc = counting(towers, 2, clip_norm=float("inf"))
-    with run_as(mode):
+    with running(mode):
         train_step = make_grad_cache_step(encode, loss_fn, acc, pieces=2)
         for n, held in ((5, 1), (2, 0)):
             train_step(*pairs(n, n))
@@ -102,7 +106,7 @@ def test_windows_and_a_random_encoder(mode, capfd):
             make_grad_cache_step(encode, loss_fn, acc, pieces=2)(*pairs(16))  # two draws agree in 1 of 2^32
         assert (int(acc.mini_step), int(acc.update_step), float(acc.weight_sum)) == (0, 2, 0)
         assert all(not b.asnumpy().any() for b in acc.buffers.parameters)
-    with op_by_op():  # control
+    with running("pynative"):  # control
         towers.set_train(False)
         make_grad_cache_step(encode, loss_fn, acc, pieces=2)(*pairs(2))
         assert int(acc.mini_step) == 1

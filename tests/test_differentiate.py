@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, batches, difference, recover, tensors, values
-from following import LOSS, run_as, sgd
+from conftest import MLP, batches, difference, recover, running, tensors, values
+from following import LOSS, sgd
 from mindspore import Tensor, nn, ops
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
@@ -153,30 +153,38 @@ def refusal(functions):
 
 @pytest.mark.fresh_process("graph")
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
-def test_functions_that_return_what_cannot_be_used_are_refused(mode, mode_named):
+def test_functions_that_return_what_cannot_be_used_are_refused(mode):
     """After such an error MindSpore 2.10 now and then cannot compile another gradient."""
-    mode_named(mode)
-    with run_as(mode):
+    with running(mode):
         for functions, message in [*CASES, *cases_of_models(mode)]:
             assert re.match(message, refusal(functions)), functions
 
 
-@pytest.mark.parametrize(("mode", "on_nonfinite"), [
-    ("jit", "apply"), ("pynative", "skip_microbatch"), ("pynative", "skip_window")])
-def test_a_weight_that_is_not_finite_shows_in_the_loss(mode, on_nonfinite):
-    network, batch = MLP(), tensors(*batches([4])[0])
-    before = values(network.trainable_params())
+class Weighed(nn.Cell):
+    """A loss, of a batch that has its weight beside it."""
 
-    def forward_fn(x, y, counted):
-        return LOSS(network(x), y)
+    def __init__(self):
+        super().__init__()
+        self.network = MLP()
+
+    def construct(self, x, y, counted):
+        return LOSS(self.network(x), y)
+
+
+@pytest.mark.parametrize(("make", "mode", "on_nonfinite", "bad"), [
+    (make_train_step, "jit", "apply", np.nan), (make_train_step, "pynative", "skip_microbatch", np.inf),
+    (make_train_step, "pynative", "skip_window", np.nan), (TrainOneStepCell, "pynative", "apply", np.inf)])
+def test_a_weight_that_is_not_finite_shows_in_the_loss(make, mode, on_nonfinite, bad):
+    network, batch = Weighed(), tensors(*batches([4])[0])
+    before = values(network.trainable_params())
 
     def weight_fn(x, y, counted):
         return counted.sum()
 
-    train_step = make_train_step(forward_fn, sgd(network), 1, weight_fn=weight_fn, on_nonfinite=on_nonfinite)
+    train_step = make(network, sgd(network), 1, weight_fn=weight_fn, on_nonfinite=on_nonfinite)
     skipped = on_nonfinite != "apply"
-    with run_as(mode):
-        assert np.isnan(float(train_step(*batch, Tensor([np.nan]))))
+    with running(mode):
+        assert np.isnan(float(train_step(*batch, Tensor([bad]))))
         assert int(train_step.accumulator.skipped) == skipped
         assert (difference(values(network.trainable_params()), before) == 0) == skipped
         assert np.isfinite(float(train_step(*batch, Tensor([1.0])))) == skipped

@@ -10,6 +10,7 @@ from conftest import values
 from mindspore import Parameter, Tensor, nn
 
 from ms_accum import Accumulator, DataParallel, make_train_step
+from ms_accum.distributed import LocalUpdates
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = ((2, 3), (), (4,))
@@ -42,15 +43,20 @@ ACCEPTED = {
     (DataParallel, "shard"): set(),
     (DataParallel, "broadcast"): {"True"},
     (DataParallel, "bucket_mib"): {"2", "2.5", "1e-300", "2**31", "1/3", "np.float32"},
+    (LocalUpdates, "every"): WHOLE,
+    (LocalUpdates, "outer_learning_rate"): {"2", "2.5", "1e-300", "2**31", "1/3", "np.float32"},
+    (LocalUpdates, "outer_momentum"): {"0", "1e-300", "1/3"},
 }
 
 
 def refusal(function, **changed):
     """What `function` says when it refuses an argument beside others that fit, None if it takes it."""
     optimizer = nn.SGD([Parameter(Tensor(np.zeros(3), ms.float32), name="w")], 0.1)
-    fitting = {} if function is DataParallel else {"optimizer": optimizer, "accumulate_step": 2}
+    fitting = {"optimizer": optimizer, "accumulate_step": 2}
     if function is make_train_step:
         fitting["forward_fn"] = nn.CrossEntropyLoss()
+    elif function is not Accumulator:
+        fitting = {"parameters": optimizer.parameters} if function is LocalUpdates else {}
     try:
         function(**{**fitting, **changed})
     except (TypeError, ValueError) as error:

@@ -1,9 +1,9 @@
 """Calls in any order, by every driver, against the NumPy oracle: one state machine for all of them.
 
-A train step counts down what its window needs, and asks the device when nothing is missing. Microbatches that are added by hand in
-between are counted when it asks; `machine.Oracle.step` is the model of the host. With microbatches without rows, a limit of skips in a
-row, samples seen, and a moving average of the weights, which is swapped in at any time. What follows a checkpoint is done once more in the
-end, from the file: it ends with the same bits.
+A train step counts down what its window needs, and asks the device when nothing is missing. Microbatches that are added
+by hand in between are counted when it asks; `machine.Oracle.step` is the model of the host. With microbatches without
+rows, a limit of skips in a row, samples seen, and a moving average of the weights, which is swapped in at any time.
+What follows a checkpoint is done once more in the end, from the file: it ends with the same bits.
 """
 from functools import partial
 
@@ -14,11 +14,19 @@ from conftest import difference, values
 from drivers import counters
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from machine import DRIVERS, run_of
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from machine import DRIVERS, run_of, spoiled
 
 from ms_accum import load_checkpoint, save_checkpoint
 
+BAD = list(enumerate((np.nan, np.inf, -np.inf, np.nan)))  # in which gradient
 SIZES = st.sampled_from([4, 4, 4, 4, 3, 3, 0])  # each size is compiled once
 
 
@@ -66,15 +74,27 @@ class Machine(RuleBasedStateMachine):
         batch[0][0, 0] = np.nan
         self._train(batch)
 
-    @rule(seed=st.integers(0, 10**6), masked=st.booleans())
-    def add_by_hand(self, seed, masked):
+    @rule(seed=st.integers(0, 10**6), masked=st.booleans(), bad=st.sampled_from([None, *BAD]))
+    def add_by_hand(self, seed, masked, bad):
+        """One element of one gradient may be `bad`, where such a microbatch or window is skipped."""
         batch, weight = self.run.microbatch(4, seed), 0.0 if masked else 4.0
-        self._both(partial(self.run.add_by_hand, batch, weight), partial(self._added, batch, weight))
+        bad = None if self.run.case.on_nonfinite == "apply" else bad
+        self._both(partial(self.run.add_by_hand, batch, weight, bad), partial(self._added, batch, weight, bad))
 
     @rule()
     def flush(self):
         closed, expected = self._both(self.run.flush, self._flushed)
         assert closed == expected
+
+    @rule()
+    def apply(self):
+        self._both(self.run.accumulator.apply, lambda: self.oracle.apply())
+
+    @rule(condition=st.booleans())
+    def close_if(self, condition):
+        closed, expected = self._both(partial(self.run.accumulator.close_if, condition),
+                                      lambda: self.oracle.close_if(condition))
+        assert bool(closed) == expected
 
     @rule()
     def reset(self):
@@ -101,10 +121,10 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        oracle = self.oracle
-        assert counters(self.run.accumulator) == pytest.approx(oracle.counters(), rel=1e-6)
-        for got, expected in ((self.run.loss.trainable_params(), oracle.parameters), (self.run.average.averages, oracle.averages)):
-            assert difference(values(got), expected) <= 2e-5
+        run, oracle = self.run, self.oracle
+        assert counters(run.accumulator) == pytest.approx(oracle.counters(), rel=1e-6)
+        assert difference(values(run.loss.trainable_params()), oracle.parameters) <= 2e-5
+        assert difference(values(run.average.averages), oracle.averages) <= 2e-5
 
     def teardown(self):
         if self.since:
@@ -138,8 +158,9 @@ class Machine(RuleBasedStateMachine):
         self.oracle.close_if(self.oracle.full)
         return self.oracle.require_progress()
 
-    def _added(self, batch, weight):
-        self.oracle(*self._weighed(batch, weight))
+    def _added(self, batch, weight, bad):
+        gradients, weight = self._weighed(batch, weight)
+        self.oracle(spoiled(gradients, bad), weight)
 
     def _flushed(self):
         self.oracle.remaining, closed = None, self.oracle.flush()
@@ -165,5 +186,6 @@ def test_calls_in_any_order_equal_the_oracle(driver):
 def test_a_wrong_weight_is_noticed(driver):
     """Negative control: the oracle weighs each microbatch alike."""
     wrong = type("Wrong", (Machine,), {"driver": driver, "wrong": staticmethod(lambda weight: 1.0)})
+    without_shrinking = settings(max_examples=12, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(wrong, settings=settings(max_examples=12, phases=[Phase.generate], report_multiple_bugs=False))
+        run_state_machine_as_test(wrong, settings=without_shrinking)

@@ -1,31 +1,17 @@
-"""TrainOneStepCell: dropped windows, a ModelCheckpoint, several cells in one graph; and what it refuses.
+"""TrainOneStepCell: a ModelCheckpoint, several cells in one graph; and what it refuses.
 
-That its updates are exact is drawn in test_differential.py; callbacks are in test_callbacks.py.
+That its updates are exact, and what it says of dropped windows, is drawn in test_differential.py; callbacks are in
+test_callbacks.py.
 """
 import mindspore as ms
-import numpy as np
 import pytest
-import reference
-from conftest import MLP, batches, difference, mean_loss, tensors, values
+from conftest import MLP, batches, difference, tensors, values
 from following import LOSS, sgd
-from mindspore import Tensor, amp, nn
+from mindspore import Tensor, nn
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
 from model_runs import TwoCells, dataset, make_cell, train
 
-from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
-
-
-def test_a_dropped_window_shows(mode_named):
-    """With a loss scaler the cell returns what MindSpore's own does: whether a window was dropped, and the scale."""
-    mode_named("graph")
-    _, cell = make_cell(loss_scaler=amp.DynamicLossScaler(2.0**10, 2, 2))
-    results = [cell(*tensors(x * (np.inf if i == 2 else 1.0), y)) for i, (x, y) in enumerate(batches([6] * 7))]
-    assert [(bool(overflow), float(scale)) for _, overflow, scale in results] == [
-        *[(False, 1024)] * 3, (True, 1024), *[(False, 512)] * 3]
-    loss, _ = reference.loss_and_gradients(values(MLP().trainable_params()), *batches([6])[0])
-    assert float(results[0][0]) == pytest.approx(loss, rel=1e-5)
-    assert cell.flush() is True
-    assert (int(cell.accumulator.update_step), int(cell.accumulator.skipped)) == (3, 1)
+from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
 
 
 def go_on(network, cell):
@@ -118,42 +104,3 @@ def test_what_does_not_fit_is_refused(mode_named):
         with pytest.raises(error, match=message):
             call()
         assert int(acc.mini_step) == 0
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_a_weight_that_is_not_finite_shows_in_the_loss():
-    """Control: one that is."""
-    for bad in (1.0, np.nan, np.inf):
-        _, cell = make_cell(weight_fn=weighing(bad))
-        assert np.isfinite(float(cell(*tensors(*batches([6])[0])))) == (bad == 1)
-        cell.accumulator.reset()
-
-
-def weighing(weight):
-    def weight_fn(x, y):
-        return Tensor(weight, ms.float32)
-
-    return weight_fn
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_a_batch_that_another_driver_left_half_added_is_refused(monkeypatch):
-    """By a cell that feeds the same accumulator. Control: after a whole microbatch, it goes on."""
-    (x, y), (network, cell) = tensors(*batches([6])[0]), make_cell(accumulate_step=2)
-    accumulator = cell.accumulator
-    train_step = make_train_step(mean_loss(network), accumulator, pieces=2)
-    cell(x, y)
-    train_step(x, y)
-    cell(x, y)
-    assert (int(accumulator.update_step), int(accumulator.mini_step)) == (1, 1)
-    monkeypatch.setattr(accumulator, "end_microbatch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train_step(x, y)
-    for driver in (cell, train_step):
-        with pytest.raises(RuntimeError, match="may hold only some pieces of a batch"):
-            driver(x, y)
-    assert int(accumulator.update_step) == 1
-
-
-def interrupted(pieces):
-    raise KeyboardInterrupt

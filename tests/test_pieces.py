@@ -7,11 +7,11 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MEMORY, MLP, batches, difference, mean_loss, run_python, tensors
-from following import LOSS, counting, gradient_of, op_by_op, run_as
-from mindspore import Tensor, ops
+from conftest import MEMORY, MLP, batches, difference, mean_loss, run_python, running, tensors
+from following import LOSS, counting, gradient_of
+from mindspore import Tensor, nn, ops
 
-from ms_accum import make_grad_cache_step, make_train_step, save_checkpoint
+from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
 from ms_accum.errors import ask_about_piece
 from ms_accum.pieces import layout
 
@@ -36,7 +36,7 @@ def test_tensors_with_one_row_per_sample_are_cut_and_all_else_passes_through():
         return loss, (logits, loss * 0 + len(x), y, logits.argmax(1) == y)
 
     x, y, *others = *tensors(x, y), class_weights, temperature, 1.5, True
-    with op_by_op():
+    with running("pynative"):
         whole, (loss, aux) = gradient_of(forward_fn, network, (x, y, *others), has_aux=True)
     cut, (cut_loss, cut_aux) = gradient_of(forward_fn, network, (view, y, *others), has_aux=True, pieces=3)
     assert difference(cut, whole) <= 1e-6
@@ -85,9 +85,10 @@ BAD = np.where(np.arange(16) == 6, 9, Y)  # a label that is out of range raises
 def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset():
     """An error in a batch that is not cut adds nothing, and the next call goes on."""
     network = MLP()
-    acc = counting(network, 3)
+    acc = counting(network, 4)
     whole, cut = (make_train_step(mean_loss(network), acc, pieces=pieces) for pieces in (1, 8))
-    doors = [lambda: cut(*tensors(X, Y)), lambda: whole(*tensors(X, Y)), cut.flush, acc.flush,
+    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
+    doors = [*(lambda driver=driver: driver(*tensors(X, Y)) for driver in (whole, cut, cell)), cut.flush, acc.flush,
              lambda: save_checkpoint("torn.ckpt", network, acc)]
     cut(*tensors(X, Y))
     for step, held in ((whole, 16), (cut, 22)):
@@ -100,9 +101,9 @@ def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset(
             with pytest.raises(RuntimeError, match=message):
                 refused()
         acc.reset()
-        whole(*tensors(X, Y))
-        cut(*tensors(X, Y))
-        assert (int(acc.mini_step), float(acc.weight_sum)) == (2, 32)
+        for driver in (whole, cut, cell):
+            driver(*tensors(X, Y))
+        assert (int(acc.mini_step), float(acc.weight_sum)) == (3, 48)
         acc.counters.begin_update(acc.mini_step)
     assert not Path("torn.ckpt").exists()
 
@@ -125,7 +126,7 @@ def test_an_error_names_the_piece_and_asks_for_row_numbers(mode, piece, error):
         return ops.cross_entropy(network(x), labels)
 
     forward_fn = picking if error is RuntimeError else built
-    with run_as(mode):
+    with running(mode):
         with pytest.raises(error, match=QUESTION.format(piece, "")):
             make_train_step(forward_fn, counting(network), pieces=4)(*batch)
         assert np.isfinite(float(make_train_step(forward_fn, counting(network))(*batch)))

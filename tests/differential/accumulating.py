@@ -1,4 +1,5 @@
 """The same run with ms_accum, under each of its drivers."""
+import re
 from unittest.mock import patch
 
 import mindspore as ms
@@ -8,15 +9,15 @@ from drivers import Driver, counters
 from mindspore import amp, ops
 from pages import recipe
 
-from ms_accum import Accumulator, in_place, load_checkpoint, save_checkpoint
+from ms_accum import Accumulator, DataParallel, in_place, load_checkpoint, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
 
-from .networks import build_loss
+from .networks import Transposed, build_loss
 from .optimizers import build_optimizer, state_of
 
 
 def samples_of(*piece):
-    return piece[0].shape[0] * 2.5
+    return piece[3].shape[0] * 2.5
 
 
 def tensor_samples_of(*piece):
@@ -31,6 +32,10 @@ def masks_of(*piece):
     return piece[3].sum(), (piece[1][:, 0] == 0).sum()
 
 
+def masks_of_transposed(*piece):
+    return piece[3].sum(), (piece[1][0] == 0).sum()
+
+
 def once(*piece):
     return 1.0
 
@@ -39,15 +44,18 @@ def weight_fns_of(case):
     """What counts a piece, in turn."""
     if case.reduction == "sum":
         return (once,)
-    if case.loss in ("masked", "pair"):
-        return (mask_of,) if case.loss == "masked" else (masks_of,)
-    return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,), "mixed": (None, tensor_samples_of)}[case.weight]
+    if case.loss == "masked":
+        return (mask_of,)
+    if case.loss == "pair":
+        return (masks_of_transposed if case.batch_axis else masks_of,)
+    return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,),
+            "mixed": (None, tensor_samples_of)}[case.weight]
 
 
 class Accumulating:
     """A run of a Case with ms_accum. Its calls are made in the context of its driver.
 
-    `local_updates`: what makes a hook of the parameters. The other options are those of an Accumulator that no Case has.
+    `local_updates`: what makes a hook of the parameters. The other options are those of an Accumulator.
     """
 
     def __init__(self, case, seed, local_updates=None, **options):
@@ -57,37 +65,45 @@ class Accumulating:
         self.scaler = None
         if case.scaler is not None:
             kind, exponent, *window = case.scaler
-            self.scaler = amp.StaticLossScaler(2.0**exponent) if kind == "static" else amp.DynamicLossScaler(2.0**exponent, 2, *window)
+            scale = 2.0**exponent
+            self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
         average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
         self.average, self.local = average, local_updates and local_updates(self.optimizer.parameters)
+        options.setdefault("reducer", DataParallel() if case.seed % 3 else None)  # alike without other ranks
         # Small buffers are added in turn, large ones at once: both are drawn.
         with patch.object(in_place, "SMALL", in_place.SMALL * (case.seed // 2 % 2)):
             self.accumulator = Accumulator(
                 self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
-                buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.local or average, noise_scale=self.noise_scale,
-                loss_scaler=self.scaler, **options)
+                buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.local or average,
+                noise_scale=self.noise_scale, loss_scaler=self.scaler, **options)
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
             divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
-            pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux)
+            batch_axis=case.batch_axis, pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux)
 
     def _forward(self):
-        loss = self.loss
+        loss = Transposed(self.loss) if self.case.batch_axis else self.loss
 
         def with_aux(x, ids, target, mask):
-            return loss(x, ids, target, mask), (ids, mask.mean())
+            return loss(x, ids, target, mask), (ids, mask, mask.mean())
         return with_aux if self.case.aux else loss
 
     def train(self, batches, after=lambda loss, aux: None, last=False):
-        """Train on microbatches; `after(loss, aux)` is called after each one. `last`: whether they are the last ones of an epoch."""
+        """Train on microbatches, and call `after(loss, aux)` after each. `last`: whether the epoch ends with them."""
         def read(result):
-            """The loss, or both of a pair; and aux."""
+            """The loss, or both of a pair, and aux; or what a cell with a loss scaler says beside the loss."""
             losses, aux = result if self.case.aux else (result, ())
             losses = losses if isinstance(losses, (tuple, list)) else (losses,)
-            losses = np.array([float(loss.asnumpy()) for loss in losses[:2]]) if self.case.ahead else float(losses[0].asnumpy())
-            after(losses, [part.asnumpy() for part in aux or ()])
+            numbers = np.array([float(loss.asnumpy()) for loss in losses])
+            loss, self.said = (numbers, []) if self.case.ahead else (numbers[0], [*numbers[1:]])
+            after(loss, turned(part.asnumpy() for part in aux or ()))
 
+        def turned(arrays):
+            """Samples along `batch_axis`, or back."""
+            return [array.T if self.case.batch_axis else array for array in arrays]
+
+        batches = [turned(batch) for batch in batches]
         if self.driver.kind == "model":
             self.driver.epoch(batches, read, flush=last)
         elif self.case.ahead and self.case.accumulate_step != 1:  # a single call is a window of its own
@@ -101,14 +117,15 @@ class Accumulating:
         scaler, noise, accumulator = self.scaler, self.noise_scale, self.accumulator
         return {
             "counters": counters(accumulator), "grad_norm": float(accumulator.grad_norm),
-            "parameters": values(self.loss.trainable_params()), "averages": values(self.average.averages) if self.average else None,
-            "state": values(state_of(self.optimizer)), "noise": noise and [noise.noise, noise.gradient_squared],
+            "parameters": values(self.loss.trainable_params()), "state": values(state_of(self.optimizer)),
+            "averages": values(self.average.averages) if self.average else None,
+            "noise": noise and [noise.noise, noise.gradient_squared],
             "scaler": scaler and [float(scaler.scale_value), int(getattr(scaler, "counter", 0))]}
 
     def bits(self):
         """Every bit of state."""
         parameters = (*self.loss.get_parameters(), *state_of(self.optimizer), *self.accumulator.state.values())
-        return {p.name.partition(".")[2] if p.name.startswith("accumulator") else p.name: p.asnumpy().tobytes() for p in parameters}
+        return {re.sub(r"^accumulator\d*\.", "", p.name): p.asnumpy().tobytes() for p in parameters}
 
     def open_window(self):
         """Every bit of the window."""

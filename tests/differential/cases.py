@@ -12,17 +12,21 @@ from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 COMPILED = ("hand-jit", "step", "ahead", "cell-graph", "model-graph")
 OP_BY_OP = ("hand-pynative", "step-pynative", "ahead-pynative", "cell-pynative", "model-pynative")
 DRIVERS = (*COMPILED, *OP_BY_OP)
+WITH_AXIS = ("step", "ahead", "cell")  # take samples along another axis
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
 BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float", "half"))}
+WINDOWS = (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing", ("until", 14.0, 4))
+POLICIES = ("apply", "skip_microbatch", "skip_window")
 HALF_OPTIMIZERS = ("nn.SGD", "nn.Momentum", "nn.Adam", "nn.ASGD", "optim.SGD", "optim.Adam", "optim.AdamW")
 
 
 # The plainest run.
 PLAIN = {
-    "level": "none", "front": "dense", "norm": "none", "backward_clip": False, "loss": "mean", "factor": 1.0, "optimizer": "nn.Momentum",
-    "groups": False, "rates": "number", "reduction": "mean", "accumulate_step": 2, "clip_norm": None, "pieces": 1, "weight": "samples",
-    "scaler": None, "on_nonfinite": "apply", "noise_scale": False, "event": "none", "nonfinite_at": None, "load_into": "fresh",
-    "shapes": (6, 6), "count": 7, "seed": 1, "hook": False, "aux": False, "buffer_dtype": None}
+    "level": "none", "front": "dense", "norm": "none", "backward_clip": False, "loss": "mean", "factor": 1.0,
+    "optimizer": "nn.Momentum", "groups": False, "rates": "number", "reduction": "mean", "accumulate_step": 2,
+    "clip_norm": None, "pieces": 1, "weight": "samples", "scaler": None, "on_nonfinite": "apply", "noise_scale": False,
+    "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1, "hook": False,
+    "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0}
 
 
 def plain_case(driver, **changes):
@@ -36,8 +40,9 @@ def growing(update_step):
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
-        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync"))):
-    """One run. Everything random in it comes from `seed`. `sync`: of several ranks, how these exchange; see `differential.ranks`."""
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync",
+        "batch_axis"))):
+    """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`differential.ranks`)."""
 
     __slots__ = ()
 
@@ -93,7 +98,7 @@ class Case(namedtuple("Case", (
         mask = (rng.random(n) < rng.choice([0.0, 0.6, 0.9], p=[0.2, 0.4, 0.4])).astype(np.float32)
         if position == 0:
             mask[:] = 1
-        if spoil and position == self.nonfinite_at and (self.sync is None or rank == 1):
+        if spoil and position == self.nonfinite_at and (self.sync is None or rank == 1) and n:
             x[rng.integers(n), 0] = np.nan
         if spoil and position == self.error_at:
             target[-1] = 99  # in the last piece, for which the kernel of the loss raises
@@ -152,14 +157,15 @@ def compose(choose, **fixed):
     pick("groups", (False, False, True) if optimizer != "nn.FTRL" else (False,))
     pick("rates", ("number", "number", "list", "cell") if optimizer in NN and optimizer != "nn.FTRL" else ("number",))
     reduction = pick("reduction", ("mean", "mean", "sum") if by_hand and loss in ("mean", "mse") else ("mean",))
-    pick("accumulate_step", (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing", ("until", 14.0, 4)) if reduction == "mean" else (2, 3))
+    pick("accumulate_step", WINDOWS if reduction == "mean" else (2, 3))
     unit = factor * (40.0 if loss == "mse" else 1.0)
-    small = 1.0 if factor < 1 else unit * (0.5 if level == "half" else 0.1)  # 1e-6 in the clip formula is not small beside a tiny norm
+    # The 1e-6 in the clip formula is not small beside a tiny norm.
+    small = 1.0 if factor < 1 else unit * (0.5 if level == "half" else 0.1)
     pick("clip_norm", (None, small, 100.0 * unit if factor >= 1 else 1e-6, float("inf")))
     pieces = pick("pieces", (1, 2, 3) if driver.split("-")[0] in ("step", "ahead") else (1,))
-    mixed = () if driver.startswith("model") else ("mixed",)  # numbers and Tensors in turn: the accumulator sees both kinds
+    mixed = () if driver.startswith("model") else ("mixed",)  # numbers and Tensors in turn
     pick("weight", ("tensor",) if loss in ("masked", "pair") else ("samples", "number", "tensor", *mixed))
-    on_nonfinite = pick("on_nonfinite", ("apply", "skip_window") if ahead else ("apply", "skip_microbatch", "skip_window"))
+    on_nonfinite = pick("on_nonfinite", [policy for policy in POLICIES if not (ahead and policy == "skip_microbatch")])
     pick("scaler", _scalers(exact, backward_clip or on_nonfinite == "skip_microbatch" or factor > 1))
     narrow = front == "dense" and loss == "mse" and not backward_clip
     least = 4 * pieces if backward_clip else 2
@@ -170,22 +176,29 @@ def compose(choose, **fixed):
     nonfinite_at = pick("nonfinite_at", (None, None, None, None, 1, 2, 3))
     measurable = reduction == "mean" and exact and nonfinite_at is None and not large and loss != "pair"
     pick("noise_scale", (False, True) if measurable else (False,))
-    # Not both in one batch: a piece that is skipped before the error is counted in `skipped`, and the reference has no pieces.
+    # Not both in one batch: a piece that is skipped before the error counts, and the reference has no pieces.
     errors = tuple(i for i in (2, 3) if i != nonfinite_at)
     pick("error_at", errors if event in ("error", "both") and loss != "mse" else (None,))
     pick("save_at", (1, 3, 4, 5) if event in ("save", "both") else (None,))
     pick("load_into", ("fresh", "used"))
     others = (least + 1, 4 * least) if event == "shapes" or not compiled else ()
-    shapes = [(4096, 1000 if others else 4096)] if large else [(n, m) for n in (least + 4, least + 5) for m in (n, *others)]
-    # A piece of fewer than 4 rows may have a gradient that the layer clips.
-    one, other = pick("shapes", [pair for pair in shapes if not backward_clip or min(_last_piece(n, pieces) for n in pair) >= 4])
+    shapes = [(n, m) for n in (least + 4, least + 5) for m in (n, *others)]
+    if large:
+        shapes = [(4096, 1000 if others else 4096)]
+    if backward_clip:  # a piece of fewer than 4 rows may have a gradient that the layer clips
+        shapes = [pair for pair in shapes if min(_last_piece(n, pieces) for n in pair) >= 4]
+    one, other = pick("shapes", shapes)
     count = pick("count", (6, 7, 8))
-    pick("sizes", [tuple(other if reduction == "mean" and i % 3 == 1 else one for i in range(count))])
     pick("seed", range(1000))
     pick("hook", (False, True))
     pick("aux", (False, True) if driver.split("-")[0] in ("step", "ahead") else (False,))
     narrower = () if exact or loss == "mse" else ("float16",)
     pick("buffer_dtype", (None, None, "float32", "float64", *narrower))
+    # Without rows.
+    empty_at = pick("empty_at", (None, None, 0, 5) if not driver.startswith("model") else (None,))
+    sizes = [other if reduction == "mean" and i % 3 == 1 else one for i in range(count)]
+    pick("sizes", [tuple(0 if i == empty_at else size for i, size in enumerate(sizes))])
+    pick("batch_axis", (0, 0, 1) if driver.startswith(WITH_AXIS) else (0,))
     return Case(**{name: values[name] for name in Case._fields})
 
 
@@ -197,7 +210,8 @@ def _last_piece(samples, pieces):
 def _optimizers(level, compiled):
     if level == "half":
         return HALF_OPTIMIZERS
-    return [name for name in OPTIMIZERS if (compiled or name not in COMPILED_ONLY) and (level in FLOAT32_LEVELS or name not in SCALE_FREE)]
+    unfit = {*(() if compiled else COMPILED_ONLY), *(() if level in FLOAT32_LEVELS else SCALE_FREE)}
+    return [name for name in OPTIMIZERS if name not in unfit]
 
 
 def _scalers(exact, unfit):

@@ -7,7 +7,7 @@ from .accumulating import Accumulating
 from .optimizers import state_of
 from .plain import Plain
 
-# Relative to how far a parameter has moved. In 16 bits, pieces of a batch round differently from the whole; how much is measured, too.
+# Relative to how far a parameter has moved. In 16 bits, pieces round differently from the whole; that is measured, too.
 TOLERANCE = {"exact": 3e-5, "16 bit": 3e-2}
 
 
@@ -58,7 +58,8 @@ class Comparison:
         assert got == pytest.approx(expected, rel=1e-6), where
         if facts["scaler"] is not None:
             assert facts["scaler"] == [self.plain.scale, self.plain.finite_windows], where
-        self.equal(f"grad_norm {where}", facts["grad_norm"], self.plain.grad_norm, self.tolerance * self.plain.grad_norm)
+        norm = self.plain.grad_norm
+        self.equal(f"grad_norm {where}", facts["grad_norm"], norm, self.tolerance * norm)
 
     def window(self, facts, where):
         """What a window changes."""
@@ -69,7 +70,8 @@ class Comparison:
         assert len(got) == len(expected)
         for i, (one, other) in enumerate(zip(got, expected)):
             # A moment of a small gradient among large ones has their rounding errors.
-            self.equal(f"state {i} of the optimizer {where}", one, other, 10 * self.tolerance * np.abs(other).max(initial=0.0))
+            largest = np.abs(other).max(initial=0.0)
+            self.equal(f"state {i} of the optimizer {where}", one, other, 10 * self.tolerance * largest)
         if self.case.noise_scale:
             self._noise(where, facts["noise"])
 
@@ -77,8 +79,9 @@ class Comparison:
         """Or the comparison says nothing."""
         if self.plain.update_step == 0:
             return
-        bounds = [self._bound(p, path) / path for p, path in zip(self.plain.loss.trainable_params(), self.plain.path) if path]
-        assert min(bounds, default=1.0) < (1e-3 if self.case.exact else 0.3), f"the bounds are too wide for the motion: {bounds}"
+        moved = zip(self.plain.loss.trainable_params(), self.plain.path)
+        bounds = [self._bound(p, path) / path for p, path in moved if path]
+        assert min(bounds, default=1.0) < (1e-3 if self.case.exact else 0.3), f"too wide for the motion: {bounds}"
 
     def _parameters(self, what, where, got, expected):
         for one, other, p, path in zip(got, expected, self.plain.loss.trainable_params(), self.plain.path):
@@ -130,15 +133,19 @@ class _Follow:
         if self.over:
             return
         expected, others = self.plain.microbatch(self.case.batch(self.position))
+        skipped, scale, said = self.plain.skipped, self.plain.scale, self.accumulating.said
         where = f"after microbatch {self.position}"
         comparison = self.comparison
-        comparison.equal(f"loss {where}", loss, expected, comparison.tolerance * np.maximum(np.abs(expected), self.case.factor))
-        for got, part in zip(aux, others):
+        bound = comparison.tolerance * np.maximum(np.abs(expected), self.case.factor)
+        comparison.equal(f"loss {where}", loss, expected, bound)
+        for got, part in zip(aux, others, strict=self.case.aux):
             comparison.equal(f"aux {where}", got, part, 1e-6)
         self.position += 1
         # Of a window that was weighed before, the end of the data is known, too.
         if self.plain.full or (self.case.ahead and self.position == len(self.case.sizes)):
             self._close(where)
+        asked = self.case.scaler is not None and self.case.driver.startswith(("cell", "model"))
+        assert said == ([self.plain.skipped > skipped, scale] if asked else []), where
         self._compare_counters(where)
 
     def _close(self, where):
@@ -158,7 +165,7 @@ class _Follow:
 
     def _flush(self):
         with self.accumulating.driver as driver:
-            assert driver.flush() == (self.plain.mini_step > 0 and driver.kind != "model"), "a model's callback has flushed"
+            assert driver.flush() == (self.plain.mini_step > 0 and driver.kind != "model"), "its callback has flushed"
         if self.plain.mini_step > 0:
             self._close("after the flush")
         self._compare_counters("after the flush")
@@ -193,7 +200,8 @@ class _Follow:
         path = self.folder / "run.ckpt"
         with self.accumulating.driver:
             self.accumulating.save(path, self.position)
-        self.saved, self.saved_at, self.accumulating = self.accumulating, self.position, Accumulating(self.case, self.case.seed + 1)
+        self.saved, self.saved_at = self.accumulating, self.position
+        self.accumulating = Accumulating(self.case, self.case.seed + 1)
         with self.accumulating.driver as driver:
             if self.case.load_into == "used":
                 self.accumulating.train([self.case.batch(1, spoil=False)])

@@ -1,4 +1,4 @@
-"""Tiny networks for the differential runs: a front, a norm and a head, below a loss; all take `(x, ids, target, mask)`."""
+"""Tiny networks for the differential runs: a front, a norm, a head and a loss, which take `(x, ids, target, mask)`."""
 import mindspore as ms
 import numpy as np
 from conftest import Clip
@@ -124,6 +124,17 @@ class Loss(nn.Cell):
             chosen = (ids[:, 0] == 0).astype(ms.float32)
             return loss * self.factor, (ops.square(output).sum(-1) * chosen).sum() / chosen.sum() * self.factor
         return loss * self.factor
+
+
+class Transposed(nn.Cell):
+    """A loss of arrays whose samples are along axis 1, where there is one. Its parameters keep their names."""
+
+    def __init__(self, loss):
+        super().__init__(auto_prefix=False)
+        self.loss = loss
+
+    def construct(self, x, ids, target, mask):
+        return self.loss(x.T, ids.T, target.T, mask)
 
 
 def outputs(front, loss):

@@ -1,5 +1,7 @@
-"""Every optimizer that MindSpore 2.10 runs on CPU, with an eps of about the gradients' size: with a smaller one, the size of the gradient,
-and with it a wrong denominator, would not show in the parameters."""
+"""Every optimizer that MindSpore 2.10 runs on CPU, with an eps of about the gradients' size.
+
+With a smaller one, the size of the gradient, and with it a wrong denominator, would not show in the parameters.
+"""
 from mindspore import nn
 from mindspore.experimental import optim
 from mindspore.mint import optim as mint_optim
@@ -9,13 +11,15 @@ def _options(eps):
     """What each optimizer is given beside parameters and learning rate."""
     return {
         # A decay (lambd) is multiplied by the rate, which undoes the size of the gradients.
-        "nn.SGD": {"momentum": 0.9, "weight_decay": 0.1 * eps}, "nn.Momentum": {"momentum": 0.9}, "nn.Adam": {"eps": eps},
-        "nn.AdamWeightDecay": {"eps": eps, "weight_decay": 0.01}, "nn.LazyAdam": {"eps": eps}, "nn.AdamOffload": {"eps": eps},
-        "nn.ASGD": {"lambd": 0.1 * eps}, "nn.Rprop": {}, "nn.FTRL": {}, "nn.RMSProp": {}, "nn.ProximalAdagrad": {}, "nn.Adagrad": {},
+        "nn.SGD": {"momentum": 0.9, "weight_decay": 0.1 * eps}, "nn.Momentum": {"momentum": 0.9},
+        "nn.Adam": {"eps": eps}, "nn.AdamWeightDecay": {"eps": eps, "weight_decay": 0.01}, "nn.LazyAdam": {"eps": eps},
+        "nn.AdamOffload": {"eps": eps}, "nn.ASGD": {"lambd": 0.1 * eps}, "nn.Rprop": {}, "nn.FTRL": {},
+        "nn.RMSProp": {}, "nn.ProximalAdagrad": {}, "nn.Adagrad": {},
         "nn.AdaFactor": {"scale_parameter": False, "relative_step": False}, "nn.AdaMax": {"eps": eps},
-        "nn.Adadelta": {"epsilon": eps}, "optim.SGD": {"momentum": 0.9}, "optim.Adam": {"eps": eps}, "optim.AdamW": {"eps": eps},
-        "optim.Adamax": {"eps": eps}, "optim.NAdam": {"eps": eps}, "optim.RAdam": {"eps": eps}, "optim.ASGD": {"lambd": 0.1 * eps},
-        "optim.Adadelta": {"eps": eps}, "optim.Adagrad": {"eps": eps}, "optim.RMSprop": {"eps": eps}, "optim.Rprop": {},
+        "nn.Adadelta": {"epsilon": eps}, "optim.SGD": {"momentum": 0.9}, "optim.Adam": {"eps": eps},
+        "optim.AdamW": {"eps": eps}, "optim.Adamax": {"eps": eps}, "optim.NAdam": {"eps": eps},
+        "optim.RAdam": {"eps": eps}, "optim.ASGD": {"lambd": 0.1 * eps}, "optim.Adadelta": {"eps": eps},
+        "optim.Adagrad": {"eps": eps}, "optim.RMSprop": {"eps": eps}, "optim.Rprop": {},
         "mint.SGD": {"momentum": 0.9}, "mint.Adam": {"eps": eps},
     }
 
@@ -49,11 +53,12 @@ def build_optimizer(case, parameters):
         parameters = [{"params": parameters[1::2], "lr": second}, {"params": parameters[0::2]}]
     library, name = case.optimizer.split(".")
     optimizer = getattr({"nn": nn, "optim": optim, "mint": mint_optim}[library], name)
-    return optimizer(parameters, **{"learning_rate" if library == "nn" else "lr": rate}, **_options(size)[case.optimizer])
+    options = {"learning_rate" if library == "nn" else "lr": rate, **_options(size)[case.optimizer]}
+    return optimizer(parameters, **options)
 
 
 def state_of(optimizer):
-    """Arrays of an optimizer's state, in order: Parameters of the Cell, and those in Python lists, where a Cell does not see them."""
+    """The state of an optimizer, in order: Parameters of the Cell, and those in lists, which a Cell does not see."""
     weights = {id(p) for p in optimizer.parameters}
     state = [p for p in optimizer.get_parameters() if id(p) not in weights]
     for name in ("mu", "eta", "mu_product"):

@@ -2,32 +2,16 @@
 
 What a window is, the oracle says. Shares no code with ms_accum.
 """
-from contextlib import contextmanager
-
 import mindspore as ms
 import numpy as np
-import pytest
 import reference
-from conftest import values
+from conftest import running, values
 from mindspore import Tensor, ops
 
 from .networks import build_loss
 from .optimizers import COMPILED_ONLY, build_optimizer
 
 LARGEST = 2.0**127
-
-
-@contextmanager
-def op_by_op():
-    """In whatever mode ms_accum runs."""
-    mode = ms.get_context("mode")
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MS_JIT", "0")
-            yield
-    finally:
-        ms.set_context(mode=mode)
 
 
 class Plain(reference.Undivided):
@@ -39,7 +23,8 @@ class Plain(reference.Undivided):
         optimizer = build_optimizer(case, self.loss.trainable_params())
         # A scaler drops windows, too.
         on_nonfinite = case.on_nonfinite if case.scaler is None else "skip_window"
-        super().__init__(values(self.loss.trainable_params()), optimizer, case.schedule, case.reduction, case.clip_norm, on_nonfinite)
+        super().__init__(values(self.loss.trainable_params()), optimizer, case.schedule, case.reduction,
+                         case.clip_norm, on_nonfinite)
         self.zeros = [np.zeros(p.shape) for p in optimizer.parameters]
         self.divisor = case.accumulate_step  # each loss is divided by the length of a full window
         self.measures = case.noise_scale
@@ -67,30 +52,35 @@ class Plain(reference.Undivided):
         """Take a microbatch. Return its loss, and what it has beside."""
         pieces = self.case.pieces_of(batch)
         self.add_pieces(pieces)
+        if not len(batch[0]):
+            return 0.0, ()
         if self.case.pieces == 1 and not self.case.ahead:
             loss = self.value(batch)
         else:
             total = sum(weight for _, weight in pieces)
-            loss = sum(w * np.where(np.equal(w, 0), 0.0, self.value(piece)) for piece, w in pieces) / np.where(total == 0, 1.0, total)
+            weighed = [w * np.where(np.equal(w, 0), 0.0, self.value(piece)) for piece, w in pieces]
+            loss = sum(weighed) / np.where(total == 0, 1.0, total)
         counts = np.array([np.ravel(weight)[0] for _, weight in pieces], float)
         counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
-        return loss, (batch[1], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
+        return loss, (batch[1], batch[3], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
 
     def value(self, batch):
-        with op_by_op():
+        with running("pynative"):
             loss = self.loss(*map(Tensor, batch))
             return np.array([float(one) for one in loss]) if isinstance(loss, tuple) else float(loss.asnumpy())
 
     def gradients_of(self, piece):
-        """Of the mean loss of a batch (of a pair, of the sum of those that are means over something), as it comes out of MindSpore
-        for a loss times the scale."""
+        """Of the mean loss of a batch (of a pair, of the sum of those that are means over something).
+
+        As it comes out of MindSpore for a loss times the scale.
+        """
         counted, scale = np.flatnonzero(self.case.weight_of(piece)).tolist(), self.scale
 
         def scaled_loss(*batch):
             loss = self.loss(*batch)
             return (loss if not self.case.ahead else sum(loss[i] for i in counted)) * scale
 
-        with op_by_op():
+        with running("pynative"):
             _, gradients = ms.value_and_grad(scaled_loss, None, self.optimizer.parameters)(*map(Tensor, piece))
             return [g.asnumpy().astype(np.float64) / scale for g in gradients]
 
@@ -122,21 +112,24 @@ class Plain(reference.Undivided):
         if self.case.optimizer in COMPILED_ONLY:
             self.run_optimizer(given)
         else:
-            with op_by_op():
+            with running("pynative"):
                 self.run_optimizer(given)
         self.path = [length + np.abs(p - old).max() for length, old, p in zip(self.path, before, self.parameters)]
         self.diverged = not np.isfinite(self.path).all()
 
     def noise(self):
         """The noise scale's two numbers, and what their rounding errors are relative to."""
-        size = max(sum(w * (g**2).sum() for g, w in window) / (len(window) - 1) for window in self.measured if len(window) > 1)
+        windows = [window for window in self.measured if len(window) > 1]
+        size = max(sum(w * (g**2).sum() for g, w in window) / (len(window) - 1) for window in windows)
         return reference.noise_and_signal(self.measured, 0.99), size
 
     def _rounding(self, gradient):
-        """How far the mean of plain MindSpore's gradients of the pieces is off that of the whole: what 16 bits lose, relative to it."""
+        """How far the mean of plain MindSpore's gradients of the pieces is off that of the whole, relative to it."""
         means = super(reference.Undivided, self).gradient()
-        longest = max(np.abs(g).max() for g in gradient)
-        return max(np.abs(m - g).max() / (np.abs(g).max() + 0.1 * longest) for m, g in zip(means, gradient)) if longest else 0.0
+        tenth = 0.1 * max(np.abs(g).max() for g in gradient)
+        if tenth == 0:
+            return 0.0
+        return max(np.abs(m - g).max() / (np.abs(g).max() + tenth) for m, g in zip(means, gradient))
 
     def _adjust(self, finite):
         if self.case.scaler[0] == "dynamic":

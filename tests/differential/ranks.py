@@ -3,19 +3,21 @@
 Each rank has data of its own. Rank 1 has a NaN, a microbatch without rows, and now and then fewer microbatches.
 """
 import random
+from itertools import chain, zip_longest
 
 import numpy as np
 import reference
 
 from ms_accum import until_weight
 
-from .cases import compose, plain_case
+from .cases import WINDOWS, compose, plain_case
 from .optimizers import COMPILED_ONLY, OPTIMIZERS, SCALE_FREE
 from .plain import Plain
 
 # How many ranks sum each microbatch. Of two ranks, each is a node of its own; of four, two are in each of two nodes.
 SYNCS = {"window": lambda ranks: 1, "nodes": lambda ranks: ranks // 2, "nodes-shard": lambda ranks: ranks // 2,
-         "microbatch": lambda ranks: ranks, "shard": lambda ranks: ranks, "one-node-shard": lambda ranks: ranks, "local": lambda ranks: 1}
+         "microbatch": lambda ranks: ranks, "shard": lambda ranks: ranks, "one-node-shard": lambda ranks: ranks,
+         "local": lambda ranks: 1}
 LOCAL = (2, 0.7, 0.9)  # every, outer rate, outer momentum
 # Nine runs each in which (two) ranks sum windows or microbatches, three with local updates.
 KIND, DRAWN = 9, 3 * len(SYNCS)
@@ -23,10 +25,10 @@ KIND, DRAWN = 9, 3 * len(SYNCS)
 DRIVERS = ("hand", "hand sum", "step", "cell", "model", "ahead")
 NONFINITE = (("apply", None), ("skip_microbatch", None), ("skip_window", None), ("apply", ("static", 10)),
              ("skip_window", ("dynamic", 8, 2)))
-WINDOWS = (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing", ("until", 14.0, 4))
 # Ranks add in another order, and the sign of a gradient near 0 decides about the steps of the others.
 STEADY = [name for name in OPTIMIZERS if name not in (*COMPILED_ONLY, *SCALE_FREE)]
-_FIXED = {"event": "none", "backward_clip": False, "factor": 1.0, "large": False, "load_into": "fresh", "save_at": None}
+_FIXED = {"event": "none", "backward_clip": False, "factor": 1.0, "large": False, "load_into": "fresh", "save_at": None,
+          "level": "none", "reduction": "mean", "buffer_dtype": None, "empty_at": None, "batch_axis": 0}
 _NAMED = {"clip_norm": 0.1, "on_nonfinite": "skip_window", "nonfinite_at": 1}
 NAMED = {sync: plain_case("step", sync=sync, **_NAMED) for sync in ("window", "local")}
 
@@ -56,8 +58,8 @@ def _fixed(kind, place):
     ahead, harmless = driver == "ahead", (on_nonfinite, scaler) == NONFINITE[0]
     if ahead and on_nonfinite == "skip_microbatch":
         on_nonfinite = "skip_window"
-    fixed = {**_FIXED, "driver": f"{driver}-pynative", "on_nonfinite": on_nonfinite, "scaler": scaler, "level": "none",
-             "nonfinite_at": None if harmless else 1, "accumulate_step": turn(2, WINDOWS), "reduction": "mean", "buffer_dtype": None}
+    fixed = {**_FIXED, "driver": f"{driver}-pynative", "on_nonfinite": on_nonfinite, "scaler": scaler,
+             "nonfinite_at": None if harmless else 1, "accumulate_step": turn(2, WINDOWS)}
     if summed:
         fixed.update(loss="mean", reduction="sum", accumulate_step=2)
     if place % 3 == 0 and not ahead:
@@ -91,9 +93,11 @@ class Group(reference.Undivided):
     """Ranks that sum each microbatch, and those that they have not trained on yet: the pieces of all of them."""
 
     def __init__(self, case, left):
-        schedule = case.schedule if case.budget is None else until_weight(case.budget * len(left), at_most=case.accumulate_step[2])
+        schedule = case.schedule
+        if case.budget is not None:
+            schedule = until_weight(case.budget * len(left), at_most=schedule.at_most)
         super().__init__([], None, schedule, on_nonfinite=case.on_nonfinite)
-        self.left = [[piece for mine in left for piece in (mine[i] if i < len(mine) else [])] for i in range(max(map(len, left)))]
+        self.left = [list(chain(*pieces)) for pieces in zip_longest(*left, fillvalue=[])]
 
     def next_window(self, update_step):
         self.update_step = update_step

@@ -1,4 +1,4 @@
-"""Two hosts: a run on them, over a slow link, and what is left of it when a rank or a host is killed or the link is cut."""
+"""Two hosts: a run on them, over a slow link, and what is left of it when a rank, a host or the link dies."""
 import json
 import os
 import subprocess
@@ -17,8 +17,8 @@ if usable():
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent
-MNIST = ["-m", "ms_accum", "mnist", "--epochs", "2", "--batch-size", "400", "--accumulate-step", "4", "--lr", "0.1", "--save", "run.ckpt",
-         "--json", "run.json"]
+MNIST = ["-m", "ms_accum", "mnist", "--epochs", "2", "--batch-size", "400", "--accumulate-step", "4", "--lr", "0.1",
+         "--save", "run.ckpt", "--json", "run.json"]
 UPDATES = 8
 GRADIENTS = 4 * (784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10)  # bytes
 SETTINGS = {"MS_NODE_TIMEOUT": "5", "MS_HEARTBEAT_RETRY_TIMEOUT": "5"}  # those of the guide
@@ -26,8 +26,8 @@ SEND = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeou
 RECEIVE = "import socket; c = socket.create_server(('', 7000)).accept()[0]\nwhile c.recv(10**6): pass"
 
 
-def namespaces():
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+def namespaces(*command):
+    return subprocess.run(["ip", "netns", *command], capture_output=True, text=True, check=True).stdout
 
 
 def python(cluster, host, code, *arguments):
@@ -51,17 +51,18 @@ def test_bytes_are_counted_links_have_a_rate_and_are_cut_and_hosts_are_killed():
         cluster.kill(1)
         assert (sleeper.wait(10), other.poll()) == (-9, None)
     assert other.wait(10) == -9
-    assert f"-{os.getpid()}-" not in namespaces()
+    assert f"-{os.getpid()}-" not in namespaces("list")
 
 
 def start(cluster, folder, *options, ranks_of_a_host=1, port=8118):
     """Start the guide's command on every host, each in a folder of its own, as on a disk of its own."""
     path = os.pathsep.join(map(str, filter(None, [ROOT, os.environ.get("PYTHONPATH")])))
-    environment = {**os.environ, **SETTINGS, "PYTHONPATH": path, "GLOG_v": "4", "MS_JIT": "0", "PATH": f"{PROGRAMS}:{os.environ['PATH']}"}
-    runs = []
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": path, "GLOG_v": "4", "MS_JIT": "0",
+                   "PATH": f"{PROGRAMS}:{os.environ['PATH']}"}
+    ranks, runs = ranks_of_a_host * len(cluster.hosts), []
     for host in cluster.hosts:
         (folder / str(host)).mkdir(parents=True, exist_ok=True)
-        command = ["msrun", f"--worker_num={ranks_of_a_host * len(cluster.hosts)}", f"--local_worker_num={ranks_of_a_host}",
+        command = ["msrun", f"--worker_num={ranks}", f"--local_worker_num={ranks_of_a_host}",
                    f"--master_addr={cluster.address(0)}", f"--master_port={port}", f"--node_rank={host}", "--join=True",
                    "--log_dir=ranks", "python", *MNIST, *options]
         runs.append(cluster.start(host, command, folder / f"{host}.log", cwd=folder / str(host), env=environment))
@@ -91,8 +92,8 @@ def on_one_host(tmp_path_factory):
 def test_two_hosts_train_as_two_ranks_on_one_host(rate, tmp_path, on_one_host):
     """Bit-identical, however slow the link. A host sends twice the gradients for each window.
 
-    A ring's AllReduce on two ranks needs half of that. In MindSpore 2.10's CPU backend, AllReduce and AllGather alone also
-    send twice what they need, and the receiver of a Broadcast sends as much as it gets.
+    A ring's AllReduce on two ranks needs half of that. In MindSpore 2.10's CPU backend, AllReduce and AllGather alone
+    also send twice what they need, and the receiver of a Broadcast sends as much as it gets.
     """
     with Cluster(2, rate) as cluster:
         assert finish(tmp_path, start(cluster, tmp_path)) == on_one_host
@@ -104,15 +105,15 @@ def test_two_hosts_train_as_two_ranks_on_one_host(rate, tmp_path, on_one_host):
 
 def kill_rank(cluster, host):
     """Kill the python processes of a host that msrun started, but not msrun."""
-    for pid in subprocess.run(["ip", "netns", "pids", cluster.names[host]], capture_output=True, text=True, check=True).stdout.split():
+    for pid in namespaces("pids", cluster.names[host]).split():
         if f"MS_NODE_ID={host}" in Path("/proc", pid, "environ").read_text(encoding="utf-8").split("\0"):
             os.kill(int(pid), 9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("happens", "survivors"), [
-    (lambda cluster: cluster.cut(1), [0, 1]), (lambda cluster: cluster.kill(0), [1]), (lambda cluster: kill_rank(cluster, 1), [0, 1])],
-    ids=["link", "host", "rank"])
+    (lambda cluster: cluster.cut(1), [0, 1]), (lambda cluster: cluster.kill(0), [1]),
+    (lambda cluster: kill_rank(cluster, 1), [0, 1])], ids=["link", "host", "rank"])
 def test_a_run_that_loses_a_host_ends_soon_and_resumes_bit_identically(happens, survivors, tmp_path, on_one_host):
     """Within a minute, with the guide's settings; measured: 2 to 27 s."""
     with Cluster(2, "10mbit") as cluster:

@@ -24,10 +24,11 @@ OTHER_RANK = "CheckpointError: rank 1 failed, and so nothing was done on this on
 
 
 REFUSALS = {
-    "rate": DIFFER + "the optimizer, its learning rate or state; ", "loss_scaler": DIFFER + "the loss_scaler; give every rank the same one",
-    "accumulate_step": DIFFER + "accumulate_step; give every rank the same network and arguments", "hosts": DIFFER + "the reducer; ",
-    "seed": DIFFER + "the values of first.weight, the values of first.bias, .*; give every rank the same seed, or broadcast=True",
-    "alike": "accepted", "nodes": "ValueError: 2 ranks make no whole number of nodes of 3; start as many ranks on each host",
+    "rate": DIFFER + "the optimizer, its learning rate or state; ", "hosts": DIFFER + "the reducer; ",
+    "loss_scaler": DIFFER + "the loss_scaler; give every rank the same one", "alike": "accepted",
+    "accumulate_step": DIFFER + "accumulate_step; give every rank the same network and arguments",
+    "seed": DIFFER + "the values of first.weight, the .*; give every rank the same seed, or broadcast=True",
+    "nodes": "ValueError: 2 ranks make no whole number of nodes of 3; start as many ranks on each host",
     "started": DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node",
     "every": DIFFER + "the arguments of LocalUpdates; give every rank the same network and arguments",
     "shapes": DIFFER + r"parameters \(names, shapes, dtypes\); ",
@@ -41,10 +42,11 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
             assert re.match(message, said[name]), said[name]
 
 
-@pytest.mark.parametrize("make", [lambda weights: Accumulator(nn.SGD(weights, 0.1), 2, reducer=DataParallel()), LocalUpdates])
+@pytest.mark.parametrize("make", [
+    lambda weights: Accumulator(nn.SGD(weights, 0.1), 2, reducer=DataParallel()), LocalUpdates])
 def test_ranks_before_init_are_refused(make, monkeypatch):
     monkeypatch.setenv("MS_WORKER_NUM", "2")
-    with pytest.raises(RuntimeError, match=r"msrun started several ranks, .* call mindspore\.communication\.init\(\) first"):
+    with pytest.raises(RuntimeError, match=r"msrun started several ranks, .*mindspore\.communication\.init\(\) first"):
         make(MLP().trainable_params())
 
 
@@ -62,7 +64,8 @@ def test_ranks_save_and_load_together(left_by, launch, case):
 def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of, launch, case, uncompiled):
     """From one process to several and back, with the updates of an uninterrupted run. An open window is refused."""
     ranks, sync = LAUNCHES[launch][0], case.split(":")[1]
-    refused = r"CheckpointError: .* was saved with {} .*; save when train_step.updated is true: a closed window loads on any number"
+    refused = (r"CheckpointError: .* was saved with {} .*; save when train_step.updated is true: "
+               "a closed window loads on any number")
     oracle = reference.Undivided(values(MLP(seed=0).trainable_params()), reference.SGD(0.1, 0.9), 8, "mean", 0.5)
     for x, y in dealt_out(ranks):
         oracle((x, y), len(x))
@@ -86,8 +89,8 @@ def test_callbacks_where_ranks_have_uneven_data(left_by, sync):
         sizes = [len(x) for x, _ in microbatches(rank, uneven=True)]
         assert len(left["losses"]) == len(sizes) == 7 - 3 * rank
         own = [slice(start, start + 2) for start in range(0, len(sizes), 2)]
-        expected = [[part.start + len(sizes[part]), i + 1, np.average(left["losses"][part], weights=sizes[part]), sum(sizes[part])]
-                    for i, part in enumerate(own)]
+        means = [np.average(left["losses"][part], weights=sizes[part]) for part in own]
+        expected = [[part.start + len(sizes[part]), i + 1, means[i], sum(sizes[part])] for i, part in enumerate(own)]
         rows = np.array(left["rows"], float)
         assert len(rows) == len(expected)
         if sync == "window":
@@ -96,12 +99,14 @@ def test_callbacks_where_ranks_have_uneven_data(left_by, sync):
             np.testing.assert_array_equal(rows[:, :2], np.array(expected)[:, :2])
         refused = [said for said in left["said"] if said != "accepted"]
         assert len(refused) == rank
-        assert all(said.startswith("RuntimeError: the learning rate was changed after 3 updates, which this rank made") for said in refused)
+        changed = "RuntimeError: the learning rate was changed after 3 updates, which this rank made"
+        assert all(said.startswith(changed) for said in refused)
 
 
 @every("mnist")
-def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, folder_of, tmp_path, launch, case, uncompiled):
-    """Sharded digits (13 and 12 microbatches), the same update; only rank 0 prints. One process goes on with the ranks' checkpoint."""
+@pytest.mark.usefixtures("uncompiled")
+def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, folder_of, tmp_path, launch, case):
+    """Sharded digits (13 and 12 microbatches), one update; only rank 0 prints. One process goes on with its file."""
     assert cli.main(["mnist", *MNIST, "--accumulate-step", "4"]) == 0
     assert left_by(case, launch) == [0, 0]
     folders = [folder_of(launch) / "mnist", tmp_path]
@@ -111,7 +116,8 @@ def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, f
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["accuracy"] == pytest.approx(one["accuracy"], abs=0.2)
     saved = [ms.load_checkpoint(str(folder / "run.ckpt")) for folder in folders]
-    assert difference(*(values(found[p.name] for p in Network(0).trainable_params()) for found in saved)) <= 1e-3  # float32, and ReLU
+    trained = [values(found[p.name] for p in Network(0).trainable_params()) for found in saved]
+    assert difference(*trained) <= 1e-3  # float32, and ReLU
     resume = ["--accumulate-step", "4", "--epochs", "3", "--resume", str(folders[0] / "run.ckpt")]
     assert cli.main(["mnist", *MNIST, *resume]) == 0
     assert json.loads(Path("run.json").read_text(encoding="utf-8"))["update_step"] == 21
@@ -137,7 +143,8 @@ def test_a_rank_that_fails_ends_the_run(folder_of):
     assert end["alive"] == []
 
 
-ALONE = "RuntimeError: another rank does not take part in an exchange: it left its epoch early, ended, or is late; expected"
+ALONE = ("RuntimeError: another rank does not take part in an exchange: it left its epoch early, ended, or is late; "
+         "expected")
 
 
 @pytest.mark.slow

@@ -80,8 +80,9 @@ class Cluster:
         _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
         for host, name in zip(self.hosts, self.names):
-            _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", f"port{host}", "netns", self._switch)
-            _run("ip", "-n", self._switch, "link", "set", f"port{host}", "up", "master", "bridge")
+            port = f"port{host}"
+            _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", port, "netns", self._switch)
+            _run("ip", "-n", self._switch, "link", "set", port, "up", "master", "bridge")
             _run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             if self.rate:

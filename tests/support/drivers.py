@@ -1,27 +1,25 @@
 """The drivers: every way in which microbatches reach an accumulator, for all tests that compare whole runs."""
-import os
-
 import mindspore as ms
+import reference
+from conftest import running
 from mindspore import Tensor, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
 
 from ms_accum import FlushCallback, TrainOneStepCell, make_train_step
 
-COUNTERS = ("mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight", "seen")
-
 
 def counters(accumulator):
     """What it counts, by name, as `reference.Accumulation.counters` has it."""
-    return {name: getattr(accumulator, name).asnumpy().item() for name in COUNTERS}
+    return {name: getattr(accumulator, name).asnumpy().item() for name in (*reference.COUNTERS, "seen")}
 
 
 class Driver:
     """A driver of an accumulator, as a context in which its calls are made.
 
     Args:
-        name: "hand", "step", "ahead" (a step with several losses, which knows a window before it is trained), "cell" or "model"; then
-            how it runs: "-jit" or nothing, "-graph" (in graph mode) or "-pynative".
+        name: "hand", "step", "ahead" (a step with several losses, which knows a window before it is trained), "cell"
+            or "model"; then how it runs: "-jit" or nothing, "-graph" (in graph mode) or "-pynative".
         accumulator: What it feeds.
         forward_fn: Returns the loss of a batch. A Cell for "cell" and "model".
         weight_fns: What weighs a microbatch, in turn; None: its samples.
@@ -31,7 +29,7 @@ class Driver:
     """
 
     def __init__(self, name, accumulator, forward_fn, weight_fns=(None,), divisor=1.0, sink=False, **options):
-        self.kind, _, self.mode = name.partition("-")
+        self.kind, self.mode = name.split("-") if "-" in name else (name, "jit")
         self.accumulator, self.forward_fn, self.divisor, self.options = accumulator, forward_fn, divisor, options
         self.weight_fns, self.sink, self.calls = weight_fns, sink, 0
         self.build()
@@ -42,43 +40,34 @@ class Driver:
         self._flush_by_hand = self._as_it_runs(self._close)
 
     def __enter__(self):
-        ms.set_context(mode=ms.GRAPH_MODE if self.mode == "graph" else ms.PYNATIVE_MODE)
-        self._before = os.environ.get("MS_JIT")
-        if self.kind in ("step", "ahead") and self.mode == "pynative":
-            os.environ["MS_JIT"] = "0"
+        self._context = running(self.mode)
+        self._context.__enter__()
         return self
 
-    def __exit__(self, *_):
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-        os.environ.pop("MS_JIT", None)
-        if self._before is not None:
-            os.environ["MS_JIT"] = self._before
+    def __exit__(self, *raised):
+        return self._context.__exit__(*raised)
 
     def __call__(self, *batch):
         """Train on a microbatch of arrays. By hand, nothing is differentiated if it has no rows."""
         self.calls += 1
-        if self.kind != "hand":
-            return self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
-        if len(batch[0]):
-            loss = self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
+        if self.kind == "hand" and not len(batch[0]):
+            loss = Tensor(0.0)
+            self.accumulator(self.accumulator.optimizer.parameters, 0.0)
         else:
-            loss = self.accumulator(self.accumulator.optimizer.parameters, 0.0)
-        self.accumulator.guard.require_progress()
+            loss = self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
+        if self.kind == "hand":
+            self.accumulator.guard.require_progress()
         return loss
 
     def epoch(self, batches, after=lambda result: None, flush=True):
-        """Train on microbatches as a script does. `after` gets what each returned."""
+        """Train on microbatches as a script with a model or a step does. `after` gets what each returned."""
         if self.kind == "model":
             dataset = GeneratorDataset(batches, ["x", "ids", "target", "mask"], shuffle=False)
             callbacks = [_After(after), *([FlushCallback()] if flush else [])]
             Model(self.steps[0]).train(1, dataset, callbacks=callbacks, dataset_sink_mode=self.sink)
-        elif self.kind in ("step", "ahead"):
+        else:
             for result in self.steps[0].epoch(batches):
                 after(result)
-        else:
-            for batch in batches:
-                after(self(*batch))
-            self.flush()
 
     def flush(self):
         """Apply the incomplete window, if one is open. Return whether a window was closed."""
@@ -98,7 +87,8 @@ class Driver:
             return self._as_it_runs(self._by_hand(weight_fn))
         if self.kind in ("step", "ahead"):
             return make_train_step(self.forward_fn, self.accumulator, weight_fn=weight_fn, **self.options)
-        return TrainOneStepCell(self.forward_fn, self.accumulator, weight_fn=weight_fn)
+        axis = self.options["batch_axis"]
+        return TrainOneStepCell(self.forward_fn, self.accumulator, batch_axis=axis, weight_fn=weight_fn)
 
     def _as_it_runs(self, function):
         return function if self.mode == "pynative" else ms.jit(function)

@@ -1,29 +1,11 @@
-"""What tests of drivers are made of: how they run, forward functions, and an optimizer that keeps what it was given."""
-import os
-from contextlib import contextmanager, nullcontext
-
+"""What tests of drivers are made of: forward functions, and an optimizer that keeps what it was given."""
 import numpy as np
-import pytest
 from conftest import MLP, Counting, mean_loss, values
 from mindspore import ParameterTuple, nn
 
 from ms_accum import Accumulator, make_train_step
 
 LOSS = nn.CrossEntropyLoss()
-
-
-@contextmanager
-def op_by_op():
-    """A train step compiles itself; MindSpore's own switch makes it run without a graph."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MS_JIT", "0")
-        yield
-
-
-def run_as(mode):
-    """Compiled or not, for the names in `conftest.MODES`."""
-    assert mode == "pynative" or "MS_JIT" not in os.environ
-    return op_by_op() if mode == "pynative" else nullcontext()
 
 
 def sgd(network, rate=0.1):

@@ -1,4 +1,4 @@
-"""Runs that can be started over without compiling anything again: each driver once, with all of its state written back."""
+"""Runs that can be started over without compiling anything again: each driver once, with its state written back."""
 from copy import copy
 from functools import cache
 
@@ -13,7 +13,7 @@ from mindspore import Tensor, ops
 
 MAX_SKIPS = {"apply": None, "skip_microbatch": 1, "skip_window": 1}
 BUDGET, SHORT, ALONE = ("until", 9.0, 4), ((0, 2), (2, 3)), ((0, 1), (3, 2), (5, 1))
-# How each driver trains: (its name, windows, what is not finite, pieces). Between them, each of these occurs with each other one.
+# How each driver trains: (its name, windows, what is not finite, pieces). Each of these occurs with each other one.
 DRIVERS = {
     "step": ("step", SHORT, "skip_microbatch", 1),
     "step-alone": ("step", ALONE, "apply", 1),
@@ -75,7 +75,8 @@ class Run(Accumulating):
 
     def __init__(self, name):
         driver, windows, on_nonfinite, pieces = DRIVERS[name]
-        case = plain_case(driver, accumulate_step=windows, on_nonfinite=on_nonfinite, pieces=pieces, clip_norm=0.5, hook=True)
+        case = plain_case(driver, accumulate_step=windows, on_nonfinite=on_nonfinite, pieces=pieces, clip_norm=0.5,
+                          hook=True)
         super().__init__(case, case.seed, max_skips=MAX_SKIPS[on_nonfinite])
         self.grad_fn = ms.value_and_grad(self.loss, None, self.optimizer.parameters)
         self.counts_down, self.takes_nothing = driver == "step", not case.by_hand
@@ -96,8 +97,8 @@ class Run(Accumulating):
 
     def oracle(self):
         case = self.case
-        return Oracle(values(self.loss.trainable_params()), reference.SGD(0.1, 0.9), case.schedule, "mean", case.clip_norm,
-                      case.on_nonfinite, max_skips=MAX_SKIPS[case.on_nonfinite])
+        return Oracle(values(self.loss.trainable_params()), reference.SGD(0.1, 0.9), case.schedule, "mean",
+                      case.clip_norm, case.on_nonfinite, max_skips=MAX_SKIPS[case.on_nonfinite])
 
     def microbatch(self, size, seed):
         """A batch of the network, of which the oracle needs the first and the third part."""
@@ -114,9 +115,19 @@ class Run(Accumulating):
         with self.driver:
             return self.driver.flush()
 
-    def add_by_hand(self, batch, weight):
+    def add_by_hand(self, batch, weight, bad):
         """One microbatch without the driver, op by op."""
-        return self.accumulator(self.grad_fn(*map(Tensor, batch))[1], weight)
+        gradients = [gradient.asnumpy() for gradient in self.grad_fn(*map(Tensor, batch))[1]]
+        return self.accumulator(tuple(map(Tensor, spoiled(gradients, bad))), weight)
+
+
+def spoiled(gradients, bad):
+    """Arrays, of which one ends with a value: `bad` is `(place, value)`, or None."""
+    gradients = [gradient.copy() for gradient in gradients]
+    if bad is not None:
+        place, value = bad
+        gradients[place].reshape(-1)[-1] = value
+    return gradients
 
 
 run_of = cache(Run)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from conftest import MLP, batches, mean_loss, tensors, values
 from differential.accumulating import Accumulating
+from differential.cases import COMPILED, OP_BY_OP
 from differential.ranks import DRAWN, LOCAL, case_of
 from drivers import counters
 from mindspore import Tensor, amp, nn, ops
@@ -42,15 +43,15 @@ REDUCERS = {
     "nodes-shard": DataParallel(sync="node", ranks_per_node=RANKS // 2, shard=True, bucket_mib=SMALL),
     "one-node-shard": DataParallel(sync="node", shard=True, bucket_mib=SMALL),
 }
-COMPILED = {"step-pynative": "step", "ahead-pynative": "ahead", "hand-pynative": "hand-jit", "cell-pynative": "cell-graph",
-            "model-pynative": "model-graph"}
+COMPILED_OF = dict(zip(OP_BY_OP, COMPILED))
 MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
 _RUNS = [f"trained:{name}" for name in range(DRAWN)]
 _OTHERS = ["damaged", "other_ranks:window", "other_ranks:shard", "adaptive:window", "adaptive:shard"]
 _NODES = ["other_ranks:nodes", "adaptive:nodes-shard"]  # of several ranks
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, "logged:window", "logged:microbatch", "traffic:window",
-                 "traffic:microbatch", "refusals", "followed:jit", "trained:window:jit", "trained:local:jit", "mnist", "failing"]),
+                 "traffic:microbatch", "refusals", "followed:jit", "trained:window:jit", "trained:local:jit", "mnist",
+                 "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "left": (2, ["left_alone:jit"]),
@@ -58,7 +59,7 @@ LAUNCHES = {  # ranks, cases
 
 
 def every(kind):
-    """Parametrize a test by the cases that call the function `kind`; those of all launches but the fast one are slow."""
+    """Parametrize a test by the cases that call the function `kind`; only those of the fast launch are fast."""
     return pytest.mark.parametrize(("launch", "case"), [
         pytest.param(launch, case, marks=[] if launch == "fast" else [pytest.mark.slow])
         for launch, (_, cases) in LAUNCHES.items() for case in cases if case.split(":")[0] == kind])
@@ -82,14 +83,15 @@ def train(step, data):
 
 
 def trained(rank, name):
-    """Train on this rank's part, from weights of its own, which rank 0's replace. A checkpoint is loaded by another run."""
+    """Train on this rank's part, from weights of its own, which rank 0's replace. Another run loads the checkpoint."""
     case = case_of(name)
     if os.environ["MS_JIT"] != "0":
-        case = case._replace(driver=COMPILED.get(case.driver, case.driver))
+        case = case._replace(driver=COMPILED_OF.get(case.driver, case.driver))
 
     def start(seed):
         local = partial(LocalUpdates, every=LOCAL[0], outer_learning_rate=LOCAL[1], outer_momentum=LOCAL[2])
-        return Accumulating(case, case.seed + seed, local if case.sync == "local" else None, reducer=REDUCERS.get(case.sync))
+        return Accumulating(case, case.seed + seed, local if case.sync == "local" else None,
+                            reducer=REDUCERS.get(case.sync))
 
     def finish(run, data):
         with run.driver as driver:
@@ -98,7 +100,7 @@ def trained(rank, name):
         if run.local is not None:
             run.local.finish()
 
-    # Statistics of BatchNorm stay what each rank built, and so does a moving average that was made before the accumulator.
+    # Statistics of BatchNorm stay what each rank built, and so does an average that was made before the accumulator.
     alike = case.norm == "batch" or case.hook
     run, data, saved = start(0 if alike else rank), case.batches(rank), case.save_at or 0
     path = FOLDER / f"{name}{rank if case.sync == 'local' else ''}.{'safetensors' if case.seed % 2 else 'ckpt'}"
@@ -183,21 +185,22 @@ def other_ranks(rank, sync):
 
 
 def noisy_data(rank, ranks):
-    """Microbatches of one rank, with a noise scale of 2.5 of all ranks'; odd ones run out of data two microbatches early."""
+    """Microbatches of one rank, with a noise scale of 2.5 of all ranks'; odd ones run out two microbatches early."""
     return noisy([4] * (40 - 2 * (rank % 2)), 2.5 * 4 * ranks, seed=rank)
 
 
 def adaptive(rank, sync):
     """Windows get longer."""
     network = Position("adapted")
-    acc = Accumulator(nn.SGD([network.point], 1e-3), AdaptiveWindow(maximum=8), reduction="mean", reducer=REDUCERS[sync])
+    optimizer = nn.SGD([network.point], 1e-3)
+    acc = Accumulator(optimizer, AdaptiveWindow(maximum=8), reduction="mean", reducer=REDUCERS[sync])
     step = make_train_step(network, acc)
     lengths = [acc.window.length for _ in step.epoch((Tensor(x),) for x in noisy_data(rank, get_group_size()))]
     return {"counters": counters(acc), "lengths": lengths, "point": values([network.point])[0]}
 
 
 def traffic(rank, sync):
-    """16 microbatches, N = 8: collectives, their bytes, and what moved (Colossal-AI's check). With "window", rank 1 skips two."""
+    """16 microbatches, N = 8: collectives, their bytes, and what moved. With "window", rank 1 skips two."""
     network, sent, moved, all_reduce = MLP(seed=0), [], [], ops.AllReduce.__call__
 
     def counted(self, x):
@@ -219,7 +222,7 @@ def traffic(rank, sync):
 
 
 def logged(rank, sync):
-    """What WindowLog writes where ranks have uneven data, each microbatch's loss, and what changing the learning rate says."""
+    """What WindowLog writes where ranks have uneven data, each loss, and what changing the learning rate says."""
     rows, losses, said, network = [], {}, [], MLP(seed=0)
 
     class Recorder(PerUpdate):
@@ -230,7 +233,8 @@ def logged(rank, sync):
     acc = accumulator(network, sync=sync, clip_norm=None)
     cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
     callbacks = [FlushCallback(), WindowLog(rows.append), Recorder(LearningRateScheduler(lambda rate, step: rate / 2))]
-    Model(cell).train(1, GeneratorDataset(microbatches(rank, uneven=True), ["x", "y"], shuffle=False), callbacks, dataset_sink_mode=False)
+    data = GeneratorDataset(microbatches(rank, uneven=True), ["x", "y"], shuffle=False)
+    Model(cell).train(1, data, callbacks, dataset_sink_mode=False)
     rows = [[row[name] for name in ("microbatch", "update_step", "loss", "weight")] for row in rows]
     return {"rows": rows, "losses": list(losses.values()), "said": said}
 

@@ -1,6 +1,8 @@
 """The oracle: gradient accumulation in slow, obvious NumPy and float64. Shares no code with the package."""
 import numpy as np
 
+COUNTERS = "mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight"
+
 
 def network(parameters, x):
     """Logits of Dense(tanh) -> Dense; weights are (out, in) as MindSpore's."""
@@ -19,13 +21,9 @@ def loss_and_gradients(parameters, x, y):
 
     d_logits = probability.copy()
     d_logits[rows, y] -= 1
-    return loss, backward(parameters, x, hidden, d_logits / len(x))
-
-
-def backward(parameters, x, hidden, d_logits):
-    """The gradient for each parameter, from that for the logits."""
+    d_logits /= len(x)
     d_hidden = (d_logits @ parameters[2]) * (1 - hidden ** 2)
-    return [d_hidden.T @ x, d_hidden.sum(axis=0), d_logits.T @ hidden, d_logits.sum(axis=0)]
+    return loss, [d_hidden.T @ x, d_hidden.sum(axis=0), d_logits.T @ hidden, d_logits.sum(axis=0)]
 
 
 class SGD:
@@ -42,20 +40,6 @@ class SGD:
         return [p - lr * v for p, v in zip(parameters, self.velocity)]
 
 
-class Adam:
-    def __init__(self, lr, beta1=0.9, beta2=0.999, eps=1e-8):
-        self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
-        self.calls = 0
-
-    def __call__(self, parameters, gradients):
-        m, v = (self.m, self.v) if self.calls else ([0.0 for _ in parameters],) * 2
-        self.calls += 1
-        self.m = [self.beta1 * m + (1 - self.beta1) * g for m, g in zip(m, gradients)]
-        self.v = [self.beta2 * v + (1 - self.beta2) * g ** 2 for v, g in zip(v, gradients)]
-        rate = self.lr * np.sqrt(1 - self.beta2 ** self.calls) / (1 - self.beta1 ** self.calls)
-        return [p - rate * m / (np.sqrt(v) + self.eps) for p, m, v in zip(parameters, self.m, self.v)]
-
-
 def window_length(accumulate_step, update_step):
     if isinstance(accumulate_step, dict):
         return accumulate_step[max(start for start in accumulate_step if start <= update_step)]
@@ -67,8 +51,8 @@ def window_length(accumulate_step, update_step):
 class Accumulation:
     """Keeps every piece of the open window in a list, with its weight, and looks at them when the window closes.
 
-    A piece is its gradients, one array for each parameter. `divisor`: what "sum" is divided by. `measures`: whether to keep what the
-    noise scale is measured by.
+    A piece is its gradients, one array for each parameter. `divisor`: what "sum" is divided by. `measures`: whether to
+    keep what the noise scale is measured by.
     """
 
     divisor, measures = 1.0, False
@@ -105,8 +89,7 @@ class Accumulation:
 
     def counters(self):
         """What an `Accumulator` counts, by name."""
-        names = ("mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight")
-        return {**{name: getattr(self, name) for name in names}, "seen": self.weight_of_updates}
+        return {**{name: getattr(self, name) for name in COUNTERS}, "seen": self.weight_of_updates}
 
     def gradients_of(self, piece):
         return [np.asarray(g, np.float64) for g in piece]
@@ -212,7 +195,7 @@ class LocalUpdates:
         self.velocity = [np.zeros_like(p) for p in self.parameters]
 
     def epoch(self, microbatches):
-        """`microbatches`: of each rank, which takes part in a round until it has made `every` updates or is at its end."""
+        """`microbatches`: of each rank; its part of a round ends with `every` updates or with its data."""
         left = [list(microbatches_of_rank) for microbatches_of_rank in microbatches]
         while any(left):
             moved = []
