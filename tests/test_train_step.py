@@ -232,3 +232,18 @@ def test_an_optimizer_that_takes_no_bfloat16_is_named():
         network = Scaled()
         with pytest.raises(TypeError, match=r"takes no bfloat16 .*\(here: SGD\); give nn.AdamWeightDecay"):
             make(network, sgd(network), 1)(ms.Tensor([[1.0, 1.0]], ms.float32))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_window_that_was_filled_by_hand_is_closed_by_the_next_call():
+    """It says so, and the microbatch begins the next window. Control: one that was not full."""
+    for added, updates, left in ((2, 1, 1), (0, 0, 2)):
+        train_step = step_of(3)
+        accumulator = train_step.accumulator
+        train_step(*tensors(*batches([6])[0]))
+        for _ in range(added):
+            accumulator.add(accumulator.optimizer.parameters)
+        accumulator.countdown.claim()
+        train_step(*tensors(*batches([6])[0]))
+        assert (int(accumulator.update_step), int(accumulator.mini_step)) == (updates, left)
+        assert train_step.updated is bool(updates)
