@@ -135,10 +135,11 @@ class Update:
         factor = self.normaliser.factor(unit, weight)
         self.observer.of_update(gradients, unit, weight, numbers[1:])
         factor = self.clip.clipped(gradients, factor)
-        step = ops.assign_add(self.step, 1)
-        ops.assign_add(self.seen, ops.round(self._counted(weight)).astype(ms.int64))
         if isinstance(factor, Tensor):  # what scales in place has to wait until the observer has read the buffers
-            factor = ops.depend(factor, step)
+            factor = ops.depend(factor, ops.assign_add(self.step, 1))
+        else:  # a statement of its own: a graph drops a result that has a name and no use
+            ops.assign_add(self.step, 1)
+        ops.assign_add(self.seen, ops.round(self._counted(weight)).astype(ms.int64))
         scaling = self.scaling if buffered else self.copying
         self.optimizer(scaling.scale(factor, gradients, self.dtypes))
         for hook in self.hooks:

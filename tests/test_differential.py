@@ -26,7 +26,7 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 from differential.accumulating import Accumulating
-from differential.cases import COMPILED, LEVELS, OP_BY_OP, WITH_AXIS, compose, plain_case
+from differential.cases import COMPILED, LEVELS, OP_BY_OP, WITH_AXIS, compose, near_plain, plain_case
 from differential.defects import DEFECTS, PUT_BACK, cases, put_back
 from differential.follow import follow
 from differential.networks import build_loss
@@ -91,7 +91,8 @@ def test_any_run(shard, tmp_path_factory):
     @given(nontrivial=st.booleans(), data=st.data())
     def run(nontrivial, data):
         assume(nontrivial)
-        case = compose(lambda options: data.draw(st.sampled_from(options)))
+        kind = near_plain if data.draw(st.booleans()) else compose
+        case = kind(lambda options: data.draw(st.sampled_from(options)))
         print(case)
         assert follow(case, tmp_path_factory.mktemp("run")) > 0
 

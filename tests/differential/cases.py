@@ -33,6 +33,15 @@ def plain_case(driver, **changes):
     return compose(random.Random(0).choice, driver=driver, **{**PLAIN, **changes})
 
 
+def near_plain(choose):
+    """A Case in which a few things are drawn and the rest is plain, as in most scripts."""
+    driver = choose(DRIVERS)
+    free = {choose(sorted(PLAIN)) for _ in range(4)} | {"accumulate_step", "shapes", "count", "seed"}
+    if driver.startswith("ahead"):  # two losses, with weights of their own
+        free |= {"loss", "weight", "level"}
+    return compose(choose, driver=driver, **{name: value for name, value in PLAIN.items() if name not in free})
+
+
 def growing(update_step):
     return update_step + 1
 

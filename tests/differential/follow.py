@@ -134,6 +134,9 @@ class _Follow:
         if self.over:
             return
         expected, others = self.plain.microbatch(self.case.batch(self.position))
+        if not self.case.exact and np.max(expected) > 1e6:  # it diverges: rounding decides where 16 bits overflow
+            self.over = True
+            return
         skipped, scale, said = self.plain.skipped, self.plain.scale, self.accumulating.said
         where = f"after microbatch {self.position}"
         comparison = self.comparison

@@ -28,8 +28,8 @@ OPTIMIZERS = tuple(_options(1.0))
 NN = tuple(name for name in OPTIMIZERS if name.startswith("nn."))
 # Op by op, mint's optimizers do nothing and AdaFactor raises for some networks (MindSpore 2.10 on CPU).
 COMPILED_ONLY = ("mint.SGD", "mint.Adam", "nn.AdaFactor")
-# On CPU, it splits its work among threads anew at its fifth call: the last bits depend on how often it was called.
-LAST_BITS_VARY = ("nn.AdamOffload",)
+# On CPU, they split their work among threads anew after some calls: the last bits depend on how often they were called.
+LAST_BITS_VARY = ("nn.AdamOffload", "nn.RMSProp")
 # What the update is proportional to: these take a learning rate that undoes the size of the gradients.
 LINEAR = ("nn.SGD", "nn.Momentum", "nn.ASGD", "optim.SGD", "optim.ASGD", "mint.SGD")
 _LIKE_LINEAR = (*LINEAR, "nn.Adadelta", "optim.Adadelta")  # with an eps of the gradients' size

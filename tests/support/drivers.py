@@ -38,6 +38,7 @@ class Driver:
         """Compile everything again from now on."""
         self.steps = [self._step(weight_fn) for weight_fn in self.weight_fns]
         self._flush_by_hand = self._as_it_runs(self._close)
+        self._empty_by_hand = self._as_it_runs(self._add_nothing)
 
     def __enter__(self):
         self._context = running(self.mode)
@@ -51,8 +52,7 @@ class Driver:
         """Train on a microbatch of arrays. By hand, nothing is differentiated if it has no rows."""
         self.calls += 1
         if self.kind == "hand" and not len(batch[0]):
-            loss = Tensor(0.0)
-            self.accumulator(self.accumulator.optimizer.parameters, 0.0)
+            loss = self._empty_by_hand()
         else:
             loss = self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
         if self.kind == "hand":
@@ -81,6 +81,9 @@ class Driver:
 
     def _close(self):
         return self.accumulator.close_if(self.accumulator.mini_step > 0)
+
+    def _add_nothing(self):
+        return ops.depend(Tensor(0.0), self.accumulator(self.accumulator.optimizer.parameters, 0.0))
 
     def _step(self, weight_fn):
         if self.kind == "hand":
