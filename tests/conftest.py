@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.ops.composite import base
+from modes import MODES, running
 
 from ms_accum import avoid_busy_waiting
 
@@ -29,9 +30,6 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 # The same examples in every run, however slow the machine.
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 settings.load_profile("suite")
-
-# "jit": a jitted function in MindSpore's default context. "graph": everything in GRAPH_MODE. "pynative": op by op.
-MODES = {"jit": ms.PYNATIVE_MODE, "graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
 
 
 @pytest.fixture(autouse=True)
@@ -136,22 +134,6 @@ def mode_named():
 @pytest.fixture(params=["jit", "pynative"])
 def mode(request, mode_named):
     return mode_named(request.param)
-
-
-@contextmanager
-def running(mode):
-    """As one of MODES; "pynative": also what compiles itself, by MindSpore's own switch."""
-    before = ms.get_context("mode")
-    ms.set_context(mode=MODES[mode])
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if mode == "pynative":
-                patch.setenv("MS_JIT", "0")
-            else:
-                patch.delenv("MS_JIT", raising=False)
-            yield
-    finally:
-        ms.set_context(mode=before)
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, batches, difference, recover, running, tensors, values
+from conftest import MLP, batches, difference, recover, tensors, values
 from following import LOSS, sgd
 from mindspore import Tensor, nn, ops
+from modes import running
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
 

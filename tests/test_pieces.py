@@ -7,9 +7,10 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MEMORY, MLP, batches, difference, mean_loss, run_python, running, tensors
+from conftest import MEMORY, MLP, batches, difference, mean_loss, run_python, tensors
 from following import LOSS, counting, gradient_of
 from mindspore import Tensor, nn, ops
+from modes import running
 
 from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
 from ms_accum.errors import ask_about_piece

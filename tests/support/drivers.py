@@ -1,10 +1,10 @@
 """The drivers: every way in which microbatches reach an accumulator, for all tests that compare whole runs."""
 import mindspore as ms
 import reference
-from conftest import running
 from mindspore import Tensor, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
+from modes import running
 
 from ms_accum import FlushCallback, TrainOneStepCell, make_train_step
 
@@ -90,8 +90,8 @@ class Driver:
             return self._as_it_runs(self._by_hand(weight_fn))
         if self.kind in ("step", "ahead"):
             return make_train_step(self.forward_fn, self.accumulator, weight_fn=weight_fn, **self.options)
-        axis = self.options["batch_axis"]
-        return TrainOneStepCell(self.forward_fn, self.accumulator, batch_axis=axis, weight_fn=weight_fn)
+        return TrainOneStepCell(self.forward_fn, self.accumulator, batch_axis=self.options.get("batch_axis", 0),
+                                weight_fn=weight_fn)
 
     def _as_it_runs(self, function):
         return function if self.mode == "pynative" else ms.jit(function)
