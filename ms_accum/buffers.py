@@ -16,7 +16,7 @@ from .gradients import FLOATS, HALF, Gradients, Scalar, mapped, scaled, weighted
 from .in_place import add_in_turn, in_place
 
 
-def empty_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
+def state_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
     """Return a Parameter that is state and not trained, filled with `value`."""
     return Parameter(initializer(value, shape, dtype), name=name, requires_grad=False)
 
@@ -45,13 +45,13 @@ class Buffers:
 
     def __init__(self, prefix: str, shapes: list[tuple[str, tuple]], dtypes: tuple[ms.Type, ...],
                  gradient_dtypes: tuple[ms.Type, ...], unit: Optional[float] = None) -> None:
-        self.parameters = ParameterTuple([empty_parameter(f"{prefix}.{name}", shape, dtype)
+        self.parameters = ParameterTuple([state_parameter(f"{prefix}.{name}", shape, dtype)
                                           for (name, shape), dtype in zip(shapes, dtypes)])
         self._in_place = in_place(nbytes=self.nbytes)
         self.large = max(prod(shape) for _, shape in shapes) // 64
         self.gradient_dtypes = gradient_dtypes
         self.unit = unit
-        self.held_unit = empty_parameter(f"{prefix}.weight_unit", (), ms.float32, unit or 0.0)
+        self.held_unit = state_parameter(f"{prefix}.weight_unit", (), ms.float32, unit or 0.0)
         self.state = (*self.parameters, self.held_unit)
 
     @property

@@ -8,7 +8,7 @@ from typing import Optional
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from .buffers import empty_parameter
+from .buffers import state_parameter
 from .gradients import Scalar
 
 _UPDATING = -2**30
@@ -36,10 +36,10 @@ class Counters:
         self.saved: Optional[tuple[int, int]] = None
         self.reported: Optional[int] = None
         self.mini_step, self.closed_windows, self.skipped, self.skipped_in_row, self.torn, self.taken = (
-            empty_parameter(f"{prefix}.{name}", (), ms.int32)
+            state_parameter(f"{prefix}.{name}", (), ms.int32)
             for name in ("mini_step", "closed_windows", "skipped", "skipped_in_row", "unfinished", "taken"))
         self.weight_sum, self.window_weight = (
-            empty_parameter(f"{prefix}.{name}", (), ms.float32) for name in ("weight_sum", "window_weight"))
+            state_parameter(f"{prefix}.{name}", (), ms.float32) for name in ("weight_sum", "window_weight"))
         self.of_window = (self.mini_step, self.torn, self.taken, self.weight_sum)
         self.kept = (self.closed_windows, self.skipped, self.skipped_in_row, self.window_weight)
 

@@ -15,7 +15,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from .arguments import instance_of, number
-from .buffers import empty_parameter
+from .buffers import state_parameter
 from .distributed.exchange import OneDevice
 from .gradients import Gradients, Numbers, Scalar, as_tensor, clip_factor, global_norm
 from .in_place import Copying, in_place
@@ -122,9 +122,9 @@ class Update:
         self.optimizer, self.dtypes, self.normaliser, self.observer = optimizer, dtypes, normaliser, observer
         self.scaling, self.copying = in_place(own), Copying()
         self.hooks, self.announced = () if after_update is None else (after_update,), ()
-        self.step = empty_parameter(f"{prefix}.update_step", (), ms.int32)
-        self.seen = empty_parameter(f"{prefix}.seen", (), ms.int64)
-        self.grad_norm = empty_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
+        self.step = state_parameter(f"{prefix}.update_step", (), ms.int32)
+        self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
+        self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
         self.clip = NoClip() if clip_norm is None else Clip(clip_norm, self.grad_norm)
         self.parameters = (self.step, self.seen, self.grad_norm, *_state_of_hook(after_update, optimizer))
 
@@ -153,7 +153,7 @@ class Update:
         """
         if not self.announced:
             name = self.seen.name.removesuffix("seen") + "announced"
-            self.announced = (empty_parameter(name, (), ms.float32, -1.0),)
+            self.announced = (state_parameter(name, (), ms.float32, -1.0),)
         return self.announced[0]
 
     def _counted(self, weight: Scalar) -> Tensor:

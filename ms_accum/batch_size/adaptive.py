@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import ops
 
 from ..arguments import LARGEST_INT32, number, whole_number
-from ..buffers import empty_parameter
+from ..buffers import state_parameter
 from ..window import HostLength
 from .noise_scale import GradientNoiseScale
 
@@ -92,8 +92,8 @@ class AdaptiveWindow(HostLength):
         """See `HostLength`. The window is a copy with state of its own: several accumulators may be given one."""
         window = copy(self)
         window.noise_scale = noise_scale or GradientNoiseScale(_SMOOTHING)
-        window.chosen = empty_parameter(f"{prefix}.window_chosen", (), ms.int32, self.minimum)
-        window.measured = empty_parameter(f"{prefix}.window_measured", (), ms.int32)  # windows until the last change
+        window.chosen = state_parameter(f"{prefix}.window_chosen", (), ms.int32, self.minimum)
+        window.measured = state_parameter(f"{prefix}.window_measured", (), ms.int32)  # windows until the last change
         window.parameters = (window.chosen, window.measured)
         return window, window.noise_scale
 

@@ -8,7 +8,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import number
-from ..buffers import empty_parameter
+from ..buffers import state_parameter
 from ..gradients import Gradients, Numbers, Scalar, as_vector, global_norm
 from ..loss_scale import NoLossScale
 from ..observer import Observer
@@ -61,10 +61,10 @@ class GradientNoiseScale(Observer):
     def __init__(self, decay: float = 0.99) -> None:
         self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1",
                             "1 takes plain means")
-        self._window = empty_parameter("noise_scale.window", (2,), ms.float32)  # the open one's spread and microbatches
-        self._totals = empty_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, of what windows count
-        self._sizes = empty_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and microbatches of one rank
-        self._counts = empty_parameter("noise_scale.counts", (2,), ms.int32)  # windows measured; since then, others
+        self._window = state_parameter("noise_scale.window", (2,), ms.float32)  # the open one's spread and microbatches
+        self._totals = state_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, of what windows count
+        self._sizes = state_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and microbatches of one rank
+        self._counts = state_parameter("noise_scale.counts", (2,), ms.int32)  # windows measured; since then, others
         self.of_window, self.parameters = (self._window,), (self._totals, self._sizes, self._counts)
 
     def __repr__(self) -> str:

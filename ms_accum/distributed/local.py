@@ -13,7 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.communication import get_rank
 
 from ..arguments import LARGEST_INT32, number, whole_number
-from ..buffers import empty_parameter
+from ..buffers import state_parameter
 from ..gradients import Gradients, Numbers, mapped, scaled
 from .buckets import MEBIBYTE, Buckets
 from .ranks import broadcast_parameters, require_alike, world_size
@@ -91,9 +91,9 @@ class LocalUpdates(nn.Cell):
             }, "give every rank the same network and arguments")
             broadcast_parameters(self.trained)
             self.buckets = Buckets(self.trained, self.dtypes, 32 * MEBIBYTE, get_rank(), ranks)
-        self.updates = empty_parameter("outer_updates", (), ms.int32)
-        self.anchors = ParameterTuple([empty_parameter(f"anchor.{p.name}", p.shape, p.dtype) for p in self.trained])
-        self.momenta = ParameterTuple([empty_parameter(f"outer_momentum.{p.name}", p.shape, ms.float32)
+        self.updates = state_parameter("outer_updates", (), ms.int32)
+        self.anchors = ParameterTuple([state_parameter(f"anchor.{p.name}", p.shape, p.dtype) for p in self.trained])
+        self.momenta = ParameterTuple([state_parameter(f"outer_momentum.{p.name}", p.shape, ms.float32)
                                        for p in self.trained if self.momentum > 0])
         for anchor, parameter in zip(self.anchors, self.trained):
             ops.assign(anchor, parameter)
