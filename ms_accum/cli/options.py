@@ -56,9 +56,9 @@ def output(*suffixes: str) -> Callable[[str], Path]:
                 raise OSError(None, "it is not a regular file")
             with TemporaryDirectory(dir=path.parent, prefix=path.name):
                 return path
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"cannot write {path} ({error.strerror}); name a new file, or one to "
-                                             "overwrite, in a folder that exists") from error
+        except (OSError, RuntimeError) as error:  # a RuntimeError: a link to itself
+            raise argparse.ArgumentTypeError(f"cannot write {path} ({getattr(error, 'strerror', error)}); name a new "
+                                             "file, or one to overwrite, in a folder that exists") from error
     return file
 
 

@@ -195,6 +195,7 @@ def test_what_cannot_be_resumed_is_refused(run):
     ("mnist --clip-norm 0", "clip_norm is 0.0, expected a number > 0"),
     ("mnist --seed -1", r"argument --seed: expected a whole number from 0, got '-1'"),
     ("mnist --json /dev/null", r"argument --json: cannot write /dev/null \(it is not a regular file\); name a new"),
+    ("mnist --json loop", r"argument --json: cannot write loop \(Symlink loop from .*\); name a new file"),
     ("mnist --json a.png --plot a.png", "arguments --(json|plot) and --(json|plot) name the same file; give each its"),
     ("mnist --plot missing/run.png", r"argument --plot: cannot write missing/run\.png \(No such file or directory\)"),
     ("mnist --save run", r"argument --save: run does not end in \.ckpt or \.safetensors; name the file run\.ckpt"),
@@ -211,6 +212,7 @@ def test_what_cannot_be_resumed_is_refused(run):
 def test_wrong_input_is_refused_in_one_line_before_training(run, monkeypatch, tmp_path, arguments, match):
     """Also what is missing on this machine: matplotlib, and the network."""
     Path("short").write_text("one paragraph")
+    Path("loop").symlink_to("loop")
     no_matplotlib = arguments.endswith(" run.png")
     monkeypatch.setattr("ms_accum.cli.options.find_spec", lambda name: None if no_matplotlib else name)
     monkeypatch.setattr(fetch, "MIRRORS", ["http://127.0.0.1:1/set.zip"])  # port 1 is closed
