@@ -77,6 +77,13 @@ DEFECTS = {
     "the short last piece counts as a full one": (
         {"driver": ["step-pynative", "step"], "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
         [("pieces.py", "[(start, min(rows, samples - start))", "[(min(start, samples - rows), rows)")]),
+    "a graph drops the count of updates": (
+        {"driver": "step", "accumulate_step": 1, "clip_norm": None, "scaler": None, "pieces": 1},
+        [("update.py", "        if isinstance(factor, Tensor):  # what",
+          "        step = ops.assign_add(self.step, 1)\n        if isinstance(factor, Tensor):  # what"),
+         ("update.py", "ops.depend(factor, ops.assign_add(self.step, 1))", "ops.depend(factor, step)"),
+         ("update.py", "a result that has a name and no use\n            ops.assign_add(self.step, 1)",
+          "a result that has a name and no use\n            factor = factor * 1.0")]),
     "all losses are divided by the count of the first": (
         {"driver": "ahead-pynative", "loss": "pair", "pieces": [1, 2], "scaler": None, "weight": "tensor",
          "accumulate_step": 3},
