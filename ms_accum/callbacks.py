@@ -208,7 +208,7 @@ class WindowLog(_OfOneCell):
     `clip_norm`); `skipped` and `seen`, so far (see `Accumulator`); with a loss scaler `loss_scale`; and with a noise
     scale `noise_scale`. For a window that was open when the training began, the loss is the mean over the microbatches
     that the callback has seen. It reads a few numbers before and after each microbatch, which waits for the device. Put
-    it after `FlushCallback`.
+    it after `FlushCallback` and whatever else flushes.
 
     On several ranks, losses and weights are those of this rank, but with `sync="microbatch"` and "node" weights are
     sums over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A

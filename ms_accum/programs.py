@@ -113,7 +113,7 @@ def _versions() -> dict[str, str]:
 def _write(options: Namespace, reports: list[Report], figures: dict) -> None:
     exchange = reports[0].accumulator.exchange
     if exchange.rank == 0:
-        if options.save:
+        if options.save and reports[0].trained > 0:
             say_written(options.save)
         if options.json:
             write_json(options.json, figures)
@@ -162,6 +162,7 @@ class Report:
     def __init__(self, program: Program, label: str, options: Namespace) -> None:
         self.program, self.label, self.options, self.epochs = program, label, options, []
         run = {"command": program.name, **{name: v for name, v in vars(options).items() if name not in _FREE}}
+        self.trained = 0.0  # when the last epoch ended
         self.state = {"run": run, "epochs": self.epochs}
         if options.compare:
             print(f"\n{label}")

@@ -224,10 +224,14 @@ class Exchange(OneDevice):
         return self.near.all_reduce(gradients, numbers)
 
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
-        """See `OneDevice`: in the user's unit."""
+        """See `OneDevice`: in the user's unit, 1, which is a Tensor.
+
+        Where the factor of the gradient is a constant, MindSpore 2.10 on CPU lets a graph of additions and an update
+        read 16-bit buffers before the last addition.
+        """
         if self.inside == 1:
             gradients, numbers = self.all.all_reduce(mapped(scaled, unit, buffers, self.dtypes), numbers)
-            return gradients, 1.0, numbers
+            return gradients, ops.ones_like(numbers[0]), numbers
         parts, sums = buffers, buffers[0]
         if self.across > 1:
             sums = self.far(as_vector(numbers))
@@ -239,7 +243,7 @@ class Exchange(OneDevice):
         if self.sharded or self.across > 1:
             # The first part waits for all exchanges before, and the others for it.
             parts = self.near.all_gather((ops.depend(parts[0], sums), *parts[1:]))
-        return parts, 1.0, numbers
+        return parts, ops.ones_like(numbers[0]), numbers
 
     def total(self, numbers: Numbers) -> Numbers:
         """See `OneDevice`."""

@@ -168,6 +168,9 @@ def test_a_run_is_resumed_bit_identically(run, name):
     assert run(name, "--save", "whole.ckpt", "--json", "whole.json")[0] == 0
     assert untimed(read("c.json")["epochs"]) == untimed(read("whole.json")["epochs"])
     assert entries("c.ckpt") == entries("whole.ckpt") != before
+    assert any("wrote c.ckpt" in line for line in out)
+    status, out, _ = run(name, "--resume", "c.ckpt", "--save", "other.ckpt")
+    assert (status, [line for line in out if "wrote" in line]) == (0, []), "nothing was left to train"
 
 
 def test_what_cannot_be_resumed_is_refused(run):

@@ -30,7 +30,9 @@ STEADY = [name for name in OPTIMIZERS if name not in (*COMPILED_ONLY, *SCALE_FRE
 _FIXED = {"event": "none", "backward_clip": False, "factor": 1.0, "large": False, "load_into": "fresh", "save_at": None,
           "level": "none", "reduction": "mean", "buffer_dtype": None, "empty_at": None, "batch_axis": 0}
 _NAMED = {"clip_norm": 0.1, "on_nonfinite": "skip_window", "nonfinite_at": 1}
-NAMED = {sync: plain_case("step", sync=sync, **_NAMED) for sync in ("window", "local")}
+NAMED = {**{sync: plain_case("step", sync=sync, **_NAMED) for sync in ("window", "local")},
+         "sum": plain_case("hand-pynative", sync="window", reduction="sum", clip_norm=float("inf"), level="O2",
+                           buffer_dtype="float16")}
 
 
 def case_of(name):

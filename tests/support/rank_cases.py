@@ -50,8 +50,8 @@ _OTHERS = ["damaged", "other_ranks:window", "other_ranks:shard", "adaptive:windo
 _NODES = ["other_ranks:nodes", "adaptive:nodes-shard"]  # of several ranks
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, "logged:window", "logged:microbatch", "traffic:window",
-                 "traffic:microbatch", "refusals", "followed:jit", "trained:window:jit", "trained:local:jit", "mnist",
-                 "failing"]),
+                 "traffic:microbatch", "refusals", "followed:jit", "trained:window:jit", "trained:local:jit",
+                 "trained:sum:jit", "mnist", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "left": (2, ["left_alone:jit"]),
