@@ -217,8 +217,8 @@ class Accumulator:
 
         A train step has a `flush` of its own, which knows in how many pieces it adds. With several ranks, each has to
         call it, and it returns when all have: until then, this rank takes part with weight 0 in the windows of ranks
-        that have more microbatches. Return whether a window was closed: applied, or
-        dropped because it is not finite. RuntimeError if an error left a part of a batch in it, or stopped an update.
+        that have more microbatches. Return whether a window was closed: applied, or dropped because it is not finite.
+        RuntimeError if an error left a part of a batch in it, or stopped an update.
         """
         return Boundary(self).flush()
 

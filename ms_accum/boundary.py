@@ -39,16 +39,13 @@ class Boundary:
         functions = _graphs(accumulator)
         self._graphs = {name: compiling(function) for name, function in functions.items()}
 
-    def settle(self) -> tuple[int, int, bool]:
-        """Close the open window if it is full.
-
-        Return what the open one holds and what it needs, as `position` does, and whether one was applied.
-        """
+    def settle(self) -> tuple[int, int]:
+        """Close the open window if it is full. Return what the open one holds and what it needs: see `position`."""
         held, remaining = self.accumulator.position()
-        if remaining > 0:
-            return held, remaining, False
-        applied = self.close()
-        return *self.accumulator.position(), applied
+        if remaining == 0:
+            self.close()
+            held, remaining = self.accumulator.position()
+        return held, remaining
 
     def close(self) -> bool:
         """Update with the open window, or drop it if the guard does not accept it. Return whether it was applied."""

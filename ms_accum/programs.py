@@ -161,8 +161,8 @@ class Report:
 
     def __init__(self, program: Program, label: str, options: Namespace) -> None:
         self.program, self.label, self.options, self.epochs = program, label, options, []
+        self.trained = 0.0  # when the training of the last epoch ended
         run = {"command": program.name, **{name: v for name, v in vars(options).items() if name not in _FREE}}
-        self.trained = 0.0  # when the last epoch ended
         self.state = {"run": run, "epochs": self.epochs}
         if options.compare:
             print(f"\n{label}")

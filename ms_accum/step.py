@@ -38,8 +38,8 @@ class TrainStep:
     Attributes:
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
-        updated: Whether the last call made an update: a bool. When an epoch yields its last loss, and after it: whether
-            the last microbatch or the incomplete window made one.
+        updated: Whether the microbatch of the last call closed a window with an update, so that none is open: a bool.
+            When an epoch yields its last loss, and after it: whether that one or the incomplete window made an update.
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, microbatch_for: Callable,
@@ -177,7 +177,6 @@ class TrainStep:
         If anything stops this call, the countdown stays unset, and the next call asks the device.
         """
         self.updated = False
-        applied = False  # a window that was full before this call
         held, remaining = self.accumulator.countdown.claim()
         if remaining is None:
             self.accumulator.require_whole()
@@ -185,7 +184,7 @@ class TrainStep:
             microbatch = graphs()
             # `alone` leaves the buffers out, so the device has to say that they are empty: a cell has not looked.
             if remaining is None or (remaining == 1 and held == 0 and microbatch.alone):
-                held, remaining, applied = self._boundary.settle()
+                held, remaining = self._boundary.settle()
             if remaining == 1 and held == 0 and microbatch.alone:
                 result, updated = microbatch.alone(*batch), True
                 known = 0, 1 if self.accumulator.window.is_one else None  # else the next one's length is not known
@@ -193,7 +192,7 @@ class TrainStep:
                 result = microbatch(*batch)
                 *known, updated = self._after_microbatch(held + 1, remaining - 1)
         self.accumulator.countdown.set(*known)
-        self.updated = updated or applied
+        self.updated = updated
         return result
 
     def forgetting_graphs(self) -> AbstractContextManager:
