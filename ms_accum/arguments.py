@@ -21,7 +21,7 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from .gradients import Scalar
+from .gradients import Scalar, mapped
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable)
@@ -136,12 +136,19 @@ def _message(name: str, got: object, expected: str, remedy: str) -> str:
 def checked_gradients(names: tuple[str, ...], expected: tuple, grads: Any) -> Any:
     """Return gradients that belong to parameters of these names and shapes. TypeError or ValueError if they do not."""
     if isinstance(grads, (tuple, list)):
-        shapes = tuple([g.shape if isinstance(g, Tensor) else None for g in grads])
-        dtypes = tuple([g.dtype if isinstance(g, Tensor) else None for g in grads])
-        require_gradients(names, expected, shapes, dtypes)
+        # Not list comprehensions: in a graph, the time to compile them grows with the square of their length.
+        require_gradients(names, expected, mapped(_shape_of, None, grads), mapped(_dtype_of, None, grads))
     else:
         require_gradients(names, expected, None, ())
     return grads
+
+
+def _shape_of(_: None, gradient: Any) -> Any:
+    return gradient.shape if isinstance(gradient, Tensor) else None
+
+
+def _dtype_of(_: None, gradient: Any) -> Any:
+    return gradient.dtype if isinstance(gradient, Tensor) else None
 
 
 @constexpr
