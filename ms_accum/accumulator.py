@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, ops
@@ -15,14 +15,19 @@ from .buffers import Buffers, buffer_dtype_of
 from .counters import Countdown, Counters
 from .distributed.buckets import Layout
 from .distributed.exchange import DataParallel, OneDevice
-from .gradients import Gradients, Scalar, after, mapped, weighted
+from .gradients import after, mapped, weighted
 from .loss_scale import LossScale, NoLossScale, checked_loss_scaler
 from .lost_window import watched
 from .nonfinite import guard_of
-from .observer import Observer
 from .optimizers import checked_parameters, describe, name_state
-from .update import REDUCTIONS, Reduce, Reduced, Update, checked_clip_norm, checked_hook, normaliser_of
-from .window import AccumulateStep, Window, bind_window
+from .update import REDUCTIONS, Reduce, Update, checked_clip_norm, checked_hook, normaliser_of
+from .window import bind_window
+
+if TYPE_CHECKING:
+    from .gradients import Gradients, Scalar
+    from .observer import Observer
+    from .update import Reduced
+    from .window import AccumulateStep, Window
 
 _instances = count()
 

@@ -4,17 +4,20 @@
 """
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import Parameter, ops
 
 from .arguments import as_weight, checked_gradients
-from .buffers import Buffers
-from .distributed.exchange import OneDevice
-from .gradients import Gradients, Numbers, Scalar, as_tensor
-from .loss_scale import NoLossScale
-from .observer import Observer
+from .gradients import as_tensor
+
+if TYPE_CHECKING:
+    from .buffers import Buffers
+    from .distributed.exchange import OneDevice
+    from .gradients import Gradients, Numbers, Scalar
+    from .loss_scale import NoLossScale
+    from .observer import Observer
 
 
 @ms.jit_class

@@ -14,14 +14,17 @@ from math import inf
 from numbers import Real
 from operator import index
 from textwrap import dedent
-from typing import Any, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from .gradients import Scalar, mapped
+from .gradients import mapped
+
+if TYPE_CHECKING:
+    from .gradients import Scalar
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable)

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.common.initializer import initializer
 
-from .gradients import FLOATS, HALF, Gradients, Scalar, mapped, scaled, weighted
+from .gradients import FLOATS, HALF, mapped, scaled, weighted
 from .in_place import add_in_turn, in_place
+
+if TYPE_CHECKING:
+    from .gradients import Gradients, Scalar
 
 
 def state_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:

@@ -7,23 +7,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from .accumulator import Accumulator
 from .arguments import require_callable, spelled
 from .batch import positional
 from .boundary import end_of
 from .differentiate import checked_loss
 from .gradients import FLOATS
-from .pieces import Cut, select_rows, starts_of
+from .pieces import select_rows, starts_of
 from .step import TrainStep
 from .straight import compiled, straight
 from .train_step import RENAMED, averaging, checked_pieces
-from .window import AccumulateStep
+
+if TYPE_CHECKING:
+    from .accumulator import Accumulator
+    from .pieces import Cut
+    from .window import AccumulateStep
 
 
 @spelled(RENAMED)

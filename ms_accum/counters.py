@@ -3,13 +3,15 @@ host, what follows from that without asking.
 """
 from __future__ import annotations
 
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 from mindspore import Tensor, ops
 
 from .buffers import state_parameter
-from .gradients import Scalar
+
+if TYPE_CHECKING:
+    from .gradients import Scalar
 
 _UPDATING = -2**30
 _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "

@@ -3,14 +3,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from .accumulator import Accumulator
-from .gradients import FLOATS, Gradients, Scalar
+from .gradients import FLOATS
+
+if TYPE_CHECKING:
+    from .accumulator import Accumulator
+    from .gradients import Gradients, Scalar
 
 _PAIR = "(loss, aux) because of has_aux=True; aux may be a tuple"
 _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "

@@ -6,12 +6,16 @@ soon as its inputs are there.
 from __future__ import annotations
 
 from math import inf
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops.auto_generate import InplaceZero
 
-from .gradients import HALF, Gradients, Scalar, as_tensor, mapped, multiply_no_nan, scaled
+from .gradients import HALF, as_tensor, mapped, multiply_no_nan, scaled
+
+if TYPE_CHECKING:
+    from .gradients import Gradients, Scalar
 
 SMALL = 2**25  # bytes
 

@@ -2,14 +2,17 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Optional, Union
+from typing import TYPE_CHECKING, Optional, Union
 from weakref import WeakKeyDictionary, ref
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, amp
 
 from .distributed.ranks import require_alike
-from .gradients import Gradients, mapped, wider
+from .gradients import mapped, wider
+
+if TYPE_CHECKING:
+    from .gradients import Gradients
 
 _owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 

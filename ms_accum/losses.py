@@ -10,21 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from .accumulator import Accumulator
 from .arguments import as_weight
 from .differentiate import checked_loss, parted, refuse, require_readable
-from .gradients import Numbers, as_vector
-from .microbatch import Functions, Pieces
-from .pieces import Cut, checked_aux, counted, select_rows
+from .gradients import as_vector
+from .microbatch import Pieces
+from .pieces import checked_aux, counted, select_rows
 from .step import TrainStep, next_or_error
 from .straight import compiled
+
+if TYPE_CHECKING:
+    from .accumulator import Accumulator
+    from .gradients import Numbers
+    from .microbatch import Functions
+    from .pieces import Cut
 
 _SINGLE = ("a train step with losses={} has to know a window before it trains it, expected no single calls with "
            "accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "

@@ -5,10 +5,12 @@ import atexit
 import os
 from contextlib import suppress
 from inspect import currentframe
+from typing import TYPE_CHECKING
 from warnings import warn_explicit
 from weakref import finalize
 
-from .counters import Counters
+if TYPE_CHECKING:
+    from .counters import Counters
 
 _LOST = ("a window that holds {} is lost: it was neither applied, saved (by save_checkpoint) nor reset, expected none "
          "at the end; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), "

@@ -6,20 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from .accumulator import Accumulator
 from .arguments import as_weight
 from .boundary import nothing_of
 from .differentiate import make_gradients_of, weight_of
 from .errors import ask_about_piece
 from .gradients import as_tensor, as_vector
-from .pieces import Cut, aux_values, checked_aux, counted, join_aux, select_rows, starts_of
+from .pieces import aux_values, checked_aux, counted, join_aux, select_rows, starts_of
 from .straight import compiled, straight
+
+if TYPE_CHECKING:
+    from .accumulator import Accumulator
+    from .pieces import Cut
 
 
 class Functions(NamedTuple):

@@ -3,25 +3,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
-from .accumulator import Accumulator
 from .arguments import as_weight, instance_of, spelled
 from .batch import positional
 from .boundary import Boundary
 from .differentiate import make_gradients_of, weight_of
-from .distributed.exchange import DataParallel
 from .errors import explaining_errors
 from .microbatch import Empty
-from .observer import Observer
 from .optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
 from .pieces import layout
 from .straight import compiled
 from .train_step import RENAMED, averaging, checked_axis, require_functions
-from .window import AccumulateStep
+
+if TYPE_CHECKING:
+    from .accumulator import Accumulator
+    from .distributed.exchange import DataParallel
+    from .observer import Observer
+    from .window import AccumulateStep
 
 _TRAIN_STEP = "make_train_step, which schedules its graphs on the host; one graph cannot"
 _GONE = {**RENAMED, "micro_size": f"is gone from TrainOneStepCell; use {_TRAIN_STEP} (there it is called pieces)",

@@ -3,14 +3,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Optional, Union
+from typing import TYPE_CHECKING, Optional, Union
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
 from .arguments import one_of, whole_number
-from .counters import Counters
-from .gradients import Gradients, Scalar, all_finite
+from .gradients import all_finite
+
+if TYPE_CHECKING:
+    from .counters import Counters
+    from .gradients import Gradients, Scalar
 
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
           "finite, after update {}; look for NaN in the batches since then, lower the learning rate, or load a "

@@ -1,11 +1,14 @@
 """What watches microbatches and updates without changing them; `batch_size.noise_scale` has one that measures."""
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import mindspore as ms
 from mindspore import Parameter
 
-from .gradients import Gradients, Numbers, Scalar
-from .loss_scale import NoLossScale
+if TYPE_CHECKING:
+    from .gradients import Gradients, Numbers, Scalar
+    from .loss_scale import NoLossScale
 
 
 @ms.jit_class

@@ -1,13 +1,14 @@
 """A batch and its pieces: which arguments are cut, the rows of a piece, and what the pieces return together."""
 from __future__ import annotations
 
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from .gradients import Scalar
+if TYPE_CHECKING:
+    from .gradients import Scalar
 
 _NESTED = ("a tuple, list or dict, expected Tensors and plain values; give each Tensor as an argument of its own (a "
            "dict as **batch)")

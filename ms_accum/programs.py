@@ -25,10 +25,11 @@ from .cli.files import printable, say_written, write_file, write_json
 from .cli.options import count, number, output
 from .distributed.ranks import gather, wait_for_all
 from .errors import one_line
-from .step import TrainStep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from .step import TrainStep
 
 PROGRESS_SECONDS = 10.0
 # Options that a resumed run may change.

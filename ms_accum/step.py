@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
-from .accumulator import Accumulator
 from .batch import as_arguments, as_tensors, named_values, ordered, require_batched
 from .boundary import Boundary
 from .errors import explaining_errors
@@ -20,6 +19,9 @@ from .microbatch import Empty
 from .optimizers import require_rates, require_trainable
 from .pieces import layout
 from .straight import straight
+
+if TYPE_CHECKING:
+    from .accumulator import Accumulator
 
 
 class TrainStep:

@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import nn, ops
 
-from .accumulator import Accumulator
+if TYPE_CHECKING:
+    from .accumulator import Accumulator
 
 
 class Graph(nn.Cell):

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
 from mindspore import amp, nn
@@ -10,14 +10,16 @@ from mindspore import amp, nn
 from .accumulator import Accumulator
 from .arguments import boolean, require_callable, spelled, whole_number
 from .batch import positional
-from .distributed.exchange import DataParallel
 from .losses import SeveralLossesStep
 from .microbatch import Functions, Pieces, Uncut
-from .observer import Observer
 from .optimizers import checked_parameters, require_trainable
-from .pieces import Cut
 from .step import TrainStep
-from .window import AccumulateStep
+
+if TYPE_CHECKING:
+    from .distributed.exchange import DataParallel
+    from .observer import Observer
+    from .pieces import Cut
+    from .window import AccumulateStep
 
 PIECES = {"micro_size": "is now called pieces, the number of pieces that a batch is cut into: give pieces=4"}
 RENAMED = {**PIECES, "accumulator": "is now called optimizer, which may be an Accumulator, too",

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import nan
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from .arguments import instance_of, number
 from .buffers import state_parameter
-from .distributed.exchange import OneDevice
 from .gradients import Gradients, Numbers, Scalar, as_tensor, clip_factor, global_norm
 from .in_place import Copying, in_place
-from .loss_scale import NoLossScale
-from .observer import Observer
 from .optimizers import state_of
+
+if TYPE_CHECKING:
+    from .distributed.exchange import OneDevice
+    from .loss_scale import NoLossScale
+    from .observer import Observer
 
 REDUCTIONS = ("sum", "mean")
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from math import inf, nan
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 import numpy as np
@@ -9,9 +10,12 @@ from mindspore import Tensor, ops
 
 from ..arguments import number
 from ..buffers import state_parameter
-from ..gradients import Gradients, Numbers, Scalar, as_vector, global_norm
-from ..loss_scale import NoLossScale
+from ..gradients import as_vector, global_norm
 from ..observer import Observer
+
+if TYPE_CHECKING:
+    from ..gradients import Gradients, Numbers, Scalar
+    from ..loss_scale import NoLossScale
 
 
 @ms.jit_class

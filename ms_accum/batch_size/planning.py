@@ -5,14 +5,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 
 from ..arguments import instance_of, number, one_of, whole_number
 from .devices import DEVICES, free_memory, require_cann
 from .process import is_dry_run, pickled
-from .trial import MakeStep, Trial, run_trial
+from .trial import run_trial
+
+if TYPE_CHECKING:
+    from .trial import MakeStep, Trial
 
 DRY_RUN = "dry run: memory is planned by MindSpore's Ascend backend; nothing was launched, times are not measured"
 

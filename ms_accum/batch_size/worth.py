@@ -3,13 +3,17 @@ from __future__ import annotations
 
 import inspect
 from math import inf, isfinite, log2, sqrt
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from .devices import free_memory
 from .noise_scale import GradientNoiseScale
-from .planning import Plan, PlanError
+from .planning import PlanError
 from .process import in_a_process, is_dry_run, pickled
-from .trial import MakeStep, made_step
+from .trial import made_step
+
+if TYPE_CHECKING:
+    from .planning import Plan
+    from .trial import MakeStep
 
 _CAPTION = """\
 lr: factor on the learning rate of the planned batch; updates, samples: to the same loss, relative to the least

@@ -6,14 +6,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from .comparison import CONFIDENCE, Comparison, Division
+from .comparison import CONFIDENCE
 from .groupnorm import BATCH_NORMS, statistics_of
-from .isolation import Calls
+
+if TYPE_CHECKING:
+    from .comparison import Comparison, Division
+    from .isolation import Calls
 
 _DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
 # What a cause does, and the remedy.

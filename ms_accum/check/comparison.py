@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
 import numpy as np
@@ -27,7 +27,10 @@ from ..differentiate import checked_loss
 from ..errors import ask_about_piece
 from ..gradients import FLOATS, HALF
 from ..pieces import layout, select_rows, starts_of
-from .isolation import Calls, Layers, casts_inside, tensors_in
+from .isolation import casts_inside, tensors_in
+
+if TYPE_CHECKING:
+    from .isolation import Calls, Layers
 
 FLOAT32 = 2.0 ** -24  # its unit roundoff
 _ROUNDOFF = {ms.float16: 2.0 ** -11, ms.bfloat16: 2.0 ** -8}

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 from mindspore import nn
@@ -16,10 +16,13 @@ from ..losses import require_entries
 from ..pieces import layout
 from ..train_step import PIECES, checked_axis
 from . import causes
-from .causes import Cause as Cause
 from .causes import in_loss
-from .comparison import FLOAT32, Comparison, Division
+from .comparison import FLOAT32, Division
 from .isolation import untouched
+
+if TYPE_CHECKING:
+    from .causes import Cause as Cause
+    from .comparison import Comparison
 
 _LISTED = 5  # parameters, and names of layers, that a report spells out
 _CLEAR = 1e-3  # of the gradient: a mistake of this size has to be seen

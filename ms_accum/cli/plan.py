@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Optional
 from tqdm import tqdm
 
 from ..batch_size.devices import DEVICES
-from ..batch_size.planning import Plan, PlanError, candidates, plan_micro_batch, size
+from ..batch_size.planning import PlanError, candidates, plan_micro_batch, size
 from ..batch_size.process import is_dry_run
-from ..batch_size.trial import Trial
 from ..batch_size.worth import longest_within, measure_noise, require_measurable, table
 from .files import write_file, write_json
 from .options import add_command, count, imported, number, output
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from ..batch_size.planning import Plan
+    from ..batch_size.trial import Trial
 
 DESCRIPTION = """\
 Find the largest microbatch whose memory fits. FUNCTION takes the size of a microbatch and returns a function that runs

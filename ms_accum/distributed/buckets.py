@@ -3,13 +3,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm
 
-from ..gradients import Gradients, Numbers, as_vector
+from ..gradients import as_vector
+
+if TYPE_CHECKING:
+    from ..gradients import Gradients, Numbers
 
 MEBIBYTE = 2**20
 

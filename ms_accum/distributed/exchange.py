@@ -17,16 +17,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 from mindspore import ops
 from mindspore.communication import GlobalComm, create_group, get_local_rank_size, get_rank
 
 from ..arguments import boolean, number, one_of, whole_number
-from ..gradients import Gradients, Numbers, Scalar, as_vector, mapped, scaled
-from .buckets import MEBIBYTE, Buckets, Layout
+from ..gradients import as_vector, mapped, scaled
+from .buckets import MEBIBYTE, Buckets
 from .ranks import broadcast_parameters, require_alike, world_size
+
+if TYPE_CHECKING:
+    from ..gradients import Gradients, Numbers, Scalar
+    from .buckets import Layout
 
 _SYNC = ("window", "microbatch", "node")
 

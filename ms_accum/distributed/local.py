@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
@@ -14,9 +15,12 @@ from mindspore.communication import get_rank
 
 from ..arguments import LARGEST_INT32, number, whole_number
 from ..buffers import state_parameter
-from ..gradients import Gradients, Numbers, mapped, scaled
+from ..gradients import mapped, scaled
 from .buckets import MEBIBYTE, Buckets
 from .ranks import broadcast_parameters, require_alike, world_size
+
+if TYPE_CHECKING:
+    from ..gradients import Gradients, Numbers
 
 
 class LocalUpdates(nn.Cell):

@@ -3,16 +3,22 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
 from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint
-from ms_accum.programs import OPTIMIZERS, Report
+from ms_accum.programs import OPTIMIZERS
 
-from .data import Documents, load, microbatches
+from .data import load, microbatches
 from .network import BitsPerByte, Network, count_bytes, count_one, generate
+
+if TYPE_CHECKING:
+    from ms_accum.programs import Report
+
+    from .data import Documents
 
 GENERATED = 80
 

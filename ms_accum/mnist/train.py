@@ -2,16 +2,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
 from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint
-from ms_accum.programs import OPTIMIZERS, Report
+from ms_accum.programs import OPTIMIZERS
 
 from .data import load
 from .network import Network, make_forward
+
+if TYPE_CHECKING:
+    from ms_accum.programs import Report
 
 
 def train(options: Namespace, report: Report) -> Network:
