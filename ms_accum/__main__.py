@@ -1,7 +1,17 @@
-"""`python -m ms_accum`, the same as `ms-accum`."""
+"""The command `ms-accum`, and `python -m ms_accum`: the door where its subcommands come together."""
 import sys
+from collections.abc import Sequence
+from typing import Optional
 
-from .cli.main import main
+from .cli import check, plan
+from .cli.main import run_command
+from .examples import commands as examples
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run `ms-accum` with `argv` (default: `sys.argv[1:]`) and return the exit status: see `run_command`."""
+    return run_command((examples, check, plan), argv)
+
 
 if __name__ == "__main__":
     sys.exit(main())

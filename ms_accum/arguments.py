@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
 from math import inf
@@ -21,10 +21,10 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from .gradients import mapped
+from .tensors import mapped
 
 if TYPE_CHECKING:
-    from .gradients import Scalar
+    from .tensors import Scalar
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable)
@@ -82,30 +82,20 @@ def instance_of(name: str, value: T, kinds: Union[type, tuple[type, ...]], expec
     return value
 
 
-def spelled(renamed: Mapping[str, str]) -> Callable[[F], F]:
-    """Return a decorator that answers an unknown keyword with the one that was meant: TypeError.
+def spelled(function: F) -> F:
+    """Answer an unknown keyword of `function` with the one that was probably meant: TypeError."""
+    known = tuple(name for name in inspect.signature(function).parameters if name != "self")
 
-    Args:
-        renamed: What to say of names that are gone.
-    """
-    def decorate(function: F) -> F:
-        known = tuple(name for name in inspect.signature(function).parameters if name != "self")
+    @wraps(function)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        for name in (name for name in named if name not in known):
+            close = get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+            called = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{called}() got an unexpected argument {name}; {hint}")
+        return function(*arguments, **named)
 
-        @wraps(function)
-        def checked(*arguments: Any, **named: Any) -> Any:
-            for name in named:
-                if name in renamed:
-                    raise TypeError(f"{name} {renamed[name]}")
-                if name not in known:
-                    close = get_close_matches(name, known, 1)
-                    hint = f"; did you mean {close[0]}?" if close else f"; expected one of {', '.join(known)}"
-                    called = function.__qualname__.removesuffix(".__init__")
-                    raise TypeError(f"{called}() got an unexpected argument {name}{hint}")
-            return function(*arguments, **named)
-
-        return checked
-
-    return decorate
+    return checked
 
 
 def require_callable(name: str, function: object) -> None:

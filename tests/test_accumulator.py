@@ -137,7 +137,7 @@ def test_one_device_does_not_look_at_the_state_of_its_optimizer(monkeypatch):
     def described(optimizer):
         raise AssertionError
 
-    monkeypatch.setattr("ms_accum.accumulator.describe", described)
+    monkeypatch.setattr("ms_accum.core.accumulator.describe", described)
     assert descend().exchange.ranks == 1
     with pytest.raises(AssertionError):  # control
         descend(reducer=DataParallel())

@@ -7,8 +7,8 @@ from conftest import MEMORY, Counting, compiled, run_python
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from ms_accum import Accumulator
-from ms_accum.buffers import Buffers
-from ms_accum.in_place import SMALL, Copying, InTurn, in_place
+from ms_accum.core.buffers import Buffers
+from ms_accum.core.kernels import SMALL, Copying, InTurn, in_place
 
 pytestmark = pytest.mark.core
 
@@ -56,7 +56,7 @@ def buffers_of(unit, dtype=ms.float32):
 def added(buffers, *pairs):
     for value, weight in pairs:
         buffers.add(buffers.weighed((Tensor([value, value], ms.float32),), weight))
-    return buffers.parameters[0].asnumpy().tolist(), float(buffers.held_unit)
+    return buffers.parameters[0].asnumpy().tolist(), float(buffers.weight_unit)
 
 
 def test_the_unit_is_fixed_once_and_makes_large_weights_small():
@@ -71,7 +71,7 @@ def test_the_unit_is_fixed_once_and_makes_large_weights_small():
     for before in (2.0, 4.0, None):  # loaded buffers are converted to the unit that graphs hold, if there is one
         buffers = buffers_of(before)
         ms.ops.assign(buffers.parameters[0], Tensor([12.0, 12.0]))
-        ms.ops.assign(buffers.held_unit, 4.0)
+        ms.ops.assign(buffers.weight_unit, 4.0)
         buffers.adopt(before or 0.0)
         unit = before or 4.0
         assert buffers.unit == unit

@@ -19,7 +19,7 @@ from pages import recipe
 
 from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.batch_size import AdaptiveWindow
-from ms_accum.checkpoint_file import part_of, path_of_rank, remove_generations
+from ms_accum.checkpoint.file import part_of, path_of_rank, remove_generations
 
 SUFFIXES = [".ckpt", ".safetensors"]
 pytestmark = pytest.mark.usefixtures("uncompiled")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from ms_accum import gradients
+from ms_accum import tensors
 
 pytestmark = pytest.mark.core
 
@@ -20,29 +20,29 @@ def test_the_norm_is_numpys():
     """That of float16 gradients does not overflow, that of tiny ones does not vanish."""
     rng = np.random.default_rng(0)
     for dtype in (HALF, SINGLE, DOUBLE):
-        tensors = [Tensor(rng.normal(size=shape), dtype) for shape in ((), (1,), (7, 3), (200, 300))]
-        expected = np.sqrt(sum((t.asnumpy().astype(np.float64) ** 2).sum() for t in tensors))
-        norm = gradients.global_norm(tensors)
+        drawn = [Tensor(rng.normal(size=shape), dtype) for shape in ((), (1,), (7, 3), (200, 300))]
+        expected = np.sqrt(sum((t.asnumpy().astype(np.float64) ** 2).sum() for t in drawn))
+        norm = tensors.global_norm(drawn)
         assert (norm.dtype, float(norm)) == (SINGLE, pytest.approx(expected, rel=1e-6))
-    assert float(gradients.global_norm((full(6e4, 100, HALF),))) == pytest.approx(6e5, rel=1e-3)
-    assert float(gradients.global_norm((full(1e-25, 100),))) == pytest.approx(1e-24, rel=1e-5, abs=0)
+    assert float(tensors.global_norm((full(6e4, 100, HALF),))) == pytest.approx(6e5, rel=1e-3)
+    assert float(tensors.global_norm((full(1e-25, 100),))) == pytest.approx(1e-24, rel=1e-5, abs=0)
     for norm, clip_norm, factor in ((2, 1, 0.5), (0.5, 1, 1), (0, 1, 1), (1e-6, 1e-6, 0.5), (INF, INF, 1), (INF, 1, 0)):
-        assert float(gradients.clip_factor(full(norm), clip_norm)) == pytest.approx(factor, rel=2e-6)
+        assert float(tensors.clip_factor(full(norm), clip_norm)) == pytest.approx(factor, rel=2e-6)
 
 
 @pytest.mark.parametrize(("function", "value", "factor", "asked", "expected"), [
-    (gradients.scaled, full(3, dtype=HALF), 1.0, SINGLE, 3.0),
-    (gradients.scaled, full(3), 0.5, HALF, 1.5),
-    (gradients.scaled, full(3, dtype=HALF), 30000.0, SINGLE, 90000.0),
-    (gradients.weighted, full(NAN), 0.0, SINGLE, 0.0),
-    (gradients.weighted, full(INF), Tensor(0.0), SINGLE, 0.0),
-    (gradients.weighted, full(3), Tensor(2.0), SINGLE, 6.0),
-    (gradients.weighted, full(NAN), Tensor(1.0), SINGLE, NAN),
+    (tensors.scaled, full(3, dtype=HALF), 1.0, SINGLE, 3.0),
+    (tensors.scaled, full(3), 0.5, HALF, 1.5),
+    (tensors.scaled, full(3, dtype=HALF), 30000.0, SINGLE, 90000.0),
+    (tensors.weighted, full(NAN), 0.0, SINGLE, 0.0),
+    (tensors.weighted, full(INF), Tensor(0.0), SINGLE, 0.0),
+    (tensors.weighted, full(3), Tensor(2.0), SINGLE, 6.0),
+    (tensors.weighted, full(NAN), Tensor(1.0), SINGLE, NAN),
 ])
 def test_products_are_those_of_the_wider_dtype_and_0_times_nan_is_0(function, value, factor, asked, expected):
     product = function(factor, value, asked)
     assert (product.dtype, float(product)) == (asked, pytest.approx(expected, nan_ok=True))
-    assert gradients.wider(HALF, SINGLE) == gradients.wider(SINGLE, HALF) == SINGLE
+    assert tensors.wider(HALF, SINGLE) == tensors.wider(SINGLE, HALF) == SINGLE
 
 
 @pytest.mark.parametrize("bad", [None, NAN, INF, -INF])
@@ -50,6 +50,6 @@ def test_one_bad_element_is_found(bad):
     last, ones = np.ones((3, 2)), full(1, 4)
     last[2, 1] = last[2, 1] if bad is None else bad
     for given in ((ones, Tensor(last, SINGLE)), (Tensor(last, SINGLE), ones), (ones, Tensor(last, HALF))):
-        assert bool(gradients.all_finite(given)) == (bad is None)
-    assert not gradients.all_finite((full(1e38, 9),)), "its sum overflows: no update would survive it"
-    assert gradients.as_vector((1, full(2), Tensor([3]))).asnumpy().tolist() == [1, 2, 3]
+        assert bool(tensors.all_finite(given)) == (bad is None)
+    assert not tensors.all_finite((full(1e38, 9),)), "its sum overflows: no update would survive it"
+    assert tensors.as_vector((1, full(2), Tensor([3]))).asnumpy().tolist() == [1, 2, 3]

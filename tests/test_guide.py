@@ -107,7 +107,7 @@ def test_public_names_and_modules_are_documented():
         assert {"Example:", "Source:"} <= set(inspect.getdoc(PUBLIC[name]).split()), name
         assert PUBLIC[name].__module__.startswith("ms_accum.")
     modules = [m.name for m in pkgutil.walk_packages(ms_accum.__path__, "ms_accum.") if not m.name.endswith("__main__")]
-    assert "ms_accum.accumulator" in modules
+    assert "ms_accum.core.accumulator" in modules
     assert all(importlib.import_module(m).__doc__ for m in modules)
 
 
@@ -150,7 +150,7 @@ def test_files_in_code_spans_exist():
 
 
 def test_the_layout_is_true():
-    tree = re.search(r"^## Layout\n+```text\n(.*?)^```", PAGES["contributing"], re.MULTILINE | re.DOTALL)[1]
+    tree = re.search(r"^## Accumulated\n+```text\n(.*?)^```", PAGES["contributing"], re.MULTILINE | re.DOTALL)[1]
     named, folder = set(), ""
     for line in tree.splitlines():
         name = line.split()[0]

@@ -150,7 +150,7 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
         return True
 
     code = apply_then_reset.__code__.replace(co_filename=str(Path(FOLDER) / "boundary.py"))
-    monkeypatch.setattr("ms_accum.boundary.Boundary.close", type(apply_then_reset)(code, globals()))
+    monkeypatch.setattr("ms_accum.core.boundary.Boundary.close", type(apply_then_reset)(code, globals()))
 
     def interrupt_each_line_of_a_closing_call():
         for after in range(1, 100):

@@ -13,7 +13,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.experimental import optim
 
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
-from ms_accum.optimizers import describe, state_of
+from ms_accum.core.optimizers import describe, state_of
 
 # Base classes, and wrappers and kernels that CPU has not (MindSpore 2.10). MindSpore 2.7 has no mint.FusedAdamW.
 OUT_OF_REACH = {"nn.Optimizer", "optim.Optimizer", "nn.OptTFTWrapper", "nn.Lamb", "nn.LARS", "mint.AdamW"}

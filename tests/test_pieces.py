@@ -13,8 +13,8 @@ from mindspore import Tensor, nn, ops
 from modes import running
 
 from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
-from ms_accum.errors import ask_about_piece
-from ms_accum.pieces import layout
+from ms_accum.steps.errors import ask_about_piece
+from ms_accum.steps.pieces import layout
 
 pytestmark = pytest.mark.core
 

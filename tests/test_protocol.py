@@ -1,49 +1,68 @@
-"""The shape of the core: no private name of another module, and sizes that fit in one head."""
+"""The shape of the package: rooms import downwards only, no private name of another module; short functions."""
 import ast
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.core
+
 PACKAGE = Path(__file__).parents[1] / "ms_accum"
-CORE = sorted([*PACKAGE.glob("*.py"), *(PACKAGE / "distributed").glob("*.py")])
+# From the ground up. Rooms of one floor do not know each other; `examples` trains as a user would, and may import all.
+FLOORS = (("tensors",), ("arguments", "runtime"), ("distributed",), ("core",), ("steps",),
+          ("model", "checkpoint", "batch_size", "check"), ("cli",), ("examples",), ("__init__", "__main__"))
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
-def body_lines(function):
-    """The lines of a function without its signature and docstring."""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return function.end_lineno - body[0].lineno + 1 if body else 0
+def imports(name, source):
+    """Yield the places in the package, and the names, that a module imports when it runs."""
+    tree = ast.parse(source)
+    typing = {id(inside) for node in ast.walk(tree) if isinstance(node, ast.If)
+              and "TYPE_CHECKING" in ast.dump(node.test) for inside in ast.walk(node)}
+    package = ("ms_accum", *name.split("/")[:-1])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in typing:
+            base = package[:len(package) + 1 - node.level] if node.level else ()
+            place = (*base, *(node.module.split(".") if node.module else ()))
+            if place[0] == "ms_accum":
+                yield from ((*place[1:], alias.name) for alias in node.names)
 
 
 def problems(name, source):
-    """What in a module's source breaks the rules."""
-    found = []
+    """What in a module's source breaks the rules. `name` is its path in the package."""
+    found, room = [], name.split("/")[0].removesuffix(".py")
+    for place in imports(name, source):
+        other = place[0] if place[0] in FLOOR else "__init__"  # a public name
+        allowed = room == other or FLOOR[other] < FLOOR[room] or (room in ("cli", "examples") and other == "__init__")
+        if not allowed:
+            found.append(f"{room} imports {other}")
+        found += [f"imports {part}" for part in place if part.startswith("_") and not part.endswith("__")]
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("ms_accum")):
-            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            found += [f"imports {name}" for name in names if name.startswith("_") and not name.endswith("__")]
-        if isinstance(node, ast.ClassDef):
-            methods = sum(isinstance(member, FUNCTIONS) for member in node.body)
-            found += [f"class {node.name} has {methods} methods"] * (methods > 20)
-        if isinstance(node, FUNCTIONS) and body_lines(node) > 30:
-            found.append(f"function {node.name} has {body_lines(node)} lines")
-    lines = source.count("\n")
-    return found + [f"has {lines} lines"] * (name == "accumulator.py" and lines > 350)
+        if isinstance(node, FUNCTIONS) and room in ("distributed", "core", "steps"):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            if body and body[-1].end_lineno - body[0].lineno >= 30:
+                found.append(f"function {node.name} has more than 30 lines")
+    return found
 
 
-def test_modules_keep_the_rules():
-    """Sizes: of the core. Names: of all modules."""
-    broken = [(path.relative_to(PACKAGE), problem) for path in PACKAGE.rglob("*.py")
-              for problem in problems(path.name, path.read_text(encoding="utf-8"))
-              if path in CORE or problem.startswith("imports")]
-    assert broken == []
-    assert len(CORE) > 20
+def test_rooms_import_downwards_only():
+    """And no module imports a private name, and no function of the core is long."""
+    files = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    assert {name.split("/")[0].removesuffix(".py") for name in files} == set(FLOOR)
+    assert {name: found for name, source in files.items() if (found := problems(name, source))} == {}
 
 
-def test_what_breaks_a_rule_is_found():
-    """Negative control."""
-    long = "def long():\n    '''Doc.\n\n    Text.\n    '''\n" + "    x = 1\n" * 31
-    large = "class Large:\n" + "".join(f"    def f{i}(self): pass\n" for i in range(21))
-    source = f"from .window import _length\nfrom ms_accum.window import Window, _stages\n{long}{large}" + "\n" * 351
-    assert sorted(problems("accumulator.py", source)) == [
-        "class Large has 21 methods", "function long has 31 lines", f"has {len(source.splitlines())} lines",
-        "imports _length", "imports _stages"]
-    assert problems("window.py", long.replace("    x = 1\n", "", 1)) == []
+@pytest.mark.parametrize(("name", "source", "problem"), [
+    ("core/update.py", "from ..steps.batch import layout", "core imports steps"),
+    ("check/causes.py", "from ms_accum.batch_size import worth", "check imports batch_size"),
+    ("distributed/ranks.py", "def f():\n    from .. import core", "distributed imports core"),
+    ("steps/step.py", "from .. import Accumulator", "steps imports __init__"),
+    ("core/update.py", "from .length import _stages", "imports _stages"),
+    ("core/update.py", "def long():\n    '''Doc.'''\n" + "    x = 1\n" * 31, "function long has more than 30 lines"),
+])
+def test_what_breaks_a_rule_is_found(name, source, problem):
+    """Negative control: the same under TYPE_CHECKING, or on the way down, is allowed."""
+    assert problems(name, source) == [problem]
+    if " imports " in problem:
+        assert problems(name, f"if TYPE_CHECKING:\n    {source}".replace("\n    from", "\n        from")) == []
+    assert problems("steps/step.py", "from ..core.length import WindowLength\nfrom .batch import layout") == []

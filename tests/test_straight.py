@@ -11,8 +11,10 @@ from conftest import MLP, batches, compiled_graphs, mean_loss, tensors
 from following import LOSS, sgd
 from mindspore import Tensor, amp, nn, ops
 
-from ms_accum import Accumulator, in_place, make_grad_cache_step, make_train_step, straight, until_weight
+from ms_accum import Accumulator, make_grad_cache_step, make_train_step, until_weight
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.core import kernels
+from ms_accum.steps import straight
 
 
 def with_two(network):
@@ -127,8 +129,8 @@ def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatc
             assert not any(map(control_flow, graphs)), functions
     for control in (trained(SKIPPED, count=1), by_hand):
         assert any("Switch" in control_flow(graph) for graph in graphs_of(control))
-    for size in (in_place.SMALL, 0):  # added in turn, and at once
-        monkeypatch.setattr(in_place, "SMALL", size)
+    for size in (kernels.SMALL, 0):  # added in turn, and at once
+        monkeypatch.setattr(kernels, "SMALL", size)
         chains = [chain for graph in graphs_of(added_in_three_dtypes) if (chain := before_each_buffer(graph))]
         assert chains == [[each, each] for each in ([], ["Mul"], ["Cast"], ["Cast"])]
 

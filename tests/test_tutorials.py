@@ -67,7 +67,7 @@ def test_a_notebook_is_whole_and_its_claims_are_printed(name):
     assert 'if not importlib.util.find_spec("ms_accum"):\n    %pip install' in cells[0].source
     imported = set(re.findall(r"^from (ms_accum\S*) import", "\n".join(cell.source for cell in cells), re.MULTILINE))
     assert imported
-    assert imported <= {"ms_accum", "ms_accum.batch_size", "ms_accum.mnist.data"}
+    assert imported <= {"ms_accum", "ms_accum.batch_size", "ms_accum.examples.mnist.data"}
 
     nodes = [node for block in blocks_of(notebook) for node in ast.walk(ast.parse(block.code))]
     assert not any(isinstance(node, ast.Assert) for node in nodes)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, ops
 
 from ms_accum import by_epoch, until_weight
-from ms_accum.window import Window
+from ms_accum.core.length import Window
 
 pytestmark = pytest.mark.core
 

@@ -13,8 +13,8 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
-from ms_accum.mnist.data import load
-from ms_accum.mnist.network import Network, make_forward
+from ms_accum.examples.mnist.data import load
+from ms_accum.examples.mnist.network import Network, make_forward
 
 MICROBATCHES, ACCUMULATE_STEP, SAMPLES = 12, 4, 32
 COLOURS = ("#4c78a8", "#f58518", "#54a24b")

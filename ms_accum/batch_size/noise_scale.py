@@ -9,13 +9,13 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import number
-from ..buffers import state_parameter
-from ..gradients import as_vector, global_norm
-from ..observer import Observer
+from ..core.buffers import state_parameter
+from ..core.observer import Observer
+from ..tensors import as_vector, global_norm
 
 if TYPE_CHECKING:
-    from ..gradients import Gradients, Numbers, Scalar
-    from ..loss_scale import NoLossScale
+    from ..core.loss_scale import NoLossScale
+    from ..tensors import Gradients, Numbers, Scalar
 
 
 @ms.jit_class

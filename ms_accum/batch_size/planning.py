@@ -65,8 +65,10 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
 
     Args:
         make_step: `(microbatch) -> step`: makes network, optimizer, accumulator and data for microbatches of that many
-            samples; `step()` trains on one. Other processes import it, so it has to be a function at the top level of a
-            module, or of a script that runs its own work below `if __name__ == "__main__":`.
+            samples; `step()` trains on one. For a dry run, `(microbatch) -> (step, train_step)`: also the train step,
+            cell or Accumulator that it built, whose update is planned. Other processes import it, so it has to be a
+            function at the top level of a module, or of a script that runs its own work below
+            `if __name__ == "__main__":`.
         batch_size: Samples in the batch that one update is made of.
         memory_limit: Bytes. None: 90 % of the memory that is free on this machine and allowed to this process (its
             cgroup), or of the memory of another device: of 64 GiB in a dry run.

@@ -1,7 +1,6 @@
 """Measure the memory of a train step in a separate process: on its device, or in a dry run (see `planning`)."""
 from __future__ import annotations
 
-import gc
 import pickle
 import re
 from collections.abc import Callable
@@ -13,12 +12,12 @@ from typing import Any, Optional
 
 import mindspore as ms
 
-from ..accumulator import Accumulator
-from ..step import TrainStep
-from ..straight import compiled
+from ..arguments import instance_of
+from ..core.accumulator import Accumulator
+from ..steps.straight import compiled
 from .process import in_a_process, is_dry_run, pickled
 
-MakeStep = Callable[..., Callable[[], Any]]
+MakeStep = Callable[..., Any]  # returns a step, or a step and the train step, cell or Accumulator that it built
 
 
 @dataclass(frozen=True)
@@ -50,28 +49,36 @@ def run_trial(make_step: MakeStep, microbatch: int, accumulate_step: int, device
                  None if dry else monotonic() - start, reason)
 
 
-def made_step(make_step: bytes, device_target: str, microbatch: int, **options: Any) -> Callable[[], Any]:
-    """Return what the pickled `make_step` makes for a device. TypeError if that cannot be called."""
+def made_step(make_step: bytes, device_target: str, microbatch: int, **options: Any) -> tuple[Callable[[], Any], Any]:
+    """Return what the pickled `make_step` makes for a device: a step, and what it built or None.
+
+    TypeError if the step cannot be called.
+    """
     if ms.get_context("device_target") != device_target:
         ms.set_device(device_target)
     if is_dry_run(device_target):
         # With one thread, which MindSpore takes on a machine of two cores, a graph with a branch does not compile.
         ms.runtime.dispatch_threads_num(6)
-    step = pickle.loads(make_step)(microbatch, **options)
+    made = pickle.loads(make_step)(microbatch, **options)
+    step, built = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if ms.get_context("device_target") != device_target:
         raise ValueError(f"make_step, or its module, chose the device {ms.get_context('device_target')}, expected "
                          f"{device_target}; leave that to the plan")
     if not callable(step):
         raise TypeError(f"make_step({microbatch}) returned {type(step).__name__}, expected a function that runs one "
                         "train step")
-    return step
+    return step, built
 
 
 def _peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -> int:
-    step, dry = made_step(make_step, device_target, microbatch), is_dry_run(device_target)
-    step()
+    (step, built), dry = made_step(make_step, device_target, microbatch), is_dry_run(device_target)
     if dry:
-        update_all()  # before the other steps: what an optimizer keeps is in memory from the first update on
+        instance_of("what make_step returns behind the step", getattr(built, "accumulator", built), Accumulator,
+                    "the train step, cell or Accumulator that it built", "for a dry run, return step, train_step")
+    step()
+    if dry and not getattr(built, "updated", False):  # as it is after a window of one microbatch
+        # Before the other steps: what an optimizer keeps is in memory from the first update on.
+        _update_with(getattr(built, "accumulator", built))
     for _ in range(steps - 1):
         step()
     ms.runtime.synchronize()
@@ -82,21 +89,10 @@ def _peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) 
     return 1024 * int(re.search(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)[1])
 
 
-def update_all() -> None:
-    """Update with every accumulator of this process, unless its train step has, as in windows of one microbatch.
-
-    In a dry run the count of microbatches reads as 0, so no window would ever be full.
-    """
-    alive = gc.get_objects()
-    updated = [id(step.accumulator) for step in alive if issubclass(type(step), TrainStep) and step.updated]
-    for accumulator in alive:
-        if issubclass(type(accumulator), Accumulator) and id(accumulator) not in updated:
-            compiled(_update_of(accumulator))()
-
-
-def _update_of(accumulator: Accumulator) -> Callable[[], ms.Tensor]:
+def _update_with(accumulator: Accumulator) -> None:
+    """Update, since in a dry run the count of microbatches reads as 0, so that no window would ever be full."""
     def update() -> ms.Tensor:
         accumulator.update_with(accumulator.reduced())
         return accumulator.update_step + 0
 
-    return update
+    compiled(update)()

@@ -56,7 +56,7 @@ def measure_noise(make_step: MakeStep, plan: Plan, windows: int, device_target: 
 def noise_of(make_step: bytes, device_target: str, microbatch: int, accumulate_step: int, windows: int) -> float:
     """Return the noise scale in samples. ValueError if not as many windows closed as should have."""
     noise_scale = GradientNoiseScale(decay=1)
-    step = made_step(make_step, device_target, microbatch, accumulate_step=accumulate_step, noise_scale=noise_scale)
+    step, _ = made_step(make_step, device_target, microbatch, accumulate_step=accumulate_step, noise_scale=noise_scale)
     for _ in range(windows * accumulate_step):
         step()
     closed = noise_scale.windows[0]

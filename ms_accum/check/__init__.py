@@ -1,1 +1,1 @@
-"""Check whether accumulation is exact for a network, and find the layers and losses that prevent it."""
+"""Say whether accumulation is exact for a network, and what prevents it. The command line may import it."""

@@ -23,10 +23,10 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ..arguments import as_weight
-from ..differentiate import checked_loss
-from ..errors import ask_about_piece
-from ..gradients import FLOATS, HALF
-from ..pieces import layout, select_rows, starts_of
+from ..steps.differentiate import checked_loss
+from ..steps.errors import ask_about_piece
+from ..steps.pieces import layout, select_rows, starts_of
+from ..tensors import FLOATS, HALF
 from .isolation import casts_inside, tensors_in
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import numpy as np
 from mindspore import nn
 
 from ..arguments import instance_of, spelled, whole_number
-from ..batch import as_arguments, named_values, ordered, positional
-from ..errors import one_line
-from ..losses import require_entries
-from ..pieces import layout
-from ..train_step import PIECES, checked_axis
+from ..steps.batch import as_arguments, named_values, ordered, positional
+from ..steps.errors import one_line
+from ..steps.pieces import layout
+from ..steps.several_losses import require_entries
+from ..steps.train_step import checked_axis
 from . import causes
 from .causes import in_loss
 from .comparison import FLOAT32, Division
@@ -89,7 +89,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
-@spelled(PIECES)
+@spelled
 def check_equivalence(
     forward_fn: Callable,
     network: nn.Cell,

@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.seed import _KERNEL_SEED as KERNEL_SEEDS  # functional random ops take their seeds from it
 from mindspore.train import amp
 
-from ..gradients import HALF
+from ..tensors import HALF
 
 _TO_FLOAT = ("fp16", "bf16", "fp32")  # the flags of `to_float`
 Calls = dict[nn.Cell, tuple[list[Tensor], list[Tensor]]]  # what each layer was given in its first call, and returned

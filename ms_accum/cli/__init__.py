@@ -1,1 +1,1 @@
-"""The command `ms-accum`: a module for each subcommand; `mnist` and `lm` share `training`."""
+"""The command `ms-accum`: options, files, and the commands `check` and `plan`. Examples may import it."""

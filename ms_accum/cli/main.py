@@ -8,11 +8,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, Optional
 
 from .. import __version__
 from ..runtime import avoid_busy_waiting
-from . import check, plan, training
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,14 +34,16 @@ class Parser(argparse.ArgumentParser):
         return options, others
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def run_command(commands: Sequence[ModuleType], argv: Optional[Sequence[str]] = None) -> int:
     """Run `ms-accum` with `argv` (default: `sys.argv[1:]`) and return the exit status.
+
+    Each of `commands` is a module whose `add_parser` adds subcommands.
 
     It is 0 for success, 1 if something failed or a check says no, 2 for a bad command line or wrong input, 130 after
     Ctrl-C, and 141, without a message, if stdout was closed early (`| head`).
     """
     try:
-        status = _run(argv)
+        status = _run(commands, argv)
         print(end="", flush=True)  # so that an error in writing the rest is raised here
         return status
     except KeyboardInterrupt:
@@ -57,13 +59,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 1
 
 
-def _run(argv: Optional[Sequence[str]]) -> int:
+def _run(commands: Sequence[ModuleType], argv: Optional[Sequence[str]]) -> int:
     # Whenever MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM; that of SIGTERM stays.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = Parser(prog="ms-accum", description="Gradient accumulation for MindSpore.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ms_accum {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (training, check, plan):
+    for command in commands:
         command.add_parser(subcommands)
     try:
         options = parser.parse_args(argv)

@@ -1,2 +1,1 @@
-"""Ranks: how the gradients or the updates of several become one."""
-from .local import LocalUpdates as LocalUpdates
+"""What ranks exchange, and when. Every other room may import it; it imports the shared files alone."""

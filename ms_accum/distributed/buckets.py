@@ -10,16 +10,16 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm
 
-from ..gradients import as_vector
+from ..tensors import as_vector
 
 if TYPE_CHECKING:
-    from ..gradients import Gradients, Numbers
+    from ..tensors import Gradients, Numbers
 
 MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
-class Layout:
+class Accumulated:
     """What is accumulated: the optimizer's parameters, and the dtypes of their buffers."""
 
     parameters: tuple[Parameter, ...]

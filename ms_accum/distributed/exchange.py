@@ -24,13 +24,13 @@ from mindspore import ops
 from mindspore.communication import GlobalComm, create_group, get_local_rank_size, get_rank
 
 from ..arguments import boolean, number, one_of, whole_number
-from ..gradients import as_vector, mapped, scaled
+from ..tensors import as_vector, mapped, scaled
 from .buckets import MEBIBYTE, Buckets
 from .ranks import broadcast_parameters, require_alike, world_size
 
 if TYPE_CHECKING:
-    from ..gradients import Gradients, Numbers, Scalar
-    from .buckets import Layout
+    from ..tensors import Gradients, Numbers, Scalar
+    from .buckets import Accumulated
 
 _SYNC = ("window", "microbatch", "node")
 
@@ -107,7 +107,7 @@ class DataParallel:
                 raise ValueError(f'got ranks_per_node={self.ranks_per_node} with sync="{self.sync}", which knows no '
                                  'nodes; give sync="node"')
 
-    def bind(self, layout: Layout) -> OneDevice:
+    def bind(self, layout: Accumulated) -> OneDevice:
         """Return the exchange of one accumulator. Raises ValueError if ranks are not alike."""
         ranks = world_size()
         if ranks == 1:
@@ -131,7 +131,7 @@ class DataParallel:
         return inside
 
 
-def make_alike(layout: Layout, reducer: str, broadcast: bool = True) -> None:
+def make_alike(layout: Accumulated, reducer: str, broadcast: bool = True) -> None:
     """Give every rank rank 0's parameters, or compare them. ValueError if what ranks are built of is not the same."""
     described = repr([(p.name, tuple(p.shape), str(p.dtype), str(dtype))
                       for p, dtype in zip(layout.parameters, layout.dtypes)])
@@ -157,7 +157,7 @@ class OneDevice:
 
     shared_unit = None
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Accumulated) -> None:
         self.rank, self.ranks, self.inside, self.across, self.sharded = 0, 1, 1, 1, False
         self.dtypes = layout.dtypes
         self.shapes = [(p.name, tuple(p.shape)) for p in layout.parameters]
@@ -197,7 +197,7 @@ class Exchange(OneDevice):
     then, the only one that they share.
     """
 
-    def __init__(self, layout: Layout, inside: int, ranks: int, size: int, sharded: bool) -> None:
+    def __init__(self, layout: Accumulated, inside: int, ranks: int, size: int, sharded: bool) -> None:
         super().__init__(layout)
         self.rank, self.ranks, self.sharded = get_rank(), ranks, sharded and inside > 1
         self.inside, self.across, self.shared_unit = inside, ranks // inside, 1.0 if inside > 1 else None

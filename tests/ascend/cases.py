@@ -21,8 +21,8 @@ from mindspore.train import Model
 
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step, make_train_step
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.boundary import Boundary
-from ms_accum.straight import compiled
+from ms_accum.core.boundary import Boundary
+from ms_accum.steps.straight import compiled
 
 SIZE, LAYERS, ROWS = 64, 2, 16
 WIDE, DEEP = 512, 13  # where memory is weighed
@@ -158,8 +158,8 @@ def grad_cache():
 
 def language_model():
     """As `ms-accum lm` trains it."""
-    from ms_accum.lm.network import BitsPerByte, count_bytes
-    from ms_accum.lm.network import Network as Transformer
+    from ms_accum.examples.lm.network import BitsPerByte, count_bytes
+    from ms_accum.examples.lm.network import Network as Transformer
     network = Transformer(0)
     batch = Tensor(np.zeros((4, 32)), ms.int32)
     train_network(BitsPerByte(network), adam(network.trainable_params()), batch, weight_fn=count_bytes, clip_norm=1.0)
@@ -270,14 +270,14 @@ def memory_by_hand():
 
 def memory_of_copies():
     """The control: additions in the order of the parameters, and copies instead of what is done in place."""
-    from ms_accum import buffers, in_place, update
-    from ms_accum.gradients import mapped
+    from ms_accum.core import buffers, kernels, update
+    from ms_accum.tensors import mapped
 
     def add(self, gradients):
         return mapped(buffers.add_in_turn, None, self.parameters, gradients)
 
     def copying(*_, **__):
-        return in_place.Copying()
+        return kernels.Copying()
 
     with patch.object(update, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
             buffers.Buffers, "add", add):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mindspore import Tensor
 
 from ms_accum.batch_size import batch_ramp, scale_adam, scale_lr, seesaw
-from ms_accum.window import Window
+from ms_accum.core.length import Window
 
 
 def expected(build, rates, length, maximum, rule, ramp=None):

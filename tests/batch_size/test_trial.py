@@ -13,10 +13,10 @@ from mindspore import Tensor, nn
 from noisy_samples import FEATURES, Position
 
 from ms_accum import Accumulator, make_train_step
+from ms_accum import __main__ as cli
 from ms_accum.batch_size import planning, trial
 from ms_accum.batch_size.process import Outcome, is_dry_run, pickled
 from ms_accum.batch_size.trial import made_step, run_trial
-from ms_accum.cli import main as cli
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 with_stand_ins = pytest.mark.skipif(bool(missing()), reason=str(missing()))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, int32, nn, ops
 
-from ms_accum.cli import main as cli
+from ms_accum import __main__ as cli
 
 HERE = __name__
 

@@ -10,9 +10,9 @@ import pytest
 from mnist_files import embedded_set, write
 
 import ms_accum
-from ms_accum import programs
+from ms_accum import __main__ as cli
 from ms_accum.cli import files
-from ms_accum.cli import main as cli
+from ms_accum.examples import program
 
 QUICK = ("mnist", "--data", "digits", "--batch-size", "16")
 
@@ -83,7 +83,7 @@ def test_head_ends_the_process_without_a_word():
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_is_one_line_and_status_130(stop, monkeypatch, capsys):
-    monkeypatch.setattr(programs, "Report", lambda *_: signal.raise_signal(stop))
+    monkeypatch.setattr(program, "Report", lambda *_: signal.raise_signal(stop))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert cli.main([*QUICK, "--json", "run.json"]) == 130
     assert capsys.readouterr().err == "ms-accum: interrupted\n"

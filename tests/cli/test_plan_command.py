@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from conftest import run_python
 
+from ms_accum import __main__ as cli
 from ms_accum.batch_size import planning, worth
 from ms_accum.batch_size.process import Outcome
 from ms_accum.batch_size.trial import Trial
-from ms_accum.cli import main as cli
 from ms_accum.cli import plan as plan_command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -17,13 +17,13 @@ from mindspore import Tensor
 from mnist_files import embedded_set, write
 
 import ms_accum
-from ms_accum import programs
-from ms_accum.cli import main as cli
-from ms_accum.lm import train as lm_train
-from ms_accum.mnist import fetch
-from ms_accum.mnist import train as mnist_train
-from ms_accum.mnist.network import Network
-from ms_accum.step import TrainStep
+from ms_accum import __main__ as cli
+from ms_accum.examples import program
+from ms_accum.examples.lm import train as lm_train
+from ms_accum.examples.mnist import fetch
+from ms_accum.examples.mnist import train as mnist_train
+from ms_accum.examples.mnist.network import Network
+from ms_accum.steps.step import TrainStep
 
 # 90 digits in microbatches of 16: five full ones and a ragged one of 10; with windows of 4, an incomplete one of 2.
 COMMANDS = {
@@ -285,13 +285,13 @@ def test_help_fits_80_columns(name, run, monkeypatch):
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(run, monkeypatch):
-    monkeypatch.setattr(programs, "PROGRESS_SECONDS", 0)
+    monkeypatch.setattr(program, "PROGRESS_SECONDS", 0)
     progress = r"epoch 1/2  \d+ of 90 digits  loss \d\.\d{4}"
     assert [line for line in run("mnist")[1] if re.fullmatch(progress, line)] != []
-    bars, tqdm = [], programs.tqdm
+    bars, tqdm = [], program.tqdm
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    monkeypatch.setattr(programs, "tqdm", lambda **options: bars.append(tqdm(mininterval=0, **options)) or bars[-1])
+    monkeypatch.setattr(program, "tqdm", lambda **options: bars.append(tqdm(mininterval=0, **options)) or bars[-1])
     status, out, err = run("mnist", "--batch-size", "10")
     assert (status, err) == (0, [])
     assert re.search(r"epoch 1/2: +\d+%.*\d.*digits/s, loss=\d\.\d{3}", "\n".join(out))

@@ -9,8 +9,9 @@ from drivers import Driver, counters
 from mindspore import amp, ops
 from pages import recipe
 
-from ms_accum import Accumulator, DataParallel, in_place, load_checkpoint, save_checkpoint
+from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.core import kernels
 
 from .networks import Transposed, build_loss
 from .optimizers import build_optimizer, state_of
@@ -72,7 +73,7 @@ class Accumulating:
         self.average, self.local = average, local_updates and local_updates(self.optimizer.parameters)
         options.setdefault("reducer", DataParallel() if case.seed % 3 else None)  # alike without other ranks
         # Small buffers are added in turn, large ones at once: both are drawn.
-        with patch.object(in_place, "SMALL", in_place.SMALL * (case.seed // 2 % 2)):
+        with patch.object(kernels, "SMALL", kernels.SMALL * (case.seed // 2 % 2)):
             self.accumulator = Accumulator(
                 self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
                 buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.local or average,

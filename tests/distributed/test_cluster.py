@@ -10,7 +10,7 @@ import mindspore as ms
 import pytest
 from cluster import Cluster, usable
 
-from ms_accum.mnist.network import Network
+from ms_accum.examples.mnist.network import Network
 
 if usable():
     pytest.skip(usable(), allow_module_level=True)

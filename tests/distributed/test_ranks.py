@@ -12,11 +12,11 @@ from mindspore import nn
 from rank_cases import LAUNCHES, MNIST, dealt_out, every, microbatches, said_by, step_of, train
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
-from ms_accum.cli import main as cli
+from ms_accum import __main__ as cli
 from ms_accum.distributed import LocalUpdates
 from ms_accum.distributed.ranks import raise_if_left_alone
-from ms_accum.errors import explaining_errors
-from ms_accum.mnist.network import Network
+from ms_accum.examples.mnist.network import Network
+from ms_accum.steps.errors import explaining_errors
 
 pytest_plugins = ["launch"]
 DIFFER = "ValueError: rank 1 and rank 0 differ in "

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import tiny
 
-from ms_accum.lm import data
-from ms_accum.lm.data import PADDING, WIDTHS
+from ms_accum.examples.lm import data
+from ms_accum.examples.lm.data import PADDING, WIDTHS
 
 
 def test_a_text_is_split_at_its_empty_lines_and_one_document_in_ten_is_held_out_by_the_seed():

@@ -5,11 +5,11 @@ import pytest
 import tiny
 from mindspore import Tensor
 
-from ms_accum.lm import data, network
-from ms_accum.lm.data import PADDING, WIDTHS
-from ms_accum.lm.network import BitsPerByte, Network, count_bytes, count_one, generate
-from ms_accum.lm.train import evaluate
-from ms_accum.programs import largest_difference
+from ms_accum.examples.lm import data, network
+from ms_accum.examples.lm.data import PADDING, WIDTHS
+from ms_accum.examples.lm.network import BitsPerByte, Network, count_bytes, count_one, generate
+from ms_accum.examples.lm.train import evaluate
+from ms_accum.examples.program import largest_difference
 
 
 @pytest.fixture

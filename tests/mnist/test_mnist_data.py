@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mnist_files import NAMES, idx, random_set, write
 
-from ms_accum.mnist import data
-from ms_accum.mnist.data import parse_idx, read_idx
+from ms_accum.examples.mnist import data
+from ms_accum.examples.mnist.data import parse_idx, read_idx
 
 
 @given(st.sampled_from([(), (28, 28)]), st.data())

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from mnist_files import NAMES, random_set, write
 
-from ms_accum.mnist import data, fetch
+from ms_accum.examples.mnist import data, fetch
 
 FILES = random_set()
 WRONG = {**FILES, NAMES[2]: FILES[NAMES[2]][:-1] + bytes([FILES[NAMES[2]][-1] ^ 1])}

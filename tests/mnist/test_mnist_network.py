@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from ms_accum.mnist import data
-from ms_accum.mnist.network import Network, make_forward
-from ms_accum.mnist.train import order
-from ms_accum.programs import largest_difference
+from ms_accum.examples.mnist import data
+from ms_accum.examples.mnist.network import Network, make_forward
+from ms_accum.examples.mnist.train import order
+from ms_accum.examples.program import largest_difference
 
 
 def logits_in_numpy(network, images):

@@ -83,7 +83,7 @@ class Run(Accumulating):
         self.has_alone = pieces == 1 and on_nonfinite == "apply" and windows != BUDGET
         kept = [*self.loss.trainable_params(), *state_of(self.optimizer), *self.accumulator.parameters]
         # The unit of weights is fixed by now or never: compiled graphs hold it.
-        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not self.accumulator.buffers.held_unit]
+        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not self.accumulator.buffers.weight_unit]
 
     def start_over(self):
         for parameter, value in self._first:

@@ -27,11 +27,11 @@ from mindspore.train import LearningRateScheduler, Model
 from noisy_samples import Position, noisy
 
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import __main__ as cli
 from ms_accum.batch_size import AdaptiveWindow
-from ms_accum.callbacks import FlushCallback, PerUpdate, WindowLog
-from ms_accum.cli import main as cli
 from ms_accum.distributed import LocalUpdates, exchange
 from ms_accum.distributed.ranks import wait_for_all
+from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
 
 RANKS = int(os.environ.get("MS_WORKER_NUM", "2"))
 SMALL = 8e-5  # mebibytes, 83 bytes: three buckets for four parameters

@@ -1,7 +1,7 @@
 """A small text and a small network."""
 import numpy as np
 
-from ms_accum.lm import network
+from ms_accum.examples.lm import network
 
 WORDS = ("gradient", "window", "of", "a", "the", "batch", "is", "not", "mean", "loss", "and")
 

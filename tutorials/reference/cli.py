@@ -4,7 +4,7 @@ import os
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from ms_accum.cli.main import main
+from ms_accum.__main__ import main
 
 PAGE = Path(__file__).with_name("cli.md")
 INTRODUCTION = """\

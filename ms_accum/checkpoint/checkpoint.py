@@ -1,0 +1,263 @@
+"""Checkpoints: everything that training in the middle of a window consists of.
+
+The network's parameters have their own names in the file, so that `mindspore.load_checkpoint` reads them. Beside them
+are "optimizer:<name>" and "accumulator:<name>". What an accumulator needs for an open window alone is only there if one
+is open: a closed window fits any number of ranks and any length of the next one.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Optional, Union
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from ..arguments import instance_of
+from ..core.accumulator import Accumulator
+from ..core.loss_scale import require_scale
+from ..core.optimizers import own_name, state_of
+from ..distributed.ranks import gather, together
+from .file import (
+    ABOUT,
+    CheckpointError,
+    checked_path,
+    part_of,
+    path_of_rank,
+    read_file,
+    remove_generations,
+    rename_file,
+    write_file,
+)
+
+_OF_WINDOW = ("reducer", "accumulate_step")  # settings that a closed window does not depend on
+_UNIT, _TORN, _SCALE = (f"accumulator:{name}" for name in ("weight_unit", "unfinished", "loss_scaler.scale_value"))
+
+
+def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any, *, extra: Any = None) -> None:
+    """Save all state, also in the middle of a window, so that resumed training is bit-identical.
+
+    Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are
+    Parameters), the accumulator's buffers, weights and counters, its loss scaler, and `extra`. The state of random
+    layers is not, for MindSpore 2.10 gives no access to it on CPU: pass masks as arguments of the batch, drawn from a
+    seed and the position in the data, which `extra` holds.
+
+    The file is written beside `path`, flushed to the disk and renamed, so a process that is killed at any moment leaves
+    the old file or the new one, complete. The next save on the same host removes what a killed process left. Several
+    processes may save to one path at once; the last one wins. With several ranks, every rank has to call it with the
+    same path, and only one such run at a time may use the path. The files of other ranks than 0 are called
+    `<stem>.rank<r>of<n>-<generation><suffix>`; all become valid together when rank 0 renames its own.
+
+    Args:
+        path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
+        network: The network whose parameters the optimizer updates.
+        accumulator: Its accumulator, or the train step or `TrainOneStepCell` that feeds it.
+        extra: Any JSON value: epoch, position in the data, seed. NaN and infinity are kept.
+
+    Raises:
+        TypeError: If `network` or `accumulator` is of another kind; if `extra` would not come back from JSON as it is
+            (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its state cannot be found.
+        ValueError: If the suffix is another one, or two entries of the file would have the same name.
+        RuntimeError: If an error or an interrupt stopped a batch or an update in the middle.
+        OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
+
+    Source: databases write beside the old file, fsync and rename; the format is MindSpore's.
+
+    Example:
+        >>> import os, tempfile, mindspore as ms
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, save_checkpoint
+        >>> network = nn.Dense(2, 1, weight_init="ones")
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.ckpt")
+        >>> save_checkpoint(path, network, accumulator)
+        >>> print(ms.load_checkpoint(path)["weight"].asnumpy())  # MindSpore reads the network's weights out of it
+        [[1. 1.]]
+    """
+    path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
+    rank, ranks = accumulator.exchange.rank, accumulator.exchange.ranks
+    generation, held = _told(ranks, token_hex(8), int(accumulator.mini_step))
+    mine = path_of_rank(path, rank, ranks, generation)
+    with part_of(path) as part:
+        def write() -> None:
+            accumulator.require_whole()
+            # The window counts as open on all ranks if it is open on one.
+            write_file(part, *_Run(network, accumulator).contents(extra, generation, any(held)))
+            if rank > 0:
+                rename_file(part, mine)
+
+        try:
+            _together(ranks, write, OSError)
+            # Until rank 0's file has its name, the others belong to no checkpoint.
+            _together(ranks, lambda: rename_file(part, path) if rank == 0 else None, OSError)
+        except OSError:  # and no other error, after which rank 0's may have its name
+            if rank > 0:
+                mine.unlink(missing_ok=True)
+            raise
+    if rank > 0:
+        remove_generations(path, rank, ranks, mine)
+    accumulator.counters.note_saved()
+
+
+def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any) -> Any:
+    """Load what `save_checkpoint` saved into a network and an accumulator that are built with the same arguments.
+
+    Everything is checked before anything is loaded. Nothing in the file is executed.
+
+    If no window was open (save when `train_step.updated` is true, or after a flush), the number of ranks, the
+    `DataParallel` and `accumulate_step` may be others. With another number of ranks or another `DataParallel`, every
+    rank reads rank 0's file, which all have to see, and takes over what was rank 0's alone: `extra`, and
+    statistics of BatchNorm. An open window in this run is dropped.
+
+    Args:
+        path: The file that was given to `save_checkpoint`.
+        network: A network with the parameters that were saved, of any values.
+        accumulator: As in `save_checkpoint`, built with the same arguments.
+
+    Returns:
+        `extra`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or belongs to another network,
+            optimizer, `reduction`, `clip_norm`, `on_nonfinite` or noise scale; it names the entry. In the middle of a
+            window, also if it belongs to another number of ranks, `DataParallel` or `accumulate_step` (functions are
+            compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, on all of them. Not compared are arguments of
+            the optimizer that are not Parameters, factor and window of a loss scaler, and the train step's.
+        TypeError, ValueError: As in `save_checkpoint`.
+
+    Source: see `save_checkpoint`.
+
+    Example:
+        >>> import os, tempfile
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, load_checkpoint, save_checkpoint
+        >>> network = nn.Dense(2, 1)
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.ckpt")
+        >>> save_checkpoint(path, network, accumulator, extra={"epoch": 3, "position": 1200})
+        >>> print(load_checkpoint(path, network, accumulator))
+        {'epoch': 3, 'position': 1200}
+    """
+    path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
+    rank, ranks = accumulator.exchange.rank, accumulator.exchange.ranks
+    run = _together(ranks, lambda: _Run(network, accumulator), CheckpointError)
+    first = _together(ranks, lambda: read_file(path) if rank == 0 else ({}, {"generation": "0" * 16}), CheckpointError)
+    generation, alike = _told(ranks, first[1]["generation"], run.exchanged_alike(first[1]))
+    mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
+    loaded, about = _together(ranks, lambda: run.checked(mine, first if rank == 0 else read_file(mine), generation),
+                              CheckpointError)
+    unit = float(accumulator.buffers.weight_unit)
+    if not about["open"]:
+        accumulator.reset()
+    accumulator.counters.begin_update(accumulator.mini_step)  # what an interrupt stops here is refused
+    for name, value in loaded.items():
+        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+        ops.assign(run.entries[name], value)
+    accumulator.buffers.adopt(unit)
+    accumulator.counters.end_update()
+    accumulator.countdown.claim()  # a driver asks the device anew
+    accumulator.counters.note_loaded()
+    return about["extra"]
+
+
+def _checked_accumulator(network: object, accumulator: object) -> Accumulator:
+    """Return the accumulator, or that of a train step or cell. TypeError if one of the two is something else."""
+    remedy = "give path, network, accumulator"
+    instance_of("network", network, nn.Cell, "a mindspore.nn.Cell", remedy)
+    return instance_of("accumulator", getattr(accumulator, "accumulator", accumulator), Accumulator,
+                       "an Accumulator, a train step or a TrainOneStepCell", remedy)
+
+
+def _together(ranks: int, do: Callable[[], Any], failure: type[Exception]) -> Any:
+    return together(do, failure) if ranks > 1 else do()
+
+
+def _told(ranks: int, generation: str, number: int) -> tuple[str, list[int]]:
+    """Return rank 0's generation (16 hexadecimal digits) and each rank's number on every rank."""
+    row = np.array([*generation.encode(), number], np.int32)
+    rows = gather(row) if ranks > 1 else row[None]
+    return bytes(rows[0, :-1].tolist()).decode(), rows[:, -1].tolist()
+
+
+# --- what a file holds ------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """What a run has to save and load.
+
+    Attributes:
+        entries: All state by its name in the file.
+        of_window: The names of what is only needed while a window is open.
+        settings: What has to be the same in the run that resumes; those in `_OF_WINDOW` only if a window is open.
+    """
+
+    def __init__(self, network: nn.Cell, accumulator: Accumulator) -> None:
+        optimizer = instance_of("the optimizer", accumulator.optimizer, nn.Cell, "an nn.Cell, whose state can be found")
+        named = [(p.name, p) for p in network.get_parameters()]
+        # An accumulator's number counts those that were built before it, which may be others in the next process.
+        named += [(f"optimizer:{own_name(optimizer, name)}", p)
+                  for name, p in (*((p.name, p) for p in optimizer.parameters), *state_of(optimizer))]
+        named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
+        self.entries, once = {}, {id(p): (name, p) for name, p in reversed(named)}  # each by the first of its names
+        for name, parameter in reversed(once.values()):
+            if name in (ABOUT, *self.entries):
+                raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
+            self.entries[name] = parameter
+        if len(accumulator.state) < len(accumulator.parameters):
+            raise ValueError("two Parameters of the accumulator's state have the same name; rename those of "
+                             "after_update")
+        self.settings = accumulator.fingerprint()
+        if accumulator.exchange.sharded:  # a shard holds parts of parameters by their order alone
+            order = repr([(p.name, p.shape) for p in optimizer.parameters]).encode()
+            self.settings["reducer"] += f", parameters {sha256(order).hexdigest()[:16]}"
+        self.of_window = {f"accumulator:{name}" for name in accumulator.open_state}
+
+    def exchanged_alike(self, about: dict) -> bool:
+        """Return whether as many ranks exchanged in the same way, so that each has a file of its own."""
+        return about.get("reducer") == self.settings["reducer"]
+
+    def contents(self, extra: Any, generation: str, is_open: bool) -> tuple[dict[str, Parameter], dict]:
+        """Return the entries of a rank's file, and what it says about them."""
+        empty = set() if is_open else self.of_window - {_UNIT}
+        entries = {name: p for name, p in self.entries.items() if name not in empty}
+        return entries, {**self.settings, "open": is_open, "unit": [_UNIT],
+                         "generation": generation, "extra": extra}
+
+    def checked(self, path: Path, file: tuple[dict[str, Tensor], dict],
+                generation: str) -> tuple[dict[str, Tensor], dict]:
+        """Return what to load of a file, and what it says about it. CheckpointError if it does not fit this run."""
+        loaded, about = file
+        if about["generation"] != generation:
+            raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
+        for name, expected in self.settings.items():
+            if about.get(name) != expected and (about["open"] or name not in _OF_WINDOW):
+                remedy = ("save when train_step.updated is true: a closed window loads on any number of ranks and with "
+                          "any accumulate_step") if name in _OF_WINDOW else "build it alike"
+                raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; "
+                                      f"{remedy}")
+        ignored = {_TORN, *(() if self.exchanged_alike(about) else about["unit"])}
+        loaded = {name: value for name, value in loaded.items() if name not in ignored}
+        unneeded = {_TORN} if about["open"] else self.of_window
+        _require_entries(path, loaded, unneeded, self.entries)
+        return loaded, about
+
+
+def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], entries: dict[str, Parameter]) -> None:
+    for name in {**entries, **loaded}:
+        found, wanted = (_described(of.get(name)) for of in (loaded, entries))
+        if found != wanted and (name in loaded or name not in unneeded):
+            raise CheckpointError(f"{path}: {name} is {found} in the file, but {wanted} in this run; build network, "
+                                  "optimizer and accumulator alike")
+    if _SCALE in loaded:
+        try:
+            require_scale(loaded[_SCALE])
+        except ValueError as error:
+            raise CheckpointError(f"{path}: in {_SCALE}, {error}") from error
+
+
+def _described(entry: Optional[Tensor]) -> str:
+    return "missing" if entry is None else f"of {entry.dtype} {tuple(entry.shape)}"

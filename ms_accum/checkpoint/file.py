@@ -1,0 +1,165 @@
+"""The file of a checkpoint: written atomically, sealed with a SHA-256, read only if it is whole.
+
+It is in one of MindSpore's own formats. The entry "ms_accum" describes the others as JSON and holds the SHA-256 of the
+file. With several ranks each rank has a file, and rank 0's file names the generation of the others.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from glob import escape
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from shutil import rmtree
+from socket import gethostname
+from typing import Any, Union
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor
+
+from ..steps.errors import one_line
+
+SUFFIXES = (".ckpt", ".safetensors")
+ABOUT = "ms_accum"
+_VERSION = 3
+_MARK = b'{"ms_accum checkpoint, sha256": "'
+_DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
+_BLANK = _MARK + b"0" * 64
+# This host. Containers that share its name count processes apart.
+_HERE = sha256(f"{gethostname()} {Path('/proc/self/ns/pid').resolve().name}".encode()).hexdigest()[:8]
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be resumed from; nothing was loaded."""
+
+
+def checked_path(path: Union[str, os.PathLike]) -> Path:
+    """Return the absolute path. ValueError unless it ends in one of `SUFFIXES`."""
+    path = Path(path).resolve()  # a link stays one, and what it points to is replaced
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, MindSpore's formats")
+    return path
+
+
+def path_of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
+    """Return the path of a rank's file, for a checkpoint at `path`."""
+    return path.with_name(f"{path.stem}.rank{rank}of{ranks}-{generation}{path.suffix}") if rank > 0 else path
+
+
+def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
+    """Remove the files of this rank's earlier generations, those of killed runs included."""
+    for old in path.parent.glob(f"{escape(path.stem)}.rank{rank}of{ranks}-{'[0-9a-f]' * 16}{path.suffix}"):
+        if old != mine:
+            old.unlink(missing_ok=True)
+
+
+@contextmanager
+def part_of(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that will be `path`: in a folder of its own, which the end of the block removes.
+
+    MindSpore and safetensors write beside it first, under names that only they know. What processes of this host left
+    that were killed in such a block is removed as well; others may be writing now.
+    """
+    start = f".{path.stem.lstrip('.')}.part-{_HERE}-"
+    name = re.compile(rf"{re.escape(start)}(\d{{1,7}})-[0-9a-f]{{8}}")
+    for left in path.parent.glob(f"{escape(start)}*"):
+        found = name.fullmatch(left.name)
+        if found and not _lives(int(found[1])):
+            rmtree(left, ignore_errors=True)
+    folder = path.with_name(f"{start}{os.getpid()}-{token_hex(4)}")
+    try:
+        yield folder / path.name
+    finally:
+        rmtree(folder, ignore_errors=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it is somebody else's
+    return True
+
+
+def write_file(part: Path, entries: dict[str, Parameter], about: dict) -> None:
+    """Write a file where `part_of` says, and flush it to the disk.
+
+    `about` holds any JSON values. TypeError if its "extra" is none; OSError if the file cannot be written.
+    """
+    about = {"version": _VERSION, "mindspore": ms.__version__, **about, "extra": _as_json(about["extra"])}
+    text = _BLANK + b'"}' + json.dumps(about).encode()
+    folder = part.parent.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the folder {folder} does not exist; make it first")
+    saved = [{"name": name, "data": p} for name, p in entries.items()]
+    saved.append({"name": ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
+    try:
+        part.parent.mkdir()
+        ms.save_checkpoint(saved, str(part), format=part.suffix[1:])
+        _seal(part)
+    except Exception as error:  # for a full disk: an OSError, a RuntimeError or a SafetensorError
+        raise OSError(f"{part.parents[1] / part.name} cannot be written ({one_line(error)})") from error
+
+
+def _as_json(extra: Any) -> str:
+    try:
+        text = json.dumps(extra)
+        if repr(json.loads(text)) != repr(extra):  # where NaN is equal to NaN, and 1 is not to True
+            raise TypeError("it would come back as something else")
+        return text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"extra cannot be written as JSON ({error}); give dicts with str as keys, lists, str, numbers, "
+                        "bool and None") from error
+
+
+def _seal(part: Path) -> None:
+    """Write the SHA-256 of a file in place of its blank, and flush it to the disk."""
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(part, 0o666 & ~umask)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
+    with part.open("r+b") as file:
+        data = file.read()
+        file.seek(data.rindex(_BLANK) + len(_MARK))
+        file.write(sha256(data).hexdigest().encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def rename_file(part: Path, path: Path) -> None:
+    """Give a file its name, also on the disk."""
+    os.replace(part, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # or the name may be lost with the power
+    finally:
+        os.close(folder)
+
+
+def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
+    """Return the entries of a complete file, and what it says about them; else raise CheckpointError."""
+    data = path.read_bytes()
+    found = _DIGEST.search(data)
+    if found is None:
+        raise CheckpointError(f"{path} is truncated, or no checkpoint of ms_accum; give a file that save_checkpoint "
+                              "wrote")
+    blank = data[:found.start()] + _BLANK + data[found.end():]
+    if sha256(blank).hexdigest().encode() != found.group(1):
+        raise CheckpointError(f"{path} is damaged (SHA-256 mismatch); restore it from a copy")
+    try:
+        loaded = ms.load_checkpoint(str(path), format=path.suffix[1:])
+        text = loaded.pop(ABOUT).asnumpy().tobytes()
+        about = json.loads(text[len(_BLANK) + 2:])
+        about["extra"] = json.loads(about["extra"])
+        version = about["version"]
+    # A file with a right checksum and wrong contents was forged, so any error refuses it.
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {one_line(error)})") from error
+    if version != _VERSION:
+        raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that "
+                              "wrote it")
+    return loaded, about

@@ -1,0 +1,282 @@
+"""When a window closes: after a number of microbatches, by a schedule of updates, or by the weight that it holds."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Optional, Union
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+
+from ..arguments import LARGEST_INT32, instance_of, number, whole_number
+
+
+@dataclass(frozen=True)
+class UntilWeight:
+    """A weight that closes a window. What `until_weight` returns."""
+
+    budget: float
+    at_most: int
+
+
+AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight]
+
+_COMPARED = (0, *(2**i for i in range(17)))
+_REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, "
+           "or until_weight(65_536)")
+_UNKNOWN = ("{} decides during the run how long windows are, expected lengths that are known before; give an int, a "
+            "dict {{update_step: n}} or a function of the update count, or divide the weight of the run by the budget")
+
+
+@ms.jit_class
+class WindowLength:
+    """Decide when a window is full: after `length(update_step)` microbatches, or when its weight reaches the budget.
+
+        length(update_step) = accumulate_step                                    # int
+                            = n of the largest start <= update_step              # {start: n}, piecewise constant
+                            = max(accumulate_step(update_step), 1)               # callable
+                            = at_most                                            # until_weight(budget, at_most)
+
+    `update_step` only changes when a window closes, so a window keeps its length from its first microbatch to its
+    last. The dict form is Lightning's `GradientAccumulationScheduler`, counted in updates instead of epochs; the
+    callable is that of `optax.MultiSteps(every_k_schedule=...)`.
+
+    Args:
+        accumulate_step: As in `Accumulator`. A callable is compiled here, to refuse what graph mode cannot run, and
+            called with 0 and the powers of two up to 2**16, to refuse lengths below 1. Elsewhere a length below 1
+            counts as 1.
+
+    Attributes:
+        description: The same text for the same lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
+        is_one: Whether each window holds one microbatch.
+
+    Raises:
+        TypeError: If `accumulate_step`, or a key or value of it, is not an integer (bool and float included), or the
+            callable cannot be compiled or returns no integer.
+        ValueError: If a length is below 1, a key is negative, either is above 2**31 - 1, or a dict lacks the key 0.
+    """
+
+    def __init__(self, accumulate_step: AccumulateStep) -> None:
+        self.schedule, self.budget, self.stages = None, None, ((0, 1),)
+        if isinstance(accumulate_step, UntilWeight):
+            self.stages, self.budget = ((0, accumulate_step.at_most),), accumulate_step.budget
+            self.description = f"until_weight({accumulate_step.budget:.9g}, at_most={accumulate_step.at_most})"
+        elif isinstance(accumulate_step, Mapping):
+            self.stages = _stages("accumulate_step", accumulate_step, _REMEDY)
+            self.description = str(dict(self.stages))
+        elif callable(accumulate_step):
+            self.schedule = accumulate_step
+            self.description = f"a function with lengths {_sampled(accumulate_step)}"
+        else:
+            self.stages = ((0, _length("accumulate_step", accumulate_step, _REMEDY)),)
+            self.description = str(self.stages[0][1])
+        self.is_one = self.schedule is None and self.stages == ((0, 1),)
+
+    def length(self, update_step: Tensor) -> Union[int, Tensor]:
+        """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
+        if self.schedule is not None:
+            return ops.maximum(self.schedule(update_step), ops.ones_like(update_step))
+        length = self.stages[0][1]
+        for start, stage_length in self.stages[1:]:
+            length = ops.where(update_step >= start, stage_length, length)
+        return length
+
+    def updates_of(self, microbatches: int, epochs: int = 1) -> int:
+        """Return how many updates a run makes: see the function `updates_of`."""
+        microbatches = _length("microbatches", microbatches, "give the microbatches of an epoch")
+        if self.budget is not None:
+            raise ValueError(_UNKNOWN.format(self.description))
+        updates = 0
+        for _ in range(whole_number("epochs", epochs, "give the epochs of a run")):
+            left = microbatches
+            while left > 0:
+                length, ends = self.host_length(updates), [start for start, _ in self.stages if start > updates]
+                alike = 1 if self.schedule else min(ends, default=inf) - updates
+                windows = min(-(-left // length), alike)
+                updates, left = updates + windows, left - windows * length
+        return updates
+
+    def share(self, ranks: int) -> None:
+        """Let the weights of so many ranks count together: the budget is that of one of them."""
+        if self.budget is not None:
+            self.budget *= ranks
+
+    def is_full(self, mini_step: Tensor, update_step: Tensor, weight_sum: Tensor) -> Tensor:
+        """Return whether a window of so many microbatches and this weight is full: bool Tensor of shape `()`."""
+        full = mini_step >= self.length(update_step)
+        if self.budget is not None:
+            full = ops.logical_or(full, weight_sum >= self.budget)
+        return full
+
+    def host_length(self, update_step: int) -> int:
+        """Return what `length` returns, as an int; a schedule is run op by op."""
+        if self.schedule is not None:
+            return int(self.length(Tensor(update_step, ms.int32)))
+        return next(length for start, length in reversed(self.stages) if start <= update_step)
+
+    def missing(self, mini_step: int, update_step: int, weight_sum: Union[Parameter, np.float32]) -> int:
+        """Return how many microbatches a window needs, at least, until it is full; 0 if it is. For the host."""
+        missing = self.host_length(update_step) - mini_step
+        if self.budget is not None:  # any one may bring the weight; compared as the device does
+            missing = min(missing, int(np.float32(weight_sum) < np.float32(self.budget)))
+        return max(missing, 0)
+
+    def length_after(self, update_step: int) -> Optional[int]:
+        """Return what an empty window needs, at least, after so many updates; None if only the device knows."""
+        return self.host_length(update_step) if self.budget is None else 1
+
+
+def length_of(accumulate_step: AccumulateStep) -> WindowLength:
+    """Return what `accumulate_step` says. TypeError or ValueError if it is invalid."""
+    if isinstance(accumulate_step, type) or accumulate_step is until_weight:
+        raise TypeError(f"accumulate_step is {accumulate_step.__name__} itself, expected what it returns; call it "
+                        "with parentheses")
+    return WindowLength(accumulate_step)
+
+
+def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
+    """Close each window with the microbatch that brings its weight to `budget`: `accumulate_step=until_weight(65_536)`.
+
+    For microbatches of uneven weight (tokens, say): updates then stand for about the same number of tokens each, not of
+    microbatches. The weights are those of `weight_fn`, or the numbers of samples; with several losses, those of the
+    first one. A window holds at least one microbatch, and it is not cut: it may exceed the budget by less than its last
+    microbatch.
+
+    The budget is that of one rank. Where ranks exchange each microbatch, a window closes when their weights together
+    reach `budget` times their number; else each rank closes its share of a window when that is full.
+
+    A train step of `make_train_step` reads the window's weight after each microbatch, which waits for the device.
+
+    Args:
+        budget: Weight > 0.
+        at_most: Microbatches in a window, at most; it bounds windows of little weight.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> from mindspore import nn
+        >>> from ms_accum import make_train_step, until_weight
+        >>> network = nn.Dense(2, 1)
+        >>> def forward_fn(x):
+        ...     return network(x).mean()
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=until_weight(10))
+        >>> for samples in (6, 6, 12):
+        ...     loss = train_step(ms.Tensor(np.ones((samples, 2), np.float32)))
+        ...     print(samples, bool(train_step.updated))
+        6 False
+        6 True
+        12 True
+
+    Source: budgets of tokens in place of numbers of rows are common in training language models; fairseq's
+    `--max-tokens` bounds a batch so.
+    """
+    budget = number("budget", budget, lambda weight: 0 < weight < inf, "a finite number > 0", "give a weight")
+    return UntilWeight(budget, _length("at_most", at_most, "give the most microbatches that a window may hold"))
+
+
+def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
+    """Convert a schedule of epochs to one of updates, for `Accumulator(accumulate_step=...)`.
+
+        accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # windows of 4 from the sixth epoch on
+
+    It is exact if every epoch has `microbatches` microbatches on each rank and ends in a flush, and as long as no
+    window is skipped: a skipped window does not count as an update.
+
+    Args:
+        schedule: `{epoch: n}`: from this epoch on (counted from 0), n microbatches in a window; holds 0.
+        microbatches: Microbatches in an epoch.
+
+    Returns:
+        `{update_step: n}`.
+
+    Raises:
+        TypeError: If `schedule` is not a dict of integers, or `microbatches` not an integer.
+        ValueError: If a number is out of range, or `schedule` lacks the key 0.
+
+    Source: Lightning's `GradientAccumulationScheduler`, which counts epochs.
+
+    Example:
+        >>> from ms_accum import by_epoch
+        >>> print(by_epoch({0: 1, 2: 4}, microbatches=10))
+        {0: 1, 20: 4}
+    """
+    instance_of("schedule", schedule, Mapping, "a dict {epoch: n}")
+    stages = _stages("schedule", schedule, "give a dict {epoch: n} that holds 0")
+    microbatches = _length("microbatches", microbatches, "give the microbatches of an epoch")
+    updates, previous, lengths = 0, stages[0], {}
+    for epoch, length in stages:
+        updates += (epoch - previous[0]) * -(-microbatches // previous[1])
+        lengths[updates] = length
+        previous = epoch, length
+    return lengths
+
+
+def updates_of(accumulate_step: AccumulateStep, microbatches: int, epochs: int = 1) -> int:
+    """Return how many updates a run makes, for the schedule of its optimizer.
+
+        total = updates_of(4, len(dataset), epochs=10)
+        rates = nn.cosine_decay_lr(0.0, 0.1, total, 1, total)
+        optimizer = nn.Momentum(parameters, rates, 0.9)
+
+    It is exact if every epoch ends in a flush and nothing is skipped.
+
+    Args:
+        accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a function of the update count, as in
+            `Accumulator`. A function is called once for each update.
+        microbatches: Microbatches in an epoch, on each rank; with uneven data, of the rank that has most.
+        epochs: Epochs in the run.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a number is out of range, or the length of windows is not known before the run
+            (`until_weight`).
+
+    Source: Lightning's `Trainer.estimated_stepping_batches`.
+
+    Example:
+        >>> from ms_accum import updates_of
+        >>> print(updates_of(4, microbatches=10, epochs=2), updates_of({0: 1, 5: 4}, microbatches=10, epochs=2))
+        6 10
+    """
+    return length_of(accumulate_step).updates_of(microbatches, epochs)
+
+
+def _length(name: str, value: object, remedy: str) -> int:
+    return whole_number(name, value, remedy, maximum=LARGEST_INT32)
+
+
+def _stages(name: str, schedule: Mapping[int, int], remedy: str) -> tuple[tuple[int, int], ...]:
+    stages = {}
+    for start, length in schedule.items():
+        start = whole_number(f"a key of {name}", start, remedy, minimum=0, maximum=LARGEST_INT32)
+        stages[start] = _length(f"{name}[{start}]", length, remedy)
+    if 0 not in stages:
+        raise ValueError(f"{name} is {dict(schedule)!r}, expected a dict that holds 0; {remedy}")
+    return tuple(sorted(stages.items()))
+
+
+def _sampled(schedule: Callable) -> tuple[int, ...]:
+    """Check a schedule, and return its lengths at `_COMPARED` updates."""
+    name = f"accumulate_step={getattr(schedule, '__name__', schedule)!r}"
+    try:
+        compiled = ms.jit(schedule)
+        first = compiled(Tensor(0, ms.int32))
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise TypeError(f"{name} cannot be compiled in graph mode ({reason}); "
+                        "define it with `def`, on tensors, without NumPy or print") from error
+    if isinstance(first, Tensor) and first.shape != ():
+        raise TypeError(f"{name} returned a Tensor of shape {first.shape} for update 0, expected shape (); {_REMEDY}")
+    return tuple(_scheduled(compiled, update, name) for update in _COMPARED)
+
+
+def _scheduled(schedule: Callable, update: int, name: str) -> int:
+    length = schedule(Tensor(update, ms.int32))
+    length = length.asnumpy().item() if isinstance(length, Tensor) else length
+    return _length(f"{name} at update {update}", length, "return an int of at least 1, e.g. ops.maximum(..., 1)")

@@ -1,0 +1,173 @@
+"""What an optimizer holds: the parameters to accumulate gradients for, and its own state."""
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from hashlib import sha256
+from inspect import getclosurevars, unwrap
+from math import prod
+from numbers import Real
+from typing import Union
+from weakref import ref
+
+from mindspore import Parameter, nn
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+from ..tensors import FLOATS
+
+INSTANCE = re.compile(r"^accumulator\d+\.")  # what the names of an accumulator's own Parameters begin with
+_GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order of the process
+_named_by: dict[str, ref] = {}
+
+
+def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Parameter, ...]:
+    """Return the parameters of `optimizer`. TypeError or ValueError if it cannot run on accumulated gradients."""
+    parameters = getattr(optimizer, "parameters", None)
+    listed = isinstance(parameters, (tuple, list)) and all(isinstance(p, Parameter) for p in parameters)
+    if not callable(optimizer) or not listed:
+        raise TypeError(f"{name} is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
+                        "give e.g. nn.SGD(network.trainable_params(), learning_rate=0.01)")
+    if not parameters:
+        raise ValueError("optimizer holds no parameters, expected at least one; give it network.trainable_params()")
+    for parameter in parameters:
+        _require_accumulable(parameter)
+    require_trainable(parameters)
+    twice = next((name for name, times in Counter(p.name for p in parameters).items() if times > 1), None)
+    if twice is not None:
+        raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; "
+                         "give it network.trainable_params()")
+    _require_unscaled(optimizer)
+    return tuple(parameters)
+
+
+def require_trainable(parameters: Iterable[Parameter]) -> None:
+    """Refuse frozen parameters, which graph mode would update and PyNative would not (MindSpore 2.10)."""
+    frozen = next((p for p in parameters if not p.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
+                         "graph mode would update it all the same; build the optimizer from network.trainable_params() "
+                         "after freezing")
+
+
+def require_rates(optimizer: object) -> None:
+    """Refuse a list of learning rates that has none for the next update. ValueError. It waits for the device."""
+    for _, cell in optimizer.cells_and_names() if isinstance(optimizer, nn.Cell) else ():
+        rates = getattr(cell, "learning_rate", None) if isinstance(cell, LearningRateSchedule) else None
+        if isinstance(rates, Parameter) and rates.ndim == 1:
+            if int(optimizer.global_step) >= rates.size:
+                raise ValueError(f"the optimizer's list of {rates.size} learning rates is used up, expected a rate for "
+                                 "each update; give ceil(microbatches / accumulate_step) rates for each epoch")
+
+
+def require_same_parameters(function: Callable, optimizer: object) -> None:
+    """Refuse an optimizer of another network with the same names, whose parameters would never get a gradient.
+
+    Args:
+        function: A Cell, or a function: the Cells that it names are looked at.
+        optimizer: The optimizer.
+    """
+    optimized = {p.name: p for p in optimizer.parameters}
+    for parameter in (p for cell in cells_of(function) for p in cell.get_parameters()):
+        if optimized.get(parameter.name, parameter) is not parameter:
+            raise ValueError(f"the optimizer updates another Parameter called {parameter.name} than the network has, "
+                             "expected one network; if the network was built again (in a notebook, say), build the "
+                             "optimizer and the train step again, too; give two networks names of their own with "
+                             "Cell.update_parameters_name")
+
+
+def cells_of(function: Callable) -> list[nn.Cell]:
+    """Return the Cells that a function uses by name, or the function itself if it is a Cell."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__self__", function)
+    if isinstance(function, nn.Cell):
+        return [function]
+    try:
+        names = getclosurevars(unwrap(function))
+    except TypeError:  # no Python function
+        return []
+    return [value for value in (*names.nonlocals.values(), *names.globals.values()) if isinstance(value, nn.Cell)]
+
+
+def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
+    """Return all state of an optimizer with names: moments, counts, learning rates, but not what it updates.
+
+    State is every Parameter of a Cell, also in its lists, tuples and dicts at any depth, where a Cell does not find its
+    own (the learning rates in `param_groups`, say). The name is the Parameter's own, or its place (`slots[0].first`)
+    if the name is missing or not unique; both are the same in the next process. Plain Python numbers are not found;
+    none of MindSpore's optimizers that run on CPU keeps any (2.10).
+    """
+    if not isinstance(optimizer, nn.Cell):
+        return []
+    network = {id(p) for p in optimizer.parameters}
+    found = [(place, held) for place, held in _inside(optimizer, network) if isinstance(held, Parameter)]
+    times = Counter(p.name for _, p in found)
+    return [(place if times[p.name] > 1 or _GENERATED.fullmatch(p.name) else p.name, p) for place, p in found]
+
+
+def name_state(optimizer: object, prefix: str) -> None:
+    """Rename state whose name is not unique (two optimizers' `global_step`), which graph mode refuses."""
+    for name, state in state_of(optimizer):
+        owner = _named_by.get(state.name, ref(optimizer))()
+        if name == state.name and (owner is None or owner is optimizer):
+            _named_by[name] = ref(optimizer)
+        else:
+            state.name = f"{prefix}.{name}"
+
+
+def cell_prefix(optimizer: object) -> str:
+    """Return what begins the names of an accumulator's Parameters in a cell: the same in every process."""
+    return f"accumulator.{optimizer.parameters[0].name}."
+
+
+def own_name(optimizer: object, name: str) -> str:
+    """Return the name of an optimizer's state without what an accumulator or a cell has put before it."""
+    return INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
+
+
+def describe(optimizer: object) -> str:
+    """Return the same text for the same class with the same learning rate and state."""
+    digests = [(name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer)]
+    return repr([type(optimizer).__name__, *digests])
+
+
+def _require_accumulable(parameter: Parameter) -> None:
+    if parameter.dtype not in FLOATS:
+        raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; "
+                        "leave it out of the optimizer")
+    if prod(parameter.shape) == 0:
+        raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element; "
+                         "leave it out of the optimizer")
+
+
+def _require_unscaled(optimizer: Callable) -> None:
+    """Refuse an optimizer with a loss scale of its own, also inside a wrapper such as `nn.LARS`."""
+    for _, holder in (("", optimizer), *_inside(optimizer, set())):
+        scale = getattr(holder, "loss_scale", 1)
+        if isinstance(scale, Real) and scale != 1:
+            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide gradients that are "
+                             "not multiplied by it, or are divided already; leave loss_scale out of the optimizer and "
+                             f"give loss_scaler=amp.StaticLossScaler({scale:g}) to make_train_step or TrainOneStepCell")
+
+
+def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Parameter, nn.Cell]]]:
+    """Yield each Parameter and Cell in `value`, at any depth, once, with its place; skip those in `seen`."""
+    seen.add(id(value))
+    for name, held in _held(value):
+        if isinstance(held, (Parameter, nn.Cell, list, tuple, dict)) and id(held) not in seen:
+            if isinstance(held, (Parameter, nn.Cell)):
+                yield (place + name).lstrip("."), held
+            yield from _inside(held, seen, place + name)
+
+
+def _held(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, nn.Cell):
+        # First what the Cell itself knows, by the shortest names.
+        held = [*value.parameters_and_names(expand=False), *value.name_cells().items(), *vars(value).items()]
+        return [(f".{name}", inside) for name, inside in held]
+    if isinstance(value, dict):
+        # Not a key that prints its address.
+        return [(f"[{key if isinstance(key, (str, int)) else i}]", held) for i, (key, held) in enumerate(value.items())]
+    return [(f"[{i}]", inside) for i, inside in enumerate(value)] if isinstance(value, (list, tuple)) else []

@@ -1,0 +1,1 @@
+"""A train step as a Cell, and callbacks, for `mindspore.train.Model`. Only the public names come from here."""

@@ -1,0 +1,337 @@
+"""Callbacks for `Model` with a `TrainOneStepCell`: apply incomplete windows, count updates, log windows."""
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Iterable
+from functools import partialmethod
+from math import nan
+from typing import Any, Optional, Union
+
+from mindspore import Tensor, nn
+from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
+
+from ..arguments import instance_of
+from ..core.optimizers import require_rates, require_trainable
+from ..steps.batch import require_batched
+from .cell import TrainOneStepCell
+
+
+class FlushCallback(Callback):
+    """Apply the incomplete last window of each epoch and of the training.
+
+    It flushes every `TrainOneStepCell` of the run after microbatch `dataset.get_dataset_size()` of an epoch, so that a
+    `Model.fit` that evaluates afterwards sees the updated weights. If an epoch has more microbatches than that, it has
+    one more incomplete window. Put it before callbacks that save or read the weights.
+
+    Raises:
+        ValueError: When training begins, if there is no `TrainOneStepCell`, if a `LearningRateScheduler` or
+            `ReduceLROnPlateau` is not wrapped in `PerUpdate`, or a dataset of samples has no batch operation. When an
+            epoch begins, if a parameter was frozen, or a list of learning rates is used up.
+
+    Source: Lightning and HF Accelerate apply the last window of an epoch, too, but divide it by the full length.
+
+    Example:
+        >>> import numpy as np
+        >>> from mindspore import dataset, nn, train
+        >>> from ms_accum import FlushCallback, TrainOneStepCell
+        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
+        >>> data = dataset.GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
+        >>> train.Model(cell).train(1, data, callbacks=[FlushCallback()], dataset_sink_mode=False)
+        >>> print(int(cell.accumulator.update_step), int(cell.accumulator.mini_step))
+        2 0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begin = 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Raise ValueError if there is no cell to flush, or what follows cannot work."""
+        _train_cells(run_context)
+        context = run_context.original_args()
+        require_batched(context.train_dataset)
+        for callback in context.list_callback:
+            if isinstance(callback, (LearningRateScheduler, ReduceLROnPlateau)):
+                name = type(callback).__name__
+                raise ValueError(f"{name} needs the optimizer, which Model does not know, and counts updates; give "
+                                 f"PerUpdate({name}(...))")
+        before = context.list_callback[:context.list_callback.index(self)] if self in context.list_callback else []
+        if any(isinstance(callback, ModelCheckpoint) for callback in before):
+            raise ValueError("ModelCheckpoint stands before FlushCallback, expected it behind: at the end of an epoch "
+                             "it would save a window that is not applied; give callbacks=[FlushCallback(), ...]")
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """Remember where the epoch begins, and check that the optimizer can go on."""
+        for cell in _train_cells(run_context):
+            require_trainable(cell.optimizer.parameters)
+            require_rates(cell.optimizer)
+        self._begin = run_context.original_args().cur_step_num
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Flush after the last microbatch of an epoch."""
+        context = run_context.original_args()
+        if context.cur_step_num - self._begin == context.batch_num:
+            self.on_train_epoch_end(run_context)
+
+    def on_eval_begin(self, run_context: RunContext) -> None:
+        """Flush before `Model.fit` evaluates, which is before the end of the epoch."""
+        if "train_network" in run_context.original_args():
+            self.on_train_epoch_end(run_context)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """Flush what an epoch or a training that was stopped early has left."""
+        for callback in run_context.original_args().list_callback:
+            if isinstance(callback, WindowLog):
+                callback.take(run_context)
+        for cell in _train_cells(run_context):
+            cell.flush()
+
+    on_train_end = on_train_epoch_end
+
+
+class _OfOneCell(Callback):
+    """Base of callbacks that follow the microbatches of one `TrainOneStepCell`."""
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Find the cell. ValueError if there is not exactly one, or in data sink mode."""
+        cells, name = _train_cells(run_context), type(self).__name__
+        if len(cells) > 1:
+            raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, whose updates differ in number; expected "
+                             "one")
+        if run_context.original_args().get("dataset_sink_mode"):
+            raise ValueError(f"{name} with dataset_sink_mode=True: single microbatches are not seen then; give "
+                             "dataset_sink_mode=False")
+        self._optimizer, self._accumulator = cells[0].optimizer, cells[0].accumulator
+
+
+class PerUpdate(_OfOneCell):
+    """Call another callback after each update instead of after each microbatch, and let it count updates.
+
+        Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
+
+    The inner callback gets `update_step` as `cur_step_num`, and the cell's optimizer, which `LearningRateScheduler` and
+    `ReduceLROnPlateau` need. It is called before the first microbatch of an update (`on_train_step_begin`) and at its
+    end (`on_train_step_end`), and at the begin and end of epochs and of the training. `batch_num` still counts
+    microbatches, so the position in the epoch that `LossMonitor` prints and `ModelCheckpoint` puts into names is a
+    remainder by it. `update_step` is read after each microbatch, which waits for the device. Put it after
+    `FlushCallback`.
+
+    On several ranks, the learning rate has to change alike on all. A rank that runs out of data takes part in the
+    updates of the others at once, and the inner callback is called after the last of them: give every rank the same
+    number of microbatches, or the optimizer a schedule. `ReduceLROnPlateau` sees the loss of its rank alone.
+
+    Args:
+        callback: A `mindspore.train.Callback`.
+
+    Raises:
+        TypeError: If `callback` is not a Callback.
+        ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
+        RuntimeError: If the callback changes the learning rate on a rank that has made several updates at once.
+
+    Source: optax and MindSpore's dynamic learning rates count updates; MindSpore's callbacks count microbatches.
+
+    Example:
+        >>> import numpy as np
+        >>> from mindspore import dataset, nn, train
+        >>> from ms_accum import FlushCallback, PerUpdate, TrainOneStepCell
+        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
+        >>> data = dataset.GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
+        >>> def learning_rate(rate, update_step):
+        ...     print("update", update_step)
+        ...     return rate / 2
+        >>> callbacks = [FlushCallback(), PerUpdate(train.LearningRateScheduler(learning_rate))]
+        >>> train.Model(cell).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
+        update 1
+        update 2
+    """
+
+    def __init__(self, callback: Callback) -> None:
+        super().__init__()
+        self.callback = instance_of("callback", callback, Callback, "a mindspore.train.Callback")
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Remember how many updates there are, and pass it on."""
+        super().on_train_begin(run_context)
+        self._update_step, self._begun = int(self._accumulator.update_step), False
+        self._pass_on("on_train_begin", run_context)
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """Pass it on if it is the first since the last update."""
+        if not self._begun:
+            self._begun = True
+            self._pass_on("on_train_step_begin", run_context)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """Pass it on if there was an update since the last time."""
+        updates = int(self._accumulator.update_step) - self._update_step
+        if updates > 0:
+            rate = _learning_rate(self._optimizer)
+            self._update_step, self._begun = self._update_step + updates, False
+            self._pass_on("on_train_step_end", run_context)
+            if updates > 1 and self._accumulator.exchange.ranks > 1 and _learning_rate(self._optimizer) != rate:
+                raise RuntimeError(f"the learning rate was changed after {updates} updates, which this rank made at "
+                                   "once because it ran out of data before the others: ranks now hold different "
+                                   "parameters; give every rank the same number of microbatches, or the optimizer a "
+                                   "schedule")
+
+    def _pass_on(self, event: str, run_context: RunContext) -> None:
+        context = run_context.original_args()
+        before = context.cur_step_num, context.optimizer
+        context.cur_step_num, context.optimizer = self._update_step, self._optimizer
+        try:
+            getattr(self.callback, event)(run_context)
+        finally:
+            context.cur_step_num, context.optimizer = before
+
+    def _pass_on_after(self, event: str, run_context: RunContext) -> None:
+        """Pass it on, after an update that a flush has just made."""
+        self.on_train_step_end(run_context)
+        self._pass_on(event, run_context)
+
+    on_train_epoch_begin = partialmethod(_pass_on, "on_train_epoch_begin")
+    on_train_epoch_end = partialmethod(_pass_on_after, "on_train_epoch_end")
+    on_train_end = partialmethod(_pass_on_after, "on_train_end")
+
+
+class WindowLog(_OfOneCell):
+    """Log each window when it closes, as a row of a CSV file or by calling a function.
+
+    The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
+    mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (NaN without
+    `clip_norm`); `skipped` and `seen`, so far (see `Accumulator`); with a loss scaler `loss_scale`; and with a noise
+    scale `noise_scale`. For a window that was open when the training began, the loss is the mean over the microbatches
+    that the callback has seen. It reads a few numbers before and after each microbatch, which waits for the device. Put
+    it after `FlushCallback` and whatever else flushes.
+
+    On several ranks, losses and weights are those of this rank, but with `sync="microbatch"` and "node" weights are
+    sums over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A
+    rank that has run out of data takes part in the windows of others. If these close in the same flush as its own last
+    one, that one's `grad_norm` is NaN, and so are weights that are sums.
+
+    Args:
+        to: A CSV file, which is overwritten, or a function of a dict, e.g. for TensorBoard
+            `lambda row: writer.add_scalar("loss", row["loss"], row["update_step"])`.
+
+    Raises:
+        TypeError: If `to` is neither.
+        ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
+        OSError: When training begins, if the file cannot be written.
+
+    Source: HF Accelerate's and Lightning's loggers write the same figures, one row for each update.
+
+    Example:
+        >>> import numpy as np
+        >>> from mindspore import dataset, nn, train
+        >>> from ms_accum import FlushCallback, TrainOneStepCell, WindowLog
+        >>> rows = [(np.ones((4, 2), np.float32), np.full((4, 1), y, np.float32)) for y in (4, 5, 9)]
+        >>> data = dataset.GeneratorDataset(rows, ["data", "label"], shuffle=False)
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
+        >>> def write(row):
+        ...     print(row["microbatch"], row["update_step"], row["loss"], row["weight"])
+        >>> train.Model(cell).train(1, data, callbacks=[FlushCallback(), WindowLog(write)], dataset_sink_mode=False)
+        2 1 2.5 8.0
+        3 2 5.5 4.0
+    """
+
+    def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]]) -> None:
+        super().__init__()
+        instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
+        self._to = to if callable(to) else os.path.abspath(to)
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """Remember the state of the accumulator, and begin the file."""
+        super().on_train_begin(run_context)
+        self._losses: list[tuple[float, float]] = []  # of each microbatch: its loss and weight
+        self._weight, self._closed = float(self._accumulator.weight_sum), int(self._accumulator.closed_windows)
+        self._taken, self._place = True, (0, 0)
+        if not callable(self._to):
+            self._write("w", self._row(0))
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """Log the window if something else closed it since, and forget it if something else reset it."""
+        self._log_closed()
+        self._taken, weight = False, float(self._accumulator.weight_sum)
+        if weight != self._weight:
+            self._losses, self._weight = [], weight
+
+    def take(self, run_context: RunContext) -> None:
+        """Take the microbatch's loss, once, and log the window if it was closed, by it or by a flush.
+
+        `FlushCallback` calls it before a flush, which may close further windows. If something else has made such a
+        flush, this microbatch's weight is unknown.
+        """
+        if not self._taken:
+            self._taken, context, accumulator = True, run_context.original_args(), self._accumulator
+            self._place, loss = (context.cur_epoch_num, context.cur_step_num), context.net_outputs
+            windows = int(accumulator.closed_windows) - self._closed
+            weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
+            if windows == 0 and weight < self._weight:  # a callback in front of this one has reset the window
+                self._losses = []
+            else:
+                self._losses.append((float(loss[0] if isinstance(loss, tuple) else loss), weight - self._weight))
+            self._weight = weight
+        self._log_closed()
+
+    on_train_step_end = on_train_epoch_end = on_train_end = take
+
+    def _log_closed(self) -> None:
+        windows = int(self._accumulator.closed_windows) - self._closed
+        if windows <= 0:
+            return
+        self._closed += windows
+        if self._losses or self._accumulator.exchange.ranks == 1:
+            row = self._row(windows - 1)
+            if callable(self._to):
+                self._to(row)
+            else:
+                self._write("a", row.values())
+        self._losses, self._weight = [], 0.0
+
+    def _write(self, mode: str, values: Iterable) -> None:
+        """Write a row. The file is closed again, so that it can be followed during a long run."""
+        with open(self._to, mode, newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow(values)
+
+    def _row(self, of_others: int) -> dict[str, Union[int, float]]:
+        """Return the row of this rank's window. After it, so many windows of other ranks were closed."""
+        # A microbatch of weight 0 is ignored, even if its loss is NaN.
+        counted = [(loss, weight) for loss, weight in self._losses if weight != 0]
+        total, weight = sum(loss * weight for loss, weight in counted), sum(weight for _, weight in counted)
+        accumulator = self._accumulator
+        row = {"epoch": self._place[0], "microbatch": self._place[1],
+               "update_step": int(accumulator.update_step) - of_others, "loss": total / (weight or 1.0),
+               "weight": float(accumulator.window_weight), "grad_norm": float(accumulator.grad_norm),
+               "skipped": int(accumulator.skipped), "seen": int(accumulator.seen)}
+        if of_others:
+            row.update(weight=self._weight if accumulator.exchange.inside == 1 else nan, grad_norm=nan)
+        if accumulator.loss_scaler is not None:
+            row["loss_scale"] = float(accumulator.loss_scaler.scale_value)
+        if accumulator.noise_scale is not None:
+            row["noise_scale"] = accumulator.noise_scale.scale()
+        return row
+
+
+def _train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
+    """Return the `TrainOneStepCell`s of a run. ValueError if there is none."""
+    network = run_context.original_args().train_network
+    cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepCell)]
+    if not cells:
+        raise ValueError(f"the model trains a {type(network).__name__} without a TrainOneStepCell of ms_accum in it; "
+                         "give Model(TrainOneStepCell(network_with_loss, optimizer, accumulate_step=4)), without an "
+                         "optimizer")
+    return cells
+
+
+def _learning_rate(optimizer: nn.Cell) -> Optional[bytes]:
+    """Return the learning rate if it is a number that a callback can change."""
+    rate = getattr(optimizer, "learning_rate", None)
+    return rate.asnumpy().tobytes() if isinstance(rate, Tensor) else None

@@ -1,0 +1,210 @@
+"""A train step as a Cell, for `mindspore.train.Model` and whatever else takes one."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import mindspore as ms
+from mindspore import ParameterTuple, Tensor, amp, nn, ops
+
+from ..arguments import as_weight, instance_of, spelled
+from ..core.boundary import Boundary
+from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
+from ..steps.batch import positional
+from ..steps.differentiate import make_gradients_of, weight_of
+from ..steps.errors import explaining_errors
+from ..steps.pieces import layout
+from ..steps.program import Empty
+from ..steps.straight import compiled
+from ..steps.train_step import averaging, checked_axis, require_functions
+
+if TYPE_CHECKING:
+    from ..core.accumulator import Accumulator
+    from ..core.length import AccumulateStep
+    from ..core.observer import Observer
+    from ..distributed.exchange import DataParallel
+
+
+class TrainOneStepCell(nn.Cell):
+    """Train `network` on one microbatch, and update when the window closes: `mindspore.nn.TrainOneStepCell` with
+    accumulation.
+
+        cell = TrainOneStepCell(nn.WithLossCell(network, loss_fn), optimizer, accumulate_step=4)
+        Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), LossMonitor()])
+
+    Compiled in graph mode, run op by op in PyNative, like any Cell. All state (of the network, the optimizer and the
+    accumulator) is among its Parameters, so a `ModelCheckpoint` saves an open window, too.
+
+    Load such a checkpoint before the first microbatch. `Parameter.set_data`, and with it
+    `mindspore.load_param_into_net` and `EarlyStopping(restore_best_weights=True)`, reach neither a compiled graph with
+    branches nor, in PyNative, an optimizer that has run (MindSpore 2.10): the cell would go on with the old values
+    without an error. `ms_accum.load_checkpoint` and `ops.assign` reach both.
+
+    Args:
+        network: Returns the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`; e.g. an
+            `nn.WithLossCell`.
+        optimizer: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
+        accumulate_step: Microbatches in a window, with an optimizer; see `Accumulator`.
+        batch_axis: The axis that counts the samples; see `make_train_step`.
+        weight_fn: `(*batch) -> weight`: what the network's mean divides by; see `make_train_step`.
+        clip_norm: With an optimizer; see `Accumulator`. So are the following.
+        loss_scaler: See `Accumulator`.
+        on_nonfinite: See `Accumulator`.
+        max_skips: See `Accumulator`.
+        reducer: See `Accumulator`.
+        after_update: See `Accumulator`.
+        noise_scale: See `Accumulator`.
+        buffer_dtype: See `Accumulator`.
+
+    Inputs:
+        The microbatch: Tensors, as for `make_train_step`.
+
+    Outputs:
+        The undivided loss: float32 Tensor of shape `()`. With a loss scaler, `(loss, overflow, scale)`, as from
+        `mindspore.nn.TrainOneStepWithLossScaleCell`: whether a window was closed and dropped here (bool, `()`), and the
+        scale that the loss was multiplied by (float32, `()`).
+
+    Attributes:
+        accumulator: The accumulator that it feeds.
+        optimizer: The accumulator's.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: See `make_train_step`. Also if the optimizer holds Parameters of another network with the same
+            names, if `Model` gets an `optimizer=` besides the cell, and in graph mode if `set_inputs` gave a dynamic
+            shape.
+        RuntimeError: See `make_train_step`.
+
+    Source: `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`, whose interface it has.
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> from mindspore import nn
+        >>> from ms_accum import TrainOneStepCell
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
+        >>> for target in (4.0, 5.0):
+        ...     loss = cell(ms.Tensor(np.ones((4, 2)), ms.float32), ms.Tensor(np.full((4, 1), target), ms.float32))
+        ...     print(float(loss), network.weight.asnumpy())
+        2.0 [[1. 1.]]
+        3.0 [[1.5 1.5]]
+    """
+
+    @spelled
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: Union[nn.Optimizer, Accumulator],
+        accumulate_step: Optional[AccumulateStep] = None,
+        *,
+        batch_axis: int = 0,
+        weight_fn: Optional[Callable] = None,
+        clip_norm: Optional[float] = None,
+        loss_scaler: Optional[amp.LossScaler] = None,
+        on_nonfinite: str = "apply",
+        max_skips: Optional[int] = None,
+        reducer: Optional[DataParallel] = None,
+        after_update: Optional[Callable] = None,
+        noise_scale: Optional[Observer] = None,
+        buffer_dtype: Optional[ms.Type] = None,
+    ) -> None:
+        # Without a prefix, the network's parameters keep their names.
+        super().__init__(auto_prefix=False)
+        instance_of("network", network, nn.Cell, "a Cell that returns the loss",
+                    "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
+        require_functions(network=network, weight_fn=weight_fn)
+        accumulator = averaging(
+            optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
+            max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,
+            buffer_dtype=buffer_dtype)
+        require_same_parameters(network, accumulator.optimizer)
+        _name_for_a_cell(accumulator)
+        self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
+        self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
+        self.batch_axis = checked_axis(batch_axis)
+        self._gradients_of = make_gradients_of(network, accumulator, has_aux=False, begins=False)
+        self._weight_fn = positional("weight_fn", weight_fn)
+        # In graph mode, everything is compiled, the end of a window as well.
+        self._boundaries = {ms.GRAPH_MODE: Boundary(accumulator, compiled), ms.PYNATIVE_MODE: Boundary(accumulator)}
+
+    def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
+        if named:
+            raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
+                            "in the order of the network's, or use make_train_step")
+        samples = layout(batch, self.batch_axis)[0]
+        if self.accumulator.countdown.claim()[1] is None:
+            self.accumulator.require_whole()
+            self._boundary_now().settle()
+        with self._forgetting_graphs():
+            result = self._train_on(samples, batch)
+        self.accumulator.countdown.set(0, 1)  # whole and not full, which is all that is known without asking
+        self.accumulator.guard.require_progress()
+        return result
+
+    def _train_on(self, samples: int, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        accumulator = self.accumulator
+        if samples > 0:
+            accumulator.buffers.fix_unit(float(samples))
+            return super().__call__(*batch)
+        skipped, loss = int(accumulator.skipped), Empty(accumulator)()
+        scale = None if accumulator.loss_scaler is None else accumulator.loss_scaler.scale_value + 0.0
+        self._boundary_now().settle()
+        return loss if scale is None else (loss, Tensor(int(accumulator.skipped) > skipped), scale)
+
+    def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """See the class."""
+        accumulator = self.accumulator
+        if accumulator.loss_scaler is None:
+            loss = self._add(batch)
+            return ops.depend(loss, accumulator.close_if(accumulator.is_full()))
+        # `+ 0` copies: the Parameters change before these are read.
+        scale = accumulator.loss_scaler.scale_value + 0.0
+        skipped = accumulator.skipped + 0
+        loss = ops.depend(self._add(batch), (scale, skipped))
+        loss = ops.depend(loss, accumulator.close_if(accumulator.is_full()))
+        return loss, accumulator.skipped > skipped, scale
+
+    def _add(self, batch: tuple) -> Tensor:
+        """Add a microbatch. Return its loss."""
+        samples, _ = layout(batch, self.batch_axis)
+        weight = weight_of(self._weight_fn, samples, batch)
+        loss, _, gradients = self._gradients_of(*batch)
+        self.accumulator.add(gradients, weight)
+        # A weight that is NaN or infinite makes the loss NaN, so that it is seen.
+        return loss + as_weight(weight) * 0.0 if isinstance(weight, Tensor) else loss
+
+    def set_grad(self, requires_grad: bool = True) -> nn.Cell:
+        """Refuse to be differentiated: a `Model` with an `optimizer=` would update once more at each microbatch."""
+        if requires_grad:
+            raise ValueError("a TrainOneStepCell of ms_accum computes the gradients and updates itself, and cannot be "
+                             "trained by another step; give Model(TrainOneStepCell(...)) without an optimizer")
+        return super().set_grad(False)
+
+    def flush(self) -> bool:
+        """Apply the incomplete window, if one is open. Return whether one was closed: applied or dropped."""
+        with self._forgetting_graphs():
+            return self._boundary_now().flush()
+
+    def _forgetting_graphs(self) -> AbstractContextManager:
+        return explaining_errors(self.optimizer, self.compile_cache.clear)
+
+    def _boundary_now(self) -> Boundary:
+        return self._boundaries[ms.get_context("mode")]
+
+
+def _name_for_a_cell(accumulator: Accumulator) -> None:
+    """Name all state after the network, not after what else the process has built.
+
+    So MindSpore's checkpoints fit the next process, and two cells in one graph, whose networks have different names.
+    State of the optimizer whose name ends in a parameter's has a name of its own already.
+    """
+    optimizer = accumulator.optimizer
+    names, prefix = tuple(parameter.name for parameter in optimizer.parameters), cell_prefix(optimizer)
+    for parameter in accumulator.parameters:
+        parameter.name = INSTANCE.sub(prefix, parameter.name)
+    for _, parameter in state_of(optimizer):
+        name = own_name(optimizer, parameter.name)
+        parameter.name = name if name.endswith(names) else prefix + name

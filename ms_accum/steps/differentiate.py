@@ -1,0 +1,123 @@
+"""value_and_grad of a piece, with checks of what the functions of a train step return."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any, Optional
+
+import mindspore as ms
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+from ..tensors import FLOATS
+
+if TYPE_CHECKING:
+    from ..core.accumulator import Accumulator
+    from ..tensors import Gradients, Scalar
+
+_PAIR = "(loss, aux) because of has_aux=True; aux may be a tuple"
+_OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
+               "return model(..., return_dict=False)[0]")
+
+
+def make_gradients_of(forward_fn: Callable, accumulator: Accumulator, has_aux: bool, begins: bool = True) -> Callable:
+    """Return `(*piece) -> (loss, aux, gradients)`, uncompiled: of the loss times the loss scale.
+
+    `forward_fn` is a function of the piece by position, as from `batch.positional`. `begins` says whether the gradients
+    are added to the open window, which is noted before they are made.
+    """
+    def differentiated(*piece: Any) -> tuple:
+        returned, aux = parted(forward_fn(*piece), has_aux)
+        loss = checked_loss(returned)
+        total = accumulator.scaled(loss)
+        return (accumulator.begun(total) if begins else total), loss, aux
+
+    grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
+
+    def gradients_of(*piece: Any) -> tuple[Tensor, Any, Gradients]:
+        (scaled_loss, loss, aux), gradients = grad_fn(*piece)
+        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+        return ops.depend(loss, scaled_loss).astype(ms.float32), aux, gradients
+
+    return gradients_of
+
+
+def weight_of(weight_fn: Optional[Callable], rows: int, piece: tuple) -> Scalar:
+    """Return what a piece weighs: as from `weight_fn`, or its rows."""
+    if weight_fn is None:
+        return float(rows)
+    weight = weight_fn(*piece)
+    require_one_weight(len(weight) if isinstance(weight, (tuple, list)) else None)
+    return weight
+
+
+def parted(result: Any, has_aux: bool) -> tuple:
+    """Return what `forward_fn` returned as `(loss, aux)`; aux is () without `has_aux`."""
+    if not has_aux:
+        return result, ()
+    # In branches of their own: graph mode would look into what is not a tuple before it asks.
+    if isinstance(result, tuple):
+        require_aux(len(result))
+        return result[0], result[1]
+    refuse(result, "forward_fn", _PAIR)
+    return result, ()
+
+
+def checked_loss(loss: Any, name: str = "forward_fn") -> Tensor:
+    """Return a loss that is a float scalar. TypeError or ValueError if it is not."""
+    if isinstance(loss, Tensor):
+        require_loss(loss.shape, loss.dtype, name)
+    else:
+        refuse(loss, name, "the loss alone")
+    return loss
+
+
+@constexpr
+def require_loss(shape: tuple, dtype: ms.Type, name: str) -> bool:
+    """Refuse a loss that is not a float scalar: value_and_grad would differentiate a sum of its elements, or a cast."""
+    require_readable(shape, name, "the loss alone")
+    if tuple(shape) != ():
+        raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); return the mean over the "
+                         "samples")
+    if dtype not in FLOATS:
+        raise TypeError(f"{name} returned a loss of {dtype}, expected a float dtype; do not cast the network's loss")
+    return True
+
+
+@constexpr
+def require_aux(length: int) -> bool:
+    """Refuse what is not a pair: graph mode would drop a third value without an error."""
+    require_readable(length, "forward_fn", _PAIR)
+    if length != 2:
+        raise TypeError(f"forward_fn returned {length} values, expected {_PAIR}")
+    return True
+
+
+def require_readable(fact: Any, name: str, expected: str) -> None:
+    """Refuse the shape or length of a Python object that a graph cannot read: MindSpore gives it as a Tensor."""
+    if isinstance(fact, Tensor):
+        raise TypeError(f"{name} returned a Python object that no graph can read, such as a ModelOutput or a "
+                        f"dataclass, or a part of one, expected {expected}{_OF_A_MODEL}")
+
+
+@constexpr
+def refuse(returned: Any, name: str, expected: str) -> None:
+    """Refuse what is not a Tensor, or not a tuple, and say what it is. TypeError."""
+    got, remedy = "None" if returned is None else f"a value of type {type(returned).__name__}", ""
+    if isinstance(returned, tuple):
+        got = f"{len(returned)} values"
+        remedy = "; give has_aux=True if it returns (loss, aux), losses=2 if it returns two losses"
+    elif type(returned) is dict:
+        remedy = '; return its entry for the loss, e.g. outputs["loss"]'
+    elif isinstance(returned, Mapping) or is_dataclass(returned):
+        remedy = _OF_A_MODEL
+    raise TypeError(f"{name} returned {got}, expected {expected}" + (remedy if name == "forward_fn" else ""))
+
+
+@constexpr
+def require_one_weight(length: Optional[int]) -> bool:
+    """Refuse several weights."""
+    if length is not None:
+        raise ValueError(f"weight_fn returned a tuple of {length}, expected one number or Tensor; give losses={length} "
+                         "to make_train_step if forward_fn returns as many losses, each with a weight of its own")
+    return True

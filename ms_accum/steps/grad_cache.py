@@ -1,0 +1,255 @@
+"""Losses that couple samples, at the memory of one microbatch: gradient caching for contrastive training.
+
+    pieces ─ encode ─► representations of the batch ─ loss_fn ─► loss and its gradient at each representation
+                                                                        │ of each piece's rows
+    pieces ─ encode again, this time backward from ◄───────────────────┘ ─► add ─► ... (as any microbatch)
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from ..arguments import require_callable, spelled
+from ..core.boundary import end_of
+from ..tensors import FLOATS
+from .batch import positional
+from .differentiate import checked_loss
+from .pieces import select_rows, starts_of
+from .step import TrainStep
+from .straight import compiled, straight
+from .train_step import averaging, checked_pieces
+
+if TYPE_CHECKING:
+    from ..core.accumulator import Accumulator
+    from ..core.length import AccumulateStep
+    from .pieces import Cut
+
+
+@spelled
+def make_grad_cache_step(
+    encode_fn: Callable,
+    loss_fn: Callable,
+    optimizer: Union[nn.Optimizer, Accumulator],
+    accumulate_step: Optional[AccumulateStep] = None,
+    *,
+    pieces: int,
+) -> GradCacheStep:
+    """Build a compiled train step for a loss over a whole batch, such as InfoNCE, with the memory of one piece.
+
+        representations = encode_fn(piece) for each piece             # forward only
+        loss = loss_fn(representations of the batch)                  # and d = its gradient at each representation
+        gradient = sum of the gradients of sum(d[piece] * encode_fn(piece))
+
+    Accumulation cuts a contrastive batch into small ones with fewer negatives, which is another loss. Here the loss
+    sees the whole batch, and by the chain rule the gradient equals that of the undivided batch, for one more forward
+    pass. In memory are the activations of one piece, the representations (in float32), and what `loss_fn` computes from
+    them (for InfoNCE the n x n similarities).
+
+    Args:
+        encode_fn: `(*piece) -> representations`: a Tensor with a row per sample, `(m, ...)`, or a tuple of such Tensors
+            of one float dtype. Each row may depend on its own sample only, and both passes have to compute the same:
+            layers that draw random numbers (Dropout) are refused when the step runs. BatchNorm in training mode sees
+            pieces, so the gradient is that of a network that normalises each piece, and moving statistics move twice.
+        loss_fn: `(*representations) -> loss` of the whole batch: float Tensor of shape `()`.
+        optimizer: An optimizer, or an accumulator with `reduction="mean"`, as in `make_train_step`. A batch is one
+            microbatch, with its samples as weight. The optimizer may hold parameters of `loss_fn`, too (a temperature).
+            With several ranks, each rank has the negatives of its own batch.
+        accumulate_step: Batches in a window, with an optimizer.
+        pieces: Number of pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
+
+    Returns:
+        `train_step(*batch) -> loss`, a float32 Tensor of shape `()`, with `epoch`, `flush`, `updated` and batches with
+        names as in `make_train_step`.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the accumulator has `reduction="sum"`, looks at single pieces (a noise scale,
+            `on_nonfinite="skip_microbatch"`), which are no estimates of the batch's gradient here, or exchanges them
+            between ranks (`sync="microbatch"`); or `pieces` is out of range.
+
+    Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
+    (https://arxiv.org/abs/2101.06983).
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> from mindspore import nn, ops
+        >>> from ms_accum import make_grad_cache_step
+        >>> towers = nn.CellList([nn.Dense(3, 2, "ones"), nn.Dense(2, 2, "ones")])
+        >>> left, right = towers
+        >>> def encode(x, y):
+        ...     return left(x), right(y)
+        >>> def info_nce(x, y):
+        ...     return ops.cross_entropy(ops.matmul(x, y.T), ops.arange(len(x)))
+        >>> train_step = make_grad_cache_step(encode, info_nce, nn.SGD(towers.trainable_params(), 0.1), 1, pieces=2)
+        >>> loss = train_step(ms.Tensor(np.zeros((4, 3)), ms.float32), ms.Tensor(np.zeros((4, 2)), ms.float32))
+        >>> print(f"{float(loss):.4f}", int(train_step.accumulator.update_step))  # ln 4
+        1.3863 1
+    """
+    require_callable("encode_fn", encode_fn)
+    require_callable("loss_fn", loss_fn)
+    accumulator, pieces = averaging(optimizer, accumulate_step), checked_pieces(pieces)
+    if (accumulator.observer.watches or accumulator.exchange.inside > 1
+            or accumulator.guard.judges_pieces):
+        raise ValueError('the accumulator looks at single pieces (noise_scale, "skip_microbatch", or '
+                         'sync="microbatch" or "node"), which are no estimates of the gradient of a batch here; give '
+                         '"skip_window" or sync="window"')
+    return GradCacheStep(encode_fn, loss_fn, accumulator, pieces)
+
+
+class GradCacheStep(TrainStep):
+    """What `make_grad_cache_step` returns: see there, and `TrainStep`."""
+
+    def __init__(self, encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, pieces: int) -> None:
+        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> _Cached:
+            encode = _encoder(positional("encode_fn", encode_fn, len(cut), names))
+            return _Cached(encode, positional("loss_fn", loss_fn), accumulator, samples, cut, pieces)
+
+        super().__init__(encode_fn, accumulator, pieces, microbatch_for)
+
+
+class _Cached:
+    """A microbatch whose pieces are encoded twice: for the loss of the batch, and backward from its gradient.
+
+    Attributes:
+        backward: What adds the gradients of a piece, by the number of its rows.
+    """
+
+    alone = None
+
+    def __init__(self, encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int,
+                 cut: Cut, pieces: int) -> None:
+        starts = starts_of(samples, pieces)
+        rows = starts[0][1]
+        self._starts = [(Tensor(start, ms.int32), rows) for start, rows in starts]
+        self._encode, self.backward = {}, {}
+        for length in {rows for _, rows in starts}:
+            self._encode[length] = straight(_encode_fn(encode, cut, length), accumulator)
+            self.backward[length] = straight(_backward_fn(encode, accumulator, samples, cut, length), accumulator)
+        self._first = straight(_first_fn(encode, loss_fn, accumulator, samples, cut, rows), accumulator)
+        self._end = compiled(end_of(accumulator))
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Add a microbatch. Return the loss.
+
+        Raises:
+            ValueError: If `encode_fn` returned other representations in the second pass. The batch is ignored then.
+        """
+        cached = tuple([self._encode[rows](start, *batch) for start, rows in self._starts])
+        loss, same, cotangents = self._first(cached[0], ops.concat(cached), *batch)
+        if not same:
+            self._end(Tensor(1, ms.int32))
+            raise ValueError("encode_fn returned two different representations of the same rows, so the gradient would "
+                             "be wrong: does it draw random numbers? Switch Dropout off (p=0, or "
+                             "network.set_train(False)); the batch was ignored")
+        for start, rows in self._starts[1:]:
+            self.backward[rows](start, cotangents, *batch)
+        self._end(Tensor(len(self._starts), ms.int32))
+        return loss
+
+
+def _encode_fn(encode: Callable, cut: Cut, rows: int) -> Callable:
+    """Return `(start, *batch) -> representations of a piece, side by side`."""
+    def encode_piece(start: Tensor, *batch: Any) -> Tensor:
+        representations = encode(*select_rows(start + ops.arange(rows), cut, batch))
+        shapes = tuple([r.shape if isinstance(r, Tensor) else None for r in representations])
+        dtypes = tuple([r.dtype if isinstance(r, Tensor) else None for r in representations])
+        require_representations(rows, shapes, dtypes)
+        return _side_by_side(representations)
+
+    return encode_piece
+
+
+def _first_fn(encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int, cut: Cut,
+              rows: int) -> Callable:
+    """Return `(first, cached, *batch) -> (loss, whether both passes agreed, its gradient at the representations)`.
+
+    Rows of the first piece are encoded again, the others are cached: one backward pass gives the gradients of the first
+    piece, of `loss_fn`'s own parameters, and at the representations. Gradients of pieces add up to that of the batch,
+    and each weighs its rows: so they are those of samples / rows times the loss.
+    """
+    def differentiated(cached: Tensor, *piece: Any) -> tuple:
+        representations = encode(*piece)
+        fresh = _side_by_side(representations)
+        whole = ops.concat((fresh, cached[rows:])) if rows < samples else fresh
+        loss = checked_loss(loss_fn(*_apart(whole, representations)), "loss_fn")
+        return accumulator.begun(accumulator.scaled(loss)) * (samples / rows), loss, fresh
+
+    grad_fn = ms.value_and_grad(differentiated, 0, accumulator.optimizer.parameters, has_aux=True)
+
+    def first(once: Tensor, cached: Tensor, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        piece = select_rows(ops.arange(rows), cut, batch)
+        (total, loss, again), (cotangents, gradients) = grad_fn(cached, *piece)
+        same = _same(once, again)
+        weight = ops.where(same, Tensor(rows, ms.float32), Tensor(0.0, ms.float32))
+        taken = accumulator.add_piece(gradients, weight, same.astype(ms.int32))
+        return ops.depend(loss, (total, taken)).astype(ms.float32), same, cotangents * (rows / samples)
+
+    return first
+
+
+def _backward_fn(encode: Callable, accumulator: Accumulator, samples: int, cut: Cut,
+                 rows: int) -> Callable:
+    """Return `(start, cotangents, *batch)`, which adds the gradient of one piece."""
+    def differentiated(cotangents: Tensor, *piece: Any) -> Tensor:
+        return accumulator.begun((cotangents * _side_by_side(encode(*piece))).sum(-1).sum() * (samples / rows))
+
+    grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters)
+
+    def backward(start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
+        indices = start + ops.arange(rows)
+        partial, gradients = grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
+        return ops.depend(partial, accumulator.add_piece(gradients, float(rows)))
+
+    return backward
+
+
+def _encoder(encode_fn: Callable) -> Callable:
+    """Return `encode_fn` as a function that always returns a tuple of representations."""
+    def encode(*piece: Any) -> tuple[Tensor, ...]:
+        representations = encode_fn(*piece)
+        return representations if isinstance(representations, tuple) else (representations,)
+
+    return encode
+
+
+def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
+    """Return them as columns of one float32 Tensor, `(m, columns)`."""
+    columns = ()
+    for representation in representations:
+        columns = (*columns, representation.reshape(representation.shape[0], -1).astype(ms.float32))
+    return ops.concat(columns, 1)
+
+
+def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return what `_side_by_side` joined, with the shapes (but for the rows) and dtypes of `like`."""
+    parts = ()
+    start = 0
+    for representation in like:
+        columns = representation.size // representation.shape[0]
+        part = whole[:, start:start + columns]
+        parts = (*parts, part.reshape(whole.shape[0], *representation.shape[1:]).astype(representation.dtype))
+        start += columns
+    return parts
+
+
+def _same(once: Tensor, again: Tensor) -> Tensor:
+    """Return whether they agree up to rounding in 16 bits: bool Tensor of shape `()`. NaN agrees with anything."""
+    return ops.logical_not((once - again).abs().max() > 2e-2 * once.abs().max())
+
+
+@constexpr
+def require_representations(rows: int, shapes: tuple, dtypes: tuple) -> bool:
+    """Refuse representations without a row per sample, or of several dtypes."""
+    remedy = "return a Tensor with a row per sample, or a tuple of such Tensors of one float dtype"
+    if not shapes or None in shapes:
+        raise TypeError(f"encode_fn returned neither a Tensor nor a tuple of Tensors; {remedy}")
+    for shape in shapes:
+        if not shape or shape[0] != rows:
+            raise ValueError(f"encode_fn returned a Tensor of shape {tuple(shape)} for {rows} samples; {remedy}")
+    if dtypes[0] not in FLOATS or any(dtype != dtypes[0] for dtype in dtypes):
+        raise TypeError(f"encode_fn returned Tensors of {', '.join(map(str, dtypes))}; {remedy}")
+    return True

@@ -1,0 +1,134 @@
+"""A batch and its pieces: which arguments are cut, the rows of a piece, and what the pieces return together."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import mindspore as ms
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+if TYPE_CHECKING:
+    from ..tensors import Scalar
+
+_NESTED = ("a tuple, list or dict, expected Tensors and plain values; give each Tensor as an argument of its own (a "
+           "dict as **batch)")
+Aux = Union[Tensor, tuple[Tensor, ...]]
+Cut = tuple[Optional[int], ...]  # along which axis each argument is cut; None: it goes to every piece whole
+
+
+def layout(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
+    """Return the number of samples in a batch, and the axis of each argument that counts them, or None. Also in graphs.
+    """
+    return _layout(tuple([_kind(argument) for argument in batch]), batch_axis)
+
+
+def axis_of(axes: int, batch_axis: int) -> int:
+    """Return which of so many axes counts the samples: `batch_axis`, or 0 where there is no such axis."""
+    return batch_axis if batch_axis < axes else 0
+
+
+@constexpr
+def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
+    """`kinds` holds for each argument its shape, the reason to refuse it, or None for a plain value."""
+    refused = next((kind for kind in kinds if isinstance(kind, str)), None)
+    if refused is not None:
+        # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
+        raise TypeError(f"the batch holds {refused}")
+    dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
+    if dynamic is not None:
+        raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected lengths that are "
+                         "known when the graph is compiled: one axis counts the samples; leave set_inputs out, or give "
+                         "it the full shapes")
+    axes = [axis_of(len(kind), batch_axis) if kind else None for kind in kinds]
+    lengths = [None if axis is None else kind[axis] for kind, axis in zip(kinds, axes)]
+    samples = next((length for length in lengths if length is not None), None)
+    if samples is None:
+        given = ["no Tensor" if kind is None else f"a Tensor of shape {tuple(kind)}" for kind in kinds]
+        raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor with axes; axis "
+                         f"{batch_axis} of the first one is the batch")
+    return samples, tuple([axis if length == samples else None for axis, length in zip(axes, lengths)])
+
+
+def _kind(argument: Any) -> Union[tuple, str, None]:
+    if isinstance(argument, Tensor):
+        return argument.shape
+    return _NESTED if isinstance(argument, (tuple, list, dict)) else None
+
+
+def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
+    """Return the first row of each piece of a batch, and its rows.
+
+    There may be fewer than `pieces`, and the last one may be shorter.
+    """
+    rows = -(-samples // pieces)
+    return [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
+
+
+def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
+    """Return the arguments of one piece: `rows` (int Tensor) of those that are cut, the others whole."""
+    inputs = ()
+    for argument, axis in zip(batch, cut):
+        inputs = (*inputs, argument if axis is None else ops.gather(argument, rows, axis))
+    return inputs
+
+
+def checked_aux(aux: Aux, rows: int, batch_axis: int) -> Aux:
+    """Return the aux of a piece of `rows`. TypeError or ValueError if it cannot be joined to that of other pieces."""
+    require_aux_values(len(aux_values(aux)))
+    for value in aux_values(aux):
+        require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows, batch_axis)
+    return aux
+
+
+def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor, batch_axis: int) -> tuple[Tensor, ...]:
+    """Return the Tensors of a batch's aux: all rows, and the scalars' weighted means.
+
+    Args:
+        results: For each piece its weight (float32, `(1,)`) and the Tensors of its aux, one after the other.
+        pieces: How many there are.
+        divisor: The sum of the weights.
+        batch_axis: The axis that counts the samples, where there is one.
+    """
+    values = len(results) // pieces
+    joined = ()
+    for place in range(1, values):
+        parts = results[place::values]
+        if parts[0].ndim:
+            whole = ops.concat(tuple(parts), axis_of(parts[0].ndim, batch_axis))
+        else:
+            whole = 0.0
+            for i, part in enumerate(parts):
+                whole = whole + counted(part, results[i * values].reshape(()))
+            whole = whole / divisor
+        joined = (*joined, whole)
+    return joined
+
+
+def counted(value: Tensor, weight: Scalar) -> Tensor:
+    """Return `value * weight` in float32; 0 for a weight of 0, also if the value is NaN (a mean over no token)."""
+    product = value.astype(ms.float32) * weight
+    return ops.where(weight == 0, Tensor(0.0, ms.float32), product) if isinstance(weight, Tensor) else product
+
+
+def aux_values(aux: Aux) -> tuple[Tensor, ...]:
+    """Return the Tensors of an aux."""
+    return aux if isinstance(aux, tuple) else (aux,)
+
+
+@constexpr
+def require_aux_values(count: int) -> bool:
+    """Refuse an empty aux: there is nothing to join."""
+    if count == 0:
+        raise ValueError("forward_fn returned an empty aux; return the loss alone, without has_aux=True")
+    return True
+
+
+@constexpr
+def require_aux_shape(shape: Optional[tuple], rows: int, batch_axis: int) -> bool:
+    """Refuse aux that is neither a scalar nor a row per sample: it cannot be joined to that of the whole batch."""
+    remedy = "return Tensors of shape () or with one row for each sample, or give pieces=1"
+    if shape is None:
+        raise TypeError(f"forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {remedy}")
+    if len(shape) and shape[axis_of(len(shape), batch_axis)] != rows:
+        raise ValueError(f"forward_fn returned aux of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
+    return True

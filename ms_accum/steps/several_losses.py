@@ -1,0 +1,268 @@
+"""Several losses, each with a denominator of its own: the window's totals are known before it is trained.
+
+    batches of a window ─ weigh each piece ─► totals of all ranks: W_t for each loss t, P pieces
+                                                   │
+    each piece: value_and_grad of  sum over t of  (w_t / W_t) * P * loss_t,  added with weight 1
+                                                   │
+    the accumulator's mean over P pieces is the gradient of  sum over t of  (sum of w_t * loss_t) / W_t
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.ops import constexpr
+
+from ..arguments import as_weight
+from ..tensors import as_vector
+from .differentiate import checked_loss, parted, refuse, require_readable
+from .pieces import checked_aux, counted, select_rows
+from .program import Pieces
+from .step import TrainStep, next_or_error
+from .straight import compiled
+
+if TYPE_CHECKING:
+    from ..core.accumulator import Accumulator
+    from ..tensors import Numbers
+    from .pieces import Cut
+    from .program import Functions
+
+_SINGLE = ("a train step with losses={} has to know a window before it trains it, expected no single calls with "
+           "accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "
+           "accumulate_step=1 and cut the batch into pieces")
+_OPEN = ("the open window was weighed as a whole, and not all of it was trained, expected whole windows: call "
+         "accumulator.reset(), which drops it; to leave a loop without that, leave it when train_step.updated is true")
+_CHANGED = ("the open window was closed or dropped in the middle of an epoch that weighed it as a whole; expected no "
+            "flush(), apply() or reset() inside the loop: leave the loop first, then call accumulator.reset()")
+
+
+class KnownWindow(NamedTuple):
+    """A window that is known before it is trained.
+
+    Attributes:
+        batches: Key and arguments of each microbatch.
+        weights: Of the pieces of each microbatch: float64 `(pieces, losses)`.
+        updates: Updates done before it.
+    """
+
+    batches: list[tuple]
+    weights: list[np.ndarray]
+    updates: int
+
+
+class SeveralLossesStep(TrainStep):
+    """A train step whose `forward_fn` returns several losses; see `make_train_step`."""
+
+    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
+                 losses: int, has_aux: bool, batch_axis: int) -> None:
+        if accumulator.exchange.inside > 1:
+            raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so that '
+                             'windows cannot be weighed before; give sync="window"')
+        if accumulator.guard.judges_pieces:
+            raise ValueError(f'got losses={losses} with on_nonfinite="skip_microbatch", which changes the weight of a '
+                             'window after it was weighed; give "skip_window"')
+
+        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> WeighedPieces:
+            return WeighedPieces(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
+
+        self._announced = accumulator.updating.announcing()  # an update counts in `seen` what the first loss weighs
+        super().__init__(function, accumulator, pieces, microbatch_for, batch_axis, losses, has_aux)
+        self._nothing = Tensor(np.zeros(losses + 1), ms.float32)
+        accumulator.buffers.fix_unit(1.0)
+
+    def epoch(self, batches: Iterable) -> Iterator[Any]:
+        """See `TrainStep`: it reads the batches of a window before it trains the first of them.
+
+        After an error of reading, those of the same window that were read before are not trained.
+        """
+        self._require_closed()
+        yield from super().epoch(batches)
+
+    def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
+        """See `TrainStep`."""
+        batch = next_or_error(batches)
+        while batch is not None:
+            window, full = self._new_window(), False
+            while batch is not None and not full:
+                if isinstance(batch, Exception):
+                    raise batch
+                full = self._read(window, *batch)
+                batch = next_or_error(batches)
+            for left, result in zip(range(len(window.batches))[::-1], self._train_window(window)):
+                yield result, batch is None and left == 0
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """See `TrainStep`: the batch is a window of its own. RuntimeError unless `accumulate_step=1`."""
+        if not self.accumulator.length.is_one:
+            step = self.accumulator.fingerprint()["accumulate_step"]
+            raise RuntimeError(_SINGLE.format(self._losses, step))
+        self._require_closed()
+        window = self._new_window()
+        self._read(window, batch, named)
+        result, = self._train_window(window)
+        return result
+
+    def flush(self) -> bool:
+        """See `TrainStep`. RuntimeError if a window is open."""
+        self._require_closed()
+        return super().flush()
+
+    def forget_graphs(self) -> None:
+        """See `TrainStep`."""
+        exchange, updating, losses = self.accumulator.exchange, self.accumulator.updating, self._losses
+
+        def announce(weights: Tensor) -> Tensor:
+            totals = as_vector(exchange.total(_numbers(weights)))
+            window = ops.where(totals[losses] > 0, totals[0], Tensor(-1.0, ms.float32))
+            ops.assign(updating.announced[0], window)
+            return totals
+
+        super().forget_graphs()
+        self._announce = compiled(announce)
+
+    def before_exchange(self) -> None:
+        """Weigh the windows of the ranks that still have data together with them."""
+        self._announce(self._nothing)
+
+    def _require_closed(self) -> None:
+        """Refuse an open window, which was weighed as a whole. RuntimeError."""
+        self.accumulator.require_whole()
+        if int(self.accumulator.mini_step) > 0:
+            raise RuntimeError(_OPEN)
+
+    def _new_window(self) -> KnownWindow:
+        return KnownWindow([], [], int(self.accumulator.update_step))
+
+    def _read(self, window: KnownWindow, batch: tuple, named: dict) -> bool:
+        """Add a batch to a window and weigh it, without training. Return whether the window is full."""
+        key, arguments = self.prepared(batch, named)
+        # Copies, which `weigh` waits for: who gave the batch may fill the same Tensors again.
+        arguments = tuple(value.copy() if isinstance(value, Tensor) else value for value in arguments)
+        window.batches.append((key, arguments))
+        with self.forgetting_graphs():
+            window.weights.append(self.microbatch(key).weigh(*arguments))
+        first = np.add.accumulate(np.concatenate(window.weights)[:, 0], dtype=np.float32)  # as the device adds
+        return self.accumulator.length.missing(len(window.batches), window.updates, first[-1]) == 0
+
+    def _train_window(self, window: KnownWindow) -> Iterator[Any]:
+        """Train on the microbatches of a window, and close it with the last one."""
+        own = np.concatenate(window.weights)
+        with self.forgetting_graphs():
+            totals = self._announce(Tensor([*own.sum(0), (own != 0).any(1).sum()], ms.float32))
+        self._length = len(window.batches)
+        self.accumulator.countdown.set(0, self._length)
+        for (key, batch), weights in zip(window.batches, window.weights):
+            if self.accumulator.countdown.remaining is None:
+                raise RuntimeError(_CHANGED)
+            yield self.train(partial(self.microbatch, key), (totals, weights, *batch))
+
+    def _after_microbatch(self, held: int, remaining: int) -> tuple[int, Optional[int], bool]:
+        """See `TrainStep`: a window ends where its batches end."""
+        if remaining > 0:
+            return held, remaining, False
+        self.accumulator.require_whole()
+        if int(self.accumulator.mini_step) != self._length:
+            raise RuntimeError(_CHANGED)
+        updated = self._boundary.close()
+        if not updated:
+            ops.assign(self._announced, -1.0)
+            self.accumulator.guard.require_progress()
+        return 0, None, updated
+
+
+class WeighedPieces(Pieces):
+    """A microbatch, whole or in pieces, of a window whose totals are known. A whole one is a single piece."""
+
+    def __init__(self, functions: Functions, accumulator: Accumulator, losses: int, samples: int,
+                 cut: Cut, pieces: int) -> None:
+        self.count = losses
+        super().__init__(functions, accumulator, samples, cut, pieces)
+        self._weigh = compiled(self._weigh_fn())
+
+    def weigh(self, *batch: Any) -> np.ndarray:
+        """Return the weights of the pieces, without training on them: float64 `(pieces, losses)`. It waits for them."""
+        return self._weigh(*batch).asnumpy().astype(np.float64)
+
+    def __call__(self, window: Tensor, weights: np.ndarray, *batch: Any) -> Any:
+        """Add a microbatch of a window with these totals. Return the losses, or `(losses, aux)`."""
+        keys = [(rows, tuple((of_piece != 0).tolist())) for (_, rows), of_piece in zip(self.starts, weights)]
+        return self.run(keys, [(Tensor(of_piece, ms.float32), window) for of_piece in weights], batch)
+
+    def graph_for(self, rows: int, present: tuple[bool, ...]) -> Callable:
+        """Return what adds a piece. A loss that has no weight in it is left out: as a mean over nothing it is 0/0."""
+        (forward_fn, _, has_aux, axis), accumulator, cut, count = self.functions, self.accumulator, self.cut, self.count
+        counts = [t for t in range(count) if present[t]]
+
+        def differentiated(shares: Tensor, *piece: Any) -> tuple:
+            returned, aux = parted(forward_fn(*piece), has_aux)
+            losses = _checked_losses(returned, count)
+            total = Tensor(0.0, ms.float32)
+            for t in counts:
+                total = total + shares[t] * losses[t].astype(ms.float32)
+            return accumulator.begun(accumulator.scaled(total)), as_vector(losses), aux
+
+        # The shares are no parameters.
+        grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
+
+        def piece(start: Tensor, totals: Tensor, weights: Tensor, window: Tensor, *batch: Any) -> Any:
+            inputs = select_rows(start + ops.arange(rows), cut, batch)
+            of_window = window[:count]
+            shares = weights * window[count] / ops.where(of_window == 0, ops.ones_like(of_window), of_window)
+            (total, losses, aux), gradients = grad_fn(shares, *inputs)
+            aux = checked_aux(aux, rows, axis) if has_aux else aux
+            taken = accumulator.add_piece(gradients, 1.0 if counts else 0.0)
+            losses = ops.depend(counted(losses, weights), (total, taken))
+            totals = totals + ops.concat((losses, weights))
+            return (totals, weights[:1], aux) if has_aux else totals
+
+        return piece
+
+    def _weigh_fn(self) -> Callable:
+        weight_fn, starts, cut, losses = self.functions.weight_fn, self.starts, self.cut, self.count
+
+        def weigh(*batch: Any) -> Tensor:
+            weights = ()
+            for start, rows in starts:
+                inputs = select_rows(ops.arange(start, start + rows), cut, batch)
+                of_piece = (float(rows),) * losses if weight_fn is None else weight_fn(*inputs)
+                require_entries("weight", losses, len(of_piece) if isinstance(of_piece, tuple) else None)
+                weights = (*weights, as_vector(tuple([as_weight(weight) for weight in of_piece])))
+            return ops.stack(weights)
+
+        return weigh
+
+
+def _numbers(vector: Tensor) -> Numbers:
+    return tuple([vector[i] for i in range(vector.shape[0])])
+
+
+def _checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:
+    if isinstance(returned, tuple):
+        require_losses(len(returned), count)
+        return tuple([checked_loss(loss) for loss in returned])
+    refuse(returned, "forward_fn", f"a tuple of {count} because of losses={count}")
+    return (returned,)
+
+
+@constexpr
+def require_losses(length: int, count: int) -> bool:
+    """Refuse what is not a tuple of as many losses as were announced."""
+    require_readable(length, "forward_fn", f"a tuple of {count} because of losses={count}")
+    if length != count:
+        raise TypeError(f"forward_fn returned {length} losses, expected a tuple of {count} because of losses={count}; "
+                        "with has_aux=True, ((loss, loss), aux)")
+    return True
+
+
+@constexpr
+def require_entries(name: str, losses: int, entries: Optional[int]) -> bool:
+    """Refuse what is no tuple with an entry for each loss."""
+    if entries != losses:
+        got = "no tuple" if entries is None else f"a tuple of {entries}"
+        raise ValueError(f"{name} is {got}, expected a tuple of {losses} because of losses={losses}, an entry for "
+                         "each; let weight_fn return as many weights, or give losses= (in a shell: --losses) as many")
+    return True
