@@ -10,16 +10,16 @@ from mindspore import Tensor, ops
 
 from ..arguments import number
 from ..core.buffers import state_parameter
-from ..core.observer import Observer
+from ..core.stages import Stage
+from ..core.way import TAKEN, WEIGHT
 from ..tensors import as_vector, global_norm
 
 if TYPE_CHECKING:
-    from ..core.loss_scale import NoLossScale
     from ..tensors import Gradients, Numbers, Scalar
 
 
 @ms.jit_class
-class GradientNoiseScale(Observer):
+class GradientNoiseScale(Stage):
     """Estimate how many samples an update can use before more of them stop helping.
 
         spread = sum of w_i * |g_i|^2                     # over the k microbatches of a window, each with weight w_i
@@ -60,16 +60,15 @@ class GradientNoiseScale(Observer):
     appendix A.1, there for two batch sizes.
     """
 
-    watches = True
+    looks_at_pieces, measures = True, 2
 
     def __init__(self, decay: float = 0.99) -> None:
         self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1",
                             "1 takes plain means")
-        self._window = state_parameter("noise_scale.window", (2,), ms.float32)  # the open one's spread and microbatches
         self._totals = state_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, of what windows count
         self._sizes = state_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and microbatches of one rank
         self._counts = state_parameter("noise_scale.counts", (2,), ms.int32)  # windows measured; since then, others
-        self.of_window, self.parameters = (self._window,), (self._totals, self._sizes, self._counts)
+        self.run_state, self.groups = (self._totals, self._sizes, self._counts), 1
 
     def __repr__(self) -> str:
         return f"GradientNoiseScale(decay={self.decay:.9g})"
@@ -102,40 +101,30 @@ class GradientNoiseScale(Observer):
 
     def reset(self) -> None:
         """Forget all closed windows; the open one goes on."""
-        for parameter in self.parameters:
+        for parameter in self.run_state:
             ops.assign(parameter, ops.zeros_like(parameter))
 
-    def bind(self, prefix: str) -> GradientNoiseScale:
-        """See `Observer`."""
-        if self._window.name != "noise_scale.window":
+    def bind(self, prefix: str, groups: int) -> None:
+        """See `Stage`. ValueError if it measures another accumulator's windows."""
+        if self._totals.name != "noise_scale.totals":
             raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each "
                              "accumulator its own")
-        for parameter in (*self.of_window, *self.parameters):
-            parameter.name = f"{prefix}.{parameter.name}"
-        return self
+        self.groups = groups
+        super().bind(prefix, groups)
 
-    def of_piece(self, gradients: Gradients, weight: Scalar, loss_scale: NoLossScale) -> Numbers:
-        """See `Observer`: the spread, and 1 or, if the weight is 0, 0."""
+    def measure(self, gradients: Gradients, weight: Scalar) -> Numbers:
+        """See `Stage`: the spread, and 1 or, if the weight is 0, 0."""
         if not isinstance(weight, Tensor) and weight == 0:
             return 0.0, 0.0
-        spread = ops.square(global_norm(loss_scale.divide(gradients))) * weight
+        spread = ops.square(global_norm(gradients)) * weight
         if not isinstance(weight, Tensor):
             return spread, 1.0
         present = weight != 0
         return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
 
-    def include(self, numbers: Numbers) -> None:
-        """See `Observer`."""
-        ops.assign_add(self._window, as_vector(numbers))
-
-    def open_window(self) -> Numbers:
-        """See `Observer`: spread, microbatches, and 1, which becomes the number of those that count microbatches."""
-        window = self._window + 0.0
-        return window[0], window[1], 1.0
-
-    def of_update(self, gradients: Gradients, unit: Scalar, weight: Scalar, numbers: Numbers) -> None:
-        """See `Observer`."""
-        spread, count = numbers[2], numbers[3]
+    def on_update(self, gradients: Gradients, unit: Scalar, sums: Numbers, measured: Numbers) -> None:
+        """See `Stage`."""
+        (spread, count), weight = measured, sums[WEIGHT]
         others = count - 1.0
         squared = ops.square(global_norm(gradients) * (unit / weight))
         noise = spread - weight * squared
@@ -143,14 +132,10 @@ class GradientNoiseScale(Observer):
         # A NaN would stay in the means for ever.
         informative = ops.logical_and(others > 0, ops.isfinite(window.sum()))
         ops.assign(self._totals, ops.where(informative, self._totals * self.decay + window, self._totals))
-        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, numbers[0] / numbers[4])))
-        measured = (others > 0).astype(ms.int32)
+        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, sums[TAKEN] / self.groups)))
+        one = (others > 0).astype(ms.int32)
         counts = self._counts + 0
-        ops.assign(self._counts, ops.stack((counts[0] + measured, (counts[1] + 1) * (1 - measured))))
-
-    def empty(self) -> None:
-        """See `Observer`."""
-        ops.assign(self._window, ops.zeros(2, ms.float32))
+        ops.assign(self._counts, ops.stack((counts[0] + one, (counts[1] + 1) * (1 - one))))
 
 
 def _ratio(numbers: np.ndarray) -> float:

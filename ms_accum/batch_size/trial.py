@@ -14,7 +14,7 @@ import mindspore as ms
 
 from ..arguments import instance_of
 from ..core.accumulator import Accumulator
-from ..steps.straight import compiled
+from ..steps.graphs import compiled
 from .process import in_a_process, is_dry_run, pickled
 
 MakeStep = Callable[..., Any]  # returns a step, or a step and the train step, cell or Accumulator that it built
@@ -91,8 +91,10 @@ def _peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) 
 
 def _update_with(accumulator: Accumulator) -> None:
     """Update, since in a dry run the count of microbatches reads as 0, so that no window would ever be full."""
+    way = accumulator.way
+
     def update() -> ms.Tensor:
-        accumulator.update_with(accumulator.reduced())
+        way.update(way.window())
         return accumulator.update_step + 0
 
     compiled(update)()

@@ -18,8 +18,9 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ..arguments import instance_of
 from ..core.accumulator import Accumulator
-from ..core.loss_scale import require_scale
+from ..core.counters import require_whole
 from ..core.optimizers import own_name, state_of
+from ..core.stages import require_scale
 from ..distributed.ranks import gather, together
 from .file import (
     ABOUT,
@@ -78,12 +79,14 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         [[1. 1.]]
     """
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
-    rank, ranks = accumulator.exchange.rank, accumulator.exchange.ranks
+    way = accumulator.way
+    exchange = accumulator.exchange
+    rank, ranks = exchange.rank, exchange.ranks
     generation, held = _told(ranks, token_hex(8), int(accumulator.mini_step))
     mine = path_of_rank(path, rank, ranks, generation)
     with part_of(path) as part:
         def write() -> None:
-            accumulator.require_whole()
+            require_whole(int(way.journal.unfinished))
             # The window counts as open on all ranks if it is open on one.
             write_file(part, *_Run(network, accumulator).contents(extra, generation, any(held)))
             if rank > 0:
@@ -99,7 +102,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             raise
     if rank > 0:
         remove_generations(path, rank, ranks, mine)
-    accumulator.counters.note_saved()
+    way.counters.note_saved()
 
 
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any) -> Any:
@@ -143,24 +146,18 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         {'epoch': 3, 'position': 1200}
     """
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
-    rank, ranks = accumulator.exchange.rank, accumulator.exchange.ranks
+    exchange = accumulator.exchange
+    rank, ranks = exchange.rank, exchange.ranks
     run = _together(ranks, lambda: _Run(network, accumulator), CheckpointError)
     first = _together(ranks, lambda: read_file(path) if rank == 0 else ({}, {"generation": "0" * 16}), CheckpointError)
     generation, alike = _told(ranks, first[1]["generation"], run.exchanged_alike(first[1]))
     mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
     loaded, about = _together(ranks, lambda: run.checked(mine, first if rank == 0 else read_file(mine), generation),
                               CheckpointError)
-    unit = float(accumulator.buffers.weight_unit)
-    if not about["open"]:
-        accumulator.reset()
-    accumulator.counters.begin_update(accumulator.mini_step)  # what an interrupt stops here is refused
-    for name, value in loaded.items():
-        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
-        ops.assign(run.entries[name], value)
-    accumulator.buffers.adopt(unit)
-    accumulator.counters.end_update()
-    accumulator.countdown.claim()  # a driver asks the device anew
-    accumulator.counters.note_loaded()
+    with accumulator.way.loading():
+        for name, value in loaded.items():
+            # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+            ops.assign(run.entries[name], value)
     return about["extra"]
 
 
@@ -211,10 +208,12 @@ class _Run:
             raise ValueError("two Parameters of the accumulator's state have the same name; rename those of "
                              "after_update")
         self.settings = accumulator.fingerprint()
-        if accumulator.exchange.sharded:  # a shard holds parts of parameters by their order alone
+        exchange = accumulator.exchange
+        if exchange.sharded:  # a shard holds parts of parameters by their order alone
             order = repr([(p.name, p.shape) for p in optimizer.parameters]).encode()
             self.settings["reducer"] += f", parameters {sha256(order).hexdigest()[:16]}"
-        self.of_window = {f"accumulator:{name}" for name in accumulator.open_state}
+        open_state = {id(p) for p in accumulator.way.window_state}
+        self.of_window = {f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in open_state}
 
     def exchanged_alike(self, about: dict) -> bool:
         """Return whether as many ranks exchanged in the same way, so that each has a file of its own."""

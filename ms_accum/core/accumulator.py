@@ -3,34 +3,45 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, amp, ops
+from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
+from mindspore.ops import constexpr
 
-from ..arguments import as_weight, checked_gradients, instance_of, one_of, require_condition, spelled
+from ..arguments import instance_of, number, one_of, require_condition, spelled
 from ..distributed.buckets import Accumulated
 from ..distributed.exchange import DataParallel, OneDevice
-from ..tensors import after, mapped, weighted
-from .adding import Add
-from .boundary import Boundary
 from .buffers import Buffers, buffer_dtype_of
-from .counters import Countdown, Counters
+from .counters import Counters, Journal
+from .keeper import Keeper
+from .kernels import kernels
 from .length import length_of
-from .loss_scale import LossScale, NoLossScale, checked_loss_scaler
 from .lost_window import watched
-from .nonfinite import guard_of
-from .observer import checked_observer
-from .optimizers import checked_parameters, describe, name_state
-from .update import REDUCTIONS, Reduce, Update, checked_clip_norm, checked_hook, normaliser_of
+from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
+from .stages import checked_loss_scaler, checked_nonfinite, checked_stages, stages_of
+from .way import Way
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
     from .length import AccumulateStep
-    from .observer import Observer
-    from .update import Reduced
+    from .stages import Stage
 
+REDUCTIONS = ("sum", "mean")
 _instances = count()
+
+
+class Status(NamedTuple):
+    """Where an accumulator stands; see `Accumulator` for what each number means."""
+
+    update_step: int
+    mini_step: int
+    needed: int  # microbatches that the open window still needs, at least
+    seen: int
+    skipped: int
+    closed_windows: int
+    window_weight: float
+    grad_norm: float
 
 
 @ms.jit_class
@@ -72,7 +83,7 @@ class Accumulator:
             it closes, without an update. A gradient is finite if the sum of its elements is.
         max_skips: How many windows ("skip_microbatch": microbatches or pieces of this rank) may be skipped one after
             the other; after one more, a RuntimeError: in a train step or `flush` at the end of a window, in a cell at
-            once, by hand in `guard.require_progress()`, for a graph cannot raise it. None: no limit.
+            once, by hand in `require_progress()`, for a graph cannot raise it. None: no limit.
         reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
         after_update: A function without arguments that is called after each update, never for what is skipped; for a
             moving average of the weights, say. In graph mode it is part of the graph: it has to change Parameters, and
@@ -80,6 +91,7 @@ class Accumulator:
             state of the accumulator; those of other functions are not saved in checkpoints.
         noise_scale: A `ms_accum.batch_size.GradientNoiseScale`, which measures up to which batch size more samples
             help. It costs one norm per microbatch. The weights have to be numbers of samples or tokens.
+        stages: Stages of your own, a tuple of `ms_accum.Stage`: see there.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
             `scaled(loss)` is what to differentiate. When the window closes, the accumulated gradient is divided by the
             scale before it is measured, averaged or clipped, and the scaler is adjusted once. A window with NaN or
@@ -100,10 +112,11 @@ class Accumulator:
         window_weight: `weight_sum` of the last window that was closed. On several ranks, both are those of this rank,
             or of the ranks that exchange each microbatch.
         parameters: ParameterTuple of all state. Names are unique in the process.
-        state: All state by its name in a checkpoint, which is the same in the next process.
-        open_state: Names in `state` of what is only needed while a window is open.
-        countdown: What the host of train steps knows of the open window. `countdown.claim()` makes it ask the device.
-        length, buffers, exchange, guard, loss_scale, observer, updating: The values that it is made of.
+        optimizer, noise_scale, loss_scaler: As given.
+        exchange: What the reducer became: `exchange.rank` of `exchange.ranks`.
+
+    Steps, cells and checkpoints also use `way`, which is what gradients go through (see `Way`); `looks_at_pieces`,
+    whether each piece counts by itself; `state`, all state by its names in a checkpoint; and `fingerprint()`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -146,39 +159,44 @@ class Accumulator:
         max_skips: Optional[int] = None,
         reducer: Optional[DataParallel] = None,
         after_update: Optional[Callable] = None,
-        noise_scale: Optional[Observer] = None,
+        noise_scale: Optional[Stage] = None,
+        stages: tuple[Stage, ...] = (),
         loss_scaler: Optional[amp.LossScaler] = None,
     ) -> None:
         parameters = checked_parameters(optimizer)
         names, shapes, dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in parameters))
-        clip_norm, guard = checked_clip_norm(clip_norm), guard_of(on_nonfinite, max_skips, loss_scaler is not None)
-        self.optimizer, self.countdown, after_update = optimizer, Countdown(), checked_hook(after_update)
-        self.reduction = one_of("reduction", reduction, REDUCTIONS)
-        self.buffer_dtypes = tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes)
-        prefix = f"accumulator{next(_instances)}"
-        self.length, self.observer = length_of(accumulate_step), checked_observer(noise_scale)
-        self._settings = {"accumulate_step": self.length.description, "clip_norm": repr(clip_norm),
+        clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
+        max_skips = checked_nonfinite(on_nonfinite, loss_scaler, max_skips)
+        self.optimizer, self.noise_scale, others = optimizer, noise_scale, checked_stages(stages, noise_scale)
+        one_of("reduction", reduction, REDUCTIONS)
+        buffer_dtypes = tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes)
+        length = length_of(accumulate_step)
+        self._settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm),
                           "reduction": reduction, "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
-        self.exchange = _exchange_of(reducer, optimizer, self.buffer_dtypes, self._settings)
-        self.loss_scaler = checked_loss_scaler(loss_scaler, on_nonfinite, self.exchange.ranks)
+        self.exchange = exchange = _exchange_of(reducer, optimizer, buffer_dtypes, self._settings)
+        self._settings["reducer"] = exchange.describe()
+        self.loss_scaler = checked_loss_scaler(loss_scaler, exchange.ranks)
+        length.share(exchange.inside)
+        prefix = f"accumulator{next(_instances)}"
         name_state(optimizer, prefix)
-        self.length.share(self.exchange.inside)
-        self.observer.bind(prefix)
-        self.noise_scale = self.observer if self.observer.watches else None
-        self.buffers = Buffers(prefix, *self.exchange.buffers(), self.buffer_dtypes, self.exchange.shared_unit)
-        self.counters = counters = watched(Counters(prefix), self, f"{type(optimizer).__name__} of {names[0]}")
-        self.updating = Update(optimizer, dtypes, normaliser_of(reduction, self.exchange.ranks), clip_norm,
-                               after_update, self.observer, self.exchange.ranks == 1 and loss_scaler is None, prefix)
-        self.mini_step, self.skipped, self.weight_sum = counters.mini_step, counters.skipped, counters.weight_sum
-        self.closed_windows, self.window_weight = counters.closed_windows, counters.window_weight
-        self.update_step, self.seen, self.grad_norm = self.updating.step, self.updating.seen, self.updating.grad_norm
-        self.loss_scale = NoLossScale() if loss_scaler is None else LossScale(loss_scaler, self, prefix)
-        self.guard, self.skipped_in_row = guard(counters, self.update_step), counters.skipped_in_row
-        self._add = Add((names, shapes), self.guard, self.observer, self.loss_scale, self.exchange, self.buffers,
-                        self.weight_sum)
-        self._reduce = Reduce(self.exchange, self.loss_scale, self.guard)
-        self.parameters, self.state, self.open_state = _named_state(
-            prefix, self.buffers, counters, self.observer, self.updating, self.loss_scale)
+        counters = watched(Counters(prefix, max_skips), self, f"{type(optimizer).__name__} of {names[0]}")
+        stages = stages_of(loss_scaler, on_nonfinite, noise_scale, others, counters, self)
+        for stage in stages:
+            stage.bind(prefix, exchange.across)
+        counters.measure(sum(stage.measures for stage in stages))
+        buffers = Buffers(prefix, *exchange.buffers(), buffer_dtypes, exchange.shared_unit)
+        journal, own = Journal(prefix), exchange.ranks == 1 and loss_scaler is None and not others
+        self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange, buffers, counters, journal,
+                       (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks, clip_norm,
+                       () if after_update is None else (after_update,))
+        self.looks_at_pieces = exchange.inside > 1 or length.budget is not None or any(
+            stage.looks_at_pieces for stage in stages)
+        self.mini_step, self.update_step, self.seen = counters.mini_step, counters.update_step, counters.seen
+        self.closed_windows, self.weight_sum = counters.closed_windows, counters.weight_sum
+        self.skipped, self.skipped_in_row = counters.skipped, counters.skipped_in_row
+        self.window_weight, self.grad_norm = counters.window_weight, counters.grad_norm
+        self._kept = (*counters.run_state, *_state_of_hook(after_update, optimizer),
+                      *(p for stage in stages for p in stage.run_state))
 
     # --- by hand ------------------------------------------------------------------------------------------------------
 
@@ -195,84 +213,15 @@ class Accumulator:
         Raises:
             TypeError, ValueError: If `grads` or `weight` do not fit (in graph mode: when the graph is compiled). The
                 state is unchanged then.
+            RuntimeError: If a train step or a cell fills this accumulator (in graph mode: when the graph is compiled).
         """
         self.add(grads, weight)
-        return self.close_if(self.is_full())
+        return self.close_if(self.way.is_full())
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
-        grads, weight = checked_gradients(*self._add.expected, grads), as_weight(weight)
-        # Without the dependency, Ascend would make the gradient that `begin` waits for in its buffer, before the note.
-        grads = mapped(after, self.counters.begin(grads[-1]), grads)
-        self.counters.end_uncut(self._add.in_turn(grads, weight, 1)[1])
-
-    def apply(self) -> None:
-        """Close the window now, whatever it holds: exchange, normalise, clip, optimizer, clear.
-
-        For an empty window, the optimizer runs on a gradient of zero; `flush` does nothing then.
-        """
-        reduced = self.reduced()
-        finite = reduced[3]
-        if finite:
-            self.update_with(reduced)
-        else:
-            self.drop()
-
-    def flush(self) -> bool:
-        """Apply the incomplete window, if one is open, with "mean" divided by the weights that it holds. For the host.
-
-        A train step has a `flush` of its own, which knows in how many pieces it adds. With several ranks, each has to
-        call it, and it returns when all have: until then, this rank takes part with weight 0 in the windows of ranks
-        that have more microbatches. Return whether a window was closed: applied, or dropped because it is not finite.
-        RuntimeError if an error left a part of a batch in it, or stopped an update.
-        """
-        return Boundary(self).flush()
-
-    def reset(self) -> None:
-        """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
-        ops.assign(self.weight_sum, 0.0)
-        self.buffers.empty(self.weight_sum)
-        self.observer.empty()
-        self.counters.empty()
-
-    # --- the protocol: all that drivers, checkpoints, callbacks and the check use -------------------------------------
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return what to differentiate: the loss, times the loss scale if there is one."""
-        return self.loss_scale.multiply(loss)
-
-    def begun(self, loss: Tensor) -> Tensor:
-        """Note that a microbatch or piece begins. Return the loss: no gradient of it is added before the note.
-
-        So an error in the forward pass changes nothing, and one after it shows. Not the gradients are tied to the note:
-        a dependency between a gradient and its buffer would keep Ascend from adding a matrix product in place.
-        """
-        return self.buffers.behind(self.counters.begin(loss), loss)
-
-    def add_microbatch(self, grads: Gradients, weight: Scalar = 1.0) -> None:
-        """Add a microbatch whose loss went through `begun`, in a graph that does not close the window.
-
-        Arguments and errors as in a call.
-        """
-        self.counters.end_uncut(self._add(grads, weight, 1)[1])
-
-    def add_piece(self, grads: Gradients, weight: Scalar = 1.0, active: int = 1) -> Scalar:
-        """Add a piece of a microbatch: see `add_microbatch`. `end_microbatch` follows the last one.
-
-        Return the sum of `active` over the ranks that exchange microbatches: how many of them have data.
-        """
-        numbers = self._add(grads, weight, active)
-        self.counters.take(numbers[1])
-        self.counters.note(1)
-        return numbers[2]
-
-    def end_microbatch(self, pieces: int) -> None:
-        """Count a microbatch of so many pieces, if one of them was taken."""
-        self.counters.end_microbatch(pieces)
-
-    def is_full(self) -> Tensor:
-        """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
-        return self.length.is_full(self.mini_step, self.update_step, self.weight_sum)
+        require_by_hand(self.way.is_driven)
+        self.way.add_unmarked(grads, weight)
 
     def close_if(self, condition: Tensor) -> Tensor:
         """Close the window by your own rule: update if `condition`, a bool Tensor of shape `()`, is true.
@@ -289,63 +238,73 @@ class Accumulator:
             self.apply()
         return self.mini_step < mini_step  # from the state after the branch, which keeps the branch
 
-    def reduced(self, active: Scalar = 1.0) -> Reduced:
-        """Return the window of all ranks, for `update_with` or `drop`. `active`: 1 from a rank that has data."""
-        numbers = (self.weight_sum, self.mini_step + 0, active, *self.observer.open_window())
-        return self._reduce(self.buffers.parameters, self.buffers.weight_unit, numbers)
+    def apply(self) -> None:
+        """Close the window now, whatever it holds: exchange, normalise, clip, optimizer, clear.
 
-    def update_alone(self, grads: Gradients, weight: Scalar) -> None:
-        """Update with a window of one microbatch, without buffers: for an empty window, where nothing is left out.
-
-        Only if the guard is `ApplyAll`, the observer does not watch, no weight decides when a window is full, and ranks
-        do not sum each microbatch. Its gradients are in units of its own weight.
+        For an empty window, the optimizer runs on a gradient of zero; `flush` does nothing then.
         """
-        grads, weight = checked_gradients(*self._add.expected, grads), as_weight(weight)
-        if isinstance(weight, Tensor) or weight == 0:  # what has no weight is ignored, NaN included
-            grads = mapped(weighted, weight != 0, grads, self.buffer_dtypes)
-        self.counters.begin_update(grads[-1])
-        self.updating(self._reduce(grads, weight, (weight, 1, 1.0)), False)
-        self.counters.close(weight)
-        self.counters.end_update()
+        window = self.way.window()
+        accepted = window[3]
+        if accepted:
+            self.way.update(window)
+        else:
+            self.way.close(False)
 
-    def update_with(self, reduced: Reduced) -> None:
-        """Update with a window: normalise, clip, optimizer, hooks; see `update.py`. Then clear."""
-        self.counters.begin_update(reduced[0][-1])
-        self.updating(reduced, True)
-        self.guard.applied()
-        self.loss_scale.adjust(True)
-        self.counters.close(self.weight_sum)
-        self.reset()
+    def flush(self) -> bool:
+        """Apply the incomplete window, if one is open, with "mean" divided by the weights that it holds. For the host.
 
-    def drop(self) -> None:
-        """Clear without an update, and count in `skipped`."""
-        self.guard.dropped()
-        self.loss_scale.adjust(False)
-        self.counters.close(self.weight_sum)
-        self.reset()
-
-    def position(self) -> tuple[int, int]:
-        """Return how many microbatches the open window holds, and how many it needs, at least. For the host: it waits.
+        A train step has a `flush` of its own, which knows in how many pieces it adds. With several ranks, each has to
+        call it, and it returns when all have: until then, this rank takes part with weight 0 in the windows of ranks
+        that have more microbatches. Return whether a window was closed: applied, or dropped because it is not finite.
+        RuntimeError if an error left a part of a batch in it, or stopped an update.
         """
-        held = int(self.mini_step)
-        return held, self.length.missing(held, int(self.update_step), self.weight_sum)
+        return Keeper(self).flush()[0]
 
-    def require_whole(self) -> None:
-        """Raise RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
-        self.counters.require_whole()
+    def reset(self) -> None:
+        """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
+        self.way.empty()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return what to differentiate: the loss, times the loss scale if there is one."""
+        return self.way.scaled(loss)
+
+    def require_progress(self) -> None:
+        """Raise RuntimeError if more than `max_skips` were skipped in a row. For the host: it waits for the device."""
+        Keeper(self).require_progress()
+
+    def status(self) -> Status:
+        """Return where the accumulator stands, in one read, which waits for the device."""
+        numbers = ops.stack([p.astype(ms.float64) for p in (
+            self.update_step, self.mini_step, self.way.is_full(), self.seen, self.skipped, self.closed_windows,
+            self.window_weight, self.grad_norm)]).asnumpy().tolist()
+        update_step, mini_step, full, *counts = map(int, numbers[:6])
+        return Status(update_step, mini_step, self.way.length.missing(mini_step, update_step, bool(full)), *counts,
+                      *numbers[6:])
+
+    # --- for steps, cells and checkpoints -----------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> ParameterTuple:
+        """All state. Names are unique in the process."""
+        return ParameterTuple([*self.way.window_state, *self._kept])
+
+    @property
+    def state(self) -> dict[str, Parameter]:
+        """All state by its name in a checkpoint, which is the same in the next process."""
+        return {INSTANCE.sub("", p.name).removeprefix(cell_prefix(self.optimizer)): p for p in self.parameters}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what has to be alike in a run that resumes in the middle of a window."""
-        return {**self._settings, "reducer": self.exchange.describe()}
+        """Return what has to be equal in a run that resumes in the middle of a window."""
+        return dict(self._settings)
 
 
-def _named_state(prefix: str, buffers: Buffers, counters: Counters, observer: Observer, update: Update,
-                 loss_scale: NoLossScale) -> tuple[ParameterTuple, dict[str, Parameter], set[str]]:
-    """Return all state, the same by name, and the names of what belongs to the open window."""
-    of_window = (*buffers.state, *counters.of_window, *observer.of_window)
-    kept = (*update.parameters, *counters.kept, *loss_scale.parameters, *observer.parameters)
-    state, open_state = ({p.name.removeprefix(f"{prefix}."): p for p in some} for some in (of_window + kept, of_window))
-    return ParameterTuple(of_window + kept), state, set(open_state)
+@constexpr
+def require_by_hand(is_driven: bool) -> bool:
+    """Refuse to add by hand to what a train step fills: it counts microbatches, and chose the unit of weights."""
+    if is_driven:
+        raise RuntimeError("a train step or a cell fills this accumulator, so nothing can be added by hand; give the "
+                           "hand-written loop an Accumulator of its own")
+    return True
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, dtypes: tuple, settings: dict) -> OneDevice:
@@ -354,3 +313,27 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, dtypes: t
     reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
     alike = {**settings, "the optimizer, its learning rate or state": describe(optimizer)}
     return reducer.bind(Accumulated(tuple(optimizer.parameters), dtypes, alike))
+
+
+def checked_clip_norm(clip_norm: object) -> Optional[float]:
+    """Return `clip_norm` as a float, or None. TypeError or ValueError if it is no number > 0."""
+    if clip_norm is None:
+        return None
+    return number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0",
+                  'give a norm > 0, float("inf") to measure without clipping, or None')
+
+
+def checked_hook(after_update: object) -> Optional[Callable]:
+    """Return `after_update`. TypeError if it cannot be called."""
+    if after_update is None:
+        return None
+    return instance_of("after_update", after_update, Callable, "a function without arguments, a Cell, or None")
+
+
+def _state_of_hook(hook: Optional[Callable], optimizer: Callable) -> tuple[Parameter, ...]:
+    """Return the Parameters of a hook that is a Cell or a method of one, without the network's and the optimizer's."""
+    cell = getattr(hook, "__self__", hook)
+    if not isinstance(cell, nn.Cell):
+        return ()
+    others = {id(p) for p in (*optimizer.parameters, *(p for _, p in state_of(optimizer)))}
+    return tuple(p for p in cell.get_parameters() if id(p) not in others)

@@ -5,15 +5,17 @@
 """
 from __future__ import annotations
 
+from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.common.initializer import initializer
+from mindspore.ops import constexpr
 
 from ..tensors import FLOATS, HALF, mapped, scaled, weighted
-from .kernels import add_in_turn, in_place
+from .kernels import add_each, kernels
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
@@ -28,21 +30,21 @@ def state_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: fl
 class Buffers:
     """What a window has accumulated so far.
 
-    The unit is a number that the host fixes before the first graph is compiled: a driver takes the rows of its first
-    piece; by hand, and where ranks sum each microbatch, it is 1. So the weight of a piece divided by the unit is a
-    constant of the graph. Where it is 1, at most a cast stands between the backward pass and `AssignAdd`.
+    The unit is a number that graphs hold as a constant: 1, until the host sets it before the first graph is compiled. A
+    step takes the samples of its first piece, so that the weight of a piece divided by the unit is a constant, too.
+    Where that is 1, at most a cast stands between the backward pass and `AssignAdd`.
 
     Args:
         prefix: What the names of the buffers begin with.
         shapes: Name and shape of each buffer.
         dtypes: Their dtypes.
         gradient_dtypes: dtypes of the gradients that `weighed` returns, one for each parameter.
-        unit: What they count in, if that is fixed from the start.
+        unit: What they have to count in; None: what the host sets.
 
     Attributes:
         parameters: The buffers.
-        unit: What they count in: a float, or None before anything has fixed it.
-        weight_unit: The same on the device, 0 before: float32 Parameter of shape `()`.
+        unit: What they count in.
+        weight_unit: The same on the device: float32 Parameter of shape `()`.
         state: The buffers and `weight_unit`.
     """
 
@@ -50,11 +52,12 @@ class Buffers:
                  gradient_dtypes: tuple[ms.Type, ...], unit: Optional[float] = None) -> None:
         self.parameters = ParameterTuple([state_parameter(f"{prefix}.{name}", shape, dtype)
                                           for (name, shape), dtype in zip(shapes, dtypes)])
-        self._in_place = in_place(nbytes=self.nbytes)
-        self.large = max(prod(shape) for _, shape in shapes) // 64
+        self.kernels = kernels()
+        sizes = [prod(shape) for _, shape in shapes]
+        self.small = max(sizes) // 64 if min(sizes) < max(sizes) // 64 else 0  # elements
         self.gradient_dtypes = gradient_dtypes
-        self.unit = unit
-        self.weight_unit = state_parameter(f"{prefix}.weight_unit", (), ms.float32, unit or 0.0)
+        self.unit, self.settled, self.number = unit or 1.0, unit is not None, next(_numbers)
+        self.weight_unit = state_parameter(f"{prefix}.weight_unit", (), ms.float32, self.unit)
         self.state = (*self.parameters, self.weight_unit)
 
     @property
@@ -64,74 +67,47 @@ class Buffers:
 
     def weighed(self, gradients: Gradients, weight: Scalar) -> Gradients:
         """Return `weight / unit * gradients` in `gradient_dtypes`; 0 where the weight is 0, NaN included."""
-        if self.unit is None:
-            ops.assign(self.weight_unit, 1.0)
-            factor = weight
-        else:
-            factor = weight / self.unit
-        return mapped(weighted, factor, gradients, self.gradient_dtypes)
+        note_reader(self.number)
+        return mapped(weighted, weight / self.unit, gradients, self.gradient_dtypes)
 
-    def add(self, gradients: Gradients) -> Gradients:
-        """Add what `weighed` returned, or what an exchange made of it, for a graph that does not read the buffers.
-
-        Each gradient is added as soon as it is made. Side effects of a graph run in the order of the program, and those
-        in the order of the parameters would keep all gradients in memory: the backward pass makes the gradient of the
-        last one first (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the peak instead of 6.5).
-        On CPU and GPU, 16-bit buffers are added in the order of the parameters, and so are all buffers that are small
-        together.
-
-        Return what the next side effect has to wait for.
-        """
-        return self._in_place.add(self.parameters, gradients)
-
-    def add_in_turn(self, gradients: Gradients) -> tuple[Gradients, Gradients]:
-        """The same for any graph: one after the other, as side effects, roughly in the order of the backward pass.
-
-        Small buffers come last: MindSpore runs one side effect for each operator on a path through the graph. The
-        result is returned because MindSpore would otherwise warn of lost side effects, although none are lost.
-        """
-        large = mapped(_add_large, self.large, self.parameters[::-1], gradients[::-1])
-        return large, mapped(_add_small, self.large, self.parameters[::-1], gradients[::-1])
-
-    def behind(self, note: Tensor, loss: Tensor) -> Tensor:
-        """Return a loss of which no gradient is added by `add` before a note."""
-        return self._in_place.behind(note, loss)
+    def add(self, gradients: Gradients) -> None:
+        """Add what `weighed` returned, or what an exchange made of it."""
+        add_each(self.small, self.parameters, gradients)
 
     def empty(self, zero: Tensor) -> None:
         """Set all buffers to 0, given a float32 Tensor that is 0."""
-        self._in_place.clear(zero, self.parameters)
+        self.kernels.clear(zero, self.parameters)
 
     def fix_unit(self, weight: float) -> None:
-        """Count in units of `weight` from now on, unless the unit is fixed already. For the host.
+        """Count in units of `weight` from now on, unless the unit is settled, or a graph holds it. For the host."""
+        if not self.settled:
+            self.settled = True
+            if self.number not in _read:
+                self.unit = weight
+                ops.assign(self.weight_unit, weight)
 
-        Once something was added in a unit, compiled graphs may hold it as a constant: it stays.
+    def adopt(self, loaded: float) -> None:
+        """Go on with loaded buffers, which count in units of `loaded`. For the host.
+
+        Compiled graphs may hold the unit of this run as a constant: the buffers are converted to it.
         """
-        if self.unit is None:
-            unit = float(self.weight_unit) or weight
-            ops.assign(self.weight_unit, unit)
-            self.unit = unit
-
-    def adopt(self, before: float) -> None:
-        """Go on with loaded buffers. `before`: the unit of this run before it loaded them, 0 without one. For the host.
-
-        Compiled graphs may hold that one as a constant: the buffers are converted to it.
-        """
-        loaded = float(self.weight_unit)
-        if before and loaded and before != loaded:
-            for buffer in self.parameters:
-                ops.assign(buffer, scaled(loaded / before, buffer, buffer.dtype))
-        unit = before or loaded
-        if unit:
-            self.unit = unit
-        ops.assign(self.weight_unit, unit)
+        if self.settled or self.number in _read:
+            for buffer in self.parameters if loaded != self.unit else ():
+                ops.assign(buffer, scaled(loaded / self.unit, buffer, buffer.dtype))
+        else:
+            self.settled, self.unit = True, loaded
+        ops.assign(self.weight_unit, self.unit)
 
 
-def _add_large(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:
-    return add_in_turn(None, buffer, gradient) if buffer.size >= size else Tensor(0.0)
+_numbers = count()
+_read: set[int] = set()  # the numbers of the buffers whose unit a graph holds
 
 
-def _add_small(size: int, buffer: Parameter, gradient: Tensor) -> Tensor:
-    return add_in_turn(None, buffer, gradient) if buffer.size < size else Tensor(0.0)
+@constexpr
+def note_reader(number: int) -> bool:
+    """Note, while a graph is compiled (or op by op), that it holds the unit of the buffers with this number."""
+    _read.add(number)
+    return True
 
 
 def buffer_dtype_of(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:

@@ -1,87 +1,134 @@
-"""What is known of a window: on the device how many microbatches it holds, their weight, whether it is whole; on the
-host, what follows from that without asking.
-"""
+"""What is known of the open window and of the run, on the device; and the journal of what must not stop half-way."""
 from __future__ import annotations
 
+from math import nan
 from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 from mindspore import Tensor, ops
 
+from ..tensors import as_tensor, as_vector
 from .buffers import state_parameter
 
 if TYPE_CHECKING:
-    from ..tensors import Scalar
+    from ..tensors import Numbers, Scalar
 
 _UPDATING = -2**30
 _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
-               "others; expected whole batches: call accumulator.reset(), which drops the open window, and go on with "
-               "the next batch")
-_TORN_UPDATE = ("an error or an interrupt stopped an update, of which the parameters may hold a part; expected whole "
-                "updates: load a checkpoint, or call accumulator.reset(), which drops the window, and go on")
+               "others; call accumulator.reset(), which drops the open window, and go on with the next batch")
+_TORN_UPDATE = ("an error or an interrupt stopped an update, of which the parameters may hold a part; load a "
+                "checkpoint, or call accumulator.reset(), which drops the window, and go on")
 
 
 @ms.jit_class
-class Counters:
-    """The Parameters that say what the window holds; see `Accumulator` for what is public.
+class Journal:
+    """Marks on the device of a microbatch or an update that was begun and not ended.
 
-    A microbatch or an update that is stopped in the middle leaves a trace in `unfinished`: a small number for a
-    microbatch, a large negative one for an update. MindSpore may report an error after later calls, so each piece notes its begin and
-    its end, and the end of the microbatch takes all of these back: what is missing in between shows.
+    An open mark is a small number for a microbatch, a large negative one for an update. MindSpore may report an error
+    after later calls, so each piece marks its begin and its end, and the end of the microbatch takes all of these back:
+    what is missing in between shows.
 
     Attributes:
-        saved: For the host: closed windows, and microbatches in the open one, when the last checkpoint was saved.
-        reported: For the host: `skipped` when a guard last raised an error about it.
+        unfinished: The sum of all marks, 0 if all is whole: int32 Parameter of shape `()`.
     """
 
     def __init__(self, prefix: str) -> None:
-        self.saved: Optional[tuple[int, int]] = None
-        self.reported: Optional[int] = None
-        self.mini_step, self.closed_windows, self.skipped, self.skipped_in_row, self.unfinished, self.taken = (
-            state_parameter(f"{prefix}.{name}", (), ms.int32)
-            for name in ("mini_step", "closed_windows", "skipped", "skipped_in_row", "unfinished", "taken"))
-        self.weight_sum, self.window_weight = (
-            state_parameter(f"{prefix}.{name}", (), ms.float32) for name in ("weight_sum", "window_weight"))
-        self.of_window = (self.mini_step, self.unfinished, self.taken, self.weight_sum)
-        self.kept = (self.closed_windows, self.skipped, self.skipped_in_row, self.window_weight)
+        self.unfinished = state_parameter(f"{prefix}.unfinished", (), ms.int32)
 
-    def note(self, change: Scalar) -> Tensor:
-        """Note the begin or the end of something that must not be stopped in the middle. Return what to wait for."""
+    def mark(self, change: Scalar) -> Tensor:
+        """Add to the marks. Return what to wait for."""
         return ops.assign_add(self.unfinished, change)
 
-    def begin(self, after: Tensor) -> Tensor:
-        """Note that a microbatch begins, once `after` is known: an error before that has changed nothing."""
-        return self.note(ops.depend(Tensor(1, ms.int32), after))
+    def begin(self, loss: Tensor) -> Tensor:
+        """Mark that a piece begins, once `loss` is known: an error before that has changed nothing.
 
-    def begin_update(self, after: Tensor) -> None:
-        """Note that an update, or a load, is about to change parameters, once `after` is known.
+        Return the loss, of which no gradient is added before the mark: additions come after it in the program.
+        """
+        return ops.depend(loss, self.mark(ops.depend(Tensor(1, ms.int32), loss)))
+
+    def updating(self, after: Tensor) -> None:
+        """Mark that an update, or a load, is about to change parameters, once `after` is known.
 
         An error before that has changed nothing. A window that is applied twice is worse than one that is refused.
         """
         ops.assign(self.unfinished, ops.depend(Tensor(_UPDATING, ms.int32), after))
 
-    def end_update(self) -> None:
-        """Note that the parameters are changed, all of them. `empty` says so, too."""
+    def done(self) -> None:
+        """Take all marks back: the parameters are changed, or the window was dropped."""
         ops.assign(self.unfinished, 0)
 
-    def count(self, taken: Scalar) -> None:
-        """Count a microbatch, if a piece of it was taken on this rank or on one that it exchanges microbatches with."""
-        ops.assign_add(self.mini_step, ops.minimum(taken, 1).astype(ms.int32) if isinstance(taken, Tensor) else taken)
+
+def require_whole(unfinished: int) -> None:
+    """Raise RuntimeError if something was stopped in the middle, given the marks of a journal."""
+    if unfinished:
+        raise RuntimeError(_TORN_UPDATE if unfinished <= _UPDATING // 2 else _TORN_BATCH)
+
+
+@ms.jit_class
+class Counters:
+    """The Parameters that count; see `Accumulator` for what is public.
+
+    Attributes:
+        measured: What the stages measured in the open window, summed: float32 `(measures,)`; none if nothing measures.
+        counted_sum: What `seen` counts of the open window: `weight_sum`, unless `count_apart` was called.
+        saved: For the host: closed windows, and microbatches in the open one, when the last checkpoint was saved.
+        reported: For the host: `skipped` when an error about it was last raised.
+        loads: For the host: how many checkpoints were loaded.
+        max_skips: For the host: how many skips in a row are no error; None: any.
+    """
+
+    def __init__(self, prefix: str, max_skips: Optional[int] = None) -> None:
+        self.max_skips = max_skips
+        self.saved: Optional[tuple[int, int]] = None
+        self.reported: Optional[int] = None
+        self.loads, self.prefix = 0, prefix
+        self.mini_step, self.update_step, self.closed_windows, self.skipped, self.skipped_in_row, self.taken = (
+            state_parameter(f"{prefix}.{name}", (), ms.int32)
+            for name in ("mini_step", "update_step", "closed_windows", "skipped", "skipped_in_row", "taken"))
+        self.weight_sum, self.window_weight = (
+            state_parameter(f"{prefix}.{name}", (), ms.float32) for name in ("weight_sum", "window_weight"))
+        self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
+        self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
+        self.counted_sum, self.apart, self.measured = self.weight_sum, (), ()
+        self.run_state = (self.update_step, self.seen, self.grad_norm, self.closed_windows, self.skipped,
+                          self.skipped_in_row, self.window_weight)
+
+    @property
+    def window_state(self) -> tuple:
+        """The Parameters that belong to the open window."""
+        return self.mini_step, self.taken, self.weight_sum, *self.apart, *self.measured
+
+    def measure(self, numbers: int) -> None:
+        """Make room for so many numbers. For the host, before anything is compiled."""
+        if numbers:
+            self.measured = (state_parameter(f"{self.prefix}.measured", (numbers,), ms.float32),)
+
+    def count_apart(self) -> None:
+        """Count something else than weights in `seen` from now on. For the host, before anything is compiled."""
+        if not self.apart:
+            self.apart = (state_parameter(f"{self.prefix}.counted_sum", (), ms.float32),)
+            self.counted_sum = self.apart[0]
+
+    def include(self, weight: Scalar, counted: Scalar, measured: Numbers) -> None:
+        """Add a piece to the open window."""
+        ops.assign_add(self.weight_sum, as_tensor(weight))
+        for counted_sum in self.apart:
+            ops.assign_add(counted_sum, as_tensor(counted))
+        for sums in self.measured:
+            ops.assign_add(sums, as_vector(measured))
 
     def take(self, taken: Scalar) -> None:
         """Count a piece, if it was taken."""
         ops.assign_add(self.taken, taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
 
-    def end_uncut(self, taken: Scalar) -> None:
-        """Count a microbatch that is not cut, and take its note back."""
-        self.count(taken)
-        self.note(-1)
+    def count(self, taken: Scalar) -> None:
+        """Count a microbatch, if a piece of it was taken on this rank or on one that it exchanges microbatches with."""
+        ops.assign_add(self.mini_step, ops.minimum(taken, 1).astype(ms.int32) if isinstance(taken, Tensor) else taken)
 
-    def end_microbatch(self, pieces: int) -> None:
-        """Count a microbatch of so many pieces, and take their notes back."""
+    def count_taken(self) -> None:
+        """Count a microbatch in pieces, if one of them was taken."""
         self.count(self.taken + 0)
         ops.assign(self.taken, 0)
-        self.note(-2 * pieces)
 
     def close(self, weight: Scalar) -> None:
         """Count a window of this weight that was applied or dropped."""
@@ -89,47 +136,24 @@ class Counters:
         ops.assign_add(self.closed_windows, 1)
 
     def empty(self) -> None:
-        """Empty the open window, and forget what was stopped."""
+        """Empty the open window."""
         ops.assign(self.mini_step, 0)
         ops.assign(self.taken, 0)
-        ops.assign(self.unfinished, 0)
+        ops.assign(self.weight_sum, 0.0)
+        for counted_sum in self.apart:
+            ops.assign(counted_sum, 0.0)
+        for sums in self.measured:
+            ops.assign(sums, ops.zeros_like(sums))
 
     def note_saved(self) -> None:
         """Note that a checkpoint holds all this: the open window is not lost if the run ends here. For the host."""
         self.saved = self.closed_and_held()
 
     def note_loaded(self) -> None:
-        """Note that all this came from a checkpoint. For the host."""
+        """Note that all this came from a checkpoint: who counts on the host has to ask anew. For the host."""
         self.note_saved()
-        self.reported = None
+        self.reported, self.loads = None, self.loads + 1
 
     def closed_and_held(self) -> tuple[int, int]:
         """Return the windows closed, and the microbatches in the open one. For the host."""
         return int(self.closed_windows), int(self.mini_step)
-
-    def require_whole(self) -> None:
-        """Raise RuntimeError if something was stopped in the middle. For the host."""
-        unfinished = int(self.unfinished)
-        if unfinished:
-            raise RuntimeError(_TORN_UPDATE if unfinished <= _UPDATING // 2 else _TORN_BATCH)
-
-
-class Countdown:
-    """What the host knows of the open window without asking the device; shared by all who close windows on the host.
-
-    Attributes:
-        held: Microbatches in the open window, if somebody counted them; 0 from a cell, which does not look.
-        remaining: How many the window needs, at least, until it is full; None: ask the device.
-    """
-
-    def __init__(self) -> None:
-        self.held, self.remaining = 0, None
-
-    def set(self, held: int, remaining: Optional[int]) -> None:
-        """Remember what the device said, or what follows from it."""
-        self.held, self.remaining = held, remaining
-
-    def claim(self) -> tuple[int, Optional[int]]:
-        """Return `(held, remaining)`, and forget it until somebody sets it again: whatever happens, it is not stale."""
-        remaining, self.remaining = self.remaining, None
-        return self.held, remaining

@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Optional, Union
+from typing import Union
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Tensor, ops
 
 from ..arguments import LARGEST_INT32, instance_of, number, whole_number
 
@@ -116,16 +116,20 @@ class WindowLength:
             return int(self.length(Tensor(update_step, ms.int32)))
         return next(length for start, length in reversed(self.stages) if start <= update_step)
 
-    def missing(self, mini_step: int, update_step: int, weight_sum: Union[Parameter, np.float32]) -> int:
+    def missing(self, mini_step: int, update_step: int, full: bool) -> int:
         """Return how many microbatches a window needs, at least, until it is full; 0 if it is. For the host."""
-        missing = self.host_length(update_step) - mini_step
-        if self.budget is not None:  # any one may bring the weight; compared as the device does
-            missing = min(missing, int(np.float32(weight_sum) < np.float32(self.budget)))
-        return max(missing, 0)
+        if full or self.budget is not None:  # any one may bring the weight
+            return 0 if full else 1
+        return max(self.host_length(update_step) - mini_step, 0)
 
-    def length_after(self, update_step: int) -> Optional[int]:
-        """Return what an empty window needs, at least, after so many updates; None if only the device knows."""
+    def length_after(self, update_step: int) -> int:
+        """Return what an empty window needs, at least, after so many updates. For the host."""
         return self.host_length(update_step) if self.budget is None else 1
+
+    def is_full_of(self, microbatches: int, update_step: int, weight: np.float32) -> bool:
+        """Return whether a window is full, as `is_full` would, from what the host knows."""
+        reached = self.budget is not None and weight >= np.float32(self.budget)
+        return reached or microbatches >= self.host_length(update_step)
 
 
 def length_of(accumulate_step: AccumulateStep) -> WindowLength:

@@ -9,20 +9,19 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
 from ..arguments import as_weight, instance_of, spelled
-from ..core.boundary import Boundary
+from ..core.keeper import Keeper
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
 from ..steps.batch import positional
-from ..steps.differentiate import make_gradients_of, weight_of
 from ..steps.errors import explaining_errors
+from ..steps.graphs import compiled, make_gradients_of, weight_of
 from ..steps.pieces import layout
-from ..steps.program import Empty
-from ..steps.straight import compiled
+from ..steps.program import Functions, program_of
 from ..steps.train_step import averaging, checked_axis, require_functions
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
     from ..core.length import AccumulateStep
-    from ..core.observer import Observer
+    from ..core.stages import Stage
     from ..distributed.exchange import DataParallel
 
 
@@ -55,6 +54,7 @@ class TrainOneStepCell(nn.Cell):
         reducer: See `Accumulator`.
         after_update: See `Accumulator`.
         noise_scale: See `Accumulator`.
+        stages: See `Accumulator`.
         buffer_dtype: See `Accumulator`.
 
     Inputs:
@@ -107,7 +107,8 @@ class TrainOneStepCell(nn.Cell):
         max_skips: Optional[int] = None,
         reducer: Optional[DataParallel] = None,
         after_update: Optional[Callable] = None,
-        noise_scale: Optional[Observer] = None,
+        noise_scale: Optional[Stage] = None,
+        stages: tuple[Stage, ...] = (),
         buffer_dtype: Optional[ms.Type] = None,
     ) -> None:
         # Without a prefix, the network's parameters keep their names.
@@ -118,53 +119,65 @@ class TrainOneStepCell(nn.Cell):
         accumulator = averaging(
             optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
             max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,
-            buffer_dtype=buffer_dtype)
+            stages=stages, buffer_dtype=buffer_dtype)
         require_same_parameters(network, accumulator.optimizer)
         _name_for_a_cell(accumulator)
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self.batch_axis = checked_axis(batch_axis)
-        self._gradients_of = make_gradients_of(network, accumulator, has_aux=False, begins=False)
+        self._way = accumulator.way
+        self._gradients_of = make_gradients_of(network, self._way, has_aux=False, begin=False)
         self._weight_fn = positional("weight_fn", weight_fn)
+        self._nothing = program_of(Functions(network, None), accumulator, 0, (), 1)
         # In graph mode, everything is compiled, the end of a window as well.
-        self._boundaries = {ms.GRAPH_MODE: Boundary(accumulator, compiled), ms.PYNATIVE_MODE: Boundary(accumulator)}
+        self._keepers = {ms.GRAPH_MODE: Keeper(accumulator, compiled), ms.PYNATIVE_MODE: Keeper(accumulator)}
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
         if named:
             raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
                             "in the order of the network's, or use make_train_step")
-        samples = layout(batch, self.batch_axis)[0]
-        if self.accumulator.countdown.claim()[1] is None:
-            self.accumulator.require_whole()
-            self._boundary_now().settle()
+        samples = self._settle_unit(batch)
         with self._forgetting_graphs():
-            result = self._train_on(samples, batch)
-        self.accumulator.countdown.set(0, 1)  # whole and not full, which is all that is known without asking
-        self.accumulator.guard.require_progress()
-        return result
+            if samples == 0:
+                return self._count_nothing(batch)
+            with self._keeper().microbatch() as turn:
+                turn.close_on_device()
+                return super().__call__(*batch)
 
-    def _train_on(self, samples: int, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        accumulator = self.accumulator
-        if samples > 0:
-            accumulator.buffers.fix_unit(float(samples))
-            return super().__call__(*batch)
-        skipped, loss = int(accumulator.skipped), Empty(accumulator)()
+    def _count_nothing(self, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Count a batch without samples, as a filter may leave one. The host closes a window behind it."""
+        accumulator, keeper = self.accumulator, self._keeper()
         scale = None if accumulator.loss_scaler is None else accumulator.loss_scaler.scale_value + 0.0
-        self._boundary_now().settle()
+        skipped = 0 if scale is None else int(accumulator.skipped)
+        keeper.forget()
+        with keeper.microbatch():
+            loss = self._nothing(*batch)
         return loss if scale is None else (loss, Tensor(int(accumulator.skipped) > skipped), scale)
+
+    def compile(self, *batch: Any, **named: Any) -> Any:
+        """Compile the cell for a microbatch, as any Cell."""
+        self._settle_unit(batch)
+        return super().compile(*batch, **named)
+
+    def _settle_unit(self, batch: tuple) -> int:
+        """Return how many samples there are; the first ones are the unit of weights, which graphs hold."""
+        samples = layout(batch, self.batch_axis)[0]
+        if samples > 0:
+            self._way.buffers.fix_unit(float(samples))
+        return samples
 
     def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class."""
-        accumulator = self.accumulator
+        accumulator, way = self.accumulator, self._way
         if accumulator.loss_scaler is None:
             loss = self._add(batch)
-            return ops.depend(loss, accumulator.close_if(accumulator.is_full()))
+            return ops.depend(loss, accumulator.close_if(way.is_full()))
         # `+ 0` copies: the Parameters change before these are read.
         scale = accumulator.loss_scaler.scale_value + 0.0
         skipped = accumulator.skipped + 0
         loss = ops.depend(self._add(batch), (scale, skipped))
-        loss = ops.depend(loss, accumulator.close_if(accumulator.is_full()))
+        loss = ops.depend(loss, accumulator.close_if(way.is_full()))
         return loss, accumulator.skipped > skipped, scale
 
     def _add(self, batch: tuple) -> Tensor:
@@ -172,7 +185,7 @@ class TrainOneStepCell(nn.Cell):
         samples, _ = layout(batch, self.batch_axis)
         weight = weight_of(self._weight_fn, samples, batch)
         loss, _, gradients = self._gradients_of(*batch)
-        self.accumulator.add(gradients, weight)
+        self._way.add_unmarked(gradients, weight)
         # A weight that is NaN or infinite makes the loss NaN, so that it is seen.
         return loss + as_weight(weight) * 0.0 if isinstance(weight, Tensor) else loss
 
@@ -186,13 +199,13 @@ class TrainOneStepCell(nn.Cell):
     def flush(self) -> bool:
         """Apply the incomplete window, if one is open. Return whether one was closed: applied or dropped."""
         with self._forgetting_graphs():
-            return self._boundary_now().flush()
+            return self._keeper().flush()[0]
 
     def _forgetting_graphs(self) -> AbstractContextManager:
         return explaining_errors(self.optimizer, self.compile_cache.clear)
 
-    def _boundary_now(self) -> Boundary:
-        return self._boundaries[ms.get_context("mode")]
+    def _keeper(self) -> Keeper:
+        return self._keepers[ms.get_context("mode")]
 
 
 def _name_for_a_cell(accumulator: Accumulator) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
@@ -14,18 +15,19 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from ..arguments import require_callable, spelled
-from ..core.boundary import end_of
+from ..core.keeper import end_of
 from ..tensors import FLOATS
 from .batch import positional
-from .differentiate import checked_loss
+from .graphs import checked_loss, compiled, straight
 from .pieces import select_rows, starts_of
+from .program import Program
 from .step import TrainStep
-from .straight import compiled, straight
 from .train_step import averaging, checked_pieces
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
     from ..core.length import AccumulateStep
+    from ..core.way import Way
     from .pieces import Cut
 
 
@@ -92,8 +94,7 @@ def make_grad_cache_step(
     require_callable("encode_fn", encode_fn)
     require_callable("loss_fn", loss_fn)
     accumulator, pieces = averaging(optimizer, accumulate_step), checked_pieces(pieces)
-    if (accumulator.observer.watches or accumulator.exchange.inside > 1
-            or accumulator.guard.judges_pieces):
+    if accumulator.looks_at_pieces and accumulator.way.length.budget is None:
         raise ValueError('the accumulator looks at single pieces (noise_scale, "skip_microbatch", or '
                          'sync="microbatch" or "node"), which are no estimates of the gradient of a batch here; give '
                          '"skip_window" or sync="window"')
@@ -104,51 +105,42 @@ class GradCacheStep(TrainStep):
     """What `make_grad_cache_step` returns: see there, and `TrainStep`."""
 
     def __init__(self, encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, pieces: int) -> None:
-        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> _Cached:
+        def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Program:
             encode = _encoder(positional("encode_fn", encode_fn, len(cut), names))
-            return _Cached(encode, positional("loss_fn", loss_fn), accumulator, samples, cut, pieces)
+            program = Program(accumulator, starts_of(samples, pieces),
+                              partial(_backward_fn, encode, accumulator.way, samples, cut))
+            if samples:
+                program.whole = _cached(program, encode, positional("loss_fn", loss_fn), accumulator, samples, cut)
+            return program
 
-        super().__init__(encode_fn, accumulator, pieces, microbatch_for)
+        super().__init__(encode_fn, accumulator, pieces, program_for)
 
 
-class _Cached:
-    """A microbatch whose pieces are encoded twice: for the loss of the batch, and backward from its gradient.
+def _cached(program: Program, encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int,
+            cut: Cut) -> Callable:
+    """Return `(*batch) -> loss`, which encodes pieces twice: for the loss of the batch, and backward from its gradient.
 
-    Attributes:
-        backward: What adds the gradients of a piece, by the number of its rows.
+    ValueError if `encode_fn` returned other representations in the second pass. The batch is ignored then.
     """
+    starts = [(Tensor(start, ms.int32), rows) for start, rows in program.starts]
+    encoders = {rows: straight(_encode_fn(encode, cut, rows), accumulator.mini_step) for _, rows in starts}
+    first = straight(_first_fn(encode, loss_fn, accumulator.way, samples, cut, starts[0][1]), accumulator.mini_step)
+    end = compiled(end_of(accumulator))
 
-    alone = None
-
-    def __init__(self, encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int,
-                 cut: Cut, pieces: int) -> None:
-        starts = starts_of(samples, pieces)
-        rows = starts[0][1]
-        self._starts = [(Tensor(start, ms.int32), rows) for start, rows in starts]
-        self._encode, self.backward = {}, {}
-        for length in {rows for _, rows in starts}:
-            self._encode[length] = straight(_encode_fn(encode, cut, length), accumulator)
-            self.backward[length] = straight(_backward_fn(encode, accumulator, samples, cut, length), accumulator)
-        self._first = straight(_first_fn(encode, loss_fn, accumulator, samples, cut, rows), accumulator)
-        self._end = compiled(end_of(accumulator))
-
-    def __call__(self, *batch: Any) -> Tensor:
-        """Add a microbatch. Return the loss.
-
-        Raises:
-            ValueError: If `encode_fn` returned other representations in the second pass. The batch is ignored then.
-        """
-        cached = tuple([self._encode[rows](start, *batch) for start, rows in self._starts])
-        loss, same, cotangents = self._first(cached[0], ops.concat(cached), *batch)
+    def cached(*batch: Any) -> Tensor:
+        representations = tuple([encoders[rows](start, *batch) for start, rows in starts])
+        loss, same, cotangents = first(representations[0], ops.concat(representations), *batch)
         if not same:
-            self._end(Tensor(1, ms.int32))
+            end(Tensor(1, ms.int32))
             raise ValueError("encode_fn returned two different representations of the same rows, so the gradient would "
                              "be wrong: does it draw random numbers? Switch Dropout off (p=0, or "
                              "network.set_train(False)); the batch was ignored")
-        for start, rows in self._starts[1:]:
-            self.backward[rows](start, cotangents, *batch)
-        self._end(Tensor(len(self._starts), ms.int32))
+        for start, rows in starts[1:]:
+            program.piece(rows)(start, cotangents, *batch)
+        end(Tensor(len(starts), ms.int32))
         return loss
+
+    return cached
 
 
 def _encode_fn(encode: Callable, cut: Cut, rows: int) -> Callable:
@@ -163,7 +155,7 @@ def _encode_fn(encode: Callable, cut: Cut, rows: int) -> Callable:
     return encode_piece
 
 
-def _first_fn(encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int, cut: Cut,
+def _first_fn(encode: Callable, loss_fn: Callable, way: Way, samples: int, cut: Cut,
               rows: int) -> Callable:
     """Return `(first, cached, *batch) -> (loss, whether both passes agreed, its gradient at the representations)`.
 
@@ -176,33 +168,33 @@ def _first_fn(encode: Callable, loss_fn: Callable, accumulator: Accumulator, sam
         fresh = _side_by_side(representations)
         whole = ops.concat((fresh, cached[rows:])) if rows < samples else fresh
         loss = checked_loss(loss_fn(*_apart(whole, representations)), "loss_fn")
-        return accumulator.begun(accumulator.scaled(loss)) * (samples / rows), loss, fresh
+        return way.begin(loss) * (samples / rows), loss, fresh
 
-    grad_fn = ms.value_and_grad(differentiated, 0, accumulator.optimizer.parameters, has_aux=True)
+    grad_fn = ms.value_and_grad(differentiated, 0, way.optimizer.parameters, has_aux=True)
 
     def first(once: Tensor, cached: Tensor, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         piece = select_rows(ops.arange(rows), cut, batch)
         (total, loss, again), (cotangents, gradients) = grad_fn(cached, *piece)
         same = _same(once, again)
         weight = ops.where(same, Tensor(rows, ms.float32), Tensor(0.0, ms.float32))
-        taken = accumulator.add_piece(gradients, weight, same.astype(ms.int32))
+        taken = way.add_piece(gradients, weight, None, same.astype(ms.int32))
         return ops.depend(loss, (total, taken)).astype(ms.float32), same, cotangents * (rows / samples)
 
     return first
 
 
-def _backward_fn(encode: Callable, accumulator: Accumulator, samples: int, cut: Cut,
-                 rows: int) -> Callable:
+def _backward_fn(encode: Callable, way: Way, samples: int, cut: Cut, rows: int) -> Callable:
     """Return `(start, cotangents, *batch)`, which adds the gradient of one piece."""
     def differentiated(cotangents: Tensor, *piece: Any) -> Tensor:
-        return accumulator.begun((cotangents * _side_by_side(encode(*piece))).sum(-1).sum() * (samples / rows))
+        # Not `way.begin`: the loss that these come from was scaled.
+        return way.journal.begin((cotangents * _side_by_side(encode(*piece))).sum(-1).sum() * (samples / rows))
 
-    grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters)
+    grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters)
 
     def backward(start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
         indices = start + ops.arange(rows)
-        partial, gradients = grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
-        return ops.depend(partial, accumulator.add_piece(gradients, float(rows)))
+        product, gradients = grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
+        return ops.depend(product, way.add_piece(gradients, float(rows)))
 
     return backward
 

@@ -60,7 +60,7 @@ def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
 
     There may be fewer than `pieces`, and the last one may be shorter.
     """
-    rows = -(-samples // pieces)
+    rows = max(-(-samples // pieces), 1)
     return [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
 
 

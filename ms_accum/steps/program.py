@@ -1,11 +1,13 @@
-"""One microbatch as straight graphs, which the host calls one after the other.
+"""A program: the graphs for all batches of one layout, which the host calls one after the other.
 
-    uncut:   value_and_grad, add, end           alone: value_and_grad, update: a window of one microbatch
-    pieces:  value_and_grad, add  for each piece, which gathers its own rows; then end, and the mean of the losses
+    whole:   value_and_grad, add, end           alone: value_and_grad, update: a window of one microbatch
+    pieces:  value_and_grad, add  for each piece, which gathers its own samples; then end, and the mean of the losses
+    empty:   no pieces: nothing is compiled, the microbatch counts, and its loss is 0
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
@@ -13,12 +15,11 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import as_weight
-from ..core.boundary import nothing_of
+from ..core.keeper import nothing_of
 from ..tensors import as_tensor, as_vector
-from .differentiate import make_gradients_of, weight_of
 from .errors import ask_about_piece
+from .graphs import compiled, make_gradients_of, straight, weight_of
 from .pieces import aux_values, checked_aux, counted, join_aux, select_rows, starts_of
-from .straight import compiled, straight
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
@@ -30,165 +31,154 @@ class Functions(NamedTuple):
 
     forward_fn: Callable
     weight_fn: Optional[Callable]
-    has_aux: bool
+    has_aux: bool = False
     batch_axis: int = 0
 
 
-class Uncut:
-    """A microbatch that is not cut.
-
-    Attributes:
-        alone: One graph for a window of one microbatch, which needs no buffers; None if a microbatch or window may be
-            left out, or is watched, or ranks sum each microbatch, or its weight decides whether it is the last one.
-    """
-
-    def __init__(self, functions: Functions, accumulator: Accumulator, samples: int) -> None:
-        forward_fn, weight_fn, has_aux, _ = functions  # a graph cannot read a named tuple
-        accumulated = make_gradients_of(forward_fn, accumulator, has_aux)
-        straightaway = make_gradients_of(forward_fn, accumulator, has_aux, begins=False)
-
-        def differentiated(gradients_of: Callable, batch: tuple) -> tuple:
-            weight = weight_of(weight_fn, samples, batch)
-            loss, aux, gradients = gradients_of(*batch)
-            if isinstance(weight, Tensor):
-                loss = loss + as_weight(weight) * 0.0  # a weight that is NaN or infinite makes the loss NaN
-            return ((loss, aux) if has_aux else loss), gradients, weight
-
-        def add(*batch: Any) -> Any:
-            result, gradients, weight = differentiated(accumulated, batch)
-            accumulator.add_microbatch(gradients, weight)
-            return result
-
-        def alone(*batch: Any) -> Any:
-            result, gradients, weight = differentiated(straightaway, batch)
-            accumulator.update_alone(gradients, weight)
-            return result
-
-        self._add = straight(add, accumulator)
-        needs_buffers = (accumulator.guard.judges or accumulator.guard.judges_pieces or accumulator.observer.watches
-                         or accumulator.exchange.inside > 1 or accumulator.length.budget is not None)
-        self.alone = None if needs_buffers else straight(alone, accumulator)
-
-    def __call__(self, *batch: Any) -> Any:
-        """Add a microbatch. Return the loss, or `(loss, aux)`."""
-        return self._add(*batch)
-
-
-class Pieces:
-    """A microbatch in pieces: a graph for each length of a piece, which the host calls for each in turn.
+class Program:
+    """The graphs for batches of one layout: one for each kind of piece, and one that ends the microbatch.
 
     The sums go from piece to piece. Keeping what each returned would cut MindSpore's pool of memory into parts, and the
     peak would grow with their number (48 pieces: 286 MB instead of 84).
 
+    Args:
+        accumulator: Where gradients go.
+        starts: First sample and samples of each piece; none for a batch without samples.
+        piece_of: Called as `piece_of(*key)`, once for each key of a piece; returns the function that adds one:
+            `(start, totals, *own, *batch) -> totals`, or `(totals, weight, aux)`.
+        absent: How many pieces this rank lacks: where ranks sum each piece, all have to add as many.
+        losses: How many losses there are. `totals` are the sums of weight * loss, then those of the weights: float32
+            `(2 * losses,)`.
+        has_aux: Whether there is aux.
+        batch_axis: The axis that counts the samples.
+
     Attributes:
-        starts: First row and rows of each piece.
-        count: How many losses `forward_fn` returns. `totals` are the sums of weight * loss, then those of the weights:
-            float32 `(2 * count,)`.
+        whole: `(*batch) -> loss`, or `(loss, aux)`: one graph for a batch that is not cut. None: it is cut.
+        alone: The same for a window of one microbatch, which needs no buffers. None: there is none.
     """
 
-    alone = None
-    count = 1
-
-    def __init__(self, functions: Functions, accumulator: Accumulator, samples: int, cut: Cut,
-                 pieces: int) -> None:
-        self.functions, self.accumulator, self.cut = functions, accumulator, cut
-        self.starts = starts_of(samples, pieces)
-        self._graphs: dict[tuple, Callable] = {}
-        # Ranks that sum each piece have to add as many.
-        self._missing = pieces - len(self.starts) if accumulator.exchange.inside > 1 else 0
-        self._nothing = straight(nothing_of(accumulator), accumulator)
-        end = _end_of(accumulator, self.count, len(self.starts), self._missing, functions.batch_axis)
-        self._end = compiled(end)
+    def __init__(self, accumulator: Accumulator, starts: list[tuple[int, int]], piece_of: Callable, absent: int = 0,
+                 losses: int = 1, has_aux: bool = False, batch_axis: int = 0) -> None:
+        self.starts, self.losses, self.has_aux, self._absent, self._piece_of = starts, losses, has_aux, absent, piece_of
+        self._way = accumulator.way
+        self._pieces: dict[tuple, Callable] = {}
+        self.whole: Optional[Callable] = None
+        self.alone: Optional[Callable] = None
+        self._nothing = straight(nothing_of(accumulator, 0 if starts else 1), accumulator.mini_step)
+        self._end = compiled(self._end_fn(batch_axis))
 
     def __call__(self, *batch: Any) -> Any:
         """Add a microbatch. Return the loss, or `(loss, aux)`: the mean over the pieces."""
+        if self.whole is not None:
+            return self.whole(*batch)
         return self.run([(rows,) for _, rows in self.starts], [()] * len(self.starts), batch)
 
     def run(self, keys: list[tuple], inputs: list[tuple], batch: tuple) -> Any:
-        """Add each piece by the graph of its key, given its inputs. Return as in a call."""
-        has_aux, count = self.functions.has_aux, self.count
-        totals, results, place = Tensor(np.zeros(2 * count), ms.float32), [], 0
+        """Add each piece by the graph of its key, given its own inputs. Return as in a call."""
+        totals, results, aux, place = Tensor(np.zeros(2 * self.losses), ms.float32), [], None, 0
         try:
             for place in range(len(self.starts)):
-                (start, _), key, own = self.starts[place], keys[place], inputs[place]
-                if key not in self._graphs:
-                    self._graphs[key] = straight(self.graph_for(*key), self.accumulator)
-                totals = self._graphs[key](Tensor(start, ms.int32), totals, *own, *batch)
-                if has_aux:
+                totals = self.piece(*keys[place])(Tensor(self.starts[place][0], ms.int32), totals, *inputs[place],
+                                                  *batch)
+                if self.has_aux:
                     totals, weight, aux = totals
                     results += [weight, *aux_values(aux)]
-            for _ in range(self._missing):
+            for _ in range(self._absent):
                 self._nothing()
-            joined = self._end(totals, *results)
+            joined = self._ended(totals, *results)
         except Exception as error:
             ask_about_piece(error, place, len(self.starts))
             raise
-        losses = joined[0] if count == 1 else joined[:count]
-        if not has_aux:
+        losses = joined[0] if self.losses == 1 else joined[:self.losses]
+        if not self.has_aux:
             return losses
-        return losses, (joined[count:] if isinstance(aux, tuple) else joined[count])
+        joined = joined[self.losses:]
+        return losses, (joined if isinstance(aux, tuple) else joined[0] if joined else None)
 
-    def graph_for(self, rows: int) -> Callable:
-        """Return `(start, totals, *batch) -> totals`, or `(totals, weight, aux)`, which adds a piece of so many rows.
-        """
-        (forward_fn, weight_fn, has_aux, axis), accumulator, cut = self.functions, self.accumulator, self.cut
-        gradients_of = make_gradients_of(forward_fn, accumulator, has_aux)
+    def piece(self, *key: Any) -> Callable:
+        """Return the graph that adds a piece with this key."""
+        if key not in self._pieces:
+            self._pieces[key] = straight(self._piece_of(*key), self._way.counters.mini_step)
+        return self._pieces[key]
 
-        def piece(start: Tensor, totals: Tensor, *batch: Any) -> Any:
-            # The rows are gathered here, from the whole batch: a graph's argument is not copied.
-            inputs = select_rows(start + ops.arange(rows), cut, batch)
-            weight = weight_of(weight_fn, rows, inputs)
-            loss, aux, gradients = gradients_of(*inputs)
-            aux = checked_aux(aux, rows, axis) if has_aux else aux
-            active = accumulator.add_piece(gradients, weight)
-            totals = totals + as_vector((counted(loss, weight), ops.depend(as_tensor(weight), active)))
-            return (totals, as_vector((weight,)), aux) if has_aux else totals
+    def _ended(self, totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+        """End the microbatch. Nothing is compiled for an empty one."""
+        if self.starts or self._absent:
+            return self._end(totals, *results)
+        self._way.counters.count(1)
+        return tuple(totals[:self.losses])
 
-        return piece
+    def _end_fn(self, batch_axis: int) -> Callable:
+        """Return `(totals, *results) -> (*losses, *aux)`, which ends a microbatch of as many pieces."""
+        way, losses, pieces, absent = self._way, self.losses, len(self.starts), self._absent
 
+        def end(totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+            way.end_microbatch(pieces + absent)
+            means = ()
+            for t in range(losses):
+                means = (*means, totals[t] / _divisor(totals[losses + t]))
+            if not results:
+                return means
+            return (*means, *join_aux(results, pieces, _divisor(totals[losses]), batch_axis))
 
-class Empty:
-    """A microbatch without samples, as a filter may leave one: it counts, and weighs nothing.
-
-    Nothing is compiled for it, except where ranks sum each microbatch: one graph that takes part in their exchange.
-
-    Attributes:
-        result: What a call returns: the loss 0, or as many losses; with aux, `(loss, None)`.
-    """
-
-    alone = None
-
-    def __init__(self, accumulator: Accumulator, pieces: int = 1, losses: int = 1, has_aux: bool = False) -> None:
-        self.accumulator, self.pieces, self.losses = accumulator, pieces, losses
-        loss = Tensor(0.0, ms.float32) if losses == 1 else (Tensor(0.0, ms.float32),) * losses
-        self.result = (loss, None) if has_aux else loss
-        self._nothing = straight(nothing_of(accumulator, 1), accumulator)  # compiled only where ranks sum each piece
-
-    def weigh(self, *batch: Any) -> np.ndarray:
-        """See `losses.WeighedPieces`."""
-        return np.zeros((1, self.losses))
-
-    def __call__(self, *batch: Any) -> Any:
-        """Count a microbatch. Ranks that sum each piece take part in it."""
-        if self.accumulator.exchange.inside == 1:
-            self.accumulator.counters.count(1)
-            return self.result
-        for _ in range(self.pieces):
-            self._nothing()
-        self.accumulator.end_microbatch(self.pieces)
-        return self.result
+        return end
 
 
-def _end_of(accumulator: Accumulator, count: int, pieces: int, missing: int, batch_axis: int) -> Callable:
-    """Return `(totals, *results) -> (*losses, *aux)`, which ends a microbatch of so many pieces."""
-    def end(totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-        accumulator.end_microbatch(pieces + missing)
-        losses = ()
-        for t in range(count):
-            losses = (*losses, totals[t] / _divisor(totals[count + t]))
-        return (*losses, *join_aux(results, pieces, _divisor(totals[count]), batch_axis))
+def program_of(functions: Functions, accumulator: Accumulator, samples: int, cut: Cut, pieces: int) -> Program:
+    """Return the program for batches of so many samples, of which `cut` says what is cut, into so many pieces."""
+    starts = starts_of(samples, pieces)
+    absent = pieces - len(starts) if accumulator.way.exchange.inside > 1 else 0
+    program = Program(accumulator, starts, partial(_piece_fn, functions, accumulator, cut), absent,
+                      has_aux=functions.has_aux, batch_axis=functions.batch_axis)
+    if pieces == 1 and samples:
+        add, alone = _whole_fns(functions, accumulator, samples)
+        program.whole = straight(add, accumulator.mini_step)
+        if not accumulator.looks_at_pieces and not accumulator.way.may_drop:
+            program.alone = straight(alone, accumulator.mini_step)
+    return program
 
-    return end
+
+def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, rows: int) -> Callable:
+    """Return `(start, totals, *batch) -> totals`, or `(totals, weight, aux)`, which adds a piece of so many samples."""
+    (forward_fn, weight_fn, has_aux, axis), way = functions, accumulator.way  # a graph cannot read a named tuple
+    gradients_of = make_gradients_of(forward_fn, way, has_aux)
+
+    def piece(start: Tensor, totals: Tensor, *batch: Any) -> Any:
+        # The samples are gathered here, from the whole batch: a graph's argument is not copied.
+        inputs = select_rows(start + ops.arange(rows), cut, batch)
+        weight = weight_of(weight_fn, rows, inputs)
+        loss, aux, gradients = gradients_of(*inputs)
+        aux = checked_aux(aux, rows, axis) if has_aux else aux
+        active = way.add_piece(gradients, weight)
+        totals = totals + as_vector((counted(loss, weight), ops.depend(as_tensor(weight), active)))
+        return (totals, as_vector((weight,)), aux) if has_aux else totals
+
+    return piece
+
+
+def _whole_fns(functions: Functions, accumulator: Accumulator, samples: int) -> tuple[Callable, Callable]:
+    """Return what adds a microbatch that is not cut, and what updates with it alone."""
+    (forward_fn, weight_fn, has_aux, _), way = functions, accumulator.way
+    marked, unmarked = (make_gradients_of(forward_fn, way, has_aux, begin) for begin in (True, False))
+
+    def differentiated(gradients_of: Callable, batch: tuple) -> tuple:
+        weight = weight_of(weight_fn, samples, batch)
+        loss, aux, gradients = gradients_of(*batch)
+        if isinstance(weight, Tensor):
+            loss = loss + as_weight(weight) * 0.0  # a weight that is NaN or infinite makes the loss NaN
+        return ((loss, aux) if has_aux else loss), gradients, weight
+
+    def add(*batch: Any) -> Any:
+        result, gradients, weight = differentiated(marked, batch)
+        way.add_microbatch(gradients, weight)
+        return result
+
+    def alone(*batch: Any) -> Any:
+        result, gradients, weight = differentiated(unmarked, batch)
+        way.update_alone(gradients, weight)
+        return result
+
+    return add, alone
 
 
 def _divisor(weight: Tensor) -> Tensor:

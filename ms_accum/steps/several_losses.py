@@ -18,12 +18,13 @@ from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
 from ..arguments import as_weight
+from ..core.counters import require_whole
+from ..core.stages import Stage
 from ..tensors import as_vector
-from .differentiate import checked_loss, parted, refuse, require_readable
-from .pieces import checked_aux, counted, select_rows
-from .program import Pieces
+from .graphs import checked_loss, compiled, parted, refuse, require_readable
+from .pieces import checked_aux, counted, select_rows, starts_of
+from .program import Program
 from .step import TrainStep, next_or_error
-from .straight import compiled
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
@@ -36,8 +37,6 @@ _SINGLE = ("a train step with losses={} has to know a window before it trains it
            "accumulate_step=1 and cut the batch into pieces")
 _OPEN = ("the open window was weighed as a whole, and not all of it was trained, expected whole windows: call "
          "accumulator.reset(), which drops it; to leave a loop without that, leave it when train_step.updated is true")
-_CHANGED = ("the open window was closed or dropped in the middle of an epoch that weighed it as a whole; expected no "
-            "flush(), apply() or reset() inside the loop: leave the loop first, then call accumulator.reset()")
 
 
 class KnownWindow(NamedTuple):
@@ -58,21 +57,21 @@ class SeveralLossesStep(TrainStep):
     """A train step whose `forward_fn` returns several losses; see `make_train_step`."""
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
-                 losses: int, has_aux: bool, batch_axis: int) -> None:
-        if accumulator.exchange.inside > 1:
+                 losses: int, batch_axis: int) -> None:
+        way, self._losses = accumulator.way, losses
+        if way.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so that '
                              'windows cannot be weighed before; give sync="window"')
-        if accumulator.guard.judges_pieces:
+        if any(type(stage).weigh is not Stage.weigh for stage in way.stages):
             raise ValueError(f'got losses={losses} with on_nonfinite="skip_microbatch", which changes the weight of a '
                              'window after it was weighed; give "skip_window"')
 
-        def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> WeighedPieces:
-            return WeighedPieces(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
+        def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> WeighedProgram:
+            return WeighedProgram(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
 
-        self._announced = accumulator.updating.announcing()  # an update counts in `seen` what the first loss weighs
-        super().__init__(function, accumulator, pieces, microbatch_for, batch_axis, losses, has_aux)
-        self._nothing = Tensor(np.zeros(losses + 1), ms.float32)
-        accumulator.buffers.fix_unit(1.0)
+        way.counters.count_apart()  # an update counts in `seen` what the first loss weighs
+        way.buffers.fix_unit(1.0)
+        super().__init__(function, accumulator, pieces, program_for, batch_axis)
 
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """See `TrainStep`: it reads the batches of a window before it trains the first of them.
@@ -97,7 +96,7 @@ class SeveralLossesStep(TrainStep):
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """See `TrainStep`: the batch is a window of its own. RuntimeError unless `accumulate_step=1`."""
-        if not self.accumulator.length.is_one:
+        if not self.accumulator.way.length.is_one:
             step = self.accumulator.fingerprint()["accumulate_step"]
             raise RuntimeError(_SINGLE.format(self._losses, step))
         self._require_closed()
@@ -113,25 +112,24 @@ class SeveralLossesStep(TrainStep):
 
     def forget_graphs(self) -> None:
         """See `TrainStep`."""
-        exchange, updating, losses = self.accumulator.exchange, self.accumulator.updating, self._losses
+        exchange = self.accumulator.way.exchange
 
-        def announce(weights: Tensor) -> Tensor:
-            totals = as_vector(exchange.total(_numbers(weights)))
-            window = ops.where(totals[losses] > 0, totals[0], Tensor(-1.0, ms.float32))
-            ops.assign(updating.announced[0], window)
-            return totals
+        def total(weights: Tensor) -> Tensor:
+            return as_vector(exchange.total(_numbers(weights)))
 
         super().forget_graphs()
-        self._announce = compiled(announce)
+        self.keeper.before_exchange = self._weigh_with_others
+        self._total, self._nothing = compiled(total), Tensor(np.zeros(self._losses + 1), ms.float32)
 
-    def before_exchange(self) -> None:
+    def _weigh_with_others(self) -> None:
         """Weigh the windows of the ranks that still have data together with them."""
-        self._announce(self._nothing)
+        self._total(self._nothing)
 
     def _require_closed(self) -> None:
         """Refuse an open window, which was weighed as a whole. RuntimeError."""
-        self.accumulator.require_whole()
-        if int(self.accumulator.mini_step) > 0:
+        facts = self.keeper.facts()
+        require_whole(facts.unfinished)
+        if facts.mini_step > 0:
             raise RuntimeError(_OPEN)
 
     def _new_window(self) -> KnownWindow:
@@ -144,47 +142,35 @@ class SeveralLossesStep(TrainStep):
         arguments = tuple(value.copy() if isinstance(value, Tensor) else value for value in arguments)
         window.batches.append((key, arguments))
         with self.forgetting_graphs():
-            window.weights.append(self.microbatch(key).weigh(*arguments))
+            window.weights.append(self.program(key).weigh(*arguments))
         first = np.add.accumulate(np.concatenate(window.weights)[:, 0], dtype=np.float32)  # as the device adds
-        return self.accumulator.length.missing(len(window.batches), window.updates, first[-1]) == 0
+        return self.accumulator.way.length.is_full_of(len(window.batches), window.updates, first[-1])
 
     def _train_window(self, window: KnownWindow) -> Iterator[Any]:
         """Train on the microbatches of a window, and close it with the last one."""
         own = np.concatenate(window.weights)
         with self.forgetting_graphs():
-            totals = self._announce(Tensor([*own.sum(0), (own != 0).any(1).sum()], ms.float32))
-        self._length = len(window.batches)
-        self.accumulator.countdown.set(0, self._length)
+            totals = self._total(Tensor([*own.sum(0), (own != 0).any(1).sum()], ms.float32))
+        self.keeper.open(len(window.batches))
         for (key, batch), weights in zip(window.batches, window.weights):
-            if self.accumulator.countdown.remaining is None:
-                raise RuntimeError(_CHANGED)
-            yield self.train(partial(self.microbatch, key), (totals, weights, *batch))
-
-    def _after_microbatch(self, held: int, remaining: int) -> tuple[int, Optional[int], bool]:
-        """See `TrainStep`: a window ends where its batches end."""
-        if remaining > 0:
-            return held, remaining, False
-        self.accumulator.require_whole()
-        if int(self.accumulator.mini_step) != self._length:
-            raise RuntimeError(_CHANGED)
-        updated = self._boundary.close()
-        if not updated:
-            ops.assign(self._announced, -1.0)
-            self.accumulator.guard.require_progress()
-        return 0, None, updated
+            self.keeper.require_open()
+            yield self.train(key, (totals, weights, *batch))
 
 
-class WeighedPieces(Pieces):
-    """A microbatch, whole or in pieces, of a window whose totals are known. A whole one is a single piece."""
+class WeighedProgram(Program):
+    """The graphs for batches of a window whose totals are known. A batch that is not cut is a single piece."""
 
     def __init__(self, functions: Functions, accumulator: Accumulator, losses: int, samples: int,
                  cut: Cut, pieces: int) -> None:
-        self.count = losses
-        super().__init__(functions, accumulator, samples, cut, pieces)
-        self._weigh = compiled(self._weigh_fn())
+        super().__init__(accumulator, starts_of(samples, pieces),
+                         partial(_piece_fn, functions, accumulator, cut, losses), losses=losses,
+                         has_aux=functions.has_aux, batch_axis=functions.batch_axis)
+        self._weigh = compiled(_weigh_fn(functions.weight_fn, self.starts, cut, losses))
 
     def weigh(self, *batch: Any) -> np.ndarray:
         """Return the weights of the pieces, without training on them: float64 `(pieces, losses)`. It waits for them."""
+        if not self.starts:
+            return np.zeros((1, self.losses))
         return self._weigh(*batch).asnumpy().astype(np.float64)
 
     def __call__(self, window: Tensor, weights: np.ndarray, *batch: Any) -> Any:
@@ -192,48 +178,50 @@ class WeighedPieces(Pieces):
         keys = [(rows, tuple((of_piece != 0).tolist())) for (_, rows), of_piece in zip(self.starts, weights)]
         return self.run(keys, [(Tensor(of_piece, ms.float32), window) for of_piece in weights], batch)
 
-    def graph_for(self, rows: int, present: tuple[bool, ...]) -> Callable:
-        """Return what adds a piece. A loss that has no weight in it is left out: as a mean over nothing it is 0/0."""
-        (forward_fn, _, has_aux, axis), accumulator, cut, count = self.functions, self.accumulator, self.cut, self.count
-        counts = [t for t in range(count) if present[t]]
 
-        def differentiated(shares: Tensor, *piece: Any) -> tuple:
-            returned, aux = parted(forward_fn(*piece), has_aux)
-            losses = _checked_losses(returned, count)
-            total = Tensor(0.0, ms.float32)
-            for t in counts:
-                total = total + shares[t] * losses[t].astype(ms.float32)
-            return accumulator.begun(accumulator.scaled(total)), as_vector(losses), aux
+def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: int, rows: int,
+              present: tuple[bool, ...]) -> Callable:
+    """Return what adds a piece. A loss that has no weight in it is left out: as a mean over nothing it is 0/0."""
+    (forward_fn, _, has_aux, axis), way = functions, accumulator.way
+    counts = [t for t in range(count) if present[t]]
 
-        # The shares are no parameters.
-        grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
+    def differentiated(shares: Tensor, *piece: Any) -> tuple:
+        returned, aux = parted(forward_fn(*piece), has_aux)
+        losses = _checked_losses(returned, count)
+        total = Tensor(0.0, ms.float32)
+        for t in counts:
+            total = total + shares[t] * losses[t].astype(ms.float32)
+        return way.begin(total), as_vector(losses), aux
 
-        def piece(start: Tensor, totals: Tensor, weights: Tensor, window: Tensor, *batch: Any) -> Any:
-            inputs = select_rows(start + ops.arange(rows), cut, batch)
-            of_window = window[:count]
-            shares = weights * window[count] / ops.where(of_window == 0, ops.ones_like(of_window), of_window)
-            (total, losses, aux), gradients = grad_fn(shares, *inputs)
-            aux = checked_aux(aux, rows, axis) if has_aux else aux
-            taken = accumulator.add_piece(gradients, 1.0 if counts else 0.0)
-            losses = ops.depend(counted(losses, weights), (total, taken))
-            totals = totals + ops.concat((losses, weights))
-            return (totals, weights[:1], aux) if has_aux else totals
+    # The shares are no parameters.
+    grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters, has_aux=True)
 
-        return piece
+    def piece(start: Tensor, totals: Tensor, weights: Tensor, window: Tensor, *batch: Any) -> Any:
+        inputs = select_rows(start + ops.arange(rows), cut, batch)
+        of_window = window[:count]
+        shares = weights * window[count] / ops.where(of_window == 0, ops.ones_like(of_window), of_window)
+        (total, losses, aux), gradients = grad_fn(shares, *inputs)
+        aux = checked_aux(aux, rows, axis) if has_aux else aux
+        taken = way.add_piece(gradients, 1.0 if counts else 0.0, weights[0])
+        losses = ops.depend(counted(losses, weights), (total, taken))
+        totals = totals + ops.concat((losses, weights))
+        return (totals, weights[:1], aux) if has_aux else totals
 
-    def _weigh_fn(self) -> Callable:
-        weight_fn, starts, cut, losses = self.functions.weight_fn, self.starts, self.cut, self.count
+    return piece
 
-        def weigh(*batch: Any) -> Tensor:
-            weights = ()
-            for start, rows in starts:
-                inputs = select_rows(ops.arange(start, start + rows), cut, batch)
-                of_piece = (float(rows),) * losses if weight_fn is None else weight_fn(*inputs)
-                require_entries("weight", losses, len(of_piece) if isinstance(of_piece, tuple) else None)
-                weights = (*weights, as_vector(tuple([as_weight(weight) for weight in of_piece])))
-            return ops.stack(weights)
 
-        return weigh
+def _weigh_fn(weight_fn: Optional[Callable], starts: list[tuple[int, int]], cut: Cut, losses: int) -> Callable:
+    """Return `(*batch) -> weights`, float32 `(pieces, losses)`."""
+    def weigh(*batch: Any) -> Tensor:
+        weights = ()
+        for start, rows in starts:
+            inputs = select_rows(ops.arange(start, start + rows), cut, batch)
+            of_piece = (float(rows),) * losses if weight_fn is None else weight_fn(*inputs)
+            require_entries("weight", losses, len(of_piece) if isinstance(of_piece, tuple) else None)
+            weights = (*weights, as_vector(tuple([as_weight(weight) for weight in of_piece])))
+        return ops.stack(weights)
+
+    return weigh
 
 
 def _numbers(vector: Tensor) -> Numbers:

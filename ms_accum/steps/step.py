@@ -1,27 +1,26 @@
 """A train step of straight graphs, scheduled by the host: one adds a microbatch or a piece of it, one updates.
 
-    host:    count down what the window needs            at 0: ask the device; full? close it, and count anew
-                     │                                                  │
-    device:  add, straight: gather rows,                 update, straight: exchange, normalise, clip, optimizer, clear
-             value_and_grad, add
+    host:    keeper: count down ─► program of the batch's layout ─► keeper: full? close the window
+                                             │                                        │
+    device:                    gather samples, value_and_grad, add     exchange, clip, optimizer, clear
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
-from ..core.boundary import Boundary
+from ..core.keeper import Keeper
 from ..core.optimizers import require_rates, require_same_parameters, require_trainable
 from .batch import as_arguments, as_tensors, named_values, ordered, require_batched
 from .errors import explaining_errors
+from .graphs import straight
 from .pieces import layout
-from .program import Empty
-from .straight import straight
 
 if TYPE_CHECKING:
-    from ..core.accumulator import Accumulator
+    from ..core.accumulator import Accumulator, Status
+    from .program import Program
 
 
 class TrainStep:
@@ -31,11 +30,8 @@ class TrainStep:
         function: The function whose parameters order a batch with names.
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
-        microbatch_for: Called as `microbatch_for(samples, cut, names)`, once for each layout of a batch; returns what
-            adds one microbatch when it is called, such as `microbatch.Uncut`.
+        program_for: Called as `program_for(samples, cut, names)`, once for each layout of a batch; returns a `Program`.
         batch_axis: Which axis counts the samples.
-        losses: How many losses a batch has.
-        has_aux: Whether calls return `(loss, aux)`.
 
     Attributes:
         accumulator: The accumulator that it feeds.
@@ -44,17 +40,17 @@ class TrainStep:
             When an epoch yields its last loss, and after it: whether that one or the incomplete window made an update.
     """
 
-    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, microbatch_for: Callable,
-                 batch_axis: int = 0, losses: int = 1, has_aux: bool = False) -> None:
+    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, program_for: Callable,
+                 batch_axis: int = 0) -> None:
         self.accumulator, self.pieces, self.batch_axis, self.updated = accumulator, pieces, batch_axis, False
-        self._function, self._microbatch_for, self._losses, self._has_aux = function, microbatch_for, losses, has_aux
+        self._function, self._program_for = function, program_for
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self.forget_graphs()
 
     def forget_graphs(self) -> None:
         """Compile everything again from now on."""
-        self._microbatches: dict[tuple, Any] = {}
-        self._boundary = Boundary(self.accumulator, partial(straight, accumulator=self.accumulator))
+        self._programs: dict[tuple, Program] = {}
+        self.keeper = Keeper(self.accumulator, partial(straight, mini_step=self.accumulator.mini_step))
 
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """Train on each of `batches`, and yield what each call returns. Apply the incomplete last window.
@@ -121,31 +117,31 @@ class TrainStep:
             RuntimeError: If an error left a part of a batch in the open window, or stopped an update.
         """
         key, batch = self.prepared(batch, named)
-        return self.train(lambda: self.microbatch(key), batch)
+        return self.train(key, batch)
+
+    def status(self) -> Status:
+        """Return where the accumulator stands, in one read, which waits for the device; see `Accumulator`."""
+        return self.accumulator.status()
 
     def __repr__(self) -> str:
         """Return what it does and where it stands. It waits for the device."""
-        accumulator = self.accumulator
-        (held, remaining), length = accumulator.position(), accumulator.fingerprint()["accumulate_step"]
+        accumulator, status = self.accumulator, self.status()
+        length = accumulator.fingerprint()["accumulate_step"]
         length = f"{length} microbatch{'es' * (length != '1')} a window" if length.isdecimal() else length
         pieces = [f"{self.pieces} pieces"] if self.pieces > 1 else []
         return "{}({})".format(type(self).__name__, ", ".join([
-            length, *pieces, type(accumulator.optimizer).__name__, f"{held} of {held + remaining} in the open window",
-            f"{int(accumulator.update_step)} updates", f"{int(accumulator.seen)} seen"]))
+            length, *pieces, type(accumulator.optimizer).__name__,
+            f"{status.mini_step} of {status.mini_step + status.needed} in the open window",
+            f"{status.update_step} updates", f"{status.seen} seen"]))
 
     def flush(self) -> bool:
         """Apply the incomplete window, if one is open. Return whether a window was closed: applied or dropped.
 
         On several ranks, take part in the windows of the others until none has data: every rank has to call it.
         """
-        updates = int(self.accumulator.update_step)
         with self.forgetting_graphs():
-            closed = self._boundary.flush(self.pieces, self.before_exchange)
-        self.updated = int(self.accumulator.update_step) > updates
+            closed, self.updated = self.keeper.flush(self.pieces)
         return closed
-
-    def before_exchange(self) -> None:
-        """Do what the ranks do together before they exchange windows."""
 
     def prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
         """Return the key of the graphs that a batch needs, and its arguments by position."""
@@ -160,59 +156,32 @@ class TrainStep:
         # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
         return (*layout(batch, self.batch_axis), names), batch
 
-    def microbatch(self, key: tuple) -> Any:
-        """Return what adds a microbatch with this key. The first one fixes the unit of weights."""
-        if key not in self._microbatches:
-            require_same_parameters(self._function, self.accumulator.optimizer)
-            if key[0]:
-                self.accumulator.buffers.fix_unit(float(-(-key[0] // self.pieces)))
-            self._microbatches[key] = self._microbatch_for(*key) if key[0] else Empty(
-                self.accumulator, self.pieces, self._losses, self._has_aux)
-        return self._microbatches[key]
+    def program(self, key: tuple) -> Program:
+        """Return the program for batches with this key. The first one fixes the unit of weights."""
+        if key not in self._programs:
+            way, samples = self.accumulator.way, key[0]
+            require_same_parameters(self._function, way.optimizer)
+            if samples:
+                way.buffers.fix_unit(float(-(-samples // self.pieces)))
+            self._programs[key] = self._program_for(*key)
+        return self._programs[key]
 
-    def train(self, graphs: Callable, batch: tuple) -> Any:
-        """Add a microbatch by what `graphs()` returns, and close the window if it is full. Return what that returned.
-
-        If anything stops this call, the countdown stays unset, and the next call asks the device.
-        """
+    def train(self, key: tuple, batch: tuple) -> Any:
+        """Train on a microbatch, and close the window if it is full. Return what the program returned."""
         self.updated = False
-        held, remaining = self.accumulator.countdown.claim()
-        if remaining is None:
-            self.accumulator.require_whole()
         with self.forgetting_graphs():
-            microbatch = graphs()
-            # `alone` leaves the buffers out, so the device has to say that they are empty: a cell has not looked.
-            if remaining is None or (remaining == 1 and held == 0 and microbatch.alone):
-                held, remaining = self._boundary.settle()
-            if remaining == 1 and held == 0 and microbatch.alone:
-                result, updated = microbatch.alone(*batch), True
-                known = 0, 1 if self.accumulator.length.is_one else None  # else the next one's length is not known
-            else:
-                result = microbatch(*batch)
-                *known, updated = self._after_microbatch(held + 1, remaining - 1)
-        self.accumulator.countdown.set(*known)
-        self.updated = updated
+            with self.keeper.microbatch() as turn:
+                program = self.program(key)
+                if turn.is_alone and program.alone is not None:
+                    turn.update_alone()
+                    program = program.alone
+                result = program(*batch)
+        self.updated = turn.updated
         return result
 
     def forgetting_graphs(self) -> AbstractContextManager:
         """Forget all graphs after an error within the block, and explain it."""
         return explaining_errors(self.accumulator.optimizer, self.forget_graphs)
-
-    def _after_microbatch(self, held: int, remaining: int) -> tuple[int, Optional[int], bool]:
-        """Close the window if it is full. Return what the open one holds and needs, and whether one was applied."""
-        if remaining > 0:
-            return held, remaining, False
-        accumulator = self.accumulator
-        accumulator.require_whole()
-        held, remaining = accumulator.position()
-        if remaining > 0:  # one was skipped, or the window waits for its weight
-            accumulator.guard.require_progress()
-            return held, remaining, False
-        updates = int(accumulator.update_step)
-        updated = self._boundary.close()
-        if not updated:
-            accumulator.guard.require_progress()
-        return 0, accumulator.length.length_after(updates + updated), updated
 
 
 def next_or_error(batches: Iterator) -> Any:

@@ -11,13 +11,13 @@ from ..arguments import boolean, require_callable, spelled, whole_number
 from ..core.accumulator import Accumulator
 from ..core.optimizers import checked_parameters, require_trainable
 from .batch import positional
-from .program import Functions, Pieces, Uncut
+from .program import Functions, Program, program_of
 from .several_losses import SeveralLossesStep
 from .step import TrainStep
 
 if TYPE_CHECKING:
     from ..core.length import AccumulateStep
-    from ..core.observer import Observer
+    from ..core.stages import Stage
     from ..distributed.exchange import DataParallel
     from .pieces import Cut
 
@@ -39,7 +39,8 @@ def make_train_step(
     max_skips: Optional[int] = None,
     reducer: Optional[DataParallel] = None,
     after_update: Optional[Callable] = None,
-    noise_scale: Optional[Observer] = None,
+    noise_scale: Optional[Stage] = None,
+    stages: tuple[Stage, ...] = (),
     buffer_dtype: Optional[ms.Type] = None,
 ) -> TrainStep:
     """Build a compiled train step: forward, backward, add, and the update when the window closes.
@@ -82,6 +83,7 @@ def make_train_step(
         reducer: See `Accumulator`.
         after_update: See `Accumulator`.
         noise_scale: See `Accumulator`.
+        stages: See `Accumulator`.
         buffer_dtype: See `Accumulator`.
 
     Returns:
@@ -137,22 +139,19 @@ def make_train_step(
     accumulator = averaging(
         optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
         max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,
-        buffer_dtype=buffer_dtype)
+        stages=stages, buffer_dtype=buffer_dtype)
 
     def functions_for(count: int, names: tuple[str, ...]) -> Functions:
         return Functions(positional("forward_fn", forward_fn, count, names),
                          positional("weight_fn", weight_fn, count, names), has_aux, batch_axis)
 
     if losses > 1:
-        return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, has_aux, batch_axis)
+        return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, batch_axis)
 
-    def microbatch_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Union[Uncut, Pieces]:
-        functions = functions_for(len(cut), names)
-        if pieces == 1:
-            return Uncut(functions, accumulator, samples)
-        return Pieces(functions, accumulator, samples, cut, pieces)
+    def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Program:
+        return program_of(functions_for(len(cut), names), accumulator, samples, cut, pieces)
 
-    return TrainStep(forward_fn, accumulator, pieces, microbatch_for, batch_axis, has_aux=has_aux)
+    return TrainStep(forward_fn, accumulator, pieces, program_for, batch_axis)
 
 
 def require_functions(**functions: Optional[Callable]) -> None:
@@ -174,7 +173,7 @@ def checked_axis(batch_axis: object) -> int:
 
 def averaging(optimizer: object, accumulate_step: object = None, **options: Any) -> Accumulator:
     """Return an accumulator with `reduction="mean"`: the given one, or one built for the given optimizer."""
-    given = {name: value for name, value in options.items() if value is not None and value != "apply"}
+    given = {name: value for name, value in options.items() if value not in (None, "apply", ())}
     if not isinstance(optimizer, Accumulator):
         checked_parameters(optimizer)
         if accumulate_step is None:
@@ -186,7 +185,8 @@ def averaging(optimizer: object, accumulate_step: object = None, **options: Any)
         raise ValueError(f"got an Accumulator and also {names}, which the Accumulator has already; give an optimizer "
                          "with these arguments, or the Accumulator alone")
     require_trainable(optimizer.optimizer.parameters)
-    if optimizer.reduction != "mean":
-        raise ValueError(f'the accumulator has reduction={optimizer.reduction!r}, expected "mean": the loss is '
+    reduction = optimizer.fingerprint()["reduction"]
+    if reduction != "mean":
+        raise ValueError(f'the accumulator has reduction={reduction!r}, expected "mean": the loss is '
                          'undivided here, and a sum of N such gradients is N times too large; give reduction="mean"')
     return optimizer

@@ -1,4 +1,4 @@
-"""value_and_grad of a piece, with checks of what the functions of a train step return."""
+"""What is compiled: functions as graphs, value_and_grad of a piece, and checks of what a step's functions return."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -6,13 +6,13 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from ..tensors import FLOATS
 
 if TYPE_CHECKING:
-    from ..core.accumulator import Accumulator
+    from ..core.way import Way
     from ..tensors import Gradients, Scalar
 
 _PAIR = "(loss, aux) because of has_aux=True; aux may be a tuple"
@@ -20,19 +20,59 @@ _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct 
                "return model(..., return_dict=False)[0]")
 
 
-def make_gradients_of(forward_fn: Callable, accumulator: Accumulator, has_aux: bool, begins: bool = True) -> Callable:
+class Graph(nn.Cell):
+    """A function as a Cell. MindSpore warns when a second train step compiles a jitted function, but not a Cell."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__(auto_prefix=False)
+        self.function = function
+
+    def construct(self, *arguments: Any) -> Any:
+        """Return what the function returns."""
+        return self.function(*arguments)
+
+
+def compiled(function: Callable) -> Callable:
+    """Return `function` as a graph of its own, in graph mode and PyNative."""
+    return ms.jit(Graph(function))
+
+
+def straight(function: Callable, mini_step: Parameter) -> Callable:
+    """Return `function` as a graph without control flow; on CPU with a branch that is never taken.
+
+    On CPU, MindSpore 2.10 runs the kernels of a graph one after the other if they are at most 100, there is no branch,
+    and the machine has few cores (`GraphScheduler::SetActorExecutionStrategy`; no setting changes that). On 2 cores,
+    forward and backward of an MLP take 1.2 times as long then. The branch is on `mini_step`, which is never negative.
+    """
+    if not needs_branch():
+        return compiled(function)
+
+    def with_branch(*arguments: Any) -> Any:
+        result = function(*arguments)
+        if mini_step < 0:
+            ops.assign(mini_step, 0)
+        return result
+
+    return compiled(with_branch)
+
+
+def needs_branch() -> bool:
+    """Return whether `straight` adds the branch."""
+    return ms.get_context("device_target") == "CPU"
+
+
+def make_gradients_of(forward_fn: Callable, way: Way, has_aux: bool, begin: bool = True) -> Callable:
     """Return `(*piece) -> (loss, aux, gradients)`, uncompiled: of the loss times the loss scale.
 
-    `forward_fn` is a function of the piece by position, as from `batch.positional`. `begins` says whether the gradients
-    are added to the open window, which is noted before they are made.
+    `forward_fn` is a function of the piece by position, as from `batch.positional`. `begin` says whether to mark in the
+    journal that a piece begins, before its gradients are made.
     """
     def differentiated(*piece: Any) -> tuple:
         returned, aux = parted(forward_fn(*piece), has_aux)
         loss = checked_loss(returned)
-        total = accumulator.scaled(loss)
-        return (accumulator.begun(total) if begins else total), loss, aux
+        return (way.begin(loss) if begin else way.scaled(loss)), loss, aux
 
-    grad_fn = ms.value_and_grad(differentiated, None, accumulator.optimizer.parameters, has_aux=True)
+    grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters, has_aux=True)
 
     def gradients_of(*piece: Any) -> tuple[Tensor, Any, Gradients]:
         (scaled_loss, loss, aux), gradients = grad_fn(*piece)

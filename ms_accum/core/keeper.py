@@ -1,0 +1,312 @@
+"""The keeper opens and closes windows for the host: it counts down, and reads the device once a window at most.
+
+    microbatch:  count down ─ some missing ─► nothing to read
+                     │ none missing: read the facts
+                     ▼
+                   full? ─ no (one was skipped, or the window waits for its weight) ─► count anew
+                     │ yes
+                     ▼
+    close:       may a stage drop it? ─ no ─► update
+                     │ yes
+                     ▼
+                  accepted? ─ yes ─► update            flush:  take part in the windows of ranks that have data,
+                     │ no                                      with weight 0; then close what is open
+                     ▼
+                    drop
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Optional
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from ..tensors import as_tensor, as_vector
+from .counters import require_whole
+from .way import ACTIVE, TAKEN
+
+if TYPE_CHECKING:
+    from .accumulator import Accumulator
+
+_ADDED = ("the open window holds {} microbatches, of which only {} came from this train step: an accumulator is filled "
+          "by one train step, or by hand; give the other one an accumulator of its own, and call accumulator.reset(), "
+          "which drops the open window")
+_CHANGED = ("the open window was closed or dropped in the middle of an epoch that weighed it as a whole; leave the "
+            "loop and call accumulator.reset(); call flush(), apply() and reset() outside of the loop alone")
+_STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
+          "finite, after update {}; look for NaN in the batches since then, lower the learning rate, or load a "
+          "checkpoint; another call goes on")
+
+
+class NoProgress(RuntimeError):
+    """More was skipped in a row than `max_skips`. No graph has failed."""
+
+
+class Facts(NamedTuple):
+    """What the device says about the open window, in one read."""
+
+    mini_step: int
+    update_step: int
+    unfinished: int
+    skipped_in_row: int
+    skipped: int
+    full: int
+    accepted: int = -1  # not asked
+
+
+class Turn:
+    """One microbatch, from its begin to its end.
+
+    Attributes:
+        is_alone: Whether it is a window of its own, so that it may update without buffers.
+        updated: At the end, whether it closed a window with an update.
+    """
+
+    def __init__(self, is_alone: bool) -> None:
+        self.is_alone, self.updated, self.on_device = is_alone, False, False
+
+    def update_alone(self) -> None:
+        """Say that the block updates without buffers."""
+        self.updated = True
+
+    def close_on_device(self) -> None:
+        """Say that the block closes a full window itself."""
+        self.on_device = True
+
+
+class Keeper:
+    """Open and close the windows of an accumulator, for the host.
+
+    Args:
+        accumulator: The accumulator. Several keepers may share it: each asks the device first when it goes on.
+        compiling: What makes a graph of a function without control flow; by default, functions run op by op.
+    """
+
+    def __init__(self, accumulator: Accumulator, compiling: Callable[[Callable], Callable] = lambda f: f) -> None:
+        self.accumulator, self._way, self._length = accumulator, accumulator.way, accumulator.way.length
+        self._counters, self._exchange = self._way.counters, self._way.exchange
+        self._run = {function.__name__: compiling(function) for function in _graphs(accumulator)}
+        self._held = 0  # microbatches in the open window, at most
+        self._known: Optional[int] = None  # length of a window that does not follow `accumulate_step`
+        self.before_exchange: Callable[[], object] = tuple  # what ranks do together before they exchange windows
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask the device before the next microbatch."""
+        self._missing: Optional[int] = None  # microbatches that the open window needs, at least
+
+    @contextmanager
+    def microbatch(self) -> Iterator[Turn]:
+        """Run the block as one microbatch, and close the window behind it if it is full.
+
+        If the block or the closing raises an error, the next microbatch asks the device.
+
+        Raises:
+            RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if somebody else
+                added to it; if more was skipped than `max_skips`.
+        """
+        missing = self._missing
+        self.forget()
+        if self._way.is_new(self) or missing is None:
+            missing = self._settled()
+        turn = Turn(missing == 1 and self._held == 0)
+        yield turn
+        if turn.on_device:
+            self._missing = 1  # whole and not full, which is all that is known without asking
+            self.require_progress()
+        elif turn.updated:
+            self._missing = 1 if self._length.is_one else None  # else the next one's length is not known
+        elif missing > 1:
+            self._held, self._missing = self._held + 1, missing - 1
+        else:
+            turn.updated = self._close_if_full()
+
+    def open(self, microbatches: int) -> None:
+        """Open a window of so many microbatches, whatever `accumulate_step` says. None is open now."""
+        self._way.is_new(self)
+        self._held, self._missing, self._known = 0, microbatches, microbatches
+
+    def require_open(self) -> None:
+        """Raise RuntimeError if the window that `open` opened does not go on, as far as the host knows."""
+        if self._missing is None:
+            raise RuntimeError(_CHANGED)
+
+    def close(self, accepted: int = -1) -> bool:
+        """Update with the open window, or drop it if a stage does not accept it. Return whether it was applied.
+
+        `accepted`: what the facts say, if they were asked.
+        """
+        if not self._way.may_drop:
+            self._run["apply"]()
+            return True
+        if self._exchange.ranks > 1:
+            applied = self._close_together(1.0)[1]
+        else:
+            applied = (self.facts("judged").accepted if accepted < 0 else accepted) == 1
+            self._run["apply" if applied else "drop"]()
+        if not applied:
+            self.require_progress()
+        return applied
+
+    def flush(self, pieces: int = 1) -> tuple[bool, bool]:
+        """Apply the incomplete window, if one is open. Return whether a window was closed, and whether one was applied.
+
+        With several ranks, this one takes part in the windows of the others until none has data. `pieces`: in how many
+        pieces each rank adds a microbatch.
+        """
+        self.forget()
+        held, exchange, closed, applied = self._whole().mini_step, self._exchange, False, False
+        while exchange.inside > 1 and self._add_nothing(pieces) > 0:
+            facts = self._whole()
+            held = facts.mini_step
+            if facts.full:
+                closed, applied, held = True, self.close() or applied, 0
+        active = 1.0  # ranks that have data or close a window
+        while exchange.across > 1 and active > 0:
+            self.before_exchange()
+            window, updated, active = self._close_together(0.0)
+            closed, applied, held = closed or window, applied or updated, 0
+        if held > 0:
+            closed, applied = True, self.close() or applied
+        self.require_progress()
+        return closed, applied
+
+    def facts(self, graph: str = "asked") -> Facts:
+        """Read the device, which waits for it; "judged": also whether all stages accept the open window."""
+        return Facts(*self._run[graph]().asnumpy().tolist())
+
+    def require_progress(self, facts: Optional[Facts] = None) -> None:
+        """Raise RuntimeError if more than `max_skips` were skipped in a row, and some of them since it was last raised.
+        """
+        max_skips = self._counters.max_skips
+        if max_skips is None:
+            return
+        facts = facts or self.facts()
+        if facts.skipped_in_row > max_skips and facts.skipped != self._counters.reported:
+            self._counters.reported = facts.skipped
+            noun = "windows" if self._way.may_drop else "microbatches or pieces"
+            raise NoProgress(_STUCK.format(max_skips, noun, facts.skipped_in_row, facts.skipped,
+                                           facts.update_step))
+
+    def _whole(self) -> Facts:
+        """Return the facts. RuntimeError if something was stopped in the middle."""
+        facts = self.facts()
+        require_whole(facts.unfinished)
+        return facts
+
+    def _settled(self) -> int:
+        """Close the open window if it is full. Return how many microbatches the open one needs, at least."""
+        facts = self._whole()
+        if facts.full:
+            self.close()
+            facts = self._whole()
+        self._held, self._known = facts.mini_step, None
+        return self._needed(facts)
+
+    def _needed(self, facts: Facts) -> int:
+        if self._known is not None:
+            return self._known - facts.mini_step
+        return self._length.missing(facts.mini_step, facts.update_step, bool(facts.full))
+
+    def _close_if_full(self) -> bool:
+        """Close the window, if the device agrees that it is full. Return whether it was applied."""
+        asked = self._way.may_drop and self._exchange.ranks == 1 and self._length.budget is None
+        facts = self.facts("judged" if asked else "asked")
+        require_whole(facts.unfinished)
+        needed = self._needed(facts)
+        if facts.mini_step > self._held + 1:
+            raise RuntimeError(_ADDED.format(facts.mini_step, self._held + 1))
+        if needed > 0 and self._known is not None:
+            raise RuntimeError(_CHANGED)
+        if needed > 0:  # a microbatch was skipped, or the window waits for its weight
+            self.require_progress(facts)
+            self._held, self._missing = facts.mini_step, needed
+            return False
+        applied = self.close(facts.accepted)
+        if self._known is None:
+            self._held, self._missing = 0, self._length.length_after(facts.update_step + applied)
+        return applied
+
+    def _add_nothing(self, pieces: int) -> float:
+        """Take part in a microbatch of the ranks inside. Return how many of them have data."""
+        active = max(float(self._run["nothing"]()) for _ in range(pieces))
+        self._run["end"](Tensor(pieces, ms.int32))
+        return active
+
+    def _close_together(self, active: float) -> tuple[bool, bool, float]:
+        """Exchange, and close the window of all ranks if there is one.
+
+        Return whether there was one, whether it was applied, and how many ranks are active.
+        """
+        accepted, sums, *gradients = self._run["reduce"](Tensor(active))
+        accepted, microbatches, active = accepted.asnumpy().tolist()
+        if active == 0 and microbatches == 0:
+            return False, False, 0.0
+        if accepted:
+            self._run["update"](sums, *gradients)
+        else:
+            self._run["drop"]()
+        return True, bool(accepted), active
+
+
+def _graphs(accumulator: Accumulator) -> tuple[Callable, ...]:
+    """Return the functions of a keeper. A graph has to return something: here, the updates done."""
+    way = accumulator.way
+    counters, journal = way.counters, way.journal
+
+    def apply() -> Tensor:
+        way.update(way.window())
+        return counters.update_step + 0
+
+    def asked() -> Tensor:
+        return ops.stack((counters.mini_step + 0, counters.update_step + 0, journal.unfinished + 0,
+                          counters.skipped_in_row + 0, counters.skipped + 0, way.is_full().astype(ms.int32)))
+
+    def judged() -> Tensor:
+        window = way.window()
+        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+        accepted = ops.depend(as_tensor(window[3]), window[1])
+        return ops.concat((asked(), accepted.astype(ms.int32).reshape(1)))
+
+    def reduce(active: Tensor) -> tuple:
+        gradients, unit, sums, accepted = way.window(active)
+        accepted = as_tensor(accepted).astype(ms.float32)
+        return as_vector((ops.depend(accepted, unit), sums[TAKEN], sums[ACTIVE])), as_vector(sums), *gradients
+
+    def update(sums: Tensor, *gradients: Tensor) -> Tensor:
+        way.update((gradients, 1.0, tuple([sums[i] for i in range(sums.shape[0])]), True))
+        return counters.update_step + 0
+
+    def drop() -> Tensor:
+        way.close(False)
+        return counters.update_step + 0
+
+    return apply, asked, judged, reduce, update, drop, end_of(accumulator), nothing_of(accumulator)
+
+
+def end_of(accumulator: Accumulator) -> Callable:
+    """Return `pieces -> microbatches in the window`, which ends a microbatch of so many pieces."""
+    way = accumulator.way
+
+    def end(pieces: Tensor) -> Tensor:
+        way.end_microbatch(pieces)
+        return way.counters.mini_step + 0
+
+    return end
+
+
+def nothing_of(accumulator: Accumulator, active: int = 0) -> Callable:
+    """Return `() -> ranks that have data`, which takes part in the exchange of a piece and adds nothing.
+
+    `active`: 1 if this rank counts its microbatch by this piece.
+    """
+    way = accumulator.way
+
+    def nothing() -> Tensor:
+        # With weight 0, any Tensors of the right shapes are ignored. No gradient comes from this loss.
+        begun = way.begin(Tensor(0.0, ms.float32))
+        return ops.depend(as_tensor(way.add_piece(way.optimizer.parameters, 0.0, None, active)), begun)
+
+    return nothing

@@ -1,0 +1,247 @@
+"""Stages: what may stand on the way of a gradient besides adding and updating. What is switched off is not there."""
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Optional, Union
+from weakref import WeakKeyDictionary, ref
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, amp, ops
+
+from ..arguments import instance_of, one_of, whole_number
+from ..distributed.ranks import require_alike
+from ..tensors import all_finite, mapped, wider
+
+if TYPE_CHECKING:
+    from ..tensors import Gradients, Numbers, Scalar
+    from .counters import Counters
+
+_owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
+
+
+@ms.jit_class
+class Stage:
+    """An optional station on the way of a gradient. Each method leaves things as they are; override what you need.
+
+        loss ─ scale ─► backward ─ weigh, measure ─► buffers ─ exchange ─ restore ─ accepts ─► on_update ─► on_close
+               each piece of a microbatch                      each window
+
+    All methods but `bind` are compiled in graph mode. Give a stage of your own as `Accumulator(stages=(stage,))`, or to
+    any function that takes the options of an accumulator.
+
+    Attributes:
+        looks_at_pieces: Whether `weigh` or `measure` needs each piece: a window has buffers then.
+        may_drop: Whether `accepts` may return false.
+        measures: How many numbers `measure` returns.
+        window_state: Its Parameters that belong to the open window.
+        run_state: Its other Parameters.
+    """
+
+    looks_at_pieces = False
+    may_drop = False
+    measures = 0
+    window_state: tuple[Parameter, ...] = ()
+    run_state: tuple[Parameter, ...] = ()
+
+    def bind(self, prefix: str, groups: int) -> None:
+        """Join an accumulator whose state has names that begin with `prefix`, and whose windows are sums of so many
+        groups of ranks. For the host, once. By default, the stage's Parameters are renamed.
+        """
+        for parameter in (*self.window_state, *self.run_state):
+            parameter.name = f"{prefix}.{parameter.name}"
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to differentiate."""
+        return loss
+
+    def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Scalar, Scalar]:
+        """Return the weight that a piece counts with, and whether it is taken: 1 or 0.
+
+        A piece that a user masked has weight 0 and is taken; one that is not finite has weight 0 and is not.
+        `gradients` are those of this rank, of the scaled loss.
+        """
+        return weight, 1
+
+    def measure(self, gradients: Gradients, weight: Scalar) -> Numbers:
+        """Return `measures` numbers or float32 Tensors of shape `()`, which are summed over pieces and ranks.
+
+        `gradients` are restored; `weight` is 0 for what is ignored.
+        """
+        return ()
+
+    def restore(self, gradients: Gradients) -> Gradients:
+        """Undo what `scale` did, after the exchange."""
+        return gradients
+
+    def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:
+        """Return whether a window makes an update: True, or, if it `may_drop`, a bool Tensor of shape `()`."""
+        return True
+
+    def on_update(self, gradients: Gradients, unit: Scalar, sums: Numbers, measured: Numbers) -> None:
+        """See an update before clipping: the mean gradient is `unit / sums[WEIGHT] * gradients`.
+
+        `sums` are those of the window of all ranks, with places as in `way`; `measured` is the part that `measure` of
+        this stage returned.
+        """
+
+    def on_close(self, applied: bool) -> None:
+        """See that a window was applied or dropped."""
+
+
+@ms.jit_class
+class SkipMicrobatch(Stage):
+    """Give a microbatch (or a piece of one) that is not finite the weight 0, and count it in `skipped`.
+
+    A microbatch of which nothing is taken does not count in the window.
+    """
+
+    looks_at_pieces = True
+
+    def __init__(self, counters: Counters) -> None:
+        self.skipped, self.in_row = counters.skipped, counters.skipped_in_row
+
+    def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Tensor, Tensor]:
+        """See `Stage`. What has the weight 0 already is ignored in any case, and is not looked at."""
+        weight = weight * ops.ones_like(self.skipped).astype(ms.float32)  # a Tensor, also of a number
+        ignored = weight == 0
+        taken = ops.logical_or(all_finite((*gradients, weight)), ignored)
+        missed = 1 - taken.astype(ms.int32)
+        ops.assign_add(self.skipped, missed)
+        ops.assign(self.in_row, (self.in_row + 1) * missed + self.in_row * ignored.astype(ms.int32))
+        return ops.where(taken, weight, ops.zeros_like(weight)), taken.astype(ms.int32)
+
+
+@ms.jit_class
+class SkipWindow(Stage):
+    """Drop a window whose gradient is not finite, and count it in `skipped`."""
+
+    may_drop = True
+
+    def __init__(self, counters: Counters) -> None:
+        self.skipped, self.in_row = counters.skipped, counters.skipped_in_row
+
+    def accepts(self, gradients: Gradients) -> Tensor:
+        """See `Stage`."""
+        return all_finite(gradients)
+
+    def on_close(self, applied: bool) -> None:
+        """See `Stage`."""
+        if applied:
+            ops.assign(self.in_row, 0)
+        else:
+            ops.assign_add(self.skipped, 1)
+            ops.assign_add(self.in_row, 1)
+
+
+@ms.jit_class
+class LossScale(Stage):
+    """Multiply the loss by the scale of a `mindspore.amp.LossScaler`, divide it out again, and adjust it once a window.
+
+    Only one accumulator may adjust a scaler. A `SkipWindow` drops the windows that overflow.
+
+    Args:
+        scaler: The loss scaler, whose Parameters become state of the accumulator.
+        owner: The accumulator.
+
+    Raises:
+        ValueError: If the scaler belongs to another accumulator.
+    """
+
+    def __init__(self, scaler: amp.LossScaler, owner: object) -> None:
+        other = _owners.get(scaler)
+        if other is not None and other() is not None:
+            raise ValueError("the loss_scaler belongs to another accumulator, which would adjust it in the middle of "
+                             "this one's windows; give each accumulator its own")
+        _owners[scaler] = ref(owner)
+        self.scaler = scaler
+        # A static one adjusts nothing, which makes MindSpore warn.
+        self.adjusted = () if type(scaler).adjust is amp.StaticLossScaler.adjust else (scaler,)
+        self.named = {name: value for name, value in vars(scaler).items() if isinstance(value, Parameter)}
+        self.run_state = tuple(self.named.values())
+
+    def bind(self, prefix: str, groups: int) -> None:
+        """See `Stage`: two scalers have the same names, and one may have been another accumulator's."""
+        for name, parameter in self.named.items():
+            parameter.name = f"{prefix}.loss_scaler.{name}"
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """See `Stage`."""
+        return loss.astype(ms.float32) * self.scaler.scale_value
+
+    def restore(self, gradients: Gradients) -> Gradients:
+        """See `Stage`: in float32 at least. Divided, because 1 / scale may be too small for float32."""
+        return mapped(_divided, self.scaler.scale_value + 0.0, gradients)
+
+    def on_close(self, applied: bool) -> None:
+        """See `Stage`."""
+        for scaler in self.adjusted:
+            scaler.adjust(Tensor(applied))
+
+
+def _divided(scale: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.astype(wider(gradient.dtype, ms.float32)) / scale
+
+
+# --- which stages are switched on -------------------------------------------------------------------------------------
+
+
+def checked_nonfinite(on_nonfinite: object, scaler: object, max_skips: object) -> Optional[int]:
+    """Return `max_skips` as an int, or None. TypeError or ValueError if one of the arguments is invalid."""
+    one_of("on_nonfinite", on_nonfinite, ("apply", "skip_microbatch", "skip_window"))
+    if scaler is not None and on_nonfinite == "skip_microbatch":
+        raise ValueError('got a loss_scaler with on_nonfinite="skip_microbatch": the scale changes only when a window '
+                         'closes, so an overflowing microbatch would be skipped every time; give "apply" or '
+                         '"skip_window", which both drop the window')
+    if max_skips is None:
+        return None
+    if on_nonfinite == "apply" and scaler is None:
+        raise ValueError(f'got max_skips={max_skips} with on_nonfinite="apply", which skips nothing; give '
+                         '"skip_window" or "skip_microbatch"')
+    return whole_number("max_skips", max_skips, "it is the most skips in a row", minimum=0)
+
+
+def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: Optional[Stage],
+              others: tuple[Stage, ...], counters: Counters, owner: object) -> tuple[Stage, ...]:
+    """Return the stages of an accumulator, in the order of the way."""
+    scaling = () if scaler is None else (LossScale(scaler, owner),)
+    skipping = ()
+    if on_nonfinite == "skip_microbatch":
+        skipping = (SkipMicrobatch(counters),)
+    elif on_nonfinite == "skip_window" or scaler is not None:
+        skipping = (SkipWindow(counters),)
+    return (*scaling, *skipping, *(() if noise_scale is None else (noise_scale,)), *others)
+
+
+def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:
+    """Return `stages` as a tuple. TypeError if one of them, or `noise_scale`, is no stage."""
+    if noise_scale is not None:
+        instance_of("noise_scale", noise_scale, Stage, "a GradientNoiseScale, or None")
+    instance_of("stages", stages, (tuple, list), "a tuple of stages")
+    return tuple(instance_of(f"stages[{i}]", stage, Stage, "a ms_accum.core.stages.Stage")
+                 for i, stage in enumerate(stages))
+
+
+def checked_loss_scaler(scaler: object, ranks: int) -> Optional[amp.LossScaler]:
+    """Return a loss scaler with a usable scale, equal on all ranks, or None. TypeError or ValueError otherwise."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, amp.LossScaler) or not isinstance(getattr(scaler, "scale_value", None), Tensor):
+        raise TypeError(f"loss_scaler is of type {type(scaler).__name__}, expected a mindspore.amp.LossScaler; "
+                        "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
+    if ranks > 1:
+        settings = repr([type(scaler).__name__, *map(_value, vars(scaler).values())])
+        require_alike({"the loss_scaler": settings}, "give every rank the same one")
+    require_scale(scaler.scale_value)
+    return scaler
+
+
+def require_scale(scale: Tensor) -> None:
+    """Refuse a scale that gradients cannot be divided by; MindSpore's own scalers accept NaN and infinity."""
+    value = scale.asnumpy().astype(float)
+    if value.size != 1 or not 0 < value.item() < inf:
+        raise ValueError(f"the loss scale is {value}, expected one finite number > 0; "
+                         "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
+
+
+def _value(value: object) -> object:
+    return value.asnumpy().tolist() if isinstance(value, Tensor) else value

@@ -1,0 +1,265 @@
+"""The way of a gradient, from top to bottom: add a piece, make one window out of those of all ranks, update, close.
+
+    add:     weigh ─► measure ─► exchange inside ─► buffers, sums
+    window:  exchange across ─► restore ─► accepts?
+    update:  normalise ─► clip ─► optimizer ─► hooks ─► close ─► empty
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Optional
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, ops
+
+from ..arguments import as_weight, checked_gradients
+from ..tensors import after, as_tensor, clip_factor, global_norm, mapped, weighted
+from .stages import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..distributed.exchange import OneDevice
+    from ..tensors import Gradients, Numbers, Scalar
+    from .buffers import Buffers
+    from .counters import Counters, Journal
+    from .kernels import Portable
+    from .length import WindowLength
+
+# Places in the sums that travel with gradients: a plain tuple, for graphs read no named one.
+WEIGHT = 0  # of a piece, or of a window
+TAKEN = 1  # what was taken: a piece counts 1 or 0, a window its microbatches
+ACTIVE = 2  # ranks that have data
+COUNTED = 3  # what `seen` counts: the weight, unless a step says otherwise
+MEASURED = 4  # and all behind it: what stages measured
+
+# A window of all ranks. A plain tuple: its gradients, the unit that they count in, its sums, and whether it is accepted
+# (True, or a bool Tensor of shape () if a stage may drop it).
+Window = tuple
+
+
+@ms.jit_class
+class Way:
+    """What the gradients of an accumulator go through. This is what steps, cells, checkpoints and the check use.
+
+    Args:
+        expected: Names and shapes of the parameters.
+        optimizer: The optimizer.
+        dtypes: dtypes of its parameters.
+        length: When a window is full.
+        stages: The stages that are switched on.
+        exchange: What sums over ranks.
+        buffers, counters, journal: Where pieces are added, counted and marked.
+        kernels: What scales buffers; those for copies of them are portable.
+        contributors: With `reduction="sum"`, what a sum is divided by; None divides by the weights.
+        clip_norm: As in `Accumulator`.
+        hooks: What is called after an update.
+
+    Attributes:
+        may_drop: Whether a stage may drop a window.
+        is_driven: Whether a train step or a cell fills the accumulator: nothing can be added by hand then.
+    """
+
+    def __init__(self, expected: tuple[tuple, tuple], optimizer: Callable, dtypes: tuple[ms.Type, ...],
+                 length: WindowLength, stages: tuple[Stage, ...], exchange: OneDevice, buffers: Buffers,
+                 counters: Counters, journal: Journal, kernels: tuple[Portable, Portable], contributors: Optional[int],
+                 clip_norm: Optional[float], hooks: tuple[Callable, ...]) -> None:
+        self.expected, self.optimizer, self.dtypes, self.stages = expected, optimizer, dtypes, stages
+        self.length, self.exchange, self.buffers = length, exchange, buffers
+        self.counters, self.journal, self.is_driven = counters, journal, False
+        self.buffered, self.copied = kernels
+        self.contributors, self.clip_norm, self.hooks, self._driver = contributors, clip_norm, hooks, None
+        self.may_drop = any(stage.may_drop for stage in stages)
+        self.measuring = tuple(stage for stage in stages if stage.measures)
+        # MindSpore warns of a call in a graph that does nothing.
+        self.closing = tuple(stage for stage in stages if type(stage).on_close is not Stage.on_close)
+        ends = [MEASURED]
+        for stage in stages:
+            ends.append(ends[-1] + stage.measures)
+        self.watching = tuple((stage, start, end) for stage, start, end in zip(stages, ends, ends[1:])
+                              if type(stage).on_update is not Stage.on_update)
+
+    # --- a piece ------------------------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return what to differentiate."""
+        for stage in self.stages:
+            loss = stage.scale(loss)
+        return loss
+
+    def begin(self, loss: Tensor) -> Tensor:
+        """Return what to differentiate, with a mark that a piece begins; no gradient of it is added before the mark.
+
+        So an error in the forward pass changes nothing, and one after it shows. Not the gradients are tied to the mark:
+        a dependency between a gradient and its buffer would keep Ascend from adding a matrix product in place.
+        """
+        return self.journal.begin(self.scaled(loss))
+
+    def add(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1) -> Numbers:
+        """Add the gradients of a piece, of the scaled loss.
+
+        `counted` is what `seen` counts of it, if that is not the weight. Return its sums over the ranks that exchange
+        microbatches.
+        """
+        gradients, weight = checked_gradients(*self.expected, gradients), as_weight(weight)
+        taken = 1
+        for stage in self.stages:
+            weight, took = stage.weigh(gradients, weight)
+            taken = taken * took
+        sums = (weight, taken * active, active, weight if counted is None else counted)
+        if self.measuring:
+            restored = self.restored(gradients)
+            for stage in self.measuring:
+                sums = (*sums, *stage.measure(restored, weight))
+        gradients, sums = self.exchange.microbatch(self.buffers.weighed(gradients, weight), sums)
+        self.buffers.add(gradients)
+        self.counters.include(sums[WEIGHT], sums[COUNTED], sums[MEASURED:])
+        return sums
+
+    def add_microbatch(self, gradients: Gradients, weight: Scalar) -> None:
+        """Add a microbatch that is not cut, after `begin`."""
+        self.counters.count(self.add(gradients, weight)[TAKEN])
+        self.journal.mark(-1)
+
+    def add_unmarked(self, gradients: Gradients, weight: Scalar) -> None:
+        """Add a microbatch without `begin`, in a graph that may read the buffers, too."""
+        gradients = checked_gradients(*self.expected, gradients)
+        weight = as_weight(weight)
+        begun = self.journal.mark(ops.depend(Tensor(1, ms.int32), gradients[-1]))
+        # Without the dependency, Ascend would make the gradient that the mark waits for in its buffer, before the mark.
+        self.add_microbatch(mapped(after, begun, gradients), weight)
+
+    def add_piece(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None,
+                  active: int = 1) -> Scalar:
+        """Add a piece of a microbatch, after `begin`; `end_microbatch` follows the last one.
+
+        Return the sum of `active` over the ranks that exchange microbatches: how many of them have data.
+        """
+        sums = self.add(gradients, weight, counted, active)
+        self.counters.take(sums[TAKEN])
+        self.journal.mark(1)
+        return sums[ACTIVE]
+
+    def end_microbatch(self, pieces: Scalar) -> None:
+        """Count a microbatch of so many pieces, if one of them was taken, and take their marks back."""
+        self.counters.count_taken()
+        self.journal.mark(-2 * pieces)
+
+    def is_full(self) -> Tensor:
+        """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
+        counters = self.counters
+        return self.length.is_full(counters.mini_step, counters.update_step, counters.counted_sum)
+
+    # --- a window -----------------------------------------------------------------------------------------------------
+
+    def window(self, active: Scalar = 1.0) -> Window:
+        """Return the window of all ranks, for `update`. `active`: 1 from a rank that has data or closes a window."""
+        counters, measured = self.counters, ()
+        for sums in counters.measured:
+            for i in range(sums.shape[0]):
+                measured = (*measured, sums[i])
+        sums = (counters.weight_sum, counters.mini_step + 0, active, counters.counted_sum, *measured)
+        return self._judged(self.exchange.window(self.buffers.parameters, self.buffers.weight_unit, sums))
+
+    def update(self, window: Window) -> None:
+        """Update with what `window` returned, or a copy of it, and close."""
+        self._step(window, self.buffered)
+        self.close(True)
+
+    def update_alone(self, gradients: Gradients, weight: Scalar) -> None:
+        """Update with a window of one microbatch, without buffers, if no window is open. Only without stages, where
+        ranks do not sum each microbatch, and no weight decides when a window is full.
+
+        Its gradients count in units of its own weight.
+        """
+        gradients, weight = checked_gradients(*self.expected, gradients), as_weight(weight)
+        if isinstance(weight, Tensor) or weight == 0:  # what has no weight is ignored, NaN included
+            gradients = mapped(weighted, weight != 0, gradients, self.buffers.gradient_dtypes)
+        self._step(self._judged(self.exchange.window(gradients, weight, (weight, 1, 1.0, weight))), self.copied)
+        self.counters.close(weight)
+        self.journal.done()
+
+    def close(self, applied: bool) -> None:
+        """Close the open window, which was applied, or is dropped now."""
+        for stage in self.closing:
+            stage.on_close(applied)
+        self.counters.close(self.counters.weight_sum)
+        self.empty()
+
+    def empty(self) -> None:
+        """Empty the open window, also after an error."""
+        self.counters.empty()
+        self.buffers.empty(self.counters.weight_sum)
+        self.journal.done()
+
+    def restored(self, gradients: Gradients) -> Gradients:
+        """Return the gradients of the loss itself."""
+        for stage in self.stages:
+            gradients = stage.restore(gradients)
+        return gradients
+
+    def _judged(self, window: Window) -> Window:
+        # Restored before anything is measured: norms of scaled gradients overflow where the gradients do not.
+        gradients, accepted = self.restored(window[0]), True
+        for stage in self.stages:
+            if stage.may_drop:
+                verdict = stage.accepts(gradients)
+                accepted = ops.logical_and(accepted, verdict) if isinstance(accepted, Tensor) else verdict
+        return gradients, window[1], window[2], accepted
+
+    def _step(self, window: Window, kernels: Portable) -> None:
+        """Normalise, clip, and change the parameters."""
+        gradients, unit, sums = window[0], window[1], window[2]  # MindSpore warns of an unpacked, unused value
+        self.journal.updating(gradients[-1])
+        for stage, start, end in self.watching:
+            stage.on_update(gradients, unit, sums, sums[start:end])
+        factor = self._clipped(gradients, self._normalised(unit, sums[WEIGHT]))
+        if isinstance(factor, Tensor):  # what scales in place has to wait until the buffers were read
+            factor = ops.depend(factor, ops.assign_add(self.counters.update_step, 1))
+        else:  # a statement of its own: a graph drops a result that has a name and no use
+            ops.assign_add(self.counters.update_step, 1)
+        ops.assign_add(self.counters.seen, ops.round(as_tensor(sums[COUNTED])).astype(ms.int64))
+        self.optimizer(kernels.scale(factor, gradients, self.dtypes))
+        for hook in self.hooks:
+            hook()
+
+    def _normalised(self, unit: Scalar, weight: Scalar) -> Scalar:
+        """Return what makes a sum in this unit of weights the gradient. A window without weight is 0, not 0/0."""
+        if self.contributors is not None:
+            return unit / self.contributors
+        if not isinstance(weight, Tensor):
+            return unit / weight if weight else 0.0
+        return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+
+    def _clipped(self, gradients: Gradients, factor: Scalar) -> Scalar:
+        """Return the factor on the gradients after clipping, and keep their norm before it."""
+        if self.clip_norm is None:
+            return factor
+        norm = global_norm(gradients) * abs(factor)  # negative weights can make the factor negative
+        ops.assign(self.counters.grad_norm, norm)
+        return factor * clip_factor(norm, self.clip_norm)
+
+    # --- for the host -------------------------------------------------------------------------------------------------
+
+    @property
+    def window_state(self) -> tuple[Parameter, ...]:
+        """The Parameters that belong to the open window."""
+        return (*self.buffers.state, self.journal.unfinished, *self.counters.window_state,
+                *(p for stage in self.stages for p in stage.window_state))
+
+    def is_new(self, driver: object) -> bool:
+        """Note who fills the accumulator. Return whether that was somebody else before, or a checkpoint was loaded."""
+        before, self._driver = self._driver, (driver, self.counters.loads)
+        self.is_driven = True
+        return before != self._driver
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let the block load a checkpoint into all state. What an interrupt stops there is refused."""
+        self.empty()
+        self.journal.updating(self.counters.mini_step)
+        yield
+        self.buffers.adopt(float(self.buffers.weight_unit))
+        self.journal.done()
+        self.counters.note_loaded()
