@@ -5,10 +5,11 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-import reference
-from conftest import MLP, batches, compiled, difference, tensors, values
-from following import warned
 from mindspore import Parameter, Tensor, nn, ops
+from support import reference
+from support.comparing import difference, values
+from support.mlp import MLP, batches, tensors
+from support.modes import compiled, warned
 
 from ms_accum import Accumulator, DataParallel
 
@@ -103,7 +104,7 @@ def article(mode, divisor, rows):
 
 
 def test_the_published_experiment(mode):
-    published = json.loads((Path(__file__).parent / "article_rand8x8.json").read_text(encoding="utf-8"))
+    published = json.loads((Path(__file__).parent / "support" / "article_rand8x8.json").read_text(encoding="utf-8"))
     rows = np.array(published["rows"], np.float32)
     weights = article(mode, 2, rows)
     np.testing.assert_allclose(weights, published["pytorch_weights"], rtol=1e-6)

@@ -5,11 +5,11 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import compiled_graphs, values
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.dataset import zip as dataset_zip
-from modes import running
+from support.comparing import values
+from support.modes import compiled_graphs, running
 
 from ms_accum import check_equivalence, make_train_step
 

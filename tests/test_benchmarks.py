@@ -10,7 +10,7 @@ from statistics import mean, median
 
 import numpy as np
 import pytest
-from ascend.stand_ins import missing
+from support.ascend.stand_ins import missing
 
 sys.path.append(str(Path(__file__).parents[1] / "tutorials" / "benchmarks"))
 import harness

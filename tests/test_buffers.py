@@ -3,8 +3,10 @@ import sys
 
 import mindspore as ms
 import pytest
-from conftest import MEMORY, Counting, compiled, run_python
 from mindspore import Parameter, ParameterTuple, Tensor, nn
+from support.cells import Counting
+from support.modes import compiled
+from support.processes import MEMORY, run_python
 
 from ms_accum import Accumulator
 from ms_accum.buffers import Buffers

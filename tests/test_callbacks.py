@@ -6,14 +6,15 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import reference
-from conftest import MLP, batches, difference, tensors, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import amp, nn
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import LambdaCallback, LearningRateScheduler, Model, ModelCheckpoint, ReduceLROnPlateau
-from model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
+from support import reference
+from support.comparing import difference, values
+from support.mlp import MLP, batches, tensors
+from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
 

@@ -4,10 +4,10 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import values
-from following import counting, gradient_of, relative, warned
 from mindspore import Parameter, Tensor, amp, nn, ops
-from modes import running
+from support.comparing import relative, values
+from support.modes import running, warned
+from support.training import counting, gradient_of
 
 from ms_accum import make_grad_cache_step
 from ms_accum.batch_size import GradientNoiseScale

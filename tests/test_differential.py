@@ -1,7 +1,7 @@
 """Training runs drawn as a whole, with ms_accum and with plain MindSpore on the undivided batches.
 
-`differential.cases` says what is drawn, `differential.plain` is the reference. To run a Case that failed again, give
-the one that was printed to `differential.follow.follow`. After some hundred Cases a process takes gigabytes, for
+In tests/support/differential, cases.py says what is drawn, and plain.py is the reference. To run a Case that failed
+again, give the one that was printed to `follow` in follow.py. After some hundred Cases a process takes gigabytes, for
 MindSpore keeps each graph.
 
 Left out, because MindSpore 2.10 fails by itself on CPU:
@@ -25,15 +25,15 @@ from pathlib import Path
 
 import mindspore as ms
 import pytest
-from differential.accumulating import Accumulating
-from differential.cases import COMPILED, LEVELS, OP_BY_OP, WITH_AXIS, compose, near_plain, plain_case
-from differential.defects import DEFECTS, PUT_BACK, cases, put_back
-from differential.follow import follow
-from differential.networks import build_loss
-from differential.optimizers import build_optimizer
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from mindspore import Tensor
+from support.differential.accumulating import Accumulating
+from support.differential.cases import COMPILED, LEVELS, OP_BY_OP, WITH_AXIS, compose, near_plain, plain_case
+from support.differential.defects import DEFECTS, PUT_BACK, cases, put_back
+from support.differential.follow import follow
+from support.differential.networks import build_loss
+from support.differential.optimizers import build_optimizer
 
 SHARDS, EXAMPLES = 10, 50
 UPDATES = 4
@@ -122,8 +122,8 @@ def test_a_defect_that_is_put_back_is_found(defect, tmp_path):
     tests = Path(__file__).parent
     shutil.copytree(tests.parent / "ms_accum", tmp_path / "ms_accum", ignore=shutil.ignore_patterns("__pycache__"))
     put_back(tmp_path / "ms_accum", defect)
-    path = os.pathsep.join(map(str, (tmp_path, tests, tests / "support")))
-    done = subprocess.run([sys.executable, "-m", "differential.defects", str(tmp_path), defect], cwd=tmp_path,
+    path = os.pathsep.join(map(str, (tmp_path, tests)))
+    done = subprocess.run([sys.executable, "-m", "support.differential.defects", str(tmp_path), defect], cwd=tmp_path,
                           env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert "\nfound: " in done.stdout, done.stdout + done.stderr
     assert done.returncode == 1

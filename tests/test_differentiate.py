@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, batches, difference, recover, tensors, values
-from following import LOSS, sgd
 from mindspore import Tensor, nn, ops
-from modes import running
+from support.comparing import difference, values
+from support.mlp import MLP, batches, tensors
+from support.modes import running
+from support.recovering import recover
+from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
 

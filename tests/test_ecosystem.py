@@ -2,8 +2,9 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import mean_loss, values
 from mindspore import Tensor, nn
+from support.comparing import values
+from support.mlp import mean_loss
 
 from ms_accum import Accumulator, TrainOneStepCell, batchnorm_to_groupnorm, check_equivalence
 

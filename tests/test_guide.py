@@ -9,8 +9,19 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from conftest import run_python
-from pages import EXCEPTIONS, PAGES, PUBLIC, README, ROOT, TUTORIALS, Block, blocks_of, docstring_block, run_blocks
+from support.pages import (
+    EXCEPTIONS,
+    PAGES,
+    PUBLIC,
+    README,
+    ROOT,
+    TUTORIALS,
+    Block,
+    blocks_of,
+    docstring_block,
+    run_blocks,
+)
+from support.processes import run_python
 
 import ms_accum
 from ms_accum import Accumulator

@@ -6,8 +6,8 @@ from fractions import Fraction
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import values
 from mindspore import Parameter, Tensor, nn
+from support.comparing import values
 
 from ms_accum import Accumulator, DataParallel, make_train_step
 from ms_accum.distributed import LocalUpdates

@@ -4,9 +4,9 @@ import gc
 
 import mindspore as ms
 import pytest
-from conftest import MLP
-from following import sgd
 from mindspore import Parameter, Tensor, amp
+from support.mlp import MLP
+from support.training import sgd
 
 from ms_accum import Accumulator
 

@@ -1,9 +1,10 @@
 """Several losses: what is refused. That they are exact is drawn in test_differential.py."""
 import numpy as np
 import pytest
-from conftest import MLP, batches, difference, mean_loss, tensors, values
-from following import LOSS, sgd
 from mindspore import Tensor, nn, ops
+from support.comparing import difference, values
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
 

@@ -4,8 +4,9 @@ import re
 import warnings
 
 import pytest
-from conftest import MLP, batches, mean_loss, run_python, tensors
-from following import sgd
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.processes import run_python
+from support.training import sgd
 
 from ms_accum import load_checkpoint, make_train_step, save_checkpoint
 

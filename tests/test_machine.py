@@ -9,9 +9,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-import reference
-from conftest import difference, values
-from drivers import counters
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,7 +19,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from machine import DRIVERS, run_of, spoiled
+from support import reference
+from support.comparing import difference, values
+from support.drivers import counters
+from support.machine import DRIVERS, run_of, spoiled
 
 from ms_accum import load_checkpoint, save_checkpoint
 

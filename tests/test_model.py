@@ -5,11 +5,12 @@ test_callbacks.py.
 """
 import mindspore as ms
 import pytest
-from conftest import MLP, batches, difference, tensors, values
-from following import LOSS, sgd
 from mindspore import Tensor, nn
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
-from model_runs import TwoCells, dataset, make_cell, train
+from support.comparing import difference, values
+from support.mlp import MLP, batches, tensors
+from support.model_runs import TwoCells, dataset, make_cell, train
+from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
 

@@ -7,10 +7,10 @@ import inspect
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import Counting
-from differential.optimizers import OPTIMIZERS
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.experimental import optim
+from support.cells import Counting
+from support.differential.optimizers import OPTIMIZERS
 
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
 from ms_accum.optimizers import describe, state_of

@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from pages import PAGES, ROOT
+from support.pages import PAGES, ROOT
 
 import ms_accum
 from ms_accum import make_train_step

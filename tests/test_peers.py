@@ -6,13 +6,15 @@ limit of skips, in any order of calls in test_machine.py.
 import mindspore as ms
 import numpy as np
 import pytest
-import reference
-from conftest import MLP, batches, compiled_graphs, difference, mean_loss, tensors, values
-from following import LOSS, sgd, step_of
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import amp, nn
-from pages import recipe
+from support import reference
+from support.comparing import difference, values
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.modes import compiled_graphs
+from support.pages import recipe
+from support.training import LOSS, sgd, step_of
 
 from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint, until_weight, updates_of
 from ms_accum.batch_size import AdaptiveWindow

@@ -7,10 +7,12 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MEMORY, MLP, batches, difference, mean_loss, run_python, tensors
-from following import LOSS, counting, gradient_of
 from mindspore import Tensor, nn, ops
-from modes import running
+from support.comparing import difference
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.modes import running
+from support.processes import MEMORY, run_python
+from support.training import LOSS, counting, gradient_of
 
 from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
 from ms_accum.errors import ask_about_piece

@@ -11,7 +11,7 @@ from html import unescape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from pages import PATHS, PUBLIC, ROOT, TUTORIALS
+from support.pages import PATHS, PUBLIC, ROOT, TUTORIALS
 
 
 def build(source, site):

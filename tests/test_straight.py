@@ -7,9 +7,10 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, batches, compiled_graphs, mean_loss, tensors
-from following import LOSS, sgd
 from mindspore import Tensor, amp, nn, ops
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.modes import compiled_graphs
+from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, in_place, make_grad_cache_step, make_train_step, straight, until_weight
 from ms_accum.batch_size import GradientNoiseScale

@@ -9,9 +9,12 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MEMORY, MLP, batches, compiled_graphs, difference, mean_loss, run_python, tensors, values
-from following import LOSS, sgd, step_of, warned
 from mindspore import amp, nn
+from support.comparing import difference, values
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.modes import compiled_graphs, warned
+from support.processes import MEMORY, run_python
+from support.training import LOSS, sgd, step_of
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
 

@@ -5,8 +5,19 @@ import re
 
 import nbformat
 import pytest
-from notebooks import NUMBER, blocks_of, cleaned, code_cells, differences, executed, outputs, pictures, same_text, text
-from pages import TUTORIALS, run_blocks
+from support.notebooks import (
+    NUMBER,
+    blocks_of,
+    cleaned,
+    code_cells,
+    differences,
+    executed,
+    outputs,
+    pictures,
+    same_text,
+    text,
+)
+from support.pages import TUTORIALS, run_blocks
 
 NOTEBOOKS = {path.stem: nbformat.read(path, as_version=4) for path in sorted(TUTORIALS.glob("*.ipynb"))}
 assert [name[0] for name in NOTEBOOKS] == list("12345")

@@ -4,11 +4,11 @@ import functools
 import mindspore as ms
 import numpy as np
 import pytest
-import reference
-from conftest import compiled
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Parameter, Tensor, ops
+from support import reference
+from support.modes import compiled
 
 from ms_accum import by_epoch, until_weight
 from ms_accum.window import Window

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from ascend.cases import LAYERS
-from ascend.dry_run import Report, behind, dry_run
-from ascend.stand_ins import built_once, locked, missing, shared_folder
+from support.ascend.cases import LAYERS
+from support.ascend.dry_run import Report, behind, dry_run
+from support.ascend.stand_ins import built_once, locked, missing, shared_folder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 PAGE = Path(__file__).parents[2] / "tutorials" / "guide" / "accelerators.md"

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import difference
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Tensor, nn, ops
-from noisy_samples import Expected, Position, noisy
+from support.comparing import difference
+from support.noisy_samples import Expected, Position, noisy
 
 from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.batch_size import AdaptiveWindow, GradientNoiseScale

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import run_python
+from support.processes import run_python
 
 from ms_accum.batch_size import planning, worth
 from ms_accum.batch_size.process import Outcome

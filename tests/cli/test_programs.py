@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import mindspore as ms
 import numpy as np
 import pytest
-import tiny
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor
-from mnist_files import embedded_set, write
+from support import tiny
+from support.mnist_files import embedded_set, write
 
 import ms_accum
 from ms_accum import programs

@@ -8,7 +8,7 @@ from time import monotonic, sleep
 
 import mindspore as ms
 import pytest
-from cluster import Cluster, usable
+from support.cluster import Cluster, usable
 
 from ms_accum.mnist.network import Network
 

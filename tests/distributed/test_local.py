@@ -1,10 +1,10 @@
 """Local updates in one process; test_reducers.py has them in several, and resumes them in the middle of a round."""
 import pytest
-from conftest import MLP
-from differential.accumulating import Accumulating
-from differential.follow import Comparison
-from differential.ranks import LOCAL, case_of, simulated
-from rank_cases import accumulator
+from support.differential.accumulating import Accumulating
+from support.differential.follow import Comparison
+from support.differential.ranks import LOCAL, case_of, simulated
+from support.mlp import MLP
+from support.rank_cases import accumulator
 
 from ms_accum.distributed import LocalUpdates
 

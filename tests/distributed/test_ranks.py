@@ -6,10 +6,11 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-import reference
-from conftest import MLP, difference, values
 from mindspore import nn
-from rank_cases import LAUNCHES, MNIST, dealt_out, every, microbatches, said_by, step_of, train
+from support import reference
+from support.comparing import difference, values
+from support.mlp import MLP
+from support.rank_cases import LAUNCHES, MNIST, dealt_out, every, microbatches, said_by, step_of, train
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.cli import main as cli
@@ -18,7 +19,7 @@ from ms_accum.distributed.ranks import raise_if_left_alone
 from ms_accum.errors import explaining_errors
 from ms_accum.mnist.network import Network
 
-pytest_plugins = ["launch"]
+pytest_plugins = ["support.launch"]
 DIFFER = "ValueError: rank 1 and rank 0 differ in "
 OTHER_RANK = "CheckpointError: rank 1 failed, and so nothing was done on this one; see its message"
 

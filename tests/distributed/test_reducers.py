@@ -2,18 +2,19 @@
 import mindspore as ms
 import numpy as np
 import pytest
-import reference
-from conftest import MLP, difference
-from differential.follow import Comparison
-from differential.ranks import DRAWN, DRIVERS, NONFINITE, SYNCS, WINDOWS, case_of, simulated
 from mindspore import nn
-from noisy_samples import Expected
-from rank_cases import LAUNCHES, every, noisy_data
+from support import reference
+from support.comparing import difference
+from support.differential.follow import Comparison
+from support.differential.ranks import DRAWN, DRIVERS, NONFINITE, SYNCS, WINDOWS, case_of, simulated
+from support.mlp import MLP
+from support.noisy_samples import Expected
+from support.rank_cases import LAUNCHES, every, noisy_data
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import exchange
 
-pytest_plugins = ["launch"]
+pytest_plugins = ["support.launch"]
 
 
 @every("trained")

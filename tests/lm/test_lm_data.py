@@ -1,7 +1,7 @@
 """Texts: documents, rows, microbatches of one width."""
 import numpy as np
 import pytest
-import tiny
+from support import tiny
 
 from ms_accum.lm import data
 from ms_accum.lm.data import PADDING, WIDTHS

@@ -2,8 +2,8 @@
 import mindspore as ms
 import numpy as np
 import pytest
-import tiny
 from mindspore import Tensor
+from support import tiny
 
 from ms_accum.lm import data, network
 from ms_accum.lm.data import PADDING, WIDTHS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mnist_files import NAMES, idx, random_set, write
+from support.mnist_files import NAMES, idx, random_set, write
 
 from ms_accum.mnist import data
 from ms_accum.mnist.data import parse_idx, read_idx

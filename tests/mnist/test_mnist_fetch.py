@@ -11,7 +11,7 @@ import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from mnist_files import NAMES, random_set, write
+from support.mnist_files import NAMES, random_set, write
 
 from ms_accum.mnist import data, fetch
 

@@ -51,7 +51,7 @@ class Case(namedtuple("Case", (
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
         "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync",
         "batch_axis"))):
-    """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`differential.ranks`)."""
+    """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`ranks.py`)."""
 
     __slots__ = ()
 

@@ -6,9 +6,9 @@ import random
 from itertools import chain, zip_longest
 
 import numpy as np
-import reference
 
 from ms_accum import until_weight
+from support import reference
 
 from .cases import WINDOWS, compose, plain_case
 from .optimizers import COMPILED_ONLY, OPTIMIZERS, SCALE_FREE

@@ -1,7 +1,9 @@
 """Train a Case both ways and compare after each microbatch."""
 import numpy as np
 import pytest
-from conftest import recover, values
+
+from support.comparing import values
+from support.recovering import recover
 
 from .accumulating import Accumulating
 from .optimizers import LAST_BITS_VARY, state_of

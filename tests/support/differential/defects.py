@@ -1,6 +1,7 @@
 """Defects that ms_accum has had, and narrow draws around them.
 
-`python -m differential.defects FOLDER NAME` exits with 1 if the draws find a defect in FOLDER/ms_accum, or with 0.
+`python -m support.differential.defects FOLDER NAME` exits with 1 if the draws find a defect in FOLDER/ms_accum, or
+with 0.
 """
 import random
 import sys

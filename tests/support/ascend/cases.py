@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
-from drivers import Driver
 from mindspore import Tensor, amp, mint, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
@@ -23,6 +22,7 @@ from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cach
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.boundary import Boundary
 from ms_accum.straight import compiled
+from support.drivers import Driver
 
 SIZE, LAYERS, ROWS = 64, 2, 16
 WIDE, DEEP = 512, 13  # where memory is weighed

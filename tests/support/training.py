@@ -1,9 +1,10 @@
-"""What tests of drivers are made of: forward functions, and an optimizer that keeps what it was given."""
-import numpy as np
-from conftest import MLP, Counting, mean_loss, values
+"""Train steps and accumulators of small networks, and the gradient that a step hands to its optimizer."""
 from mindspore import ParameterTuple, nn
 
 from ms_accum import Accumulator, make_train_step
+from support.cells import Counting
+from support.comparing import values
+from support.mlp import MLP, mean_loss
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -35,18 +36,3 @@ def gradient_of(forward_fn, network, batch, **options):
     result = make_train_step(forward_fn, acc, **options)(*batch)
     assert int(acc.optimizer.calls) == 1
     return values(acc.optimizer.seen), result
-
-
-def relative(got, expected):
-    """Norm of the difference over the norm, of all gradients together."""
-    return np.sqrt(sum(((g - e) ** 2).sum() for g, e in zip(got, expected)) / sum((e**2).sum() for e in expected))
-
-
-def warned(capfd):
-    """What MindSpore warned of, but for functions of a test that two of its cases compile.
-
-    2.7 also warns of checks that it runs while it compiles and then removes.
-    """
-    return [line for line in capfd.readouterr().err.splitlines()
-            if "WARNING" in line.upper() and "CommManager" not in line and "PrimitivePy> require_" not in line
-            and not ("has been compiled again" in line and "/tests/" in line)]

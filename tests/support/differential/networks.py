@@ -1,9 +1,10 @@
 """Tiny networks for the differential runs: a front, a norm, a head and a loss, which take `(x, ids, target, mask)`."""
 import mindspore as ms
 import numpy as np
-from conftest import Clip
-from layers import amp_at
 from mindspore import Tensor, nn, ops
+
+from support.cells import Clip
+from support.layers import amp_at
 
 FEATURES, HIDDEN, WORDS = 8, 8, 6
 FRONTS = ("dense", "conv", "lstm", "attention", "mha", "tied")

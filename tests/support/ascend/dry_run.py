@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from ascend.stand_ins import variables
+from support.ascend.stand_ins import variables
 
 FUSION = "--enable_pass=matmul_assignadd_fusion"
 
@@ -56,13 +56,13 @@ def dry_run(cann, folder, cases, fusion, ranks):
 
 def environment(cann, folder, fusion, ranks):
     """Return the environment of a dry run."""
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[2]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     return {
         **plain, **variables(cann), "RANK_SIZE": str(ranks), "RANK_ID": "0",
         "OMP_NUM_THREADS": "1", "MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"),
         "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_GRAPH_KERNEL_FLAGS": FUSION if fusion else "",
-        "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests / "support", cann / "python")))}
+        "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests, cann / "python")))}
 
 
 def read_graph(file):

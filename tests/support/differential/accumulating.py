@@ -4,13 +4,13 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
-from conftest import values
-from drivers import Driver, counters
 from mindspore import amp, ops
-from pages import recipe
 
 from ms_accum import Accumulator, DataParallel, in_place, load_checkpoint, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
+from support.comparing import values
+from support.drivers import Driver, counters
+from support.pages import recipe
 
 from .networks import Transposed, build_loss
 from .optimizers import build_optimizer, state_of

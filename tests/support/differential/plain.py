@@ -4,10 +4,11 @@ What a window is, the oracle says. Shares no code with ms_accum.
 """
 import mindspore as ms
 import numpy as np
-import reference
-from conftest import values
 from mindspore import Tensor, ops
-from modes import running
+
+from support import reference
+from support.comparing import values
+from support.modes import running
 
 from .networks import build_loss
 from .optimizers import COMPILED_ONLY, build_optimizer

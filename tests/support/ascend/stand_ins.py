@@ -1,6 +1,6 @@
 """Stand-ins for the CANN libraries that MindSpore's Ascend plugin links to, built from what the wheel asks for.
 
-    python tests/ascend/stand_ins.py FOLDER
+    python tests/support/ascend/stand_ins.py FOLDER
 
 Only what has to return something is written by hand, in `stand_ins.cc`. Every other function returns 0. With them and
 `MS_SIMULATION_LEVEL=1`, MindSpore compiles graphs with all passes of its Ascend backend and plans their memory, on any
