@@ -1,4 +1,4 @@
-"""Local updates in one process; test_reducers.py has them in several, and resumes them in the middle of a round."""
+"""Local updates in one process; test_exchange.py has them in several, and resumes them in the middle of a round."""
 import pytest
 from support.differential.accumulating import Accumulating
 from support.differential.follow import Comparison

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENGLISH, CHINESE = Path("README.md"), Path("tutorials/README_CN.md")
 TEXT = {page: (ROOT / page).read_text(encoding="utf-8") for page in (ENGLISH, CHINESE)}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.ascend.stand_ins import missing
 
-sys.path.append(str(Path(__file__).parents[1] / "tutorials" / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "tutorials" / "benchmarks"))
 import harness
 import oracle
 import records

@@ -277,7 +277,7 @@ def test_a_scheduler_that_stops_says_why_in_one_line(run, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_80_columns(name, run, monkeypatch):
-    """What it says: tests/test_guide.py."""
+    """What it says: tests/docs/test_guide.py."""
     monkeypatch.setenv("COLUMNS", "80")
     status, lines, _ = run(name, "--help")
     assert status == 0

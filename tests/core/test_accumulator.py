@@ -104,7 +104,7 @@ def article(mode, divisor, rows):
 
 
 def test_the_published_experiment(mode):
-    published = json.loads((Path(__file__).parent / "support" / "article_rand8x8.json").read_text(encoding="utf-8"))
+    published = json.loads((Path(__file__).parents[1] / "support" / "article_rand8x8.json").read_text(encoding="utf-8"))
     rows = np.array(published["rows"], np.float32)
     weights = article(mode, 2, rows)
     np.testing.assert_allclose(weights, published["pytorch_weights"], rtol=1e-6)

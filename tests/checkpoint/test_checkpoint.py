@@ -94,7 +94,7 @@ def test_killed_while_two_processes_save_to_one_path(kills):
     """Each goes on from a whole file of one of the two, at least as new as was said, and nothing is left beside it."""
     rng, (network, acc, _) = random.Random(kills), build(hidden=300)
     # Not all of sys.path: level O1 of MindSpore's amp adds folders that hide modules of Python.
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.strip(os.pathsep)}
     for _ in range(kills):
         command = [sys.executable, __file__, "c.safetensors", "100000"]

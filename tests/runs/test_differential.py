@@ -109,7 +109,7 @@ def test_narrow_draws(defect, tmp_path_factory):
 
 def test_each_defect_can_be_put_back():
     """A text that is gone, or is there twice, leaves its control without a defect to find."""
-    package = Path(__file__).parent.parent / "ms_accum"
+    package = Path(__file__).parents[2] / "ms_accum"
     changes = [(name, text) for defect in PUT_BACK for name, text, _ in DEFECTS[defect][1]]
     counts = {(name, text): (package / name).read_text(encoding="utf-8").count(text) for name, text in changes}
     assert {change: count for change, count in counts.items() if count != 1} == {}
@@ -119,7 +119,7 @@ def test_each_defect_can_be_put_back():
 @pytest.mark.parametrize("defect", PUT_BACK)
 def test_a_defect_that_is_put_back_is_found(defect, tmp_path):
     """Negative control of `test_narrow_draws`, in a process that imports a copy of ms_accum with the defect."""
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     shutil.copytree(tests.parent / "ms_accum", tmp_path / "ms_accum", ignore=shutil.ignore_patterns("__pycache__"))
     put_back(tmp_path / "ms_accum", defect)
     path = os.pathsep.join(map(str, (tmp_path, tests)))
