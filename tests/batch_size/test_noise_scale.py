@@ -4,9 +4,9 @@ from math import inf, isnan
 import mindspore as ms
 import numpy as np
 import pytest
-import reference
 from mindspore import Parameter, Tensor, nn
-from noisy_samples import FEATURES, Position
+from support import reference
+from support.noisy_samples import FEATURES, Position
 
 from ms_accum import Accumulator
 from ms_accum.batch_size import GradientNoiseScale

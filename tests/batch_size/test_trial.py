@@ -8,9 +8,9 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from ascend.stand_ins import built_once, missing, variables
 from mindspore import Tensor, nn
-from noisy_samples import FEATURES, Position
+from support.ascend.stand_ins import built_once, missing, variables
+from support.noisy_samples import FEATURES, Position
 
 from ms_accum import Accumulator, make_train_step
 from ms_accum import __main__ as cli

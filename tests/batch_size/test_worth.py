@@ -7,7 +7,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from noisy_samples import Position
+from support.noisy_samples import Position
 
 from ms_accum import Accumulator, make_train_step
 from ms_accum.batch_size import PlanError, worth

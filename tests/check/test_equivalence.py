@@ -4,13 +4,14 @@ import re
 from functools import partial
 from typing import Any, NamedTuple
 
-import layers
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, Clip, Counting, mean_loss
-from layers import amp_at, around, attention, causes, cnn, drawn, info_nce, labels, noisy_loss, normal, sum_loss
 from mindspore import Parameter, Tensor, nn, ops
+from support import layers
+from support.cells import Clip, Counting
+from support.layers import amp_at, around, attention, causes, cnn, drawn, info_nce, labels, noisy_loss, normal, sum_loss
+from support.mlp import MLP, mean_loss
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
 

@@ -2,9 +2,9 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import mean_loss
-from layers import labels, normal
 from mindspore import Tensor, nn
+from support.layers import labels, normal
+from support.mlp import mean_loss
 
 from ms_accum import batchnorm_to_groupnorm, check_equivalence
 from ms_accum.check.groupnorm import groups_for

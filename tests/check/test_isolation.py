@@ -7,9 +7,10 @@ from functools import partial
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import compiled_graphs, mean_loss
-from layers import Counter, amp_at, causes, drawn, labels, normal
 from mindspore import Parameter, Tensor, nn, ops
+from support.layers import Counter, amp_at, causes, drawn, labels, normal
+from support.mlp import mean_loss
+from support.modes import compiled_graphs
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mnist_files import embedded_set, write
+from support.mnist_files import embedded_set, write
 
 import ms_accum
 from ms_accum import __main__ as cli

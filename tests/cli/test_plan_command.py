@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import run_python
+from support.processes import run_python
 
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import planning, worth

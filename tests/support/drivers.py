@@ -1,12 +1,12 @@
 """The drivers: every way in which microbatches reach an accumulator, for all tests that compare whole runs."""
 import mindspore as ms
-import reference
 from mindspore import Tensor, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
-from modes import running
 
 from ms_accum import FlushCallback, TrainOneStepCell, make_train_step
+from support import reference
+from support.modes import running
 
 
 def counters(accumulator):

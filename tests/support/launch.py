@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import rank_cases
+
+from support import rank_cases
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def _launch(folder, count, cases):
     script = Path(rank_cases.__file__)
     command = [programs / "msrun", f"--worker_num={count}", f"--local_worker_num={count}", f"--master_port={port}",
                "--join=True", f"--log_dir={folder / 'logs'}", script, folder, *cases]
-    path = os.pathsep.join([str(script.parents[1]), str(script.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Of the last case, in which a rank fails, nobody waits for more than 5 s.
     environment = {**os.environ, "PYTHONPATH": path, "PATH": f"{programs}:{os.environ['PATH']}", "MS_NODE_TIMEOUT": "5"}
     process = subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,

@@ -4,12 +4,13 @@ from functools import cache
 
 import mindspore as ms
 import numpy as np
-import reference
-from conftest import values
-from differential.accumulating import Accumulating
-from differential.cases import plain_case
-from differential.optimizers import state_of
 from mindspore import Tensor, ops
+
+from support import reference
+from support.comparing import values
+from support.differential.accumulating import Accumulating
+from support.differential.cases import plain_case
+from support.differential.optimizers import state_of
 
 MAX_SKIPS = {"apply": None, "skip_microbatch": 1, "skip_window": 1}
 BUDGET, SHORT, ALONE = ("until", 9.0, 4), ((0, 2), (2, 3)), ((0, 1), (3, 2), (5, 1))

@@ -1,19 +1,20 @@
 """Runs of `mindspore.train.Model` with a TrainOneStepCell, and the oracle after the same run."""
 import numpy as np
-import reference
-from conftest import MLP, batches, values
-from following import LOSS
 from mindspore import nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
 
 from ms_accum import TrainOneStepCell
+from support import reference
+from support.comparing import values
+from support.mlp import MLP, batches
+from support.training import LOSS
 
 SIZES = [6, 6, 6, 6, 2]
 
 
 def dataset(sizes=SIZES):
-    """The microbatches of `conftest.batches`, ragged as they are."""
+    """The microbatches of `mlp.batches`, ragged as they are."""
     return dataset_of(batches(sizes))
 
 

@@ -3,8 +3,9 @@ from itertools import count
 
 import mindspore as ms
 import numpy as np
-import reference
 from mindspore import Parameter, Tensor, nn
+
+from support import reference
 
 FEATURES = 100
 _numbers = count()

@@ -1,6 +1,6 @@
 """Notebooks as scripts, and executed in a clean kernel. Run as a script, it stores the outputs:
 
-    PYTHONPATH=. python tests/support/notebooks.py tutorials/1-*.ipynb
+    PYTHONPATH=.:tests python tests/support/notebooks.py tutorials/1-*.ipynb
 """
 import copy
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 import nbformat
 import numpy as np
 from nbclient import NotebookClient
-from pages import Block
 
 import ms_accum
+from support.pages import Block
 
 # Per cell, and generous: a hanging cell is to end, a busy machine is not to fail.
 TIMEOUT = 600

@@ -15,16 +15,10 @@ from unittest.mock import patch
 import mindspore as ms
 import numpy as np
 import pytest
-from conftest import MLP, batches, mean_loss, tensors, values
-from differential.accumulating import Accumulating
-from differential.cases import COMPILED, OP_BY_OP
-from differential.ranks import DRAWN, LOCAL, case_of
-from drivers import counters
 from mindspore import Tensor, amp, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import LearningRateScheduler, Model
-from noisy_samples import Position, noisy
 
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum import __main__ as cli
@@ -32,6 +26,13 @@ from ms_accum.batch_size import AdaptiveWindow
 from ms_accum.distributed import LocalUpdates, exchange
 from ms_accum.distributed.ranks import wait_for_all
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
+from support.comparing import values
+from support.differential.accumulating import Accumulating
+from support.differential.cases import COMPILED, OP_BY_OP
+from support.differential.ranks import DRAWN, LOCAL, case_of
+from support.drivers import counters
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.noisy_samples import Position, noisy
 
 RANKS = int(os.environ.get("MS_WORKER_NUM", "2"))
 SMALL = 8e-5  # mebibytes, 83 bytes: three buckets for four parameters

@@ -1,0 +1,348 @@
+"""save_checkpoint and load_checkpoint: bit-identical resume, also after kill -9, atomic files, refusals."""
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, amp, nn
+from support.comparing import difference, values
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.pages import recipe
+
+from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum.batch_size import AdaptiveWindow
+from ms_accum.checkpoint.file import part_of, path_of_rank, remove_generations
+
+SUFFIXES = [".ckpt", ".safetensors"]
+pytestmark = pytest.mark.usefixtures("uncompiled")
+OPTIMIZERS = {"Momentum": lambda weights: nn.Momentum(weights, nn.exponential_decay_lr(0.1, 0.9, 100, 1, 1), 0.9),
+              "Adam": lambda weights: nn.Adam(weights, 0.01)}
+BATCHES = batches([4, 6, 4, 4, 6, 6, 6, 4, 4, 6, 4, 6])
+
+
+def build(optimizer="Momentum", hidden=5, accumulate_step=3, reduction="mean", scaler=False, average=False, **options):
+    """A network, its accumulator, and the train step that feeds it."""
+    network = MLP(hidden=hidden)
+    weights = network.trainable_params()
+    acc = Accumulator(OPTIMIZERS[optimizer](weights), accumulate_step, 0.5, reduction=reduction,
+                      loss_scaler=amp.DynamicLossScaler(1024, 2, 2) if scaler else None,
+                      after_update=recipe("train-step", "MovingAverage")(weights, 0.5) if average else None, **options)
+    return network, acc, make_train_step(mean_loss(network), acc) if reduction == "mean" else None
+
+
+def train(train_step, first, last):
+    """Microbatches `first` to `last` of a fixed sequence."""
+    for i in range(first, last):
+        train_step(*tensors(*BATCHES[i % len(BATCHES)]))
+
+
+def state(network, acc):
+    """Every bit of state."""
+    parameters = (*network.get_parameters(), *acc.optimizer.get_parameters(), *acc.state.values())
+    return [p.asnumpy().tobytes() for p in parameters]
+
+
+def run(path, last):
+    """Train to microbatch `last`, saved and printed after each, from the file if there is one. Return a digest."""
+    network, acc, train_step = build(hidden=300)
+    for i in range(load_checkpoint(path, network, train_step) if os.path.exists(path) else 0, last):
+        train(train_step, i, i + 1)
+        save_checkpoint(path, network, train_step, extra=i + 1)
+        print(i + 1, flush=True)
+    return sha256(b"".join(state(network, acc))).hexdigest()
+
+
+def test_training_goes_on_bit_identically():
+    """Into a run that was used before; windows that adapt, a hook with state.
+
+    Saved in an open window after 5 of 11 microbatches, and in the next closed one. For the rest see test_machine.py and
+    test_differential.py.
+    """
+    def make():
+        return build(accumulate_step=AdaptiveWindow(minimum=2), average=True)
+
+    network, acc, train_step = make()
+    extra, saved = {"epoch": 3, "position": [1, 2.5, None], "seed": "x", "nan": float("inf")}, {}
+    for i in range(11):
+        if i == 5 or (i > 5 and int(acc.mini_step) == 0 and len(saved) == 1):
+            saved[i] = int(acc.mini_step), state(network, acc)
+            save_checkpoint(f"{i}{SUFFIXES[i % 2]}", network, train_step, extra=extra)
+        train(train_step, i, i + 1)
+    uninterrupted = state(network, acc)
+    assert [held > 0 for held, _ in saved.values()] == [True, False]
+    for i, (held, then) in saved.items():
+        network, acc, train_step = make()
+        train(train_step, 8, 12 if held else 8)
+        assert state(network, acc) not in (then, uninterrupted)
+        assert load_checkpoint(f"{i}{SUFFIXES[i % 2]}", network, train_step) == extra
+        assert state(network, acc) == then
+        train(train_step, i, 11)
+        assert state(network, acc) == uninterrupted
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_while_two_processes_save_to_one_path(kills):
+    """Each goes on from a whole file of one of the two, at least as new as was said, and nothing is left beside it."""
+    rng, (network, acc, _) = random.Random(kills), build(hidden=300)
+    # Not all of sys.path: level O1 of MindSpore's amp adds folders that hide modules of Python.
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path.strip(os.pathsep)}
+    for _ in range(kills):
+        command = [sys.executable, __file__, "c.safetensors", "100000"]
+        processes = [subprocess.Popen(command, text=True, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
+        said = [process.stdout.readline() for process in processes]
+        time.sleep(rng.uniform(0, 0.2))
+        assert [process.poll() for process in processes] == [None, None]
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        said = [int((first + process.communicate()[0]).split()[-1]) for first, process in zip(said, processes)]
+        position = load_checkpoint("c.safetensors", network, acc)
+        assert position in {number + more for number in said for more in (0, 1)}
+    last = position + 5
+    assert run("c.safetensors", last) == run("uninterrupted.ckpt", last)
+    assert sorted(os.listdir()) == ["c.safetensors", "uninterrupted.ckpt"]
+
+
+def test_every_entry_matters():
+    """Control of the tests above: without one entry, training does not go on bit-identically."""
+    network, acc, train_step = build()
+    train(train_step, 0, 5)
+    save_checkpoint("c.ckpt", network, acc)
+    train(train_step, 5, 11)
+    uninterrupted = state(network, acc)
+    network, acc, train_step = build()
+    network.first.weight.set_data(network.first.weight * 2)
+    entries = [acc.state["first.weight"], acc.mini_step, acc.weight_sum, acc.optimizer.global_step,
+               acc.optimizer.moments[0], network.first.weight]
+    fresh = [Tensor(entry.asnumpy().copy()) for entry in entries]
+    for i in range(len(entries) + 1):
+        load_checkpoint("c.ckpt", network, acc)
+        for entry, value in [*zip(entries, fresh)][i:i + 1]:
+            ms.ops.assign(entry, value)
+        train(train_step, 5, 11)
+        assert (state(network, acc) == uninterrupted) == (i == len(entries))
+
+
+def test_a_closed_window_goes_on_with_another_accumulate_step():
+    """From and to a number and a length that is chosen: bit-identical to a schedule. Control: the same length again."""
+    network, acc, train_step = build(accumulate_step={0: 3, 2: 2})
+    train(train_step, 0, 11)
+    uninterrupted = values(network.get_parameters())
+    for saved in (3, AdaptiveWindow(minimum=3, maximum=3)):
+        network, acc, train_step = build(accumulate_step=saved)
+        train(train_step, 0, 6)
+        save_checkpoint("c.ckpt", network, train_step)
+        for length, same in ((2, True), (AdaptiveWindow(minimum=2, maximum=2), True), (3, False)):
+            network, acc, train_step = build(accumulate_step=length)
+            train(train_step, 0, 1)  # this open window is dropped
+            load_checkpoint("c.ckpt", network, train_step)
+            assert acc.position() == (0, 2 if same else 3)
+            train(train_step, 6, 11)
+            assert (difference(values(network.get_parameters()), uninterrupted) == 0) == same
+
+
+def a_step(network, acc):
+    return make_train_step(mean_loss(network), acc)
+
+
+def a_cell(network, acc):
+    return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
+
+
+@pytest.mark.parametrize("make", [a_step, a_cell])
+def test_a_full_window_that_an_interrupt_left_open_is_closed_by_the_next_call(make):
+    network, acc, _ = build()
+    grad_fn = ms.value_and_grad(mean_loss(network), None, acc.optimizer.parameters)
+    for x, y in BATCHES[:3]:
+        acc.add(grad_fn(*tensors(x, y))[1], 4)
+    save_checkpoint("c.ckpt", network, acc)
+    network, acc, _ = build()
+    train_step = make(network, acc)
+    train(train_step, 0, 1)
+    load_checkpoint("c.ckpt", network, train_step)
+    train(train_step, 3, 4)
+    assert (int(acc.update_step), int(acc.mini_step), float(acc.window_weight)) == (1, 1, 12)
+
+
+def refused(path, message, network, acc):
+    """That a file is refused, and nothing of it is loaded."""
+    before = state(network, acc)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(path, network, acc)
+    assert state(network, acc) == before
+
+
+def test_another_run_is_refused():
+    """Control: the same run is not. A loss scale has to be one that gradients can be divided by."""
+    network, acc, train_step = build()
+    train(train_step, 0, 5)
+    save_checkpoint("c.ckpt", network, acc)
+    scaled = build(scaler=True)[:2]
+    save_checkpoint("scaled.ckpt", *scaled)
+    scale = r"accumulator:loss_scaler\.scale_value"
+    for path, other, message in (
+            ("c.ckpt", {"accumulate_step": 4}, r"with accumulate_step 3, but this run has 4; save when train_step\.up"),
+            ("c.ckpt", {"reduction": "sum"}, r"was saved with reduction mean, but this run has sum; build it alike"),
+            ("c.ckpt", {"on_nonfinite": "skip_window"}, r"was saved with on_nonfinite apply, but this run has skip_wi"),
+            ("c.ckpt", {"hidden": 6}, r"first\.weight is of Float32 \(5, 6\) in the file, but of Float32 \(6, 6\) in"),
+            ("c.ckpt", {"buffer_dtype": ms.float16}, r"accumulator:first\.weight is of Float32 .*, but of Float16"),
+            ("c.ckpt", {"optimizer": "Adam"}, r"optimizer:\S+ is of .* in the file, but of .* in this run; build net"),
+            ("c.ckpt", {"scaler": True}, scale + " is missing in the file"),
+            ("scaled.ckpt", {}, scale + r" is of Float32 \(\) in the file, but missing in this run")):
+        refused(path, message, *build(**other)[:2])
+    load_checkpoint("scaled.ckpt", *build(scaler=True)[:2])
+    for value in (np.nan, np.inf, 0, -2):
+        scaled[1].loss_scaler.scale_value.set_data(Tensor(value, ms.float32))
+        save_checkpoint("scaled.ckpt", *scaled)
+        message = rf"in {scale}, the loss scale is .*, expected one finite number"
+        refused("scaled.ckpt", message, *build(scaler=True)[:2])
+
+
+class Malice:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_damaged_files_are_refused_and_never_executed(suffix):
+    """Truncated anywhere, one bit flipped anywhere, or a pickle under a right checksum; control: the whole file."""
+    network, acc, _ = build()
+    path = Path(f"c{suffix}")
+    save_checkpoint(path, network, acc)
+    whole = path.read_bytes()
+    damaged = [whole[:n] for n in (0, 1, 100, len(whole) // 2, len(whole) - 1)]
+    for bit in random.Random(0).sample(range(8 * len(whole)), 60):
+        damaged.append(whole[:bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1:])
+    for data in damaged:
+        path.write_bytes(data)
+        refused(path, r"c\.\w+ is (truncated, or no checkpoint of|damaged \(SHA-256 mismatch\))", network, acc)
+    data = b'{"ms_accum checkpoint, sha256": "' + b"0" * 64 + b'"}' + pickle.dumps(Malice())
+    path.write_bytes(data.replace(b"0" * 64, sha256(data).hexdigest().encode()))
+    refused(path, r"c\.\w+ cannot be read", network, acc)
+    assert not os.path.exists("executed")
+    pickle.loads(pickle.dumps(Malice()))  # control: it would have been
+    assert os.path.exists("executed")
+    path.write_bytes(whole)
+    load_checkpoint(path, network, acc)
+
+
+def test_bad_arguments_and_foreign_files_are_refused():
+    network, acc, _ = build()
+    ms.save_checkpoint(network, "foreign.ckpt")
+    refused("foreign.ckpt", r"foreign\.ckpt is truncated, or no checkpoint of ms_accum; give a file", network, acc)
+
+    def function(grads):
+        return True
+
+    function.parameters = tuple(network.trainable_params())
+    hook = nn.Cell()
+    hook.count = ms.Parameter(Tensor(0), name="update_step")
+    hooked, renamed = Accumulator(acc.optimizer, 2, after_update=hook), MLP()
+    renamed.first.bias.name = "ms_accum"
+    both = save_checkpoint, load_checkpoint
+    for error, message, call, *arguments in (
+            *((TypeError, r"accumulator is of type \w+, expected an", call, network, acc.optimizer) for call in both),
+            *((TypeError, r"network is of type Accumulator, expected a mind", call, acc, network) for call in both),
+            (FileNotFoundError, r"c\.ckpt", load_checkpoint, network, acc),
+            (TypeError, "the optimizer is of type function, exp", save_checkpoint, network, Accumulator(function, 2)),
+            (ValueError, "two Parameters of the accumulator's state have the same", save_checkpoint, network, hooked),
+            (ValueError, "two entries of the checkpoint would be called ms_accum", save_checkpoint, renamed, acc)):
+        with pytest.raises(error, match=message):
+            call("c.ckpt", *arguments)
+    for error, message, call, path in (
+            (ValueError, r"c\.npz ends in '\.npz', expected one of \.ckpt, \.safetensors", save_checkpoint, "c.npz"),
+            (ValueError, r"c ends in '', expected one of \.ckpt, \.safetensors", load_checkpoint, "c"),
+            (FileNotFoundError, "nowhere does not exist; make it first", save_checkpoint, "nowhere/c.ckpt")):
+        with pytest.raises(error, match=message):
+            call(path, network, acc)
+    for extra in ({1: 2}, (1, 2), np.float32(1), {"a": {1, 2}}, object()):
+        with pytest.raises(TypeError, match=r"extra cannot be written as JSON \(.+\); give dicts with str as keys"):
+            save_checkpoint("c.ckpt", network, acc, extra=extra)
+    assert os.listdir() == ["foreign.ckpt"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_is_on_the_disk_before_it_has_its_name(monkeypatch, suffix):
+    """Whole and flushed, then renamed, then the folder. A link stays one; MindSpore reads the network's weights."""
+    done, path = [], Path("elsewhere", f"c{suffix}").resolve()
+    fsync, replace = os.fsync, os.replace
+
+    def seen_fsync(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append(("fsync", path.name, path.read_bytes() if path.is_file() else None))
+        fsync(descriptor)
+
+    def seen_replace(part, path):
+        assert Path(part).parent.name.startswith(".c.part-")
+        done.append(("rename", Path(part).name, Path(path).name))
+        replace(part, path)
+
+    path.parent.mkdir()
+    Path(f"link{suffix}").symlink_to(path)
+    network, acc, _ = build()
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "replace", seen_replace)
+    umask = os.umask(0o027)
+    try:
+        save_checkpoint(f"link{suffix}", network, acc)
+    finally:
+        os.umask(umask)
+    whole = path.read_bytes()
+    assert done == [("fsync", path.name, whole), ("rename", path.name, path.name), ("fsync", "elsewhere", None)]
+    assert os.listdir("elsewhere") == [path.name]
+    assert Path(f"link{suffix}").is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640
+    other = MLP(seed=7)
+    assert ms.load_param_into_net(other, ms.load_checkpoint(str(path), format=suffix[1:]))[0] == []
+    assert difference(values(other.trainable_params()), values(network.trainable_params())) == 0
+
+
+def test_a_full_disk_leaves_the_old_file():
+    """No file can grow beyond a limit, as on a full disk."""
+    network, acc, _ = build(hidden=3000)
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for path in (Path(f"c{suffix}") for suffix in SUFFIXES):
+        save_checkpoint(path, network, acc, extra="old")
+        old = path.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        try:
+            with pytest.raises(OSError, match=rf"{path} cannot be written"):
+                save_checkpoint(path, network, acc, extra="new")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == old
+    signal.signal(signal.SIGXFSZ, handler)
+    assert sorted(os.listdir()) == [f"c{suffix}" for suffix in SUFFIXES]
+
+
+def test_a_save_removes_only_its_own_rests(tmp_path):
+    """Nothing of a living process, of another host, path or rank; also if the name looks like a pattern."""
+    path, new = tmp_path / "g[1].ckpt", "f" * 16
+    with part_of(path) as part:
+        start, mine = part.parent.name.split(f"{os.getpid()}-")[0], path_of_rank(path, 1, 2, new)
+    dead = 2**22 + 1  # more than any process has
+    gone = [f"{start}{dead}-01234567", f"g[1].rank1of2-{'0' * 16}.ckpt"]
+    kept = [mine.name, f"{start}{os.getpid()}-01234567", f"{start}1-01234567", f"g1.rank1of2-{new}.ckpt",
+            f".g[1].part-{'0' * 8}-{dead}-01234567", f".d{start[2:]}{dead}-01234567", f"g[1].rank0of2-{new}.ckpt",
+            f"{start}abc-def", f"{start}{'9' * 23}-01234567"]
+    for name in gone + kept:
+        file = tmp_path / name if name.endswith(".ckpt") else tmp_path / name / "g[1].tmp"
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    save_checkpoint(path, *build()[:2])
+    remove_generations(path, 1, 2, mine)
+    assert sorted(os.listdir()) == sorted([path.name, *kept])
+
+
+if __name__ == "__main__":  # what is killed: `python test_checkpoint.py PATH MICROBATCHES`
+    run(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,144 @@
+"""Accumulator by hand: odd values, the tutorial's script, and its state. Calls in any order: test_machine.py."""
+import json
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from support import reference
+from support.comparing import difference, values
+from support.mlp import MLP, batches, tensors
+from support.modes import compiled, warned
+
+from ms_accum import Accumulator, DataParallel
+
+pytestmark = pytest.mark.core
+
+NAN = float("nan")
+SHAPES = ((2, 3), (2, 4))
+
+
+def gradients(value):
+    return tuple([Tensor(np.full(shape, value), ms.float32) for shape in SHAPES])
+
+
+def descend(accumulate_step=2, clip_norm=None, **options):
+    """An accumulator whose parameters are minus the sum of all gradients that its optimizer got."""
+    parameters = [Parameter(Tensor(np.zeros(shape), ms.float32), f"p{i}") for i, shape in enumerate(SHAPES)]
+    return Accumulator(nn.SGD(parameters, 1.0), accumulate_step, clip_norm, **options)
+
+
+@pytest.mark.parametrize(("policy", "calls", "applied"), [
+    ("apply", [(1, 2), (4, -0.25)], 1), ("apply", [(1, 2), (4, NAN)], NAN),  # a graph cannot refuse a value: it shows
+    ("apply", [(NAN, 1), (4, 1)], NAN), ("apply", [(1, 0), (4, 0)], 0),
+    # the gradient of a mean over no token is 0/0
+    *[(policy, [(NAN, 0), (4, 1)], 4) for policy in ("apply", "skip_microbatch", "skip_window")],
+    ("skip_microbatch", [(1e30, 1), (1e30, 1)], 2e30),  # their squares overflow
+])
+def test_values_that_a_graph_cannot_refuse(policy, calls, applied):
+    accumulator = descend(2, on_nonfinite=policy)
+    assert [bool(accumulator(gradients(value), Tensor(float(weight)))) for value, weight in calls] == [False, True]
+    assert int(accumulator.skipped) == 0
+    for p in values(accumulator.optimizer.parameters):
+        np.testing.assert_allclose(p, np.full(p.shape, -applied), rtol=1e-6)
+
+
+# --- drop-in ----------------------------------------------------------------------------------------------------------
+
+
+def tutorial_script(mode, network, accumulate_step, digits):
+    """Run the tutorial's lines, unchanged but for the network; yield the parameters after each microbatch."""
+    loss_fn = nn.CrossEntropyLoss()
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    accumulator = Accumulator(optimizer, accumulate_step)
+
+    def forward_fn(data, label):
+        logits = network(data)
+        loss = loss_fn(logits, label)
+        return loss / accumulate_step
+
+    grad_fn = ms.value_and_grad(forward_fn, None, network.trainable_params())
+
+    def train_step(data, label):
+        loss, grads = grad_fn(data, label)
+        accumulator(grads)
+        return loss
+
+    train_step = compiled(train_step, mode)
+    for data, label in digits:
+        train_step(*tensors(data, label))
+        yield values(network.trainable_params())
+
+
+def test_the_tutorials_script_runs_unchanged(mode, capfd):
+    """And without a warning of MindSpore."""
+    network, digits, moved = MLP(), batches([8] * 22), []
+    previous = values(network.trainable_params())
+    oracle = reference.Accumulation(previous, reference.SGD(0.1), 4)
+    for (x, y), after in zip(digits, tutorial_script(mode, network, 4, digits)):
+        oracle([g / 4 for g in reference.loss_and_gradients(oracle.parameters, x, y)[1]])
+        assert difference(after, oracle.parameters) <= 1e-5
+        moved.append(difference(after, previous) > 1e-3)
+        previous = after
+    assert moved == [i % 4 == 3 for i in range(22)]  # the control: a window of 2 would move at other places
+    assert warned(capfd) == []
+
+
+def article(mode, divisor, rows):
+    """The weights after two epochs of the published experiment, as two microbatches each; the loss is a sum."""
+    network = nn.Dense(8, 1, weight_init="ones", has_bias=False)
+    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), 2)
+
+    def forward_fn(x):
+        return network(x).sum() / divisor
+
+    grad_fn = ms.grad(forward_fn, None, accumulator.optimizer.parameters)
+
+    def step(x):
+        return accumulator(grad_fn(x))
+
+    step = compiled(step, mode)
+    assert [bool(step(Tensor(part))) for part in [rows[0::2], rows[1::2]] * 2] == [False, True] * 2
+    return network.weight.asnumpy().reshape(-1)
+
+
+def test_the_published_experiment(mode):
+    published = json.loads((Path(__file__).parents[1] / "support" / "article_rand8x8.json").read_text(encoding="utf-8"))
+    rows = np.array(published["rows"], np.float32)
+    weights = article(mode, 2, rows)
+    np.testing.assert_allclose(weights, published["pytorch_weights"], rtol=1e-6)
+    np.testing.assert_allclose(weights, published["published_weights"], atol=5.1e-5)
+    assert abs(article("pynative", 1, rows) - weights).max() > 1e-2  # the control: a loss that is not divided
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_buffer_for_each_parameter_and_names_that_are_unique_here_and_the_same_in_a_checkpoint():
+    accumulators = [descend() for _ in range(3)]
+    accumulator = accumulators[0]
+    assert [b.shape for b in accumulator.buffers.parameters] == [*SHAPES]
+    assert accumulator.buffers.nbytes == 14 * 4
+    assert sum(p.size for p in accumulator.parameters) == 14 + 12  # twelve scalars
+    assert not any(p.requires_grad for p in accumulator.parameters)
+    assert [*accumulator.state.values()] == [*accumulator.parameters]
+    assert {"p0", "p1", "mini_step", "weight_sum", "weight_unit"} < accumulator.open_state < {*accumulator.state}
+    assert not {"update_step", "skipped", "skipped_in_row", "seen", "closed_windows"} & accumulator.open_state
+    assert {tuple(one.state) for one in accumulators} == {tuple(accumulator.state)}
+    names = [p.name for one in accumulators for p in one.parameters]
+    assert len(set(names)) == len(names)
+    ops.assign(accumulator.seen, 2**40 + 1)  # where float32 cannot count on
+    assert accumulator(gradients(1)).dtype == ms.bool_
+    assert (accumulator.flush(), int(accumulator.seen)) == (True, 2**40 + 2)
+
+
+def test_one_device_does_not_look_at_the_state_of_its_optimizer(monkeypatch):
+    """Which takes seconds, and a copy, of a large one. Only ranks compare it."""
+    def described(optimizer):
+        raise AssertionError
+
+    monkeypatch.setattr("ms_accum.core.accumulator.describe", described)
+    assert descend().exchange.ranks == 1
+    with pytest.raises(AssertionError):  # control
+        descend(reducer=DataParallel())

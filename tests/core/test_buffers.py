@@ -1,0 +1,104 @@
+"""The buffers: their dtypes, their unit of weights, and how they are emptied."""
+import sys
+
+import mindspore as ms
+import pytest
+from mindspore import Parameter, ParameterTuple, Tensor, nn
+from support.cells import Counting
+from support.modes import compiled
+from support.processes import MEMORY, run_python
+
+from ms_accum import Accumulator
+from ms_accum.core.buffers import Buffers
+from ms_accum.core.kernels import SMALL, Copying, InTurn, in_place
+
+pytestmark = pytest.mark.core
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_dtypes_of_parameters_and_buffers(mode):
+    """Several microbatches in one function, which 16 bits must not lose; gradients in their parameters' dtypes."""
+    def parameters(prefix):
+        kinds = ((ms.float16, [0.0]), (ms.float32, 0.0), (ms.float64, [0.0]))
+        return ParameterTuple([Parameter(Tensor(value, dtype), name=f"{prefix}{dtype}") for dtype, value in kinds])
+
+    asked_for = (None, ms.float16, ms.float32, ms.float64)
+    accumulators = tuple([Accumulator(Counting(parameters(f"{i}.")), 9, INF, reduction="mean", buffer_dtype=dtype)
+                          for i, dtype in enumerate(asked_for)])
+    expected = [[ms.float32, ms.float32, ms.float64], *([dtype] * 3 for dtype in asked_for[1:])]
+    assert [[b.dtype for b in accumulator.buffers.parameters] for accumulator in accumulators] == expected
+
+    def step(*gradients):
+        for accumulator in accumulators:
+            for factor in (1, 0.25, 0.25):
+                accumulator.add(tuple([gradient * factor for gradient in gradients]))
+        return accumulators[0].mini_step + 0
+
+    assert int(compiled(step, mode)(Tensor([0.1], ms.float16), Tensor(0.1, ms.float32), Tensor([0.1], ms.float64))) == 3
+    for accumulator in accumulators:
+        assert accumulator.flush()
+        seen = accumulator.optimizer.seen
+        assert [s.dtype for s in seen] == [ms.float16, ms.float32, ms.float64]
+        assert [s.asnumpy().item() for s in seen] == pytest.approx([0.05] * 3, rel=2e-3)
+    for accumulator in (accumulators[0], accumulators[3]):
+        assert accumulator.optimizer.seen[2].asnumpy().item() == pytest.approx(0.05, rel=1e-7)
+
+
+# --- the unit of weights ----------------------------------------------------------------------------------------------
+
+
+def buffers_of(unit, dtype=ms.float32):
+    buffers = Buffers("unit", [("w", (2,))], (dtype,), (dtype,))
+    if unit is not None:
+        buffers.fix_unit(unit)
+    return buffers
+
+
+def added(buffers, *pairs):
+    for value, weight in pairs:
+        buffers.add(buffers.weighed((Tensor([value, value], ms.float32),), weight))
+    return buffers.parameters[0].asnumpy().tolist(), float(buffers.weight_unit)
+
+
+def test_the_unit_is_fixed_once_and_makes_large_weights_small():
+    assert added(buffers_of(None), (1.0, 6), (2.0, Tensor(2.0))) == ([10, 10], 1)
+    assert added(buffers_of(2.0), (1.0, 6), (2.0, Tensor(2.0)), (NAN, 0)) == ([5, 5], 2)
+    assert added(buffers_of(70_000.0, ms.float16), (1.0, 70_000), (1.0, 70_000)) == ([2, 2], 70_000)
+    assert added(buffers_of(None, ms.float16), (1.0, 70_000))[0] == [INF, INF]  # the control
+    buffers = buffers_of(None)
+    added(buffers, (1.0, 6))
+    buffers.fix_unit(4.0)  # something was added in the unit 1, by a graph that was compiled without a driver: it stays
+    assert (buffers.unit, added(buffers, (1.0, 2))) == (1.0, ([8, 8], 1))
+    for before in (2.0, 4.0, None):  # loaded buffers are converted to the unit that graphs hold, if there is one
+        buffers = buffers_of(before)
+        ms.ops.assign(buffers.parameters[0], Tensor([12.0, 12.0]))
+        ms.ops.assign(buffers.weight_unit, 4.0)
+        buffers.adopt(before or 0.0)
+        unit = before or 4.0
+        assert buffers.unit == unit
+        assert added(buffers, (1.0, 8)) == ([48 / unit + 8 / unit] * 2, unit)
+
+
+def test_small_buffers_are_added_in_turn():
+    """As the fuzzer draws it, too. A copy of buffers, of which nothing is added, is no matter of size."""
+    assert [type(in_place(nbytes=size)) for size in (SMALL, SMALL + 1)] == [InTurn, Copying]
+    assert type(in_place(buffers=False)) is Copying
+
+
+# --- emptying ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_emptying_the_buffers_holds_no_second_copy_of_them():
+    """Growth over the buffers' size; the control is `zeros_like`, which graph mode turns into constants.
+
+    In the same new process: names start at accumulator0, in this one too when it began.
+    """
+    ours, zeros_like, names = run_python(MEMORY, "emptying").splitlines()
+    assert float(ours) < 0.5
+    assert float(zeros_like) > float(ours) + 0.5
+    accumulator = Accumulator(nn.SGD([Parameter(Tensor([0.0]), name=f"w{i}") for i in range(2)], 0.1), 2)
+    prefix = accumulator.mini_step.name.partition(".")[0]
+    expected = [p.name.replace(prefix, f"accumulator{i}") for i in range(2) for p in accumulator.parameters]
+    assert names.split() == expected

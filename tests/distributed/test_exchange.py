@@ -1,0 +1,145 @@
+"""Runs of ranks in real processes against one process of plain MindSpore, and what DataParallel refuses."""
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import nn
+from support import reference
+from support.comparing import difference
+from support.differential.follow import Comparison
+from support.differential.ranks import DRAWN, DRIVERS, NONFINITE, SYNCS, WINDOWS, case_of, simulated
+from support.mlp import MLP
+from support.noisy_samples import Expected
+from support.rank_cases import LAUNCHES, every, noisy_data
+
+from ms_accum import Accumulator, DataParallel
+from ms_accum.distributed import exchange
+
+pytest_plugins = ["support.launch"]
+
+
+@every("trained")
+def test_ranks_train_as_one_process(left_by, launch, case):
+    """All hold the same bits. A resumed run ends with those of the one that was saved."""
+    ranks, results, name, case = LAUNCHES[launch][0], left_by(case, launch), case, case_of(case.split(":")[1])
+    print(name, case)
+    inside, size = SYNCS[case.sync](ranks) if "shard" in case.sync else 1, 2 if case.buffer_dtype == "float16" else 4
+    for rank, (left, plain) in enumerate(zip(results, simulated(case, ranks))):
+        where, comparison = f"on rank {rank}", Comparison(case, plain)
+        if case.sync == "local":
+            comparison.counters(left, where)
+        else:  # what a rank has added to a window itself, the simulation does not know
+            unknown = "window_weight", "skipped_in_row"
+            comparison.counters(left, where, unknown, skipped=plain.skips if rank == 1 else 0)
+        comparison.window(left, where)
+        comparison.require_motion()
+        assert left["parameters"] == results[0]["parameters"]
+        # Padding: at most an element in each bucket.
+        assert 0 <= left["bytes"] - size * sum(left["sizes"]) / inside <= size * len(left["sizes"])
+        if case.save_at:
+            assert (left["position"], left["same"]) == (rank, True)
+
+
+def test_each_kind_of_exchange_is_drawn_with_each_choice():
+    """Of two ranks: alone or together at each microbatch."""
+    cases = [case_of(str(number)) for number in range(DRAWN)]
+    for inside in (1, 2):
+        kind = [case for case in cases if case.sync != "local" and SYNCS[case.sync](2) == inside]
+        drivers = {name.split()[0] for name in DRIVERS[:len(DRIVERS) + 1 - inside]}
+        assert {case.driver.split("-")[0] for case in kind} >= drivers
+        assert {(case.on_nonfinite, case.scaler) for case in kind} == set(NONFINITE)
+        assert {case.accumulate_step for case in kind} == set(WINDOWS)
+        for name in ("save_at", "noise_scale", "reduction", "hook", "buffer_dtype"):
+            assert len({getattr(case, name) for case in kind}) == 2, (inside, name)
+
+
+class HeavyBall(reference.LocalUpdates):
+    """Without Nesterov's look ahead."""
+    def step(self, moved):
+        super().step(moved)
+        return [p - self.rate * v for p, v in zip(self.parameters, self.velocity)]
+
+
+class EveryRank(reference.LocalUpdates):
+    """Where ranks without an update count, too."""
+    def step(self, moved):
+        return super().step(self.ranks)
+
+
+@pytest.mark.parametrize(("sync", "changes", "options"), [
+    pytest.param("window", {"accumulate_step": WINDOWS[-1]}, {"together": 2}, id="windows that all close together"),
+    pytest.param("window", {"on_nonfinite": "skip_microbatch", "accumulate_step": 1}, {"together": 2},
+                 id="a microbatch that all skip"),
+    pytest.param("window", {}, {"ranks": 1}, id="one rank for all"),
+    pytest.param("local", {}, {"kind": HeavyBall}, id="heavy ball"),
+    pytest.param("local", {}, {"kind": EveryRank}, id="ranks without an update")])
+def test_wrong_simulations_are_seen(sync, changes, options):
+    """Negative control of what ranks are compared with."""
+    case = case_of(sync)._replace(**changes)
+    right, wrong = simulated(case, 2)[0], simulated(case, **{"ranks": 2, **options})[0]
+    comparison = Comparison(case, right)
+    with pytest.raises(pytest.fail.Exception, match="plain training has"):
+        comparison.window({"parameters": wrong.parameters, "averages": None, "state": [], "noise": None}, "")
+
+
+def test_graphs_that_were_compiled_before_follow(left_by):
+    (before, after), (other, same) = left_by("followed:jit")
+    assert before == after == pytest.approx(same, rel=1e-6)
+    assert other != pytest.approx(same, rel=1e-3)
+
+
+@every("adaptive")
+def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, launch, case):
+    """With the lengths of one process that sees all microbatches.
+
+    Control: if the weight of one rank's microbatch were taken for that of all, windows would get longer.
+    """
+    count = LAUNCHES[launch][0]
+    data = [noisy_data(rank, count) for rank in range(count)]
+    expected, wrong = (Expected(1, 8, target, rate=1e-3) for target in (1.0, 1 / count))
+    lengths = []
+    for i in range(len(data[0])):
+        present = [batch[i] for batch in data if i < len(batch)]
+        for oracle in (expected, wrong):
+            oracle.microbatch(*present, of_a_rank=len(present) / count if ":window" in case else 1)
+        lengths.append(expected.adaptive.length)
+    expected.flush()
+    assert lengths[-1] == 2 < wrong.adaptive.length
+    results = left_by(case, launch)
+    for rank, left in enumerate(results):
+        assert left["lengths"] == lengths[:len(data[rank])]
+        counted = [left["counters"][name] for name in ("update_step", "mini_step", "skipped")]
+        assert counted == [len(expected.lengths), 0, 0]
+        assert difference([np.array(left["point"])], [expected.point]) <= 1e-6
+        assert left["point"] == results[0]["point"]
+
+
+def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
+    """16 microbatches, N = 8: one bucket a window, the gradients and a header of 12 bytes.
+
+    Parameters move at boundaries. A rank that skips a microbatch exchanges nothing about it.
+    """
+    window, microbatch = (left_by(f"traffic:{sync}") for sync in ("window", "microbatch"))
+    assert (window[0]["collectives"], microbatch[0]["collectives"]) == (2, 16)
+    assert window[0]["bytes"] == 2 * (window[0]["parameters"] + 12)
+    assert window[0]["bytes"] * 8 == microbatch[0]["bytes"]
+    assert [left["skipped"] for left in window] == [0, 2]
+    for left in (*window, *microbatch):
+        assert left["moved"] == ([[False] * 4] * 7 + [[True] * 4]) * 2
+
+
+@pytest.mark.parametrize(("error", "message", "arguments"), [
+    (ValueError, r"shard=True with sync=\"window\": .* give sync=\"microbatch\" or \"node\"", {"shard": True}),
+    (ValueError, r"got ranks_per_node=2 with sync=\"window\", which knows no nodes; give sync=\"node\"",
+     {"ranks_per_node": 2}),
+    (ValueError, r"ranks_per_node is 0, expected an int >= 1; None takes those", {"sync": "node", "ranks_per_node": 0}),
+])
+def test_bad_arguments_are_refused(error, message, arguments):
+    with pytest.raises(error, match=message):
+        DataParallel(**arguments)
+
+
+@pytest.mark.parametrize("name", ["float64", "bfloat16"])
+def test_what_cpu_ranks_cannot_exchange_is_refused(name, monkeypatch):
+    monkeypatch.setattr(exchange, "world_size", lambda: 2)
+    with pytest.raises(ValueError, match=rf"DataParallel with buffers of {name}: .* give buffer_dtype=ms\.float32"):
+        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=getattr(ms, name), reducer=DataParallel())

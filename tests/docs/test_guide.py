@@ -1,0 +1,187 @@
+"""README, the guide and docstrings: their code prints what they say, and what they say of the repository is true."""
+import importlib
+import inspect
+import pkgutil
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+from support.pages import (
+    EXCEPTIONS,
+    PAGES,
+    PUBLIC,
+    README,
+    ROOT,
+    TUTORIALS,
+    Block,
+    blocks_of,
+    docstring_block,
+    run_blocks,
+)
+from support.processes import run_python
+
+import ms_accum
+from ms_accum import Accumulator
+
+# --- what runs --------------------------------------------------------------------------------------------------------
+
+SCRIPTS = {name: blocks_of(text) for name, text in PAGES.items() if "```python" in text}
+# Their blocks are in test_other_libraries.py.
+ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)
+TABLE = re.search(r"^## Which call for me\?\n\n((?:\|.*\n)+)", README, re.MULTILINE)[1]
+NEEDED = """
+from mindspore.train import Model
+from ms_accum import Accumulator, FlushCallback, TrainOneStepCell, make_grad_cache_step
+network_with_loss = nn.WithLossCell(network, loss_fn)
+encode_fn = network
+def built(step):
+    assert step is not None
+"""
+
+
+def calls_of_readmes_table():
+    """The calls of its second column, after what README's block makes before it trains."""
+    cells = [cell for row in TABLE.splitlines()[2:] for cell in re.findall(r"`([^`]+)`", row.split("|")[2])]
+    calls = [cell for cell in cells if re.match(r"(make_|Accumulator|FlushCallback|Model)", cell)]
+    assert len(calls) == 5
+    made = blocks_of(README)[0].code.split("train_step = ")[0]
+    return Block(made + NEEDED + "\n".join(f"built({call})" for call in calls))
+
+
+def replacements():
+    """The code in the last column of the table of other-libraries.md."""
+    lines = [line for line in PAGES["other-libraries"].splitlines() if line.startswith("| ") and line.count("|") == 4]
+    assert len(lines) == 10
+    spans = [span for line in lines[1:] for span in re.findall(r"`([^`]+)`", line.split("|")[3])]
+    lines = [span for span in spans if span not in ("loss / 4", "sync_gradients")]
+    assert len(lines) > 10
+    return Block("\n".join(lines))
+
+
+def test_every_block_of_pages_and_docstrings_prints_what_it_says():
+    scripts = {name: [block for block in blocks if not ANOTHER_LIBRARY.search(block.code)]
+               for name, blocks in SCRIPTS.items()}
+    scripts["other-libraries"].append(replacements())
+    scripts |= {"readme": blocks_of(README), "readme_table": [calls_of_readmes_table()]}
+    documented = [name for name in PUBLIC if name not in (*EXCEPTIONS, "ms_accum.batch_size.plan_micro_batch")]
+    scripts |= {f"doc_{name.replace('.', '_')}": [docstring_block(name)] for name in documented}
+    printed = run_blocks(scripts)
+    wrong = {name: said for name, blocks in scripts.items()
+             for block, (said, _) in zip(blocks, printed[name], strict=True) if not block.agrees(said)}
+    assert wrong == {}
+    assert sum(block.printed is not None for blocks in scripts.values() for block in blocks) >= 30
+
+
+@pytest.mark.slow  # three processes that fill gigabytes, and run the main script, too
+def test_the_example_of_planning_runs():
+    block = docstring_block("ms_accum.batch_size.plan_micro_batch")
+    assert block.agrees(run_python(block.code))
+
+
+def test_every_block_and_every_output_is_found_and_compared():
+    for name, text in {**PAGES, "README": README}.items():
+        blocks = blocks_of(text)
+        assert len(blocks) == text.count("\n```python\n"), name
+        assert sum(block.printed is not None for block in blocks) == text.count("\nIt prints"), name
+    assert not Block("", "1.0 2\n").agrees("1.0 3\n")
+    assert Block("", "a 1.0e-01 b\n", example=True).agrees("a 2.0e-01 b\n")
+    assert not Block("", "a 1.0e-01 b\n", example=True).agrees("a 2.0e-01 c\n")
+
+
+def test_readmes_figure_is_drawn_from_a_run_whose_parameter_moves_at_every_fourth_microbatch(monkeypatch, capsys):
+    assert (ROOT / "tutorials" / "accumulation.svg").exists()
+    monkeypatch.syspath_prepend(ROOT / "tutorials")
+    monkeypatch.setattr(sys, "argv", ["figure.py", "figure.svg"])
+    with matplotlib.rc_context():
+        importlib.import_module("figure").main()
+    assert capsys.readouterr().out == "figure.svg: the parameter moved at microbatches 4, 8, 12\n"
+    assert Path("figure.svg").read_text(encoding="utf-8").count("emptied") == 3
+
+
+# --- what they say about the repository -------------------------------------------------------------------------------
+
+
+def test_readme_and_the_guide_are_short_and_have_the_same_table():
+    """Words without the bars of tables. The links of the table lead to the same pages."""
+    assert len(README.splitlines()) <= 130
+    assert TABLE.replace("(tutorials/", "(") in PAGES["index"]
+    pages = [name for name in PAGES if name not in ("api", "cli")]
+    assert len(pages) <= 14
+    assert sum(len(PAGES[name].replace("|", " ").split()) for name in pages if name != "changelog") <= 13_000
+
+
+def test_public_names_and_modules_are_documented():
+    for name in PUBLIC.keys() - set(EXCEPTIONS):
+        assert {"Example:", "Source:"} <= set(inspect.getdoc(PUBLIC[name]).split()), name
+        assert PUBLIC[name].__module__.startswith("ms_accum.")
+    modules = [m.name for m in pkgutil.walk_packages(ms_accum.__path__, "ms_accum.") if not m.name.endswith("__main__")]
+    assert "ms_accum.core.accumulator" in modules
+    assert all(importlib.import_module(m).__doc__ for m in modules)
+
+
+def signature(function):
+    """Return a function's name and parameters as the reference page writes them."""
+    parts = []
+    for p in inspect.signature(function).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        default = "" if p.default is p.empty else "=" + repr(p.default).replace("'", '"')
+        parts.append(("**" if p.kind is p.VAR_KEYWORD else "") + p.name + default)
+    return f"{function.__name__}({', '.join(parts)})"
+
+
+def test_signatures_are_the_real_ones():
+    block = re.search(r"^## Signatures\n.*?^```text\n(.*?)^```", PAGES["api"], re.MULTILINE | re.DOTALL)[1]
+    text = " ".join(block.split())
+    shown = [value for name, value in PUBLIC.items() if re.search(rf"\b{name.rpartition('.')[2]}\(", block)]
+    assert len(shown) > 15
+    for value in shown:
+        assert signature(value) in text
+    for name in ("add", "close_if", "apply", "flush", "reset"):
+        assert signature(getattr(Accumulator, name)).replace("(self, ", "(").replace("(self)", "()") in text
+
+
+def test_guarantees_name_tests_that_exist():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    named = re.findall(r"`(test_\w+)(…?)`", PAGES["limits"])
+    assert len(named) > 10
+    defined = "\n".join(sources)
+    assert [name for name, rest in named if f"def {name}{'' if rest else '('}" not in defined] == []
+
+
+def test_files_in_code_spans_exist():
+    for name, page in PAGES.items():
+        prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+        paths = re.findall(r"`((?:tests|tutorials|ms_accum|\.ci)/[\w/.-]*)`", prose)
+        assert [path for path in paths if not (ROOT / path).exists()] == [], name
+        assert paths or name not in ("limits", "benchmarks", "contributing")
+
+
+def test_the_layout_is_true():
+    tree = re.search(r"^## Accumulated\n+```text\n(.*?)^```", PAGES["contributing"], re.MULTILINE | re.DOTALL)[1]
+    named, folder = set(), ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        folder = name if not line.startswith(" ") else folder
+        named.add(name if folder == name else folder + name)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    folders = {f"{top}/{path.name}/" for top in ("ms_accum", "tests", "tutorials") for path in (ROOT / top).iterdir()
+               if path.is_dir() and not path.name.startswith(("_", ".")) and any(path.iterdir())}
+    assert folders - {"tests/__pycache__/"} <= named
+
+
+def test_the_command_line_is_what_help_prints(monkeypatch):
+    """After a change: python tutorials/reference/cli.py"""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert PAGES["cli"] == runpy.run_path(str(TUTORIALS / "reference" / "cli.py"))["text"]()
+
+
+def test_ci_runs_the_readmes_test_command_on_the_versions_of_the_matrix():
+    assert len(re.findall(r"^python3 -m venv .*pytest.*$", README, re.MULTILINE)) == 1
+    assert "grep -m1 '^python3 -m venv .*pytest' README.md" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    pairs = runpy.run_path(str(ROOT / "tests" / "matrix"))["PAIRS"]
+    assert re.findall(r'mindspore: "(.+?)", python: "(.+?)"', workflow) == pairs

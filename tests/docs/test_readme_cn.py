@@ -1,0 +1,93 @@
+"""The Chinese quick start has README's code, headings, tables, figures and links."""
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENGLISH, CHINESE = Path("README.md"), Path("tutorials/README_CN.md")
+TEXT = {page: (ROOT / page).read_text(encoding="utf-8") for page in (ENGLISH, CHINESE)}
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r" *#.*$", re.MULTILINE)
+HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+ITEM = re.compile(r"(?:\A|\n\n)\s*[^\s-]|^- ", re.MULTILINE)  # a paragraph or an item of a list
+LINK = re.compile(r"\]\(([^)]*)\)")
+CODE_SPAN = re.compile(r"`[^`]+`")
+TIMES = "\N{MULTIPLICATION SIGN}"
+FIGURE = re.compile(r"(\d+(?:[.,]\d+)*(?:e-?\d+)?)(?:\s*(" + TIMES + r"|倍|%|MiB|MB|ms|s|M)(?![A-Za-z]))?")
+
+
+def facts(text):
+    """Every number with its unit, and the code spans.
+
+    In any order, for Chinese puts words in another; 倍 is how prose says "times", and a sentence may need a span twice.
+    """
+    numbers = FIGURE.findall(CODE_SPAN.sub("", LINK.sub("]", text)))
+    return Counter((number, TIMES if unit == "倍" else unit) for number, unit in numbers), set(CODE_SPAN.findall(text))
+
+
+def outline(text):
+    """What is alike in both languages: the code without comments, and what each section holds."""
+    code = [(language, COMMENT.sub("", code).replace("本仓库的 URL", "URL of this repository"))
+            for language, code in BLOCK.findall(text)]
+    sections = []
+    for section in re.split(r"^(?=#)", BLOCK.sub("", text), flags=re.MULTILINE):
+        level, prose = len(re.match("#*", section)[0]), TABLE.sub("", HEADING.sub("", section))
+        rows = [(row.count("|"), *facts(row)) for table in TABLE.findall(section) for row in table.splitlines()]
+        sections.append((level, rows, *facts(prose), len(ITEM.findall(prose))))
+    return code, sections
+
+
+def anchors(text):
+    """What GitHub calls each heading, in order."""
+    titles = [title for _, title in HEADING.findall(BLOCK.sub("", text))]
+    return ["#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def targets(text, page):
+    """Where links lead, from the root; of an anchor, the heading's number. Not those from one language to the other."""
+    found = []
+    for link in LINK.findall(BLOCK.sub("", text)):
+        if link.startswith("#"):
+            found.append(f"heading {anchors(text).index(link)}")
+        elif "://" in link:
+            found.append(link.replace("/zh-CN/", "/en/").removesuffix("mindspore.cn/en").removesuffix("mindspore.cn/"))
+        else:
+            found.append((ROOT / page.parent / link).resolve().relative_to(ROOT).as_posix())
+    return sorted(set(found) - {ENGLISH.as_posix(), CHINESE.as_posix()})
+
+
+DAMAGES = [
+    (r"(```python\n)", r"\1import os\n"), (r"```bash", "```sh"), (r"```\n(?:.*\n)+?```\n\n", ""),
+    (r"(?m)^## ", "### "), (r"(?m)^## .*\n", ""),
+    (r"(?m)^\| [^|\n]*\|[^|\n]*\|[^|\n]*\|\n", ""), (r"(?m)^(\|.*)\|[^|\n]*\|$", r"\1|"),
+    (r"(?m)^(\|.*?)=4", r"\1=5"), (r"(?m)^(\|.*?`)", r"\1x"),
+    (r"0\.04", "0.05"), (r"(\d) " + TIMES, r"\1"), (r"`check_equivalence`", "`check`"), (r"(?m)^- .*\n", ""),
+    (r"\n\n(?=[^\W\d_])(?!`).+\n", "\n")]
+
+
+def test_both_languages_agree_and_a_damage_is_seen():
+    wanted = outline(TEXT[ENGLISH])
+    assert outline(TEXT[CHINESE]) == wanted
+    for pattern, damage in DAMAGES:
+        damaged, count = re.subn(pattern, damage, TEXT[CHINESE], count=1)
+        assert count == 1, pattern
+        assert outline(damaged) != wanted, pattern
+
+
+def test_links_lead_to_the_same_places_which_exist():
+    wanted = targets(TEXT[ENGLISH], ENGLISH)
+    assert targets(TEXT[CHINESE], CHINESE) == wanted
+    paths = [target for target in wanted if "://" not in target and not target.startswith("heading ")]
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path.partition("#")[0]).exists()] == []
+    damaged = TEXT[CHINESE].replace("(index.md)", "(guide/check.md)", 1)
+    assert damaged != TEXT[CHINESE]
+    assert targets(damaged, CHINESE) != wanted
+    with pytest.raises(ValueError, match="'#no-such-heading' is not in list"):
+        targets(TEXT[CHINESE] + "\n[b](#no-such-heading)\n", CHINESE)
+    assert TEXT[ENGLISH].splitlines()[2] == f"[中文]({CHINESE})"
+    assert TEXT[CHINESE].splitlines()[2] == "[English](../README.md)"

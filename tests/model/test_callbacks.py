@@ -1,0 +1,264 @@
+"""FlushCallback, PerUpdate and WindowLog in `mindspore.train.Model`: when they act, and what they refuse."""
+import csv
+import itertools
+from functools import partial
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mindspore import amp, nn
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from mindspore.train import LambdaCallback, LearningRateScheduler, Model, ModelCheckpoint, ReduceLROnPlateau
+from support import reference
+from support.comparing import difference, values
+from support.mlp import MLP, batches, tensors
+from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
+
+from ms_accum import FlushCallback, PerUpdate, WindowLog
+
+pytestmark = pytest.mark.usefixtures("uncompiled")
+COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped", "seen"]
+
+
+class Oracle(reference.Accumulation):
+    """The oracle, which keeps the weight of the last window, and of all updates."""
+
+    seen = 0
+
+    def apply(self):
+        self.weight, updates = sum(weight for weight, _ in self.window), self.update_step
+        super().apply()
+        self.seen += self.weight * (self.update_step - updates)
+
+
+class Own(LambdaCallback):
+    """A user's: `Model.fit` does not tell MindSpore's own of its tests."""
+
+
+class Recorder(LambdaCallback):
+    """The numbers of the microbatches, how many began, and the events it saw."""
+
+    def __init__(self):
+        self.steps, self.events, self.begun = [], [], []
+        noted = {f"on_train_{event}": lambda context, event=event: self.events.append(event)
+                 for event in ("begin", "epoch_begin", "epoch_end", "end")}
+        super().__init__(on_train_step_begin=self.begun.append, **noted,
+                         on_train_step_end=lambda context: self.steps.append(context.original_args().cur_step_num))
+
+
+def expected_rows(oracle, epochs, acts):
+    """What `WindowLog` writes: the oracle's windows, and the mean loss of the microbatches that were seen."""
+    rows, seen, microbatch = [], [], 0
+    for epoch, data in enumerate(epochs, 1):
+        for i, (x, y) in enumerate(data, 1):
+            microbatch += 1
+            act = "flush" if i == len(data) else acts.get(microbatch)
+            loss, gradients = reference.loss_and_gradients(oracle.parameters, x, y)
+            if oracle.on_nonfinite != "skip_microbatch" or not np.isnan(loss):
+                seen.append((loss, len(x)))
+            if oracle(gradients, len(x)) or (act == "flush" and oracle.flush()):
+                losses, weights = zip(*seen or [(0, 1)])
+                rows.append([epoch, microbatch, oracle.update_step, np.average(losses, weights=weights), oracle.weight,
+                             oracle.grad_norm, oracle.skipped, oracle.seen])
+                seen = []
+            elif act == "reset":
+                oracle.reset()
+                seen = []
+    return rows
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_a_row_for_each_window_and_a_call_for_each_update(data):
+    """As the oracle has them, with FlushCallback before or behind, and so a callback that flushes and resets.
+
+    The window that is open when the training begins has its whole weight, and the mean loss of what was seen.
+    """
+    draw = data.draw
+    length = draw(st.sampled_from([1, 2, 3, {0: 2, 2: 3}]))
+    on_nonfinite = draw(st.sampled_from(["apply", "skip_microbatch", "skip_window"]))
+    _, cell = make_cell(length, on_nonfinite=on_nonfinite)
+    oracle = Oracle(values(cell.optimizer.parameters), reference.SGD(0.1, 0.9), length, "mean", 0.7, on_nonfinite)
+    for x, y in batches(draw(st.lists(st.integers(1, 7), max_size=3))):
+        cell(*tensors(x, y))
+        oracle(reference.loss_and_gradients(oracle.parameters, x, y)[1], len(x))
+    epoch = batches(draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)), seed=2)
+    if on_nonfinite != "apply":
+        epoch[draw(st.integers(0, len(epoch) - 1))][0][:] = np.nan
+    acts = draw(st.dictionaries(st.integers(1, 2 * len(epoch)), st.sampled_from(["reset", "flush"]), max_size=3))
+    # At the end of an epoch, whether there is a window to flush depends on who resets or flushes first.
+    acts = {microbatch: act for microbatch, act in acts.items() if act == "flush" or microbatch % len(epoch)}
+    functions = {"reset": cell.accumulator.reset, "flush": cell.flush, None: int}
+
+    def meddle(context):
+        functions[acts.get(context.original_args().cur_step_num)]()
+
+    meddling = LambdaCallback(on_train_step_end=meddle)
+    inner, outer, rows, updates = Recorder(), Recorder(), [], oracle.update_step
+    callbacks = [FlushCallback(), WindowLog(rows.append)][::draw(st.sampled_from([1, -1]))]
+    callbacks = [meddling, *callbacks] if draw(st.booleans()) else [*callbacks, meddling]
+    train(cell, *callbacks, PerUpdate(inner), outer, epochs=2, data=dataset_of(epoch))
+    expected = expected_rows(oracle, 2 * [epoch], acts)
+    assert all(list(row) == COLUMNS for row in rows)
+    np.testing.assert_allclose([list(row.values()) for row in rows], expected, rtol=1e-4)
+    assert difference(values(cell.optimizer.parameters), oracle.parameters) <= 1e-5
+    assert inner.steps == [*range(updates + 1, oracle.update_step + 1)]
+    assert outer.steps == [*range(1, 2 * len(epoch) + 1)], "the run's own count is put back"
+    assert len(inner.steps) <= len(inner.begun) <= len(inner.steps) + 1 <= len(outer.begun) + 1 == 2 * len(epoch) + 1
+    assert inner.events == outer.events == ["begin", *2 * ["epoch_begin", "epoch_end"], "end"]
+
+
+def test_a_file_has_the_rows_that_a_function_is_given():
+    """With the loss scale. Negative control of the test above: losses and norms differ from window to window."""
+    rows, names = [], ("epoch", "microbatch", "update_step", "weight", "seen", "loss_scale")
+    _, cell = make_cell(loss_scaler=amp.DynamicLossScaler(8.0, 2, 1))
+    train(cell, FlushCallback(), WindowLog("windows.csv"), WindowLog(rows.append), epochs=2)
+    with open("windows.csv", newline="", encoding="utf-8") as file:
+        header, *written = csv.reader(file)
+    assert header == [*COLUMNS, "loss_scale"]
+    assert [dict(zip(header, map(float, line))) for line in written] == rows
+    assert [[row[name] for name in names] for row in rows] == [
+        [1, 2, 1, 12, 12, 16], [1, 4, 2, 12, 24, 32], [1, 5, 3, 2, 26, 64],
+        [2, 7, 4, 12, 38, 128], [2, 9, 5, 12, 50, 256], [2, 10, 6, 2, 52, 512]]
+    assert len({row["loss"] for row in rows}) == len({row["grad_norm"] for row in rows}) == 6
+
+
+def test_per_update_shows_the_optimizer():
+    """At the end of an epoch, too. Control: MindSpore's callbacks alone do not find it, and FlushCallback says so."""
+    _, cell = make_cell(learning_rate=0.5)
+
+    def halving():
+        return ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=100.0)
+
+    for callback in (halving(), LearningRateScheduler(lambda rate, step: rate)):
+        with pytest.raises(AttributeError):
+            train(cell, callback)
+        cell.accumulator.reset()
+        with pytest.raises(ValueError, match=rf"needs the optimizer, .* give PerUpdate\({type(callback).__name__}\("):
+            train(cell, FlushCallback(), callback)
+    train(cell, FlushCallback(), PerUpdate(halving()), epochs=3)
+    assert float(cell.optimizer.learning_rate) == 0.125
+
+
+@pytest.mark.parametrize("tested", [True, False])
+def test_flush_after_a_stop_in_mid_epoch(tested):
+    """Before the test, if there is one; and the update that it makes is counted."""
+    network, cell = make_cell()
+    oracle = trained_oracle(network, SIZES[:3])
+    inner, open_windows = Recorder(), []
+    stop = Own(on_train_step_end=lambda context: context.original_args().cur_step_num == 3 and context.request_stop(),
+               on_eval_end=lambda context: open_windows.append(int(cell.accumulator.mini_step)))
+    callbacks = [FlushCallback(), PerUpdate(inner), stop]
+    model = Model(cell, eval_network=nn.WithEvalCell(network, nn.CrossEntropyLoss()), eval_indexes=[0, 1, 2],
+                  metrics={"loss"})
+    if tested:
+        model.fit(4, dataset(), dataset([8]), callbacks=callbacks, dataset_sink_mode=False,
+                  valid_dataset_sink_mode=False)
+    else:
+        train(cell, *callbacks, epochs=4)
+    assert open_windows == [0] * tested
+    assert inner.steps == [1, 2]
+    assert int(cell.accumulator.update_step) == 2
+    assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
+    cell(*tensors(*batches([6])[0]))  # negative control: a test of its own is none of the training's
+    model.eval(dataset([8]), callbacks=[FlushCallback()], dataset_sink_mode=False)
+    assert int(cell.accumulator.mini_step) == 1
+
+
+def test_flush_keeps_to_the_ends_of_epochs_that_differ_in_length():
+    """MindSpore counts a dataset's microbatches once, here 3; some epochs then have 1."""
+    _, cell = make_cell(accumulate_step=2)
+    lengths = itertools.cycle([3, 3, 1])
+    microbatch = batches([4])[0][0].astype(np.float32), batches([4])[0][1].astype(np.int32)
+    epochs = []
+
+    class Varying:
+        def __iter__(self):
+            return iter([microbatch] * next(lengths))
+
+    windows = LambdaCallback(on_train_epoch_begin=lambda context: epochs.append([]),
+                             on_train_step_end=lambda context: epochs[-1].append(int(cell.accumulator.mini_step)))
+    varying = GeneratorDataset(Varying(), ["x", "y"], shuffle=False)
+    assert varying.get_dataset_size() == 3
+    train(cell, FlushCallback(), windows, epochs=6, data=varying)
+    assert {1, 3} == set(map(len, epochs))
+    assert all(epoch == [1, 0, 0][:len(epoch)] for epoch in epochs)
+
+
+def test_a_log_of_a_training_that_failed_does_not_log_the_next_one():
+    """The window that the error left open is part of the next training's first one."""
+    _, cell = make_cell()
+    first, second = [], []
+    log = WindowLog(first.append)
+    with pytest.raises(KeyError):
+        train(cell, LambdaCallback(on_train_step_end=Mock(side_effect=KeyError)), log)
+    train(cell, FlushCallback(), WindowLog(second.append))
+    assert first == []
+    assert [(row["microbatch"], row["weight"]) for row in second] == [(1, 12), (3, 12), (5, 8)]
+    train(cell, FlushCallback(), log)
+    assert [row["microbatch"] for row in first] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_flush_that_closes_further_windows(told, monkeypatch):
+    """As on a rank that has run out of data. A log that is not told of it before knows no weight of it."""
+    _, cell = make_cell(accumulate_step=3)
+    flush, rows = cell.flush, []
+
+    def flush_twice():
+        flush()
+        cell(*tensors(*batches([4])[0]))
+        flush()
+
+    monkeypatch.setattr(cell, "flush", flush_twice)
+    flushing = FlushCallback() if told else LambdaCallback(on_train_step_end=lambda context: cell.flush())
+    train(cell, flushing, WindowLog(rows.append), data=dataset([6]))
+    assert rows[0]["microbatch"] == 1
+    assert [np.isnan(rows[0][name]) for name in ("grad_norm", "loss", "weight")] == [True, not told, not told]
+
+
+class Sunk:
+    """A run context of sunk data, which no CPU run gives."""
+
+    def __init__(self, network):
+        self.context = {"train_network": network, "train_dataset": dataset(), "dataset_sink_mode": True,
+                        "list_callback": []}
+
+    def original_args(self):
+        return type("Context", (dict,), {"__getattr__": dict.__getitem__})(self.context)
+
+
+def test_what_does_not_fit_is_refused():
+    """Two cells, no cell, sunk data, no callback, no file; control: FlushCallback takes two cells, and sunk data."""
+    one, other = (make_cell(accumulate_step=n)[1] for n in (2, 4))
+    train(TwoCells(one, other), FlushCallback())
+    assert [int(cell.accumulator.update_step) for cell in (one, other)] == [3, 2]
+    FlushCallback().on_train_begin(Sunk(one))
+    plain, before = MLP(), values(MLP().trainable_params())
+    model = Model(plain, nn.CrossEntropyLoss(), nn.SGD(plain.trainable_params(), 0.1))
+    samples = NumpySlicesDataset({"x": np.zeros((8, 6), np.float32), "y": np.zeros(8, np.int32)})
+    makers = {"FlushCallback": FlushCallback, "PerUpdate": lambda: PerUpdate(Recorder()),
+              "WindowLog": lambda: WindowLog(print)}
+    calls = [(partial(model.train, 1, dataset(), [make()], dataset_sink_mode=False),
+              r"without a TrainOneStepCell of ms_accum in it; give Model\(TrainOneStep") for make in makers.values()]
+    for name in ("PerUpdate", "WindowLog"):
+        calls += [
+            (partial(train, TwoCells(one, other), makers[name]()), f"{name} found 2 TrainOneStepCells, whose updates"),
+            (partial(makers[name]().on_train_begin, Sunk(one)), f"{name} with dataset_sink_mode=True: single microbat")]
+    two_rates = make_cell(learning_rate=[0.3, 0.1])[1]  # the third update is the flush's
+    calls += [
+        (partial(train, two_rates, FlushCallback()), "list of 2 learning rates is used up"),
+        (partial(train, one, FlushCallback(), data=samples), r"yields samples of NumpySlicesDataset one by one"),
+        (partial(train, one, ModelCheckpoint(), FlushCallback()), "ModelCheckpoint stands before FlushCallback")]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    for call, error, message in (
+            (partial(PerUpdate, print), TypeError, r"callback is of type builtin_function_or_method, expected a"),
+            (partial(WindowLog, 3), TypeError, "to is of type int, expected the path of a CSV file or a function"),
+            (partial(train, one, WindowLog("nowhere/a.csv")), FileNotFoundError, r"nowhere/a\.csv")):
+        with pytest.raises(error, match=message):
+            call()
+    assert difference(values(plain.trainable_params()), before) == 0

@@ -1,0 +1,107 @@
+"""TrainOneStepCell: a ModelCheckpoint, several cells in one graph; and what it refuses.
+
+That its updates are exact, and what it says of dropped windows, is drawn in test_differential.py; callbacks are in
+test_callbacks.py.
+"""
+import mindspore as ms
+import pytest
+from mindspore import Tensor, nn
+from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
+from support.comparing import difference, values
+from support.mlp import MLP, batches, tensors
+from support.model_runs import TwoCells, dataset, make_cell, train
+from support.training import LOSS, sgd
+
+from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
+
+
+def go_on(network, cell):
+    """Train to the end of the window, and beyond; the bits of the parameters."""
+    for x, y in batches([6] * 3, seed=2):
+        cell(*tensors(x, y))
+    cell.flush()
+    return [p.asnumpy().tobytes() for p in network.trainable_params()]
+
+
+def test_a_model_checkpoint_holds_a_window_that_is_half_full(mode_named):
+    """Loaded into a fresh cell, or with our own loading into the one that has run, training goes on to the same bits.
+
+    Not if the window is forgotten. MindSpore's `load_param_into_net` does not reach a cell that has run.
+    """
+    mode_named("graph")
+    network, cell = make_cell(accumulate_step=3)
+    assert {p.name for p in MLP().trainable_params()} <= {p.name for p in cell.get_parameters()}, "names are kept"
+    train(cell, ModelCheckpoint("run", ".", CheckpointConfig(save_checkpoint_steps=4)), data=dataset([6] * 4))
+    assert int(cell.accumulator.mini_step) == 1
+    save_checkpoint("window.ckpt", network, cell.accumulator)
+    uninterrupted = go_on(network, cell)
+
+    fresh_network, fresh = make_cell(accumulate_step=3)
+    missing, unexpected = ms.load_param_into_net(fresh, ms.load_checkpoint("run-1_4.ckpt"))
+    assert missing == unexpected == [], "names depend on what this process has built before"
+    assert go_on(fresh_network, fresh) == uninterrupted
+
+    load_checkpoint("window.ckpt", network, cell.accumulator)
+    assert go_on(network, cell) == uninterrupted
+    load_checkpoint("window.ckpt", network, cell.accumulator)
+    cell.accumulator.reset()
+    assert go_on(network, cell) != uninterrupted
+
+
+def two_cells():
+    return TwoCells(make_cell()[1], make_cell(accumulate_step=3)[1])
+
+
+def test_two_cells_in_one_graph_have_names_of_their_own(mode_named):
+    """By their place in the Cell that holds them. Each trains as it does alone; control: another window does not.
+
+    In a function they have the names of their networks; what an optimizer names after a parameter keeps its name.
+    """
+    mode_named("graph")
+    both = two_cells()
+    names = [p.name for p in both.get_parameters()]
+    assert len(set(names)) == len(names)
+    assert names == [p.name for p in two_cells().get_parameters()], "names depend on what this process has built before"
+    train(both, data=dataset([6] * 6))
+    alone = []
+    mode_named("pynative")
+    for steps in (2, 3):
+        network, cell = make_cell(steps)
+        train(cell, data=dataset([6] * 6))
+        alone.append(values(network.trainable_params()))
+    trained = [values(cell.accumulator.optimizer.parameters) for cell in (both.one, both.other)]
+    assert [difference(one, other) <= 1e-6 for one in trained for other in alone] == [True, False, False, True]
+    names = []
+    for name in ("one.", "other."):
+        network = MLP()
+        network.update_parameters_name(name)
+        cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), nn.Adam(network.trainable_params()), 2)
+        names += [p.name for p in cell.get_parameters()]
+    assert len(set(names)) == len(names)
+    prefix = "accumulator.one.first.weight."
+    assert {f"{prefix}mini_step", f"{prefix}beta1_power", "moment1.one.first.weight"} <= set(names)
+
+
+def test_what_does_not_fit_is_refused(mode_named):
+    network = MLP()
+    acc = Accumulator(sgd(network), 2, reduction="mean")
+    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
+    x, y = tensors(*batches([4])[0])
+
+    def in_a_graph():
+        mode_named("graph")
+        cell.set_inputs(Tensor(shape=[None, 6], dtype=ms.float32), Tensor(shape=[None], dtype=ms.int32))
+        cell(x, y)
+
+    for error, message, call in (
+            (TypeError, r"network is of type function, expected a Cell that returns the loss; .*make_train_step",
+             lambda: TrainOneStepCell(lambda x: x, acc)),
+            (TypeError, "weight_fn is of type int, expected a function",
+             lambda: TrainOneStepCell(cell.network, acc, weight_fn=3)),
+            (TypeError, r"the microbatch has arguments with names \(label\), expected none", lambda: cell(x, label=y)),
+            (ValueError, r"give Model\(TrainOneStepCell\(\.\.\.\)\) without an optimizer",
+             lambda: Model(cell, optimizer=acc.optimizer)),
+            (ValueError, r"dynamic shape \(None, 6\).*leave set_inputs out", in_a_graph)):
+        with pytest.raises(error, match=message):
+            call()
+        assert int(acc.mini_step) == 0

@@ -1,0 +1,224 @@
+"""Every graph compiled by MindSpore's Ascend backend in a dry run, and its memory in bytes.
+
+No kernel is launched: values, speed, and whether a kernel exists stay unknown.
+"""
+import re
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.ascend.cases import LAYERS
+from support.ascend.dry_run import Report, behind, dry_run
+from support.ascend.stand_ins import built_once, locked, missing, shared_folder
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
+PAGE = Path(__file__).parents[2] / "tutorials" / "guide" / "accelerators.md"
+CONTROL_FLOW = {"ConditionSwitch", "ConditionGather", "Switch", "SwitchLayer", "Partial", "call", "PyExecute"}
+DENSE = ".weight"
+EVERYBODY = "hccl_world_group"
+INSIDE, ACROSS = "ms_accum.0.2.1", "ms_accum.0.4.2"  # of rank 0: its node, and its counterparts
+
+
+class Expected(NamedTuple):
+    """What a case is compiled to. What is None is not looked at."""
+
+    branch: bool | None = False  # whether any of its graphs has control flow; None also for what compiles none itself
+    between: list | None = None  # for each weight, the operators between its gradient's MatMul and the addition
+    weights: str | tuple = DENSE  # how the names of these weights end
+    fused: list | None = None  # how many InplaceMatmulAdd each graph has
+    exchange: list | None = None  # collectives of the graph that adds and of the one that updates, each with its group
+    most: dict | None = None  # bytes per parameter at the peak
+    least: dict | None = None
+
+
+def held(**most):
+    return Expected(branch=None, most=most)
+
+
+def exchange(add, update):
+    return Expected(exchange=[add, update])
+
+
+class Process(NamedTuple):
+    """The cases that a process compiles, whether with MindSpore's pass that fuses additions, and for how many ranks."""
+
+    cases: dict
+    fusion: bool = False
+    ranks: int = 1
+
+
+PLAIN, BRANCHED = Expected(), Expected(branch=True)
+# Without and with the pass; without it, nothing is fused: a negative control.
+CAST, FUSED = Expected(between=[["Cast"]] * LAYERS, fused=[0, 0]), Expected(fused=[LAYERS, 0])
+RANKS = {
+    "window": exchange([], [("AllReduce", EVERYBODY)]),
+    "microbatch": exchange([("AllReduce", EVERYBODY)], []),
+    "shards": exchange([("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY)], [("AllGather", EVERYBODY)])}
+PROCESSES = {
+    "fast": Process({
+        # The pass is for 16 bits.
+        "float32": Expected(between=[[]] * LAYERS, fused=[0, 0]), "bfloat16": FUSED, "clipped": FUSED,
+        # Negative controls: a weight that is a Tensor needs a multiplication; what decides on the device has a branch.
+        "token_weights": Expected(between=[["MulNoNan", "Cast"]] * LAYERS, fused=[0, 0]), "cell": BRANCHED,
+        "op_by_op": Expected(branch=None), "momentum_groups": held(add=8.6, update=12.1),
+        # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
+        "copies": Expected(branch=None, least={"add": 11.5, "update": 15.9}), "sgd_in_bfloat16": Expected(branch=None),
+        "window": RANKS["window"], "shards": RANKS["shards"]}, fusion=True, ranks=2),
+    "more": Process({
+        "float16": CAST, "bfloat16": CAST, **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
+        **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",
+                         "several_losses", "grad_cache"), PLAIN), "by_hand": BRANCHED, "sink": BRANCHED}),
+    # In pieces of 6, 6 and 4 rows, the shorter last one needs a multiplication.
+    "more fused": Process({"float16": FUSED, "pieces": Expected(fused=[LAYERS, 0, 0, 0])}, fusion=True),
+    "language model": Process({"language_model": Expected(
+        between=[["MulNoNan"]] * 5, weights=("hidden.weight", "out.weight", "head.weight"))}),  # it counts bytes
+    "MindCV": Process({
+        **{name: Expected(between=[between] * 5, weights=(
+            "qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight", "head.weight"))
+           for name, between in (("vit", []), ("vit_O2", ["Cast"]))},
+        "resnet18": Expected(between=[[]], weights="classifier.weight")}),
+    "8 ranks": Process(RANKS, ranks=8),
+    "2 nodes": Process({
+        "node": exchange([("AllReduce", INSIDE)], [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)]),
+        "node_shards": exchange([("AllReduce", INSIDE), ("ReduceScatter", INSIDE)],
+                                [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)])}, ranks=4),
+    # What is held, and little more. In bfloat16 2 + 4, and 4 of the optimizer; in float32 4 + 4, and 4 or 8.
+    "memory": Process({
+        "memory": held(add=6.6, update=14.1), "memory_backwards": held(add=6.6),
+        "memory_groups": held(add=6.6, update=14.1), "memory_clipped": held(update=14.5),
+        "memory_in_16_bits": held(add=4.6), "momentum": held(add=8.6, update=12.1),
+        "momentum_groups": held(add=8.6, update=12.1), "momentum_clipped": held(update=13.0),
+        "adam": held(update=16.1), "adam_clipped": held(update=17.0), "memory_by_hand": held(update=13.1)}),
+    **{dtype: Process({f"optimizers_{dtype}": Expected(branch=None)}) for dtype in ("float32", "float16", "bfloat16")},
+}
+
+
+def slow(name):
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Return `name -> reports` of a process, which runs once for all tests and workers."""
+    folder, cann = shared_folder(tmp_path_factory), built_once(tmp_path_factory)
+
+    def reports(name):
+        with locked(folder / f"{name}.lock"):
+            return dry_run(cann, folder / name, *PROCESSES[name])
+
+    return reports
+
+
+@pytest.mark.parametrize("process", [
+    "fast", *map(slow, ("more", "more fused", "language model", "MindCV", "8 ranks", "2 nodes", "memory"))])
+def test_graphs_and_memory_are_what_is_expected(compiled, process):
+    if process == "MindCV":
+        pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[test]'")
+    reports = compiled(process)
+    assert "SGD" in reports.pop("sgd_in_bfloat16", "SGD")  # negative control: a case that does not compile is an error
+    wrong = {name: list(differences(report, PROCESSES[process].cases[name])) for name, report in reports.items()}
+    assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def differences(report, expected):
+    """Yield what of a report is not as expected."""
+    if not isinstance(report, Report):
+        yield report
+        return
+    graphs = [Counter(node.name for node in graph) for graph in report.graphs]
+    if expected.branch is not None:
+        if any(CONTROL_FLOW & set(graph) for graph in graphs) != expected.branch:
+            yield "control flow"
+        if len(graphs) < 2 and not expected.branch:
+            yield f"{len(graphs)} graphs"
+    exchanged = [[(node.name, node.group) for node in graph if node.group] for graph in report.graphs[:2]]
+    for wanted, found in (
+            (expected.between, lambda: weight_gradients(report, expected.weights)),
+            (expected.fused, lambda: [graph["InplaceMatmulAdd"] for graph in graphs]),
+            (expected.exchange, lambda: exchanged)):
+        if wanted is not None and found() != wanted:
+            yield found()
+    numbers = report.numbers
+    yield from ((what, numbers[what]) for what, most in (expected.most or {}).items() if numbers[what] > most)
+    yield from ((what, numbers[what]) for what, least in (expected.least or {}).items() if numbers[what] <= least)
+
+
+def weight_gradients(report, ends):
+    """For each such weight, the operators between its gradient's MatMul and the addition into its buffer."""
+    found = []
+    for graph in report.graphs:
+        for node in graph:
+            if node.name == "AssignAdd" and parameter(node.inputs[0]).endswith(ends):
+                found.append([])
+                node = behind(node.inputs[1])
+                while node.name != "MatMul":
+                    assert len(found[-1]) < 9, f"no MatMul before {parameter(node.inputs[0])}: {found[-1]}"
+                    found[-1].append(node.name)
+                    node = behind(node.inputs[0])
+    return found
+
+
+def parameter(node):
+    """Return the Parameter that a node stands for, or "" for what an operator computed."""
+    found = behind(node)
+    return found if isinstance(found, str) else ""
+
+
+# --- what compares cases with each other ------------------------------------------------------------------------------
+
+
+def test_buffers_are_multiplied_and_emptied_in_place(compiled):
+    updates = {name: Counter(node.name for node in compiled("fast")[name].graphs[1])
+               for name in ("float32", "clipped", "copies")}
+    copies = updates.pop("copies")
+    for update in updates.values():
+        assert update["InplaceMul"] == update["InplaceZero"] == 2 * LAYERS
+        assert update["TensorMove"] == update["MulNoNan"] == 0
+    assert updates["clipped"]["Square"] == 4 * LAYERS  # the norm, and that of tiny gradients
+    assert copies["InplaceMul"] == 0  # negative control
+
+
+def test_the_update_reads_the_buffers_in_the_right_order(compiled):
+    """The mark of a side effect orders nothing here: what reads a buffer first has to be an input of its factor."""
+    plain, graph = (compiled("fast")[name].graphs[1] for name in ("float32", "clipped"))
+    multiplied = [node for node in graph if node.name == "InplaceMul"]
+    squares = {id(node) for node in graph if node.name == "Square"}
+    for node in multiplied:
+        assert squares <= {id(before) for before in all_before(node.inputs[1])}
+    # Negative control: where nothing is clipped, no factor waits for a norm.
+    factors = [node.inputs[1] for node in plain if node.name == "InplaceMul"]
+    assert not any(before.name == "Square" for factor in factors for before in all_before(factor))
+    # The optimizer takes what the multiplication returned, not the buffer.
+    buffers = {parameter(node.inputs[0]) for node in multiplied}
+    assert len(buffers) == 2 * LAYERS
+    assert all("accumulator" in name for name in buffers)
+    readers = {node.name for node in graph for given in node.inputs if parameter(given) in buffers}
+    assert readers <= {"Load", "Depend", "UpdateState", "MakeTuple", "Square", "Muls", "InplaceMul", "InplaceZero"}
+
+
+def all_before(node, seen=None):
+    """All nodes that a node waits for."""
+    seen = {} if seen is None else seen
+    if not isinstance(node, str) and id(node) not in seen:
+        seen[id(node)] = node
+        for given in node.inputs:
+            all_before(given, seen)
+    return list(seen.values())
+
+
+@pytest.mark.slow
+def test_in_sink_mode_the_graph_reads_the_batch_itself(compiled):
+    for process, name, wanted in (("more", "sink", 1), ("fast", "cell", 0)):
+        assert [Counter(node.name for node in graph)["GetNext"] for graph in compiled(process)[name].graphs] == [wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_guide_lists_the_optimizers_that_do_not_compile(compiled, dtype):
+    row = re.search(rf"^\| {dtype} \|(.*)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)[1]
+    (report,) = compiled(dtype).values()
+    assert isinstance(report, Report), report
+    assert set(report.numbers["failed"]) == set(re.findall(r"`([\w.]+)`", row))
+    assert not any(report.numbers["failed"].values())  # nor without ms_accum
+    assert len(report.numbers["compiled"]) > 10

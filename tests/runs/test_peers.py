@@ -1,0 +1,122 @@
+"""What users of other libraries have: a limit of skips, updates of a run, empty microbatches, a careful optimizer.
+
+Empty microbatches and samples along another axis are drawn in test_differential.py; what is seen and skipped, and a
+limit of skips, in any order of calls in test_machine.py.
+"""
+import mindspore as ms
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mindspore import amp, nn
+from support import reference
+from support.comparing import difference, values
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.modes import compiled_graphs
+from support.pages import recipe
+from support.training import LOSS, sgd, step_of
+
+from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint, until_weight, updates_of
+from ms_accum.batch_size import AdaptiveWindow
+
+
+@pytest.mark.parametrize(("error", "message", "call"), [
+    (ValueError, r"until_weight\(9, .* decides during the run how long", lambda: updates_of(until_weight(9), 7)),
+    (ValueError, r"AdaptiveWindow\(.* decides during the run", lambda: updates_of(AdaptiveWindow(), 7)),
+    (ValueError, r"microbatches is 0, expected an int >= 1", lambda: updates_of(2, 0)),
+    (TypeError, r"epochs is 1.5 of type float", lambda: updates_of(2, 7, 1.5)),
+    (ValueError, r"accumulate_step is 0, expected an int >= 1", lambda: updates_of(0, 7)),
+    (ValueError, "max_skips is -1, expected an int >= 0", lambda: step_of(on_nonfinite="skip_window", max_skips=-1)),
+    (ValueError, 'got max_skips=3 with on_nonfinite="apply", which skips nothing; give "skip_window"',
+     lambda: step_of(max_skips=3)),
+])
+def test_what_cannot_be_meant_is_refused(error, message, call):
+    """With a loss scaler, windows are dropped in any case."""
+    assert step_of(max_skips=3, loss_scaler=amp.StaticLossScaler(8.0)).accumulator.guard.max_skips == 3
+    with pytest.raises(error, match=message):
+        call()
+
+
+# --- so many skips in a row -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("policy", "noun"), [
+    ("skip_microbatch", "microbatches or pieces"), ("skip_window", "windows")])
+def test_the_limit_of_skips_is_said_once_for_each_skip_and_compiles_nothing(policy, noun):
+    """Also if a run that was loaded has skipped as many in all."""
+    (x, y), network = tensors(*batches([4])[0]), MLP()
+    step = make_train_step(mean_loss(network), sgd(network), 2, on_nonfinite=policy, max_skips=0)
+    said = rf"^more than max_skips=0 {noun} in a row were skipped \(\d by now, \d in all\), .* another call goes on$"
+    save_checkpoint("before.ckpt", network, step)
+    for _ in range(2):
+        step(x * np.nan, y)
+        with pytest.raises(RuntimeError, match=said):
+            step(x * np.nan, y)
+        assert (step.updated, step.flush()) == (False, False)
+        load_checkpoint("before.ckpt", network, step)
+    graphs = compiled_graphs()
+    step(x, y)
+    with pytest.raises(RuntimeError, match=said):
+        step(x * np.nan, y)
+    assert compiled_graphs() == graphs
+
+
+# --- updates made -----------------------------------------------------------------------------------------------------
+
+
+def growing(update_step):
+    return update_step // 3 + 1
+
+
+STAGES = st.dictionaries(st.integers(1, 12), st.integers(1, 9), max_size=3).map(lambda stages: {0: 2, **stages})
+
+
+@given(st.one_of(st.integers(1, 9), STAGES, st.just(growing)), st.integers(1, 40), st.integers(1, 4))
+def test_the_updates_of_a_run_are_counted_as_they_happen(accumulate_step, microbatches, epochs):
+    updates = 0
+    for _ in range(epochs):
+        held = 0
+        for _ in range(microbatches):
+            held += 1
+            if held >= reference.window_length(accumulate_step, updates):
+                updates, held = updates + 1, 0
+        updates += held > 0
+    assert updates_of(accumulate_step, microbatches, epochs) == updates
+
+
+# --- a microbatch without rows ----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_compiled_for_a_microbatch_without_rows(mode_named):
+    """Its loss is 0, and it counts. With a loss scaler, the cell returns the scale, too."""
+    mode_named("graph")
+    network, sizes, graphs = MLP(), [4, 0, 0, 4, 0, 0], []
+    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), sgd(network), 2, loss_scaler=amp.StaticLossScaler(8.0))
+    for x, y in batches(sizes):
+        loss, dropped, scale = cell(*tensors(x, y))
+        assert (float(loss) == 0, bool(dropped), float(scale)) == (len(x) == 0, False, 8)
+        graphs.append(compiled_graphs())
+    assert graphs[1] == graphs[-1]  # the end of a window is compiled for the host when it is first needed
+    assert (int(cell.accumulator.update_step), int(cell.accumulator.seen)) == (3, 8)
+
+
+# --- an optimizer that is careful: a recipe of the guide --------------------------------------------------------------
+
+
+def test_an_optimizer_may_clip_elements_and_leave_out_updates(mode_named):
+    """As without accumulation, on the undivided batch. Controls: elements are clipped, and one update is left out."""
+    (x, y), plain, network, after = batches([8])[0], MLP(), MLP(), []
+    expected, optimizer = (recipe("limits", "Careful")(one.trainable_params(), 0.1, 0.9) for one in (plain, network))
+    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, 2)
+    for scale in (1.0, 10.0, 1.0):
+        mode_named("pynative")
+        gradients = ms.grad(mean_loss(plain), None, plain.trainable_params())(*tensors(x * scale, y))
+        expected(gradients)
+        mode_named("graph")
+        for rows in (slice(4), slice(4, 8)):
+            cell(*tensors(x[rows] * scale, y[rows]))
+        after.append((values(plain.trainable_params()), max(float(g.abs().max()) for g in gradients)))
+        assert difference(values(network.trainable_params()), after[-1][0]) < 1e-4
+    assert int(cell.accumulator.update_step) == 3
+    assert max(largest for _, largest in after) > 0.25
+    assert difference(after[0][0], after[1][0]) == 0 < difference(after[1][0], after[2][0])

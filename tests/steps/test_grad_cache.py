@@ -1,0 +1,131 @@
+"""make_grad_cache_step: the gradient of the undivided contrastive batch; random encoders; refusals."""
+from functools import partial
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, amp, nn, ops
+from support.comparing import relative, values
+from support.modes import running, warned
+from support.training import counting, gradient_of
+
+from ms_accum import make_grad_cache_step
+from ms_accum.batch_size import GradientNoiseScale
+
+
+class Towers(nn.Cell):
+    """Two small encoders, and the logarithm of a temperature that is trained (the first of the parameters)."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.left, self.right = nn.Dense(5, 4, has_bias=False), nn.Dense(3, 4, has_bias=False)
+        self.dropout = nn.Dropout(p=dropout)
+        self.log_scale = Parameter(Tensor(1.0), name="log_scale")
+        rng = np.random.default_rng(0)
+        for dense in (self.left, self.right):
+            dense.weight.set_data(Tensor(rng.normal(0, 0.7, dense.weight.shape), ms.float32))
+
+    def construct(self, x, y):
+        return self.dropout(unit(ops.tanh(self.left(x)))), unit(ops.tanh(self.right(y)))
+
+
+def unit(x):
+    return x / ops.sqrt((x * x).sum(-1, keepdims=True))
+
+
+def pairs(n, seed=1):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 5))
+    return Tensor(x, ms.float32), Tensor(x[:, :3] + 0.5 * rng.normal(size=(n, 3)), ms.float32)
+
+
+def two_towers(dropout=0.0):
+    """The encoders, of which one representation has three axes; their loss, a partial function; the undivided loss."""
+    towers = Towers(dropout)
+
+    def encode(x, y):
+        left, right = towers(x, y)
+        return left.reshape(-1, 2, 2), right
+
+    def info_nce(left, right, hidden):
+        logits = ops.matmul(left.reshape(len(left), -1), right.T) * towers.log_scale.exp() + hidden
+        return ops.cross_entropy(logits, ops.arange(len(left)))
+
+    loss_fn = partial(info_nce, hidden=0.0)
+
+    def undivided(*batch):
+        return loss_fn(*encode(*batch))
+
+    return towers, encode, loss_fn, undivided
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_gradient_is_that_of_the_undivided_batch():
+    """Also with a loss scale. Control: small batches have other negatives, and another gradient and loss."""
+    towers, encode, loss_fn, undivided = two_towers()
+    expected, loss = gradient_of(undivided, towers, pairs(7))
+    naive, naive_loss = gradient_of(undivided, towers, pairs(7), pieces=2)
+    for pieces, scale in ((1, 1.0), (2, 2.0**20), (7, 1.0), (9, 2.0**20)):
+        acc = counting(towers, loss_scaler=amp.StaticLossScaler(scale))
+        train_step = make_grad_cache_step(encode, loss_fn, acc, pieces=pieces)
+        got = train_step(*pairs(7))
+        assert (int(acc.optimizer.calls), int(acc.mini_step), int(acc.update_step)) == (1, 0, 1)
+        assert float(got) == pytest.approx(float(loss), rel=1e-6)
+        assert relative(values(acc.optimizer.seen), expected) <= 1e-5
+    assert relative(naive, expected) > 0.1
+    assert abs(float(naive_loss) - float(loss)) > 0.1
+    assert float(train_step(*pairs(0))) == 0, "a batch without rows"
+    assert int(acc.optimizer.calls) == 2
+    assert not any(g.any() for g in values(acc.optimizer.seen))
+
+
+# After MindCV's networks were in the process, MindSpore 2.10 does not compile it ("Illegal AnfNode for evaluating").
+@pytest.mark.fresh_process("jit")
+@pytest.mark.parametrize("mode", ["jit", "pynative"])
+def test_windows_and_a_random_encoder(mode, capfd):
+    """Batches of 5 = 3 + 2 and 2 = 1 + 1 weigh so much, clipping sees the whole; a randomly encoded one is ignored."""
+    towers, encode, loss_fn, undivided = two_towers(dropout=0.5)
+    towers.set_train(False)
+    with running("pynative"):
+        one, other = (gradient_of(undivided, towers, pairs(n, n))[0] for n in (5, 2))
+    expected = [(5 * a + 2 * b) / 7 for a, b in zip(one, other)]
+    acc = counting(towers, 2, clip_norm=float("inf"))
+    with running(mode):
+        train_step = make_grad_cache_step(encode, loss_fn, acc, pieces=2)
+        for n, held in ((5, 1), (2, 0)):
+            train_step(*pairs(n, n))
+            assert (int(acc.mini_step), train_step.updated) == (held, held == 0)
+        assert relative(values(acc.optimizer.seen), expected) <= 1e-5
+        assert float(acc.optimizer.seen[0]) == pytest.approx(expected[0], rel=1e-5)  # the temperature
+        assert float(acc.grad_norm) == pytest.approx(np.sqrt(sum((g**2).sum() for g in expected)), rel=1e-5)
+        train_step(*pairs(5, 5))
+        assert train_step.flush() is True
+        assert relative(values(acc.optimizer.seen), one) <= 1e-5
+        assert warned(capfd) == []
+        towers.set_train()
+        with pytest.raises(ValueError, match=r"encode_fn returned two different .* does it draw random .* was ignored"):
+            make_grad_cache_step(encode, loss_fn, acc, pieces=2)(*pairs(16))  # two draws agree in 1 of 2^32
+        assert (int(acc.mini_step), int(acc.update_step), float(acc.weight_sum)) == (0, 2, 0)
+        assert all(not b.asnumpy().any() for b in acc.buffers.parameters)
+    with running("pynative"):  # control
+        towers.set_train(False)
+        make_grad_cache_step(encode, loss_fn, acc, pieces=2)(*pairs(2))
+        assert int(acc.mini_step) == 1
+
+
+SINGLE = r'the accumulator looks at single pieces .* give "skip_window" or sync="window"'
+
+
+@pytest.mark.parametrize(("error", "message", "options"), [
+    (TypeError, r"encode_fn is of type int, expected a function", {"encode_fn": 3}),
+    (TypeError, r"loss_fn is of type str, expected a function", {"loss_fn": "nce"}),
+    (TypeError, r"optimizer is of type NoneType, expected a MindSpore optimizer", {"optimizer": None}),
+    (ValueError, r"pieces is 0, expected an int >= 1", {"pieces": 0}),
+    (ValueError, SINGLE, {"optimizer": counting(Towers(0.0), noise_scale=GradientNoiseScale())}),
+    (ValueError, SINGLE, {"optimizer": counting(Towers(0.0), on_nonfinite="skip_microbatch")}),
+])
+def test_bad_arguments_are_refused(error, message, options):
+    towers, encode_fn, loss_fn, _ = two_towers()
+    given = {"encode_fn": encode_fn, "loss_fn": loss_fn, "optimizer": counting(towers), "pieces": 2}
+    with pytest.raises(error, match=message):
+        make_grad_cache_step(**{**given, **options})

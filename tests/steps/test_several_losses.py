@@ -1,0 +1,120 @@
+"""Several losses: what is refused. That they are exact is drawn in test_differential.py."""
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.comparing import difference, values
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.training import LOSS, sgd
+
+from ms_accum import Accumulator, check_equivalence, make_train_step
+
+pytestmark = pytest.mark.core
+
+COUNTS = (0, 20, 2, 8, 1, 12, 3)  # of the second loss in each microbatch of 20: they vary by more than 10 times
+OPEN = r"was weighed as a whole, .* call accumulator\.reset\(\)"
+
+
+def microbatches():
+    """[(x (20, 6), y (20,), counted (20,))]: the first loss is a mean over all rows, the second over those counted."""
+    rng = np.random.default_rng(5)
+    return [(Tensor(rng.normal(size=(20, 6)).astype(np.float32)), Tensor(rng.integers(0, 3, 20).astype(np.int32)),
+             Tensor(rng.permutation(np.arange(20) < count).astype(np.float32))) for count in COUNTS]
+
+
+def pair_of(network):
+    def forward_fn(x, y, counted):
+        logits = network(x)
+        return LOSS(logits, y), (ops.square(logits).sum(-1) * counted).sum() / counted.sum()
+
+    return forward_fn
+
+
+def counts(x, y, counted):
+    return x.shape[0], counted.sum()
+
+
+def step_of(**options):
+    network = MLP()
+    return make_train_step(pair_of(network), sgd(network), 3, weight_fn=counts, losses=2, **options)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_window_that_was_not_weighed_or_not_trained_as_a_whole_is_refused():
+    """A single call, a loop that is left, and microbatches of others. After a reset, all is as if it had not been."""
+    step = step_of()
+    with pytest.raises(RuntimeError, match=r"losses=2 has to know .* accumulate_step=3; train with train_step\.epoch"):
+        step(*microbatches()[0])
+    assert int(step.accumulator.mini_step) == 0
+    trained = []
+    for leave in (lambda step: next(step.epoch(microbatches())),
+                  lambda step: step.accumulator.add(step.accumulator.optimizer.parameters)):
+        step = step_of()
+        leave(step)
+        for refused in (step.flush, lambda step=step: next(step.epoch(microbatches())), step.flush):
+            with pytest.raises(RuntimeError, match=OPEN):
+                refused()
+        step.accumulator.reset()
+        list(step.epoch(microbatches()))
+        trained.append(values(step.accumulator.optimizer.parameters))
+    never_left = step_of()
+    list(never_left.epoch(microbatches()))
+    assert [difference(one, values(never_left.accumulator.optimizer.parameters)) for one in trained] == [0, 0]
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("method", ["reset", "flush", "apply"])
+def test_a_window_that_is_closed_inside_the_loop_ends_it(method):
+    step = step_of()
+    epoch = step.epoch(microbatches())
+    for _ in range(4):
+        next(epoch)
+    getattr(step.accumulator, method)()
+    with pytest.raises(RuntimeError, match=r"closed or dropped in the middle of an epoch .*leave the loop first"):
+        list(epoch)
+
+
+def test_what_does_not_compose_is_refused():
+    with pytest.raises(ValueError, match=r'losses=2 with on_nonfinite="skip_microbatch", .*; give "skip_window"'):
+        step_of(on_nonfinite="skip_microbatch")
+
+
+def test_the_check_names_the_loss_that_is_no_mean():
+    """A router's loss is a product of two means over the batch; the control is a pair of means."""
+    network = MLP().set_train()
+
+    def forward_fn(x, y, counted):
+        share = ops.softmax(network(x)).mean(0)
+        return pair_of(network)(x, y, counted)[0], (share * share).sum()
+
+    for function, expected in ((pair_of(network), [True, True]), (forward_fn, [True, False])):
+        report = check_equivalence(function, network, microbatches()[1], 4, weight_fn=counts, losses=2)
+        assert [one.ok for one in report.losses] == expected
+    assert [cause.layer for cause in report.causes] == ["forward_fn, loss 2"]
+    with pytest.raises(ValueError, match="loss 2: weight_fn gave the pieces the weights"):
+        check_equivalence(pair_of(network), network, microbatches()[0], 4, weight_fn=counts, losses=2)
+
+
+def weighing(first):
+    def weight_fn(x, y):
+        return (y >= 0).sum() * first, (y >= 0).sum()
+
+    return weight_fn
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("first", "seen"), [(1, 12), (0, 0)])
+def test_what_the_first_loss_weighs_is_what_was_seen(first, seen):
+    """Not the pieces, which have weight 1 each. An update of another driver counts its own weight again."""
+    network, (x, y) = MLP(), tensors(*batches([6])[0])
+    loss = mean_loss(network)
+
+    def pair(x, y):
+        return loss(x, y), loss(x, y)
+
+    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), 1, reduction="mean")
+    step = make_train_step(pair, accumulator, losses=2, pieces=2, weight_fn=weighing(first))
+    for _ in range(2):
+        step(x, y)
+    assert (int(accumulator.update_step), int(accumulator.seen)) == (2, seen)
+    make_train_step(loss, accumulator)(x, y)
+    assert int(accumulator.seen) == seen + 6

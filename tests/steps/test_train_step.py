@@ -1,0 +1,252 @@
+"""make_train_step: what it compiles and how often, epochs and flushes, a very long run, and what it refuses.
+
+That its updates are exact is drawn in test_differential.py, in any order of calls in test_machine.py.
+"""
+import sys
+from contextlib import nullcontext
+from functools import partial
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import amp, nn
+from support.comparing import difference, values
+from support.mlp import MLP, batches, mean_loss, tensors
+from support.modes import compiled_graphs, warned
+from support.processes import MEMORY, run_python
+from support.training import LOSS, sgd, step_of
+
+from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
+
+BATCHES = [tensors(x, y) for x, y in batches([6, 6, 6, 4, 0, 6, 2])]
+
+
+def rows(x, y):
+    return (y >= 0).sum()
+
+
+def rows_and_some(x, y):
+    """Of some microbatches none."""
+    return (y >= 0).sum(), (y > 0).sum() * (x[0, 0] > 0)
+
+
+@pytest.mark.parametrize(("context", "graphs", "options"), [
+    ("jit", 4, {"accumulate_step": 2}),  # add, for each of three sizes, and apply; nothing for no rows
+    ("jit", 2, {"accumulate_step": 1, "sizes": 1}),  # alone, and apply at the end of an epoch
+    ("graph", 6, {"accumulate_step": 2, "sizes": 1, "pieces": 4, "weight_fn": rows, "on_nonfinite": "skip_window",
+                  "loss_scaler": amp.DynamicLossScaler(2.0**8, 2, 2)}),
+    ("jit", 6, {"accumulate_step": 2, "sizes": 1, "weight_fn": rows_and_some, "losses": 2}),
+])
+def test_steps_compile_once_and_warn_of_nothing(mode_named, capfd, context, graphs, options):
+    """In the first epoch only. 4 pieces of 6 = 2 + 2 + 2: piece, end, judge, apply, and two of an incomplete window.
+    Of two losses: weigh, announce, a piece with and without rows for the second one, end, apply.
+    """
+    mode_named(context)
+    data = BATCHES[:3] if options.pop("sizes", 0) else BATCHES
+    train_step = step_of(**options)
+    counts = [compiled_graphs()]
+    for _ in range(3):
+        for result in train_step.epoch(data):
+            losses = result if isinstance(result, tuple) else (result,)
+            assert {(loss.shape, loss.dtype) for loss in losses} == {((), ms.float32)}
+        counts.append(compiled_graphs())
+    assert 0 < counts[1] - counts[0] <= graphs
+    assert counts[1] == counts[2] == counts[3]
+    assert warned(capfd) == []
+
+
+# --- epochs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("losses", [1, 2])
+def test_a_loop_that_does_not_exhaust_the_epoch_loses_no_update(losses):
+    """`zip` asks for no more losses than there are batches. Generators fill their arrays anew for each batch, and with
+    two losses, of which a window is read before it is trained, their Tensors."""
+    data = batches([6] * 10)
+
+    def arrays():
+        x, y = np.zeros((6, 6), np.float32), np.zeros(6, np.int32)
+        for rows, labels in data:
+            x[:], y[:] = rows, labels
+            yield x, y
+
+    def filled():
+        x, y = tensors(*data[0])
+        for batch in data:
+            x.assign_value(tensors(*batch)[0])
+            y.assign_value(tensors(*batch)[1])
+            yield x, y
+
+    results, given = [], ([tensors(*batch) for batch in data], [tensors(*data[-1])] * 10, arrays(), filled())
+    for batches_of in given[:2 + losses]:
+        train_step = step_of(4, losses)
+        loop = zip(range(10), train_step.epoch(batches_of))
+        assert [i for i, _ in enumerate(loop, 1) if train_step.updated] == [4, 8, 10], "the last one closes a window"
+        assert (int(train_step.accumulator.update_step), int(train_step.accumulator.mini_step)) == (3, 0)
+        assert train_step.flush() is train_step.updated is False
+        results.append(values(train_step.accumulator.optimizer.parameters))
+    right, wrong, *copied = results
+    assert [difference(got, right) for got in copied] == [0] * losses
+    assert difference(wrong, right) > 1e-3, "control: the rows of the last batch"
+
+
+def broken(after, error=OSError):
+    """Batches, and then an error of reading."""
+    yield from [tensors(*batch) for batch in batches([6] * after)]
+    raise error("the disk is gone")
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_an_error_of_reading_comes_after_the_loss_of_what_was_trained():
+    """So a loop that counts losses knows what was trained: with two losses, windows of 2 alone.
+
+    An interrupt is raised at once, before the loss that waits for it. Control: an error that the loop leaves behind.
+    """
+    for losses, after, trained in ((1, 2, 2), (1, 3, 3), (2, 2, 2), (2, 3, 2)):
+        train_step, seen = step_of(2, losses), []
+        with pytest.raises(OSError, match="the disk is gone"):
+            seen.extend(train_step.epoch(broken(after)))
+        accumulator = train_step.accumulator
+        assert len(seen) == 2 * int(accumulator.update_step) + int(accumulator.mini_step) == trained
+    for error, first in ((KeyboardInterrupt, 1), (OSError, 2)):
+        train_step, seen = step_of(4), []
+        with pytest.raises(error) if first == 1 else nullcontext():
+            for _, loss in zip(range(2), train_step.epoch(broken(2, error))):
+                seen.append(loss)
+        assert (len(seen), int(train_step.accumulator.mini_step)) == (first, 2)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_one_batch_is_read_ahead_and_a_loop_that_is_left_leaves_the_window_open():
+    train_step, read = step_of(4), []
+    accumulator = train_step.accumulator
+    next(train_step.epoch(read.append(i) or batch for i, batch in enumerate(BATCHES[:4])))
+    assert (len(read), int(accumulator.mini_step), int(accumulator.update_step)) == (2, 1, 0)
+    read.clear()
+    counted = (read.append(i) or batch for i, batch in enumerate(BATCHES[:3]))
+    assert [len(read) for _ in train_step.epoch(counted)] == [2, 3, 3]
+    assert (int(accumulator.mini_step), int(accumulator.update_step)) == (0, 1)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_single_calls_take_arrays_and_repr_says_where_it_stands():
+    train_step, (x, y) = step_of(4, pieces=2), batches([6])[0]
+    losses = [float(train_step(*batch)) for batch in (tensors(x, y), (x.astype(np.float32), y.astype(np.int32)))]
+    assert losses[0] == losses[1]
+    assert repr(train_step) == (
+        "TrainStep(4 microbatches a window, 2 pieces, SGD, 2 of 4 in the open window, 0 updates, 0 seen)")
+    train_step.flush()
+    assert repr(train_step).endswith("SGD, 0 of 4 in the open window, 1 updates, 12 seen)")
+    scheduled = step_of({0: 1, 5: 8})
+    assert repr(scheduled) == "TrainStep({0: 1, 5: 8}, SGD, 0 of 1 in the open window, 0 updates, 0 seen)"
+    assert scheduled.updates_of(21, epochs=2) == 5 + 2 + 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+@pytest.mark.parametrize("microbatches", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_a_very_long_run_grows_by_nothing_and_counts_right(microbatches):
+    """After a warm-up of 300 windows of 3: windows of 7. It may grow by 2 KB for a microbatch, at most 5 MB."""
+    grown, compiled, mini_step, update_step, finite = run_python(MEMORY, "long", str(microbatches)).split()
+    print(f"{microbatches} microbatches: memory grew by {int(grown) / 2**20:.2f} MiB after the warm-up")
+    assert int(grown) <= min(5e6, 2e3 * (microbatches - 1000))
+    assert int(compiled) == 0
+    assert (int(update_step), int(mini_step)) == (300 + (microbatches - 900) // 7, (microbatches - 900) % 7)
+    assert finite == "True"
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_what_changed_since_the_last_epoch_is_refused():
+    """A frozen parameter, and a list of learning rates that is used up: at the next epoch, and in the middle of one."""
+    network = MLP()
+    train_step = make_train_step(mean_loss(network), sgd(network, [0.1, 0.1, 0.1]), 2)
+    assert len(list(train_step.epoch(BATCHES[:2] * 3))) == 6
+    with pytest.raises(ValueError, match=r"list of 3 learning rates is used up, .*; give ceil\(microbatches / a"):
+        next(train_step.epoch(BATCHES))
+    train_step(*BATCHES[0])
+    with pytest.raises(ValueError, match="list of 3 learning rates is used up"):
+        train_step(*BATCHES[1])
+    train_step.accumulator.reset()
+    network.first.bias.requires_grad = False
+    for frozen in (lambda: next(train_step.epoch(BATCHES)), lambda: make_train_step(LOSS, train_step.accumulator)):
+        with pytest.raises(ValueError, match=r"first\.bias has requires_grad=False, expected trainable parameters"):
+            frozen()
+
+
+LISTED = [lambda x, y: 1.0][0]
+SGD = sgd(MLP())
+READY, SUM = Accumulator(SGD, 2, reduction="mean"), Accumulator(SGD, 2)
+CELL = nn.WithLossCell(MLP(), LOSS)
+STEP, CACHED = partial(make_train_step, LOSS), partial(make_grad_cache_step, MLP(), LOSS)
+DOOR = partial(TrainOneStepCell, CELL)
+IN_ANY_DOOR = [
+    (ValueError, "got an Accumulator and also accumulate_step, which the Accumulator has already", (READY, 2), {}),
+    (ValueError, "also clip_norm, loss_scaler,", (READY,), {"clip_norm": 1.0, "loss_scaler": amp.StaticLossScaler(8)}),
+    (TypeError, "accumulate_step is missing, expected it with an .* give accumulate_step=4", (SGD,), {}),
+    (TypeError, "optimizer is of type int, expected a MindSpore optimizer", (3, 2), {}),
+    (ValueError, r"reduction='sum', expected \"mean\": .* N times too large", (SUM,), {}),
+    (TypeError, r"unexpected argument clipnorm; did you mean clip_norm\?", (READY,), {"clipnorm": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message", "arguments", "options"), [
+    *[(make, *row) for make in (STEP, DOOR) for row in IN_ANY_DOOR],
+    (STEP, ValueError, r"losses is 0, expected an int >= 1", (READY,), {"losses": 0}),
+    (STEP, TypeError, r"^micro_size is now called pieces, .*: give pieces=4", (READY,), {"micro_size": 4}),
+    (STEP, TypeError, r"^strategy is gone: the host always schedules .*leave it out", (READY,), {"strategy": "fused"}),
+    (STEP, TypeError, r"^accumulator is now called optimizer, which may be an Accum", (), {"accumulator": 3}),
+    (STEP, TypeError, r"unexpected argument xyz; expected one of forward_fn, optimizer,", (READY,), {"xyz": 3}),
+    *[(STEP, TypeError, r"weight_fn is a lambda whose source.*define it with def", (READY,), {"weight_fn": function})
+      for function in (LISTED, eval("lambda: 1"))],
+    (DOOR, TypeError, r"micro_size is gone from TrainOneStepCell; use make_train_step", (READY,), {"micro_size": 2}),
+    (DOOR, TypeError, r"pieces is an option of make_train_step", (READY,), {"pieces": 2}),
+    (DOOR, TypeError, r"losses is an option of make_train_step", (READY,), {"losses": 2}),
+    (CACHED, TypeError, r"micro_size is now called pieces", (READY,), {"micro_size": 2}),
+])
+def test_bad_arguments_are_refused(make, error, message, arguments, options):
+    with pytest.raises(error, match=message):
+        make(*arguments, **options)
+    assert STEP(READY).accumulator is READY
+
+
+def test_a_network_that_was_built_again_is_refused_with_the_remedy():
+    old, new = MLP(), MLP()
+    train_step = make_train_step(mean_loss(new), sgd(old), 2)
+    with pytest.raises(ValueError, match=r"different Parameters of the same name.*built again .*, build the optimizer"):
+        train_step(*BATCHES[0])
+    with pytest.raises(ValueError, match=r"the optimizer updates another Parameter called first.weight .*built again"):
+        TrainOneStepCell(nn.WithLossCell(new, LOSS), sgd(old), 2)
+
+
+class Scaled(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.weight = ms.Parameter(ms.Tensor([1.0, 1.0], ms.bfloat16), name="weight")
+
+    def construct(self, x):
+        return (self.weight.astype(ms.float32) * x).mean()
+
+
+def test_an_optimizer_that_takes_no_bfloat16_is_named():
+    for make in (make_train_step, TrainOneStepCell):
+        network = Scaled()
+        with pytest.raises(TypeError, match=r"takes no bfloat16 .*\(here: SGD\); give nn.AdamWeightDecay"):
+            make(network, sgd(network), 1)(ms.Tensor([[1.0, 1.0]], ms.float32))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_window_that_was_filled_by_hand_is_closed_by_the_next_call():
+    """The microbatch begins the next window, so `updated` is false. Control: one that was not full."""
+    for added, updates, left in ((2, 1, 1), (0, 0, 2)):
+        train_step = step_of(3)
+        accumulator = train_step.accumulator
+        train_step(*tensors(*batches([6])[0]))
+        for _ in range(added):
+            accumulator.add(accumulator.optimizer.parameters)
+        accumulator.countdown.claim()
+        train_step(*tensors(*batches([6])[0]))
+        assert (int(accumulator.update_step), int(accumulator.mini_step)) == (updates, left)
+        assert train_step.updated is False, "a checkpoint of a closed window is saved where it is true"

@@ -1,0 +1,1 @@
+"""Dry runs on MindSpore's Ascend backend, with stand-ins for CANN."""

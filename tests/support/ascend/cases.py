@@ -1,0 +1,333 @@
+"""What is compiled in a dry run. A process builds the cases that it is told to, in turn, and reports in JSON.
+
+The values of a dry run are 0, and so are the counters: what closes a window is called directly.
+"""
+import gc
+import inspect
+import json
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, amp, mint, nn, ops
+from mindspore.dataset import GeneratorDataset
+from mindspore.experimental import optim
+from mindspore.train import Model
+from ms_accum.core.boundary import Boundary
+from ms_accum.steps.straight import compiled
+
+from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum.batch_size import GradientNoiseScale
+from support.drivers import Driver
+
+SIZE, LAYERS, ROWS = 64, 2, 16
+WIDE, DEEP = 512, 13  # where memory is weighed
+
+
+class Network(nn.Cell):
+    """`layers` times Dense, and the mean of what comes out. With `backwards`, the last layer is used first."""
+
+    def __init__(self, dtype=ms.bfloat16, size=SIZE, layers=LAYERS, backwards=False):
+        super().__init__()
+        self.layers = nn.CellList([nn.Dense(size, size, dtype=dtype) for _ in range(layers)])
+        self.order = tuple(range(layers))[::-1 if backwards else 1]
+
+    def construct(self, x):
+        for i in self.order:
+            x = self.layers[i](x)
+        return x.astype(ms.float32).mean()
+
+
+class Named(nn.Cell):
+    """Two layers, each with a name of its own: O1 leaves those that are reached by an index in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = [nn.Dense(SIZE, SIZE) for _ in range(LAYERS)]
+
+    def construct(self, x):
+        return self.second(self.first(x)).astype(ms.float32).mean()
+
+
+def rows(dtype=ms.bfloat16, size=SIZE, count=ROWS):
+    return Tensor(np.zeros((count, size)), dtype)
+
+
+def momentum(parameters):
+    return nn.Momentum(parameters, 1e-3, 0.9)
+
+
+def adam(parameters):
+    return nn.Adam(parameters, 1e-3)
+
+
+def decayed(parameters):
+    return nn.AdamWeightDecay(parameters, 1e-3)
+
+
+# --- ways to train: each compiles what adds a microbatch, and all that closes a window --------------------------------
+
+
+def train(dtype=ms.bfloat16, optimizer=decayed, layers=LAYERS, **options):
+    network = Network(dtype, layers=layers)
+    train_network(network, optimizer(network.trainable_params()), rows(dtype), **options)
+
+
+def train_network(network, optimizer, *batch, accumulate_step=2, **options):
+    step = make_train_step(network, optimizer, accumulate_step, **options)
+    step(*batch)
+    close(step.accumulator)
+
+
+def close(accumulator):
+    Boundary(accumulator, compiled).close()
+    if accumulator.guard.judges:
+        compiled(updating(accumulator))()
+
+
+def updating(accumulator):
+    def update():
+        accumulator.update_with(accumulator.reduced())
+        return accumulator.update_step + 0
+
+    return update
+
+
+def tokens(x):
+    return (x != 0).sum().astype(ms.float32)
+
+
+def amp_level(level):
+    network = Named()
+    train_network(amp.auto_mixed_precision(network, level), momentum(network.trainable_params()), rows(ms.float32))
+
+
+def several_losses():
+    network = Network()
+
+    def losses(x):
+        loss = network(x)
+        return loss, loss * 2
+
+    step = make_train_step(losses, decayed(network.trainable_params()), 1, losses=2)
+    with suppress(RuntimeError):  # the counters stay 0
+        step(rows())
+    close(step.accumulator)
+
+
+def driver_of(name, network, optimizer):
+    return Driver(name, Accumulator(optimizer(network.trainable_params()), 2, 1.0, reduction="mean"), network)
+
+
+def driven(name, dtype=ms.bfloat16, optimizer=decayed):
+    with driver_of(name, Network(dtype), optimizer) as driver:
+        driver(rows(dtype))
+        if driver.mode == "pynative":  # the graphs hold the update, too
+            driver.accumulator.apply()
+        ms.runtime.synchronize()
+    ms.set_context(mode=ms.GRAPH_MODE)
+
+
+def sink():
+    network = Network(ms.float32)
+    data = GeneratorDataset([(np.zeros(SIZE, np.float32),)] * ROWS, ["x"]).batch(ROWS)
+    Model(TrainOneStepCell(network, momentum(network.trainable_params()), 2)).train(1, data, dataset_sink_mode=True)
+
+
+def grad_cache():
+    tower = nn.Dense(SIZE, 8)
+
+    def encode(x):
+        return tower(x)
+
+    def spread(representations):
+        return ops.square(ops.matmul(representations, representations.T)).mean()
+
+    step = make_grad_cache_step(encode, spread, momentum(tower.trainable_params()), 2, pieces=2)
+    data = rows(ms.float32)
+    with suppress(ValueError):  # "the same in both passes" reads as 0, which stops it before the other pieces
+        step(data)
+    second = step.microbatch(step.prepared((data,), {})[0]).backward[ROWS // 2]
+    second(Tensor(ROWS // 2, ms.int32), Tensor(np.zeros((ROWS, 8)), ms.float32), data)
+    close(step.accumulator)
+
+
+def language_model():
+    """As `ms-accum lm` trains it."""
+    from ms_accum.examples.lm.network import BitsPerByte, count_bytes
+    from ms_accum.examples.lm.network import Network as Transformer
+    network = Transformer(0)
+    batch = Tensor(np.zeros((4, 32)), ms.int32)
+    train_network(BitsPerByte(network), adam(network.trainable_params()), batch, weight_fn=count_bytes, clip_norm=1.0)
+
+
+def vit(level="O0"):
+    from mindcv.models.vit import VisionTransformer
+    images(VisionTransformer(image_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=4, num_classes=10), level)
+
+
+def resnet18():
+    import mindcv
+    images(mindcv.create_model("resnet18", num_classes=10), "O0")
+
+
+def images(network, level):
+    optimizer = momentum(network.trainable_params())
+    network = nn.WithLossCell(amp.auto_mixed_precision(network, level), nn.CrossEntropyLoss())
+    train_network(network, optimizer, Tensor(np.zeros((4, 3, 32, 32)), ms.float32), Tensor(np.zeros(4), ms.int32))
+
+
+def ranks(**options):
+    from mindspore.communication import GlobalComm, init
+    if not GlobalComm.INITED:
+        init()
+    # Whether the ranks are alike is asked of the device, which answers 0.
+    train(ms.float32, momentum, reducer=DataParallel(broadcast=False, **options))
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+# Base classes, and a wrapper that needs the service MindIO.
+NOT_BUILT = {"nn.Optimizer", "experimental.optim.Optimizer", "nn.OptTFTWrapper"}
+OPTIONS = {"nn.Momentum": {"momentum": 0.9}, "nn.AdaFactor": {"relative_step": False}}
+
+
+def optimizers(dtype):
+    """Compile an update with each optimizer of MindSpore. Of those that fail, return whether they compile alone."""
+    names, failed = [], {}
+    for library in (nn, optim, mint.optim):
+        for name, made in vars(library).items():
+            name = f"{library.__name__.removeprefix('mindspore.')}.{name}"
+            if inspect.isclass(made) and issubclass(made, (nn.Optimizer, optim.Optimizer)) and name not in NOT_BUILT:
+                optimizer = built(name, made, Network(dtype, layers=1).trainable_params())
+                names.append(name)
+                if not compiles(Boundary(Accumulator(optimizer, 2, reduction="mean"), compiled).close):
+                    failed[name] = compiles(alone_with(optimizer))
+    return {"compiled": sorted(set(names) - set(failed)), "failed": failed}
+
+
+def built(name, made, parameters):
+    if made is nn.LARS:
+        return made(momentum(parameters))
+    rate = "learning_rate" if name.startswith("nn.") else "lr"
+    return made(parameters, **{rate: 1e-3}, **OPTIONS.get(name, {}))
+
+
+def alone_with(optimizer):
+    def update(*gradients):
+        return optimizer(gradients)
+
+    return lambda: compiled(update)(*[Tensor(np.zeros(p.shape), p.dtype) for p in optimizer.parameters])
+
+
+def compiles(function):
+    try:
+        function()
+    except TypeError:
+        return False
+    return True
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak(run, parameters):
+    """Return bytes per parameter at the peak of the second call of `run`."""
+    run()
+    ms.runtime.synchronize()
+    ms.runtime.reset_max_memory_allocated()
+    run()
+    ms.runtime.synchronize()
+    return ms.runtime.max_memory_allocated() / parameters
+
+
+def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, **options):
+    """Bytes per parameter at the peak of an addition and of an update."""
+    network = Network(dtype, WIDE, layers, backwards=order == "backwards")
+    parameters = network.trainable_params()
+    grouped = [{"params": parameters[1::2]}, {"params": parameters[::4]}, {"params": parameters[2::4]}]
+    step = make_train_step(network, optimizer(grouped if order == "groups" else parameters), 4, **options)
+    data, count = rows(dtype, WIDE), sum(p.size for p in parameters)
+    before = ms.runtime.memory_allocated()
+    add = peak(lambda: step(data), count)
+    update = peak(Boundary(step.accumulator, compiled).close, count)
+    return {"add": add - before / count, "update": update - before / count}
+
+
+in_float32 = partial(memory, momentum, ms.float32)
+
+
+def memory_by_hand():
+    network = Network(ms.float32, WIDE, DEEP)
+    driver, data = driver_of("hand-graph", network, momentum), rows(ms.float32, WIDE)
+    count, before = sum(p.size for p in network.trainable_params()), ms.runtime.memory_allocated()
+    return {"update": peak(lambda: driver(data), count) - before / count}
+
+
+def memory_of_copies():
+    """The control: additions in the order of the parameters, and copies instead of what is done in place."""
+    from ms_accum.core import buffers, kernels, update
+    from ms_accum.tensors import mapped
+
+    def add(self, gradients):
+        return mapped(buffers.add_in_turn, None, self.parameters, gradients)
+
+    def copying(*_, **__):
+        return kernels.Copying()
+
+    with patch.object(update, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
+            buffers.Buffers, "add", add):
+        return in_float32(order="groups", layers=4)
+
+
+DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
+CASES = {
+    "float32": partial(train, ms.float32, momentum), "float16": partial(train, ms.float16), "bfloat16": train,
+    "pieces": partial(train, pieces=3), "alone": partial(train, accumulate_step=1),
+    "clipped": partial(train, clip_norm=1.0), "token_weights": partial(train, weight_fn=tokens),
+    **{f"skip_{what}": partial(train, on_nonfinite=f"skip_{what}") for what in ("window", "microbatch")},
+    "noise_scale": lambda: train(noise_scale=GradientNoiseScale()),
+    "loss_scaler": lambda: train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100)),
+    "sgd_in_bfloat16": partial(train, optimizer=lambda parameters: nn.SGD(parameters, 1e-3), layers=1),
+    **{f"amp_{level}": partial(amp_level, level) for level in ("O1", "O2", "O3", "auto")},
+    "by_hand": partial(driven, "hand-graph"), "op_by_op": partial(driven, "hand-pynative", ms.float32, momentum),
+    "cell": partial(driven, "cell-graph"), "sink": sink, "several_losses": several_losses, "grad_cache": grad_cache,
+    "language_model": language_model, "vit": vit, "vit_O2": partial(vit, "O2"), "resnet18": resnet18,
+    "window": partial(ranks, sync="window"), "microbatch": partial(ranks, sync="microbatch"),
+    "shards": partial(ranks, sync="microbatch", shard=True), "node": partial(ranks, sync="node", ranks_per_node=2),
+    "node_shards": partial(ranks, sync="node", ranks_per_node=2, shard=True),
+    **{f"optimizers_{name}": partial(optimizers, dtype) for name, dtype in DTYPES.items()},
+    "memory": memory, "memory_backwards": partial(memory, order="backwards"),
+    "memory_groups": partial(memory, order="groups"),
+    "memory_clipped": partial(memory, clip_norm=1.0), "memory_in_16_bits": partial(memory, buffer_dtype=ms.bfloat16),
+    "momentum": in_float32, "momentum_groups": partial(in_float32, order="groups"),
+    "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
+    "adam_clipped": partial(memory, adam, ms.float32, clip_norm=1.0), "memory_by_hand": memory_by_hand,
+    "copies": memory_of_copies,
+}
+
+
+def main(folder, names):
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("Ascend")
+    # With one thread, which MindSpore takes on a machine of two cores, a graph with a branch does not compile.
+    ms.runtime.dispatch_threads_num(6)
+    seen = set()
+    for name in names:
+        told = {"case": name}
+        try:
+            told["numbers"] = CASES[name]() or {}
+        except Exception as error:
+            told["error"] = f"{type(error).__name__}: {error}"
+        files = set(Path(folder).glob("**/graph_build_*.ir")) - seen
+        seen |= files
+        print(json.dumps({**told, "files": sorted(map(str, files))}), flush=True)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,140 @@
+"""The same run with ms_accum, under each of its drivers."""
+import re
+from unittest.mock import patch
+
+import mindspore as ms
+import numpy as np
+from mindspore import amp, ops
+
+from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint
+from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.core import kernels
+from support.comparing import values
+from support.drivers import Driver, counters
+from support.pages import recipe
+
+from .networks import Transposed, build_loss
+from .optimizers import build_optimizer, state_of
+
+
+def samples_of(*piece):
+    return piece[3].shape[0] * 2.5
+
+
+def tensor_samples_of(*piece):
+    return ops.ones_like(piece[3]).sum()
+
+
+def mask_of(*piece):
+    return piece[3].sum()
+
+
+def masks_of(*piece):
+    return piece[3].sum(), (piece[1][:, 0] == 0).sum()
+
+
+def masks_of_transposed(*piece):
+    return piece[3].sum(), (piece[1][0] == 0).sum()
+
+
+def once(*piece):
+    return 1.0
+
+
+def weight_fns_of(case):
+    """What counts a piece, in turn."""
+    if case.reduction == "sum":
+        return (once,)
+    if case.loss == "masked":
+        return (mask_of,)
+    if case.loss == "pair":
+        return (masks_of_transposed if case.batch_axis else masks_of,)
+    return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,),
+            "mixed": (None, tensor_samples_of)}[case.weight]
+
+
+class Accumulating:
+    """A run of a Case with ms_accum. Its calls are made in the context of its driver.
+
+    `local_updates`: what makes a hook of the parameters. The other options are those of an Accumulator.
+    """
+
+    def __init__(self, case, seed, local_updates=None, **options):
+        self.case = case
+        self.loss = build_loss(case, seed)
+        self.optimizer = build_optimizer(case, self.loss.trainable_params())
+        self.scaler = None
+        if case.scaler is not None:
+            kind, exponent, *window = case.scaler
+            scale = 2.0**exponent
+            self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
+        self.noise_scale = GradientNoiseScale() if case.noise_scale else None
+        average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
+        self.average, self.local = average, local_updates and local_updates(self.optimizer.parameters)
+        options.setdefault("reducer", DataParallel() if case.seed % 3 else None)  # alike without other ranks
+        # Small buffers are added in turn, large ones at once: both are drawn.
+        with patch.object(kernels, "SMALL", kernels.SMALL * (case.seed // 2 % 2)):
+            self.accumulator = Accumulator(
+                self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
+                buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.local or average,
+                noise_scale=self.noise_scale, loss_scaler=self.scaler, **options)
+        self.driver = Driver(
+            case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
+            divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
+            batch_axis=case.batch_axis, pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux)
+
+    def _forward(self):
+        loss = Transposed(self.loss) if self.case.batch_axis else self.loss
+
+        def with_aux(x, ids, target, mask):
+            return loss(x, ids, target, mask), (ids, mask, mask.mean())
+        return with_aux if self.case.aux else loss
+
+    def train(self, batches, after=lambda loss, aux: None, last=False):
+        """Train on microbatches, and call `after(loss, aux)` after each. `last`: whether the epoch ends with them."""
+        def read(result):
+            """The loss, or both of a pair, and aux; or what a cell with a loss scaler says beside the loss."""
+            losses, aux = result if self.case.aux else (result, ())
+            losses = losses if isinstance(losses, (tuple, list)) else (losses,)
+            numbers = np.array([float(loss.asnumpy()) for loss in losses])
+            loss, self.said = (numbers, []) if self.case.ahead else (numbers[0], [*numbers[1:]])
+            after(loss, turned(part.asnumpy() for part in aux or ()))
+
+        def turned(arrays):
+            """Samples along `batch_axis`, or back."""
+            return [array.T if self.case.batch_axis else array for array in arrays]
+
+        batches = [turned(batch) for batch in batches]
+        if self.driver.kind == "model":
+            self.driver.epoch(batches, read, flush=last)
+        elif self.case.ahead and self.case.accumulate_step != 1:  # a single call is a window of its own
+            self.driver.epoch(batches, read)
+        else:
+            for batch in batches:
+                read(self.driver(*batch))
+
+    def facts(self):
+        """What is compared, as plain values."""
+        scaler, noise, accumulator = self.scaler, self.noise_scale, self.accumulator
+        return {
+            "counters": counters(accumulator), "grad_norm": float(accumulator.grad_norm),
+            "parameters": values(self.loss.trainable_params()), "state": values(state_of(self.optimizer)),
+            "averages": values(self.average.averages) if self.average else None,
+            "noise": noise and [noise.noise, noise.gradient_squared],
+            "scaler": scaler and [float(scaler.scale_value), int(getattr(scaler, "counter", 0))]}
+
+    def bits(self):
+        """Every bit of state."""
+        parameters = (*self.loss.get_parameters(), *state_of(self.optimizer), *self.accumulator.state.values())
+        return {re.sub(r"^accumulator\d*\.", "", p.name): p.asnumpy().tobytes() for p in parameters}
+
+    def open_window(self):
+        """Every bit of the window."""
+        state = (*self.accumulator.buffers.parameters, self.accumulator.weight_sum, self.accumulator.mini_step)
+        return [p.asnumpy().tobytes() for p in state]
+
+    def save(self, path, position):
+        save_checkpoint(path, self.loss, self.accumulator, extra={"position": position})
+
+    def load(self, path):
+        return load_checkpoint(path, self.loss, self.accumulator)["position"]

@@ -1,0 +1,142 @@
+"""Plain MindSpore on the undivided batches of the windows: `value_and_grad` and the optimizer, op by op.
+
+What a window is, the oracle says. Shares no code with ms_accum.
+"""
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from support import reference
+from support.comparing import values
+from support.modes import running
+
+from .networks import build_loss
+from .optimizers import COMPILED_ONLY, build_optimizer
+
+LARGEST = 2.0**127
+
+
+class Plain(reference.Undivided):
+    """The run of a Case as a script without accumulation would do it, window by window."""
+
+    def __init__(self, case):
+        self.case = case
+        self.loss = build_loss(case, case.seed)
+        optimizer = build_optimizer(case, self.loss.trainable_params())
+        # A scaler drops windows, too.
+        on_nonfinite = case.on_nonfinite if case.scaler is None else "skip_window"
+        super().__init__(values(self.loss.trainable_params()), optimizer, case.schedule, case.reduction,
+                         case.clip_norm, on_nonfinite)
+        self.zeros = [np.zeros(p.shape) for p in optimizer.parameters]
+        self.divisor = case.accumulate_step  # each loss is divided by the length of a full window
+        self.measures = case.noise_scale
+        self.run_optimizer = ms.jit(optimizer) if case.optimizer in COMPILED_ONLY else optimizer
+        self.scale, self.finite_windows = 2.0 ** case.scaler[1] if case.scaler else 1.0, 0
+        self.dropped = self.diverged = False
+        self.path = [0.0] * len(self.parameters)  # how far each parameter has moved
+        self.rounding = 0.0
+
+    @property
+    def parameters(self):
+        return values(self.loss.trainable_params())
+
+    @parameters.setter
+    def parameters(self, arrays):
+        for parameter, value in zip(self.loss.trainable_params(), arrays):
+            ops.assign(parameter, Tensor(value, parameter.dtype))
+
+    @property
+    def weight_sum(self):
+        """The weights in the window; of a pair, how many of its pieces have any."""
+        return float(sum(np.any(weight) if self.case.ahead else weight for weight, _ in self.window))
+
+    def microbatch(self, batch):
+        """Take a microbatch. Return its loss, and what it has beside."""
+        pieces = self.case.pieces_of(batch)
+        self.add_pieces(pieces)
+        if not len(batch[0]):
+            return 0.0, ()
+        if self.case.pieces == 1 and not self.case.ahead:
+            loss = self.value(batch)
+        else:
+            total = sum(weight for _, weight in pieces)
+            weighed = [w * np.where(np.equal(w, 0), 0.0, self.value(piece)) for piece, w in pieces]
+            loss = sum(weighed) / np.where(total == 0, 1.0, total)
+        counts = np.array([np.ravel(weight)[0] for _, weight in pieces], float)
+        counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
+        return loss, (batch[1], batch[3], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
+
+    def value(self, batch):
+        with running("pynative"):
+            loss = self.loss(*map(Tensor, batch))
+            return np.array([float(one) for one in loss]) if isinstance(loss, tuple) else float(loss.asnumpy())
+
+    def gradients_of(self, piece):
+        """Of the mean loss of a batch (of a pair, of the sum of those that are means over something).
+
+        As it comes out of MindSpore for a loss times the scale.
+        """
+        counted, scale = np.flatnonzero(self.case.weight_of(piece)).tolist(), self.scale
+
+        def scaled_loss(*batch):
+            loss = self.loss(*batch)
+            return (loss if not self.case.ahead else sum(loss[i] for i in counted)) * scale
+
+        with running("pynative"):
+            _, gradients = ms.value_and_grad(scaled_loss, None, self.optimizer.parameters)(*map(Tensor, piece))
+            return [g.asnumpy().astype(np.float64) / scale for g in gradients]
+
+    def close(self, dropped):
+        """Update with the window. `dropped`: whether the other side dropped it, which counts where it may do either."""
+        self.dropped = dropped
+        self.apply()
+
+    def apply(self):
+        updates = self.update_step
+        super().apply()
+        if self.case.scaler is not None:
+            self._adjust(self.update_step > updates)
+
+    def accepts(self, gradient):
+        largest = max(np.abs(g).max() for g in gradient) * self.scale * max(np.max(self.counted_weight), 1)
+        if self.case.scaler is not None and np.isfinite(largest) and largest * 8 > LARGEST:
+            return not self.dropped
+        return super().accepts(gradient)
+
+    def update(self, gradient):
+        if not self.case.exact and all(np.isfinite(g).all() for g in gradient) and self.weight_sum > 0:
+            self.rounding = max(self.rounding, self._rounding(gradient))
+        super().update(gradient)
+
+    def move(self, gradient):
+        given = tuple(Tensor(g.astype(np.float32)).astype(p.dtype) for g, p in zip(gradient, self.optimizer.parameters))
+        before = self.parameters
+        if self.case.optimizer in COMPILED_ONLY:
+            self.run_optimizer(given)
+        else:
+            with running("pynative"):
+                self.run_optimizer(given)
+        self.path = [length + np.abs(p - old).max() for length, old, p in zip(self.path, before, self.parameters)]
+        self.diverged = not np.isfinite(self.path).all()
+
+    def noise(self):
+        """The noise scale's two numbers, and what their rounding errors are relative to."""
+        windows = [window for window in self.measured if len(window) > 1]
+        size = max(sum(w * (g**2).sum() for g, w in window) / (len(window) - 1) for window in windows)
+        return reference.noise_and_signal(self.measured, 0.99), size
+
+    def _rounding(self, gradient):
+        """How far the mean of plain MindSpore's gradients of the pieces is off that of the whole, relative to it."""
+        means = super(reference.Undivided, self).gradient()
+        tenth = 0.1 * max(np.abs(g).max() for g in gradient)
+        if tenth == 0:
+            return 0.0
+        return max(np.abs(m - g).max() / (np.abs(g).max() + tenth) for m, g in zip(means, gradient))
+
+    def _adjust(self, finite):
+        if self.case.scaler[0] == "dynamic":
+            self.finite_windows = self.finite_windows + 1 if finite else 0
+            if not finite:
+                self.scale = max(self.scale / 2, 1.0)
+            elif self.finite_windows == self.case.scaler[2]:
+                self.scale, self.finite_windows = self.scale * 2, 0

@@ -1,0 +1,15 @@
+"""Code that runs in a process of its own."""
+import subprocess
+import sys
+from pathlib import Path
+
+MEMORY = Path(__file__).with_name("memory.py")  # a program for `run_python`
+
+
+def run_python(code, *arguments):
+    """Return the output of `code`, or of a file, in a new process; from a file, for graph mode reads the source."""
+    code = code.read_text(encoding="utf-8") if isinstance(code, Path) else code
+    Path("script.py").write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, "script.py", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,38 @@
+"""Train steps and accumulators of small networks, and the gradient that a step hands to its optimizer."""
+from mindspore import ParameterTuple, nn
+
+from ms_accum import Accumulator, make_train_step
+from support.cells import Counting
+from support.comparing import values
+from support.mlp import MLP, mean_loss
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def sgd(network, rate=0.1):
+    return nn.SGD(network.trainable_params(), rate)
+
+
+def step_of(accumulate_step=2, losses=1, **options):
+    """A train step of an MLP by SGD, with one loss, or the same one twice."""
+    network = MLP()
+    one = mean_loss(network)
+
+    def pair(x, y):
+        return one(x, y), one(x, y)
+
+    return make_train_step(one if losses == 1 else pair, sgd(network), accumulate_step, losses=losses, **options)
+
+
+def counting(network, accumulate_step=1, **options):
+    """An accumulator whose optimizer keeps the gradient it was given, and updates nothing."""
+    options.setdefault("reduction", "mean")
+    return Accumulator(Counting(ParameterTuple(network.trainable_params())), accumulate_step, **options)
+
+
+def gradient_of(forward_fn, network, batch, **options):
+    """The gradient that one call hands to the optimizer, and what the call returns."""
+    acc = counting(network)
+    result = make_train_step(forward_fn, acc, **options)(*batch)
+    assert int(acc.optimizer.calls) == 1
+    return values(acc.optimizer.seen), result
