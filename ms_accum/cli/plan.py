@@ -31,7 +31,8 @@ one train step on it. Each trial runs in its own process, past an update, and me
 runs out of memory does no harm. Few trials are needed: they bisect the divisors of the batch.
 
 --device ascend on a machine without an NPU (a login node, a laptop) is a dry run: MindSpore's Ascend backend compiles
-the step and plans its memory, and launches nothing. It needs CANN, but no device. Times are not measured.
+the step and plans its memory, and launches nothing. It needs CANN, but no device. Times are not measured. For a dry
+run, FUNCTION returns (step, train_step): also the train step, cell or Accumulator that it built.
 
 With --noise-scale, FUNCTION also takes accumulate_step= and noise_scale=, and gives them to make_train_step. A table
 says what windows of 1, 2, 4, ... microbatches are worth, and names the largest one whose batch is not beyond the noise

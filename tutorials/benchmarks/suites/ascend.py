@@ -15,7 +15,7 @@ from workers import say
 CONTESTANTS = ("undivided", "tutorial", "boost", "parallel-nn", "ms_accum", "ms_accum-pieces")
 # What it is when all gradients wait for each other.
 CONTROL = "one-buffer"
-STAND_INS = Path(__file__).parents[3] / "tests" / "ascend" / "stand_ins.py"
+STAND_INS = Path(__file__).parents[3] / "tests" / "support" / "ascend" / "stand_ins.py"
 
 
 def groups(quick: bool, scratch: Path) -> list[Group]:
@@ -50,7 +50,7 @@ def environment(scratch: Path) -> dict[str, str]:
         raise ValueError("suite ascend needs the package mindspore")
     needs = "suite ascend needs CANN (ASCEND_TOOLKIT_HOME is not set), or"
     if not STAND_INS.exists():
-        raise ValueError(f"{needs} a checkout with tests/ascend/stand_ins.py")
+        raise ValueError(f"{needs} a checkout with tests/support/ascend/stand_ins.py")
     sys.path.append(str(STAND_INS.parent))
     import stand_ins
 
