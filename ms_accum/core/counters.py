@@ -26,8 +26,8 @@ class Counters:
     """The Parameters that say what the window holds; see `Accumulator` for what is public.
 
     A microbatch or an update that is stopped in the middle leaves a trace in `unfinished`: a small number for a
-    microbatch, a large negative one for an update. MindSpore may report an error after later calls, so each piece notes its begin and
-    its end, and the end of the microbatch takes all of these back: what is missing in between shows.
+    microbatch, a large negative one for an update. MindSpore may report an error after later calls, so each piece notes
+    its begin and its end, and the end of the microbatch takes all of these back: what is missing in between shows.
 
     Attributes:
         saved: For the host: closed windows, and microbatches in the open one, when the last checkpoint was saved.
