@@ -29,7 +29,7 @@ REFUSALS = {
     "seed": DIFFER + "the values of first.weight, the .*; give every rank the same seed, or broadcast=True",
     "nodes": "ValueError: 2 ranks make no whole number of nodes of 3; start as many ranks on each host",
     "started": DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node",
-    "shapes": DIFFER + r"parameters \(names, shapes, dtypes\); ",
+    "shapes": DIFFER + r"parameters \(names, shapes, dtypes\), the optimizer, its learning rate or state; ",
     "losses": "ValueError: got losses=2 with a DataParallel whose ranks sum each microbatch"}
 
 
