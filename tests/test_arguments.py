@@ -10,7 +10,6 @@ from mindspore import Parameter, Tensor, nn
 from support.comparing import values
 
 from ms_accum import Accumulator, DataParallel, make_train_step
-from ms_accum.distributed import LocalUpdates
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = ((2, 3), (), (4,))
@@ -43,9 +42,6 @@ ACCEPTED = {
     (DataParallel, "shard"): set(),
     (DataParallel, "broadcast"): {"True"},
     (DataParallel, "bucket_mib"): {"2", "2.5", "1e-300", "2**31", "1/3", "np.float32"},
-    (LocalUpdates, "every"): WHOLE,
-    (LocalUpdates, "outer_learning_rate"): {"2", "2.5", "1e-300", "2**31", "1/3", "np.float32"},
-    (LocalUpdates, "outer_momentum"): {"0", "1e-300", "1/3"},
 }
 
 
@@ -56,7 +52,7 @@ def refusal(function, **changed):
     if function is make_train_step:
         fitting["forward_fn"] = nn.CrossEntropyLoss()
     elif function is not Accumulator:
-        fitting = {"parameters": optimizer.parameters} if function is LocalUpdates else {}
+        fitting = {}
     try:
         function(**{**fitting, **changed})
     except (TypeError, ValueError) as error:

@@ -37,7 +37,7 @@ def run_trial(make_step: MakeStep, microbatch: int, accumulate_step: int, device
               memory_limit: float = inf, timeout: Optional[float] = None) -> Trial:
     """Make a step and call it `accumulate_step + 1` times, past an update; see `planning.plan_micro_batch`."""
     start, dry = monotonic(), is_dry_run(device_target)
-    ended, reason, result, seen = in_a_process(device_target, _peak_of, pickled(make_step), device_target, microbatch,
+    ended, reason, result, seen = in_a_process(device_target, peak_of, pickled(make_step), device_target, microbatch,
                                                accumulate_step + 1, memory_limit=memory_limit, timeout=timeout)
     if dry and ended == "out of memory":
         ended, reason = "failed", "this machine ran out of memory, not the NPU that is planned for"
@@ -70,7 +70,11 @@ def made_step(make_step: bytes, device_target: str, microbatch: int, **options: 
     return step, built
 
 
-def _peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -> int:
+def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -> int:
+    """Return the peak memory, in bytes, of this process or its device after so many steps; see `made_step`.
+
+    TypeError if a dry run is not told what the step updates.
+    """
     (step, built), dry = made_step(make_step, device_target, microbatch), is_dry_run(device_target)
     if dry:
         instance_of("what make_step returns behind the step", getattr(built, "accumulator", built), Accumulator,

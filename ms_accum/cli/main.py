@@ -47,7 +47,7 @@ def run_command(commands: Sequence[ModuleType], argv: Optional[Sequence[str]] = 
         print(end="", flush=True)  # so that an error in writing the rest is raised here
         return status
     except KeyboardInterrupt:
-        warnings.filterwarnings("ignore", "a window that holds", UserWarning)  # which the user has just stopped
+        warnings.filterwarnings("ignore", "a window of the accumulator", UserWarning)  # which the user has just stopped
         print("ms-accum: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:

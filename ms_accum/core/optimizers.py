@@ -4,6 +4,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from inspect import getclosurevars, unwrap
@@ -78,17 +79,16 @@ def require_same_parameters(function: Callable, optimizer: object) -> None:
 
 
 def cells_of(function: Callable) -> list[nn.Cell]:
-    """Return the Cells that a function uses by name, or the function itself if it is a Cell."""
+    """Return the Cells that a function uses by name or is given by a `partial`, or itself if it is a Cell."""
+    used: list[object] = []
     while isinstance(function, partial):
+        used += [*function.args, *function.keywords.values()]
         function = function.func
-    function = getattr(function, "__self__", function)
-    if isinstance(function, nn.Cell):
-        return [function]
-    try:
+    used.append(getattr(function, "__self__", function))
+    with suppress(TypeError, ValueError):  # no Python function, or one with a name that has no value yet
         names = getclosurevars(unwrap(function))
-    except TypeError:  # no Python function
-        return []
-    return [value for value in (*names.nonlocals.values(), *names.globals.values()) if isinstance(value, nn.Cell)]
+        used += [*names.nonlocals.values(), *names.globals.values()]
+    return [value for value in used if isinstance(value, nn.Cell)]
 
 
 def state_of(optimizer: object) -> list[tuple[str, Parameter]]:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 from support import reference
-from support.noisy_samples import FEATURES, Position
+from support.noisy_samples import FEATURES, Position, noisy
 
-from ms_accum import Accumulator
+from ms_accum import Accumulator, make_train_step
 from ms_accum.batch_size import GradientNoiseScale
 
 RAGGED = [3, 9, 1, 5]
@@ -59,7 +59,7 @@ def rows():
 
 @pytest.mark.parametrize("case", range(5))
 def test_estimates_are_those_of_numpy(case):
-    """NaN has weight 0 where it is of two samples. Pieces and graphs: test_adaptive.py and test_differential.py."""
+    """NaN has weight 0 where it is of two samples. Pieces: below; they and graphs: test_differential.py."""
     options, windows, kept = rows()[case]
     acc = build(**options)
     for x in (x for window in windows for x in window):
@@ -67,6 +67,36 @@ def test_estimates_are_those_of_numpy(case):
     acc.flush()
     assert found(acc) == pytest.approx(estimates(kept, options.get("decay", 1.0)), rel=1e-4)
     assert int(acc.update_step) + int(acc.skipped) == len(windows) + (options.get("on_nonfinite") == "skip_microbatch")
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_run_of_ragged_microbatches_in_pieces_is_measured():
+    """With updates that move, NaN in a piece, and windows that are closed early and dropped by hand."""
+    pieces, rate, decay, network = 2, 1e-3, 0.9, Position()
+    data = noisy([(4, 16)[i % 3 == 1] for i in range(24)], 30)
+    data[4][0, 0] = np.nan
+    acc = Accumulator(nn.SGD([network.point], rate), {0: 1, 2: 3}, reduction="mean", on_nonfinite="skip_microbatch",
+                      noise_scale=GradientNoiseScale(decay))
+    step = make_train_step(network, acc, pieces=pieces)
+    ends = [1, 2, 5, 7, 10, 11, 14, 17, 20, 23, 24]  # of the windows; early are the fourth and the last
+    dropped, point, windows, sizes = 11, np.zeros(FEATURES), [], np.zeros(2)
+    for start, end in zip([0, *ends], ends):
+        window = [(point - part.mean(0, dtype=np.float64), len(part)) for x in data[start:end]
+                  for part in np.split(x, pieces) if not np.isnan(part).any()]
+        for x in data[start:end]:
+            step(Tensor(x))
+        if end == dropped:
+            acc.reset()
+            continue
+        acc.flush()
+        windows.append(window)
+        weight = sum(w for _, w in window)
+        sizes = decay * sizes + [weight, end - start]
+        point = point - rate * sum(g * w for g, w in window) / weight
+    assert (int(acc.update_step), int(acc.skipped)) == (len(windows), 1)
+    assert found(acc) == pytest.approx(reference.noise_and_signal(windows, decay), rel=1e-4)
+    assert acc.noise_scale.microbatch_weight == pytest.approx(sizes[0] / sizes[1], rel=1e-5)
+    np.testing.assert_allclose(network.point.asnumpy(), point, atol=1e-6)
 
 
 def test_resets_a_constant_weight_of_zero_and_a_gradient_lost_in_noise():

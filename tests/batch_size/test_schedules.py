@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mindspore import Tensor
 
 from ms_accum.batch_size import batch_ramp, scale_adam, scale_lr, seesaw
-from ms_accum.core.length import Window
+from ms_accum.core.length import WindowLength
 
 
 def expected(build, rates, length, maximum, rule, ramp=None):
@@ -40,7 +40,7 @@ def test_lengths_and_rates_are_those_of_the_formulas(build, rule, rates, length,
     schedule = (build if ramp is None else partial(build, ramp=ramp))(
         len(rates), rates, accumulate_step=length, maximum=length + more, rule=rule)
     lengths, merged = expected(build, rates, length, length + more, rule, ramp)
-    window = Window(schedule.accumulate_step)
+    window = WindowLength(schedule.accumulate_step)
     assert [window.host_length(update) for update in range(len(merged))] == lengths
     assert schedule.learning_rate == pytest.approx(merged)
     assert lengths == sorted(lengths)
@@ -108,7 +108,7 @@ def test_bad_arguments_are_refused():
         with pytest.raises(ValueError, match=r"learning_rate\[3\] is .*, more than the .* before it, .* Give each"):
             seesaw(4, rates)
     with pytest.raises(TypeError, match=r"accumulate_step is Schedule\(accumulate_step=<63>, .* of type Schedule, exp"):
-        Window(batch_ramp(100_000, 0.1))
+        WindowLength(batch_ramp(100_000, 0.1))
     for error, message, function, arguments in REFUSED_SCALES:
         with pytest.raises(error, match=message):
             function(*arguments)

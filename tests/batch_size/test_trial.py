@@ -1,5 +1,4 @@
 """Trials: peaks on CPU; and dry runs for Ascend, whose bytes are those counted by hand."""
-import gc
 import json
 import sys
 from functools import partial
@@ -12,7 +11,7 @@ from mindspore import Tensor, nn
 from support.ascend.stand_ins import built_once, missing, variables
 from support.noisy_samples import FEATURES, Position
 
-from ms_accum import Accumulator, make_train_step
+from ms_accum import Accumulator, TrainOneStepCell, make_train_step
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import planning, trial
 from ms_accum.batch_size.process import Outcome, is_dry_run, pickled
@@ -43,7 +42,7 @@ def made(microbatch):
 def make_step(microbatch, **options):
     forward_fn, optimizer, data = made(microbatch)
     train_step = make_train_step(forward_fn, optimizer, BATCH // microbatch, **options)
-    return lambda: train_step(data)
+    return lambda: train_step(data), train_step
 
 
 def guarded(microbatch):
@@ -56,7 +55,7 @@ def op_by_op(microbatch):
     forward_fn, optimizer, data = made(microbatch)
     accumulator = Accumulator(optimizer, BATCH // microbatch, reduction="mean")
     grad_fn = ms.value_and_grad(forward_fn, None, optimizer.parameters)
-    return lambda: accumulator(grad_fn(data)[1])
+    return lambda: accumulator(grad_fn(data)[1]), accumulator
 
 
 def holding(mebibytes, file, microbatch):
@@ -72,6 +71,32 @@ def holding(mebibytes, file, microbatch):
 
 def no_step(microbatch):
     return 7
+
+
+def alone(microbatch):
+    """A step without what it built."""
+    return make_step(microbatch)[0]
+
+
+def no_accumulator(microbatch):
+    return int, 3
+
+
+BUILT = {}  # by `counted_step`
+
+
+def counted_step(kind, accumulate_step, pair, microbatch):
+    """A step of a train step, cell or accumulator, of which BUILT keeps the accumulator."""
+    network, x = Position(), Tensor(np.ones((microbatch, FEATURES)), ms.float32)
+    accumulator = BUILT["accumulator"] = Accumulator(nn.SGD([network.point], 1e-3), accumulate_step, reduction="mean")
+    if kind == "hand":
+        built, grad_fn = accumulator, ms.value_and_grad(network, None, accumulator.optimizer.parameters)
+    else:
+        built = {"step": make_train_step, "cell": TrainOneStepCell}[kind](network, accumulator)
+
+    def step():
+        return accumulator(grad_fn(x)[1]) if kind == "hand" else built(x)
+    return (step, built) if pair else step
 
 
 def test_a_peak_is_measured_past_an_update():
@@ -154,17 +179,52 @@ def test_updates_are_planned_that_values_of_0_would_leave_out(cann, made_by, mic
     assert found.peak == pytest.approx(counted(microbatch), rel=0.02)
 
 
-def test_every_accumulator_updates_once(monkeypatch):
-    """The one whose train step has updated, in a window of one microbatch, is left alone: it has no use for buffers."""
-    networks = [Position() for _ in range(3)]
-    accumulators = [Accumulator(nn.SGD([network.point], 1e-3), n, reduction="mean")
-                    for n, network in zip((1, 2, 2), networks)]
-    steps = [make_train_step(network, acc) for network, acc in zip(networks[:2], accumulators)]
-    monkeypatch.setenv("MS_JIT", "0")
-    for step in steps:
-        step(Tensor(np.ones((4, FEATURES)), ms.float32))
-    monkeypatch.delenv("MS_JIT")
-    found = [thing for thing in gc.get_objects() if any(thing is own for own in (*accumulators, *steps))]
-    monkeypatch.setattr(trial.gc, "get_objects", lambda: found)  # not those of other tests
-    trial.update_all()
-    assert [int(acc.update_step) for acc in accumulators] == [1, 1, 1]
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("pair", [False, True])
+def test_on_cpu_a_step_may_come_with_what_it_built(pair):
+    """And is called as often as it is told, without an update that it does not make itself."""
+    for kind in ("step", "hand"):
+        assert trial.peak_of(pickled(partial(counted_step, kind, 2, pair)), "CPU", 4, 3) > 0
+        assert BUILT["accumulator"].position() == (1, 1)
+        assert int(BUILT["accumulator"].update_step) == 1
+
+
+@pytest.fixture
+def dry_on_cpu(uncompiled, monkeypatch):
+    """What a dry run does, with values."""
+    monkeypatch.setattr(trial, "is_dry_run", lambda device: True)
+    monkeypatch.setattr(ms.runtime, "dispatch_threads_num", lambda threads: None)
+    monkeypatch.setattr(ms.runtime, "max_memory_allocated", lambda: 0)
+
+
+@pytest.mark.usefixtures("dry_on_cpu")
+@pytest.mark.parametrize(("kind", "accumulate_step", "updates"), [
+    ("step", 1, 3), ("step", 2, 2), ("cell", 2, 2), ("hand", 2, 2)])
+def test_a_dry_run_updates_after_the_first_step(kind, accumulate_step, updates):
+    """Not a train step that has updated, in a window of one microbatch: it has no use for buffers.
+
+    Of windows of two, the first update is that of one microbatch, and the second that of the other two.
+    """
+    trial.peak_of(pickled(partial(counted_step, kind, accumulate_step, True)), "CPU", 4, 3)
+    accumulator = BUILT["accumulator"]
+    assert (int(accumulator.update_step), int(accumulator.mini_step)) == (updates, 0)
+    assert int(accumulator.seen) == (3 if kind == "hand" else 12)
+
+
+@pytest.mark.usefixtures("dry_on_cpu")
+def test_a_dry_run_of_a_step_alone_is_refused_with_the_remedy():
+    """Before it runs. Control: what it built is nothing that updates."""
+    for built, found in ((partial(counted_step, "step", 2, False), "NoneType"), (no_accumulator, "int")):
+        said = (f"what make_step returns behind the step is of type {found}, expected the train step, cell or "
+                "Accumulator that it built; for a dry run, return step, train_step")
+        with pytest.raises(TypeError, match=said):
+            trial.peak_of(pickled(built), "CPU", 4, 3)
+    assert int(BUILT["accumulator"].mini_step) == 0
+
+
+@with_stand_ins
+@pytest.mark.slow
+def test_a_plan_for_ascend_says_what_make_step_has_to_return(cann):
+    found = run_trial(alone, 4096, 2, "Ascend")
+    assert found.ended == "failed"
+    assert "for a dry run, return step, train_step" in found.reason

@@ -19,7 +19,7 @@ from support.mlp import MLP, batches, mean_loss, tensors
 from support.pages import recipe
 
 from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
-from ms_accum.batch_size import AdaptiveWindow
+from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.checkpoint.file import part_of, path_of_rank, remove_generations
 
 SUFFIXES = [".ckpt", ".safetensors"]
@@ -62,13 +62,13 @@ def run(path, last):
 
 
 def test_training_goes_on_bit_identically():
-    """Into a run that was used before; windows that adapt, a hook with state.
+    """Into a run that was used before; a schedule of windows, a noise scale, a hook with state.
 
     Saved in an open window after 5 of 11 microbatches, and in the next closed one. For the rest see test_machine.py and
     test_differential.py.
     """
     def make():
-        return build(accumulate_step=AdaptiveWindow(minimum=2), average=True)
+        return build(accumulate_step={0: 2, 2: 3}, average=True, noise_scale=GradientNoiseScale())
 
     network, acc, train_step = make()
     extra, saved = {"epoch": 3, "position": [1, 2.5, None], "seed": "x", "nan": float("inf")}, {}
@@ -133,15 +133,15 @@ def test_every_entry_matters():
 
 
 def test_a_closed_window_goes_on_with_another_accumulate_step():
-    """From and to a number and a length that is chosen: bit-identical to a schedule. Control: the same length again."""
+    """From and to a number and a schedule: bit-identical to one schedule for all. Control: the same length again."""
     network, acc, train_step = build(accumulate_step={0: 3, 2: 2})
     train(train_step, 0, 11)
     uninterrupted = values(network.get_parameters())
-    for saved in (3, AdaptiveWindow(minimum=3, maximum=3)):
+    for saved in (3, {0: 3, 2: 5}):
         network, acc, train_step = build(accumulate_step=saved)
         train(train_step, 0, 6)
         save_checkpoint("c.ckpt", network, train_step)
-        for length, same in ((2, True), (AdaptiveWindow(minimum=2, maximum=2), True), (3, False)):
+        for length, same in ((2, True), ({0: 5, 2: 2}, True), (3, False)):
             network, acc, train_step = build(accumulate_step=length)
             train(train_step, 0, 1)  # this open window is dropped
             load_checkpoint("c.ckpt", network, train_step)

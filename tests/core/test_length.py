@@ -11,7 +11,7 @@ from support import reference
 from support.modes import compiled
 
 from ms_accum import by_epoch, until_weight
-from ms_accum.core.length import Window
+from ms_accum.core.length import WindowLength
 
 pytestmark = pytest.mark.core
 
@@ -45,7 +45,7 @@ LENGTHS = [
 
 @pytest.fixture(scope="module")
 def windows():
-    return [Window(accumulate_step) for accumulate_step, _ in LENGTHS]
+    return [WindowLength(accumulate_step) for accumulate_step, _ in LENGTHS]
 
 
 def test_lengths(mode, windows):
@@ -69,15 +69,15 @@ def test_descriptions_tell_functions_apart_by_their_lengths(windows):
     assert described[:2] == ["4", "{0: 2, 1: 7, 3: 1}"]
     assert described[-1] == "until_weight(9, at_most=3)"
     assert len(set(described)) == len(described)
-    assert Window(functools.partial(by_ops)).description == described[3]
-    assert Window(functools.partial(ops.add, 3)).description not in described
-    assert [Window(form).is_one for form in (1, {0: 1}, {0: 1, 2: 2}, 2)] == [True, True, False, False]
+    assert WindowLength(functools.partial(by_ops)).description == described[3]
+    assert WindowLength(functools.partial(ops.add, 3)).description not in described
+    assert [WindowLength(form).is_one for form in (1, {0: 1}, {0: 1, 2: 2}, 2)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("budget", [0.7, 1.4, 2.1])
 def test_budgets_are_compared_in_float32_on_the_host_too(budget):
     """Three times 0.7, added up in float32, do or do not reach 2.1; in float64 it is the other way round."""
-    window, weight = Window(until_weight(budget, at_most=5)), Parameter(Tensor(0.0), name="weight")
+    window, weight = WindowLength(until_weight(budget, at_most=5)), Parameter(Tensor(0.0), name="weight")
     for held in range(1, 5):
         ops.assign_add(weight, 0.7)
         full = held >= {0.7: 1, 1.4: 2, 2.1: 3}[budget]
@@ -86,7 +86,7 @@ def test_budgets_are_compared_in_float32_on_the_host_too(budget):
     ops.assign(weight, 0.1)
     assert window.is_full(Tensor(5), Tensor(0), weight)  # at_most
     assert window.missing(5, 0, weight) == 0
-    assert (window.length_after(3), Window({0: 2, 3: 4}).length_after(3)) == (1, 4)
+    assert (window.length_after(3), WindowLength({0: 2, 3: 4}).length_after(3)) == (1, 4)
     window.share(2)
     assert window.budget == 2 * budget
 
@@ -102,15 +102,15 @@ def to_vector(update_step):
 
 
 @pytest.mark.parametrize(("error", "message", "function", "arguments"), [
-    (TypeError, r"a key of accumulate_step is 1\.0", Window, ({0: 1, 1.0: 2.0, 2: 2},)),
-    (ValueError, r"a key of accumulate_step is -1, expected an int >= 0; give an int", Window, ({0: 1, -1: 2},)),
-    (ValueError, r"accumulate_step is \{1: 2\}, expected a dict that holds 0", Window, ({1: 2},)),
-    (TypeError, r"accumulate_step\[2\] is 1\.5", Window, ({0: 1, 2: 1.5},)),
-    (ValueError, r"accumulate_step is 2147483648, expected at most 2147483647", Window, (2**31,)),
-    (TypeError, r"=.*add.* at update 0 is 1\.5 of type float", Window, (functools.partial(ops.add, 1.5),)),
-    (ValueError, r"='late' at update 32768 is -1, expected an int >= 1; return .*ops\.maximum", Window, (late,)),
-    (TypeError, r"accumulate_step='to_vector' returned a Tensor of shape \(2,\)", Window, (to_vector,)),
-    (TypeError, r"accumulate_step='<lambda>' cannot be compiled in graph mode \(.*define it with `def`", Window,
+    (TypeError, r"a key of accumulate_step is 1\.0", WindowLength, ({0: 1, 1.0: 2.0, 2: 2},)),
+    (ValueError, r"a key of accumulate_step is -1, expected an int >= 0; give an int", WindowLength, ({0: 1, -1: 2},)),
+    (ValueError, r"accumulate_step is \{1: 2\}, expected a dict that holds 0", WindowLength, ({1: 2},)),
+    (TypeError, r"accumulate_step\[2\] is 1\.5", WindowLength, ({0: 1, 2: 1.5},)),
+    (ValueError, r"accumulate_step is 2147483648, expected at most 2147483647", WindowLength, (2**31,)),
+    (TypeError, r"=.*add.* at update 0 is 1\.5 of type float", WindowLength, (functools.partial(ops.add, 1.5),)),
+    (ValueError, r"='late' at update 32768 is -1, expected an int >= 1; return .*ops\.maximum", WindowLength, (late,)),
+    (TypeError, r"accumulate_step='to_vector' returned a Tensor of shape \(2,\)", WindowLength, (to_vector,)),
+    (TypeError, r"accumulate_step='<lambda>' cannot be compiled in graph mode \(.*define it with `def`", WindowLength,
      ((lambda update_step: 0, lambda u: 1)[1],)),
     (TypeError, r"schedule is of type int, expected a dict \{epoch: n\}", by_epoch, (4, 10)),
     (ValueError, r"schedule is \{1: 4\}, expected a dict that holds 0; give .*\{epoch: n\}", by_epoch, ({1: 4}, 10)),

@@ -3,6 +3,7 @@
 That each optimizer of MindSpore trains and goes on from a checkpoint exactly is drawn in test_differential.py.
 """
 import inspect
+from functools import partial
 
 import mindspore as ms
 import numpy as np
@@ -11,9 +12,10 @@ from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.experimental import optim
 from support.cells import Counting
 from support.differential.optimizers import OPTIMIZERS
+from support.mlp import MLP, mean_loss
 
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
-from ms_accum.core.optimizers import describe, state_of
+from ms_accum.core.optimizers import cells_of, describe, require_same_parameters, state_of
 
 # Base classes, and wrappers and kernels that CPU has not (MindSpore 2.10). MindSpore 2.7 has no mint.FusedAdamW.
 OUT_OF_REACH = {"nn.Optimizer", "optim.Optimizer", "nn.OptTFTWrapper", "nn.Lamb", "nn.LARS", "mint.AdamW"}
@@ -83,6 +85,44 @@ def test_state_with_the_same_name_is_saved_and_compiled():
     step(ops.ones_like(network.weight), ops.ones(3))
     for parameter, expected in zip(network.trainable_params(), (-0.25, -0.5, -1, -2)):
         np.testing.assert_allclose(parameter.asnumpy(), expected, atol=1e-6)
+
+
+NETWORK = MLP()
+
+
+def in_a_global(x):
+    return NETWORK(x).mean()
+
+
+def in_an_argument(network, x):
+    return network(x).mean()
+
+
+def by_a_method(network):
+    return network.construct
+
+
+@pytest.mark.parametrize("use", [
+    mean_loss, lambda network: in_a_global, lambda network: partial(mean_loss(network), y=None),
+    lambda network: partial(in_an_argument, network), lambda network: partial(in_an_argument, network=network),
+    lambda network: network, by_a_method], ids=["closure", "global", "partial", "given", "named", "cell", "method"])
+def test_an_optimizer_of_another_network_is_refused(use):
+    """Control: one of the same network, and functions that use none."""
+    function = use(NETWORK)
+    assert NETWORK in cells_of(function)
+    require_same_parameters(function, nn.SGD(NETWORK.trainable_params(), 0.1))
+    with pytest.raises(ValueError, match=r"another Parameter called first\.weight than the network has, expected one"):
+        require_same_parameters(function, nn.SGD(MLP().trainable_params(), 0.1))
+
+
+def test_functions_without_a_network_are_not_looked_into():
+    """Also one whose closure is not filled yet."""
+    def unfilled(x):
+        return later(x)
+
+    assert [cells_of(function) for function in (unfilled, len, int, Plain())] == [[]] * 4
+    later = NETWORK
+    assert cells_of(unfilled) == [later]
 
 
 class Plain:

@@ -8,8 +8,8 @@ from support.comparing import difference
 from support.differential.follow import Comparison
 from support.differential.ranks import DRAWN, DRIVERS, NONFINITE, SYNCS, WINDOWS, case_of, simulated
 from support.mlp import MLP
-from support.noisy_samples import Expected
-from support.rank_cases import LAUNCHES, every, noisy_data
+from support.noisy_samples import FEATURES
+from support.rank_cases import LAUNCHES, NOISE_DECAY, NOISE_RATE, every, noisy_data
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import exchange
@@ -23,13 +23,11 @@ def test_ranks_train_as_one_process(left_by, launch, case):
     ranks, results, name, case = LAUNCHES[launch][0], left_by(case, launch), case, case_of(case.split(":")[1])
     print(name, case)
     inside, size = SYNCS[case.sync](ranks) if "shard" in case.sync else 1, 2 if case.buffer_dtype == "float16" else 4
-    for rank, (left, plain) in enumerate(zip(results, simulated(case, ranks))):
+    plain = simulated(case, ranks)
+    unknown = "window_weight", "skipped_in_row"  # what a rank has added to a window itself, the simulation has not
+    for rank, left in enumerate(results):
         where, comparison = f"on rank {rank}", Comparison(case, plain)
-        if case.sync == "local":
-            comparison.counters(left, where)
-        else:  # what a rank has added to a window itself, the simulation does not know
-            unknown = "window_weight", "skipped_in_row"
-            comparison.counters(left, where, unknown, skipped=plain.skips if rank == 1 else 0)
+        comparison.counters(left, where, unknown, skipped=plain.skips if rank == 1 else 0)
         comparison.window(left, where)
         comparison.require_motion()
         assert left["parameters"] == results[0]["parameters"]
@@ -43,7 +41,7 @@ def test_each_kind_of_exchange_is_drawn_with_each_choice():
     """Of two ranks: alone or together at each microbatch."""
     cases = [case_of(str(number)) for number in range(DRAWN)]
     for inside in (1, 2):
-        kind = [case for case in cases if case.sync != "local" and SYNCS[case.sync](2) == inside]
+        kind = [case for case in cases if SYNCS[case.sync](2) == inside]
         drivers = {name.split()[0] for name in DRIVERS[:len(DRIVERS) + 1 - inside]}
         assert {case.driver.split("-")[0] for case in kind} >= drivers
         assert {(case.on_nonfinite, case.scaler) for case in kind} == set(NONFINITE)
@@ -52,30 +50,15 @@ def test_each_kind_of_exchange_is_drawn_with_each_choice():
             assert len({getattr(case, name) for case in kind}) == 2, (inside, name)
 
 
-class HeavyBall(reference.LocalUpdates):
-    """Without Nesterov's look ahead."""
-    def step(self, moved):
-        super().step(moved)
-        return [p - self.rate * v for p, v in zip(self.parameters, self.velocity)]
-
-
-class EveryRank(reference.LocalUpdates):
-    """Where ranks without an update count, too."""
-    def step(self, moved):
-        return super().step(self.ranks)
-
-
-@pytest.mark.parametrize(("sync", "changes", "options"), [
-    pytest.param("window", {"accumulate_step": WINDOWS[-1]}, {"together": 2}, id="windows that all close together"),
-    pytest.param("window", {"on_nonfinite": "skip_microbatch", "accumulate_step": 1}, {"together": 2},
+@pytest.mark.parametrize(("changes", "options"), [
+    pytest.param({"accumulate_step": WINDOWS[-1]}, {"together": 2}, id="windows that all close together"),
+    pytest.param({"on_nonfinite": "skip_microbatch", "accumulate_step": 1}, {"together": 2},
                  id="a microbatch that all skip"),
-    pytest.param("window", {}, {"ranks": 1}, id="one rank for all"),
-    pytest.param("local", {}, {"kind": HeavyBall}, id="heavy ball"),
-    pytest.param("local", {}, {"kind": EveryRank}, id="ranks without an update")])
-def test_wrong_simulations_are_seen(sync, changes, options):
+    pytest.param({}, {"ranks": 1}, id="one rank for all")])
+def test_wrong_simulations_are_seen(changes, options):
     """Negative control of what ranks are compared with."""
-    case = case_of(sync)._replace(**changes)
-    right, wrong = simulated(case, 2)[0], simulated(case, **{"ranks": 2, **options})[0]
+    case = case_of("window")._replace(**changes)
+    right, wrong = simulated(case, 2), simulated(case, **{"ranks": 2, **options})
     comparison = Comparison(case, right)
     with pytest.raises(pytest.fail.Exception, match="plain training has"):
         comparison.window({"parameters": wrong.parameters, "averages": None, "state": [], "noise": None}, "")
@@ -87,29 +70,31 @@ def test_graphs_that_were_compiled_before_follow(left_by):
     assert other != pytest.approx(same, rel=1e-3)
 
 
-@every("adaptive")
-def test_windows_that_follow_the_noise_scale_do_so_on_all_ranks_alike(left_by, launch, case):
-    """With the lengths of one process that sees all microbatches.
+@every("noise")
+def test_the_noise_scale_is_that_of_all_ranks_together(left_by, launch, case):
+    """As one process measures it that sees all microbatches, also where the data of some ranks ends.
 
-    Control: if the weight of one rank's microbatch were taken for that of all, windows would get longer.
+    Control: what rank 0 has alone is something else.
     """
     count = LAUNCHES[launch][0]
     data = [noisy_data(rank, count) for rank in range(count)]
-    expected, wrong = (Expected(1, 8, target, rate=1e-3) for target in (1.0, 1 / count))
-    lengths = []
-    for i in range(len(data[0])):
-        present = [batch[i] for batch in data if i < len(batch)]
-        for oracle in (expected, wrong):
-            oracle.microbatch(*present, of_a_rank=len(present) / count if ":window" in case else 1)
-        lengths.append(expected.adaptive.length)
-    expected.flush()
-    assert lengths[-1] == 2 < wrong.adaptive.length
+    point, windows, alone, sizes = np.zeros(FEATURES), [], [], np.zeros(2)
+    for start in range(0, len(data[0]), 3):
+        window = [(point - x.mean(0, dtype=np.float64), len(x)) for batches in data for x in batches[start:start + 3]]
+        longest = len(data[0][start:start + 3])
+        windows.append(window)
+        alone.append(window[:longest])
+        weight = sum(w for _, w in window)
+        sizes = NOISE_DECAY * sizes + [weight, len(window) / count if ":window" in case else longest]
+        point = point - NOISE_RATE * sum(g * w for g, w in window) / weight
+    expected = [*reference.noise_and_signal(windows, NOISE_DECAY), sizes[0] / sizes[1]]
+    assert reference.noise_and_signal(alone, NOISE_DECAY)[1] != pytest.approx(expected[1], rel=0.01)
     results = left_by(case, launch)
-    for rank, left in enumerate(results):
-        assert left["lengths"] == lengths[:len(data[rank])]
+    for left in results:
+        assert left["measured"] == pytest.approx(expected, rel=1e-4)
         counted = [left["counters"][name] for name in ("update_step", "mini_step", "skipped")]
-        assert counted == [len(expected.lengths), 0, 0]
-        assert difference([np.array(left["point"])], [expected.point]) <= 1e-6
+        assert counted == [len(windows), 0, 0]
+        assert difference([np.array(left["point"])], [point]) <= 1e-6
         assert left["point"] == results[0]["point"]
 
 

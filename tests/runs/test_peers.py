@@ -17,12 +17,10 @@ from support.pages import recipe
 from support.training import LOSS, sgd, step_of
 
 from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint, until_weight, updates_of
-from ms_accum.batch_size import AdaptiveWindow
 
 
 @pytest.mark.parametrize(("error", "message", "call"), [
     (ValueError, r"until_weight\(9, .* decides during the run how long", lambda: updates_of(until_weight(9), 7)),
-    (ValueError, r"AdaptiveWindow\(.* decides during the run", lambda: updates_of(AdaptiveWindow(), 7)),
     (ValueError, r"microbatches is 0, expected an int >= 1", lambda: updates_of(2, 0)),
     (TypeError, r"epochs is 1.5 of type float", lambda: updates_of(2, 7, 1.5)),
     (ValueError, r"accumulate_step is 0, expected an int >= 1", lambda: updates_of(0, 7)),

@@ -22,14 +22,14 @@ from mindspore.train import LearningRateScheduler, Model
 
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum import __main__ as cli
-from ms_accum.batch_size import AdaptiveWindow
-from ms_accum.distributed import LocalUpdates, exchange
+from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.distributed import exchange
 from ms_accum.distributed.ranks import wait_for_all
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
 from support.comparing import values
 from support.differential.accumulating import Accumulating
 from support.differential.cases import COMPILED, OP_BY_OP
-from support.differential.ranks import DRAWN, LOCAL, case_of
+from support.differential.ranks import DRAWN, case_of
 from support.drivers import counters
 from support.mlp import MLP, batches, mean_loss, tensors
 from support.noisy_samples import Position, noisy
@@ -44,15 +44,16 @@ REDUCERS = {
     "nodes-shard": DataParallel(sync="node", ranks_per_node=RANKS // 2, shard=True, bucket_mib=SMALL),
     "one-node-shard": DataParallel(sync="node", shard=True, bucket_mib=SMALL),
 }
+NOISE_DECAY, NOISE_RATE = 0.95, 1e-3
 COMPILED_OF = dict(zip(OP_BY_OP, COMPILED))
 MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
 _RUNS = [f"trained:{name}" for name in range(DRAWN)]
-_OTHERS = ["damaged", "other_ranks:window", "other_ranks:shard", "adaptive:window", "adaptive:shard"]
-_NODES = ["other_ranks:nodes", "adaptive:nodes-shard"]  # of several ranks
+_OTHERS = ["damaged", "other_ranks:window", "other_ranks:shard", "noise:window", "noise:shard"]
+_NODES = ["other_ranks:nodes", "noise:nodes-shard"]  # of several ranks
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, "logged:window", "logged:microbatch", "traffic:window",
-                 "traffic:microbatch", "refusals", "followed:jit", "trained:window:jit", "trained:local:jit",
-                 "trained:sum:jit", "mnist", "failing"]),
+                 "traffic:microbatch", "refusals", "followed:jit", "trained:window:jit", "trained:sum:jit", "mnist",
+                 "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "left": (2, ["left_alone:jit"]),
@@ -90,21 +91,17 @@ def trained(rank, name):
         case = case._replace(driver=COMPILED_OF.get(case.driver, case.driver))
 
     def start(seed):
-        local = partial(LocalUpdates, every=LOCAL[0], outer_learning_rate=LOCAL[1], outer_momentum=LOCAL[2])
-        return Accumulating(case, case.seed + seed, local if case.sync == "local" else None,
-                            reducer=REDUCERS.get(case.sync))
+        return Accumulating(case, case.seed + seed, reducer=REDUCERS[case.sync])
 
     def finish(run, data):
         with run.driver as driver:
             run.train(data, last=True)
             driver.flush()
-        if run.local is not None:
-            run.local.finish()
 
     # Statistics of BatchNorm stay what each rank built, and so does an average that was made before the accumulator.
     alike = case.norm == "batch" or case.hook
     run, data, saved = start(0 if alike else rank), case.batches(rank), case.save_at or 0
-    path = FOLDER / f"{name}{rank if case.sync == 'local' else ''}.{'safetensors' if case.seed % 2 else 'ckpt'}"
+    path = FOLDER / f"{name}.{'safetensors' if case.seed % 2 else 'ckpt'}"
     if saved:
         with run.driver:
             run.train(data[:saved])
@@ -187,17 +184,18 @@ def other_ranks(rank, sync):
 
 def noisy_data(rank, ranks):
     """Microbatches of one rank, with a noise scale of 2.5 of all ranks'; odd ones run out two microbatches early."""
-    return noisy([4] * (40 - 2 * (rank % 2)), 2.5 * 4 * ranks, seed=rank)
+    return noisy([4] * (16 - 2 * (rank % 2)), 2.5 * 4 * ranks, seed=rank)
 
 
-def adaptive(rank, sync):
-    """Windows get longer."""
-    network = Position("adapted")
-    optimizer = nn.SGD([network.point], 1e-3)
-    acc = Accumulator(optimizer, AdaptiveWindow(maximum=8), reduction="mean", reducer=REDUCERS[sync])
-    step = make_train_step(network, acc)
-    lengths = [acc.window.length for _ in step.epoch((Tensor(x),) for x in noisy_data(rank, get_group_size()))]
-    return {"counters": counters(acc), "lengths": lengths, "point": values([network.point])[0]}
+def noise(rank, sync):
+    """What is measured in windows of 3 microbatches."""
+    network, noise_scale = Position("measured"), GradientNoiseScale(NOISE_DECAY)
+    acc = Accumulator(nn.SGD([network.point], NOISE_RATE), 3, reduction="mean", reducer=REDUCERS[sync],
+                      noise_scale=noise_scale)
+    for _ in make_train_step(network, acc).epoch((Tensor(x),) for x in noisy_data(rank, get_group_size())):
+        pass
+    measured = [noise_scale.noise, noise_scale.gradient_squared, noise_scale.microbatch_weight]
+    return {"counters": counters(acc), "measured": measured, "point": values([network.point])[0]}
 
 
 def traffic(rank, sync):
@@ -251,8 +249,8 @@ def said_by(function, *arguments, **keywords):
 
 def refusals(rank):
     """What every rank says where they are not alike, and where they are."""
-    def make(accumulate_step=2, seed=0, rate=0.1, scale=2, **data_parallel):
-        optimizer = nn.SGD(MLP(seed=seed).trainable_params(), rate)
+    def make(accumulate_step=2, seed=0, rate=0.1, scale=2, features=6, **data_parallel):
+        optimizer = nn.SGD(MLP(seed=seed, features=features).trainable_params(), rate)
         return Accumulator(optimizer, accumulate_step, reduction="mean", reducer=DataParallel(**data_parallel),
                            loss_scaler=amp.StaticLossScaler(scale))
 
@@ -262,8 +260,7 @@ def refusals(rank):
             "nodes": said_by(make, sync="node", ranks_per_node=3), "started": started,
             "hosts": said_by(make, sync="node", ranks_per_node=1 + rank), "alike": said_by(make, broadcast=False),
             "rate": said_by(make, rate=0.1 * (1 + rank)), "loss_scaler": said_by(make, scale=2 ** (rank + 1)),
-            "every": said_by(LocalUpdates, MLP().trainable_params(), every=2 + rank),
-            "shapes": said_by(LocalUpdates, MLP(features=6 + rank).trainable_params()),
+            "shapes": said_by(make, features=6 + rank),
             "losses": said_by(make_train_step, mean_loss(MLP()), accumulator(MLP(), sync="microbatch"), losses=2)}
 
 

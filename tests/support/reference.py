@@ -186,39 +186,6 @@ class Undivided(Accumulation):
         return [g * factor for g in self.gradients_of(tuple(map(np.concatenate, zip(*present))))]
 
 
-class LocalUpdates:
-    """Ranks that train by themselves, each an `Accumulation`, and their outer steps (DiLoCo)."""
-
-    def __init__(self, ranks, every, rate, momentum):
-        self.ranks, self.every, self.rate, self.momentum = ranks, every, rate, momentum
-        self.parameters = [p.copy() for p in ranks[0].parameters]
-        self.velocity = [np.zeros_like(p) for p in self.parameters]
-
-    def epoch(self, microbatches):
-        """`microbatches`: of each rank; its part of a round ends with `every` updates or with its data."""
-        left = [list(microbatches_of_rank) for microbatches_of_rank in microbatches]
-        while any(left):
-            moved = []
-            for rank, mine in zip(self.ranks, left):
-                before = rank.update_step
-                while mine and rank.update_step < before + self.every:
-                    rank.add_pieces(mine.pop(0))
-                    rank.close_if(rank.full or not mine)
-                if rank.update_step > before:
-                    moved.append(rank)
-            if moved:
-                self.parameters = self.step(moved)
-            for rank in self.ranks:
-                rank.parameters = [p.copy() for p in self.parameters]
-
-    def step(self, moved):
-        differences = [np.mean([p - q for q in each], axis=0)
-                       for p, *each in zip(self.parameters, *[rank.parameters for rank in moved])]
-        self.velocity = [self.momentum * v + d for v, d in zip(self.velocity, differences)]
-        return [p - self.rate * (d + self.momentum * v)
-                for p, d, v in zip(self.parameters, differences, self.velocity)]
-
-
 def noise_and_signal(windows, decay=1.0):
     """S and |G|² of the gradient noise scale from windows of (gradient, weight), straight from the definitions: the
     weighted variance of the gradients about their mean, and what of that mean's squared norm is not noise."""
@@ -231,34 +198,3 @@ def noise_and_signal(windows, decay=1.0):
             noise = sum(weight * ((gradient - mean) ** 2).sum() for gradient, weight in window) / others
             totals = totals * decay + others * np.array([noise, (mean**2).sum() - noise / weights.sum(), 1])
     return totals[:2] / totals[2]
-
-
-class AdaptiveLength:
-    """Lengths of windows that follow the noise scale; `close` takes one window of all ranks, as `noise_and_signal`."""
-
-    def __init__(self, minimum, maximum, target):
-        self.minimum, self.maximum, self.target = minimum, maximum, target
-        self.length = self.chosen = minimum
-        self.totals, self.sizes = np.zeros(3), np.zeros(2)
-        self.measured = self.unmeasured = 0
-
-    def close(self, window, microbatches):
-        """`microbatches`: those of one rank."""
-        self.sizes = 0.95 * self.sizes + [sum(weight for _, weight in window), microbatches]
-        others = len(window) - 1
-        self.measured, self.unmeasured = self.measured + (others > 0), 0 if others else self.unmeasured + 1
-        if others:
-            self.totals = 0.95 * self.totals + others * np.array([*noise_and_signal([window]), 1])
-        if self.measured >= 8:
-            noise, signal, _ = self.totals
-            wanted = noise / (signal * self.target * self.sizes[0] / self.sizes[1]) if signal > 0 else np.inf
-            before = self.chosen
-            if wanted > 2**0.75 * self.chosen and 2 * self.chosen <= self.maximum:
-                self.chosen *= 2
-            elif wanted < 2**-0.75 * self.chosen and self.chosen > self.minimum:
-                self.chosen //= 2
-            if self.chosen != before:
-                self.measured = 0
-        self.length = self.chosen
-        if self.chosen == 1 and self.unmeasured >= 7:
-            self.length = min(2, self.maximum)

@@ -56,10 +56,10 @@ def weight_fns_of(case):
 class Accumulating:
     """A run of a Case with ms_accum. Its calls are made in the context of its driver.
 
-    `local_updates`: what makes a hook of the parameters. The other options are those of an Accumulator.
+    The options are those of an Accumulator.
     """
 
-    def __init__(self, case, seed, local_updates=None, **options):
+    def __init__(self, case, seed, **options):
         self.case = case
         self.loss = build_loss(case, seed)
         self.optimizer = build_optimizer(case, self.loss.trainable_params())
@@ -69,14 +69,13 @@ class Accumulating:
             scale = 2.0**exponent
             self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
-        average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
-        self.average, self.local = average, local_updates and local_updates(self.optimizer.parameters)
+        self.average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
         options.setdefault("reducer", DataParallel() if case.seed % 3 else None)  # alike without other ranks
         # Small buffers are added in turn, large ones at once: both are drawn.
         with patch.object(kernels, "SMALL", kernels.SMALL * (case.seed // 2 % 2)):
             self.accumulator = Accumulator(
                 self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
-                buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.local or average,
+                buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.average,
                 noise_scale=self.noise_scale, loss_scaler=self.scaler, **options)
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),

@@ -16,10 +16,8 @@ from .plain import Plain
 
 # How many ranks sum each microbatch. Of two ranks, each is a node of its own; of four, two are in each of two nodes.
 SYNCS = {"window": lambda ranks: 1, "nodes": lambda ranks: ranks // 2, "nodes-shard": lambda ranks: ranks // 2,
-         "microbatch": lambda ranks: ranks, "shard": lambda ranks: ranks, "one-node-shard": lambda ranks: ranks,
-         "local": lambda ranks: 1}
-LOCAL = (2, 0.7, 0.9)  # every, outer rate, outer momentum
-# Nine runs each in which (two) ranks sum windows or microbatches, three with local updates.
+         "microbatch": lambda ranks: ranks, "shard": lambda ranks: ranks, "one-node-shard": lambda ranks: ranks}
+# Nine runs each in which (two) ranks sum windows or microbatches.
 KIND, DRAWN = 9, 3 * len(SYNCS)
 # What each kind meets; the rest is drawn.
 DRIVERS = ("hand", "hand sum", "step", "cell", "model", "ahead")
@@ -30,7 +28,7 @@ STEADY = [name for name in OPTIMIZERS if name not in (*COMPILED_ONLY, *SCALE_FRE
 _FIXED = {"event": "none", "backward_clip": False, "factor": 1.0, "large": False, "load_into": "fresh", "save_at": None,
           "level": "none", "reduction": "mean", "buffer_dtype": None, "empty_at": None, "batch_axis": 0}
 _NAMED = {"clip_norm": 0.1, "on_nonfinite": "skip_window", "nonfinite_at": 1}
-NAMED = {**{sync: plain_case("step", sync=sync, **_NAMED) for sync in ("window", "local")},
+NAMED = {"window": plain_case("step", sync="window", **_NAMED),
          "sum": plain_case("hand-pynative", sync="window", reduction="sum", clip_norm=float("inf"), level="O2",
                            buffer_dtype="float16")}
 
@@ -41,18 +39,13 @@ def case_of(name):
         return NAMED[name]
     sync, (kind, place) = list(SYNCS)[int(name) // 3], divmod(int(name), KIND)
     choice = random.Random(int(name)).choice
-    fixed = {**_fixed(kind, place), "sync": sync, "optimizer": choice(STEADY)}
-    if sync == "local":
-        fixed["hook"] = False
-    if sync == "local" and place == 1:  # in the middle of a window and of a round
-        fixed.update(save_at=3, accumulate_step=2, nonfinite_at=None)
-    return compose(choice, **fixed)
+    return compose(choice, **{**_fixed(kind, place), "sync": sync, "optimizer": choice(STEADY)})
 
 
 def _fixed(kind, place):
     """What is not left to chance, so that each kind meets each choice."""
     def turn(number, options):
-        order = np.random.default_rng([78, kind, number]).permutation(min(KIND, DRAWN - kind * KIND))
+        order = np.random.default_rng([78, kind, number]).permutation(KIND)
         return options[order[place] % len(options)]
 
     driver, *summed = turn(0, DRIVERS if kind == 0 else DRIVERS[:-1]).split()
@@ -73,13 +66,9 @@ def _fixed(kind, place):
     return fixed
 
 
-def simulated(case, ranks, together=None, kind=reference.LocalUpdates):
-    """What each rank of a run ends with: a `Plain` for each, or the same for all. `skips`: what ranks skipped alone."""
+def simulated(case, ranks, together=None):
+    """What each rank of a run ends with: a `Plain`, the same for all. Its `skips`: what ranks skipped alone."""
     left = [[case.pieces_of(batch) for batch in case.batches(rank)] for rank in range(ranks)]
-    if case.sync == "local":
-        outer = kind([Plain(case) for _ in range(ranks)], *LOCAL)
-        outer.epoch(left)
-        return outer.ranks
     plain, together = Plain(case), together or SYNCS[case.sync](ranks)
     plain.divisor = ranks * case.accumulate_step if case.reduction == "sum" else 1.0
     groups = [Group(case, left[start:start + together]) for start in range(0, ranks, together)]
@@ -88,7 +77,7 @@ def simulated(case, ranks, together=None, kind=reference.LocalUpdates):
         if any(np.any(weight) for weight, _ in plain.window):
             plain.apply()
     plain.skips = sum(group.skipped for group in groups)
-    return [plain] * ranks
+    return plain
 
 
 class Group(reference.Undivided):
