@@ -8,6 +8,11 @@
 `core.way` is that way on the device, `core.keeper` decides for the host when a window closes, `steps` lead batches to
 it; `distributed` is the exchange. All other rooms are optional, and do not know each other.
 """
+from .check.equivalence import check_equivalence as check_equivalence
+from .check.groupnorm import batchnorm_to_groupnorm as batchnorm_to_groupnorm
+from .checkpoint.checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint.checkpoint import save_checkpoint as save_checkpoint
+from .checkpoint.file import CheckpointError as CheckpointError
 from .core.accumulator import Accumulator as Accumulator
 from .core.length import by_epoch as by_epoch
 from .core.length import until_weight as until_weight

@@ -118,13 +118,14 @@ def test_the_published_experiment(mode):
 def test_one_buffer_for_each_parameter_and_names_that_are_unique_here_and_the_same_in_a_checkpoint():
     accumulators = [descend() for _ in range(3)]
     accumulator = accumulators[0]
-    assert [b.shape for b in accumulator.buffers.parameters] == [*SHAPES]
-    assert accumulator.buffers.nbytes == 14 * 4
+    assert [b.shape for b in accumulator.way.buffers.parameters] == [*SHAPES]
+    assert accumulator.way.buffers.nbytes == 14 * 4
     assert sum(p.size for p in accumulator.parameters) == 14 + 12  # twelve scalars
     assert not any(p.requires_grad for p in accumulator.parameters)
     assert [*accumulator.state.values()] == [*accumulator.parameters]
-    assert {"p0", "p1", "mini_step", "weight_sum", "weight_unit"} < accumulator.open_state < {*accumulator.state}
-    assert not {"update_step", "skipped", "skipped_in_row", "seen", "closed_windows"} & accumulator.open_state
+    of_window = {name for name, p in accumulator.state.items() if p in accumulator.way.window_state}
+    assert {"p0", "p1", "mini_step", "weight_sum", "weight_unit"} < of_window < {*accumulator.state}
+    assert not {"update_step", "skipped", "skipped_in_row", "seen", "closed_windows"} & of_window
     assert {tuple(one.state) for one in accumulators} == {tuple(accumulator.state)}
     names = [p.name for one in accumulators for p in one.parameters]
     assert len(set(names)) == len(names)

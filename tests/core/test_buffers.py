@@ -10,7 +10,7 @@ from support.processes import MEMORY, run_python
 
 from ms_accum import Accumulator
 from ms_accum.core.buffers import Buffers
-from ms_accum.core.kernels import SMALL, Copying, InTurn, in_place
+from ms_accum.core.kernels import Portable, kernels
 
 pytestmark = pytest.mark.core
 
@@ -27,7 +27,7 @@ def test_dtypes_of_parameters_and_buffers(mode):
     accumulators = tuple([Accumulator(Counting(parameters(f"{i}.")), 9, INF, reduction="mean", buffer_dtype=dtype)
                           for i, dtype in enumerate(asked_for)])
     expected = [[ms.float32, ms.float32, ms.float64], *([dtype] * 3 for dtype in asked_for[1:])]
-    assert [[b.dtype for b in accumulator.buffers.parameters] for accumulator in accumulators] == expected
+    assert [[b.dtype for b in accumulator.way.buffers.parameters] for accumulator in accumulators] == expected
 
     def step(*gradients):
         for accumulator in accumulators:
@@ -68,22 +68,31 @@ def test_the_unit_is_fixed_once_and_makes_large_weights_small():
     assert added(buffers_of(None, ms.float16), (1.0, 70_000))[0] == [INF, INF]  # the control
     buffers = buffers_of(None)
     added(buffers, (1.0, 6))
-    buffers.fix_unit(4.0)  # something was added in the unit 1, by a graph that was compiled without a driver: it stays
+    buffers.fix_unit(4.0)  # a graph that was compiled without a driver holds the unit 1: it stays
     assert (buffers.unit, added(buffers, (1.0, 2))) == (1.0, ([8, 8], 1))
     for before in (2.0, 4.0, None):  # loaded buffers are converted to the unit that graphs hold, if there is one
         buffers = buffers_of(before)
         ms.ops.assign(buffers.parameters[0], Tensor([12.0, 12.0]))
-        ms.ops.assign(buffers.weight_unit, 4.0)
-        buffers.adopt(before or 0.0)
+        buffers.adopt(4.0)
         unit = before or 4.0
-        assert buffers.unit == unit
+        assert (buffers.unit, float(buffers.weight_unit)) == (unit, unit)
         assert added(buffers, (1.0, 8)) == ([48 / unit + 8 / unit] * 2, unit)
 
 
-def test_small_buffers_are_added_in_turn():
-    """As the fuzzer draws it, too. A copy of buffers, of which nothing is added, is no matter of size."""
-    assert [type(in_place(nbytes=size)) for size in (SMALL, SMALL + 1)] == [InTurn, Copying]
-    assert type(in_place(buffers=False)) is Copying
+def test_a_graph_that_was_compiled_but_never_ran_holds_the_unit():
+    """Control: without it, the unit is that of the first driver."""
+    for compiles, unit in ((True, 1.0), (False, 4.0)):
+        buffers = buffers_of(None)
+        if compiles:
+            ms.jit(buffers.weighed).compile((Tensor([1.0, 1.0]),), 2.0) if hasattr(ms.jit(buffers.weighed), "compile") \
+                else ms.jit(buffers.weighed)((Tensor([1.0, 1.0]),), 2.0)
+        buffers.fix_unit(4.0)
+        assert (buffers.unit, float(buffers.weight_unit)) == (unit, unit)
+
+
+def test_kernels_of_copies_are_portable():
+    """Also on a device that scales buffers in place."""
+    assert type(kernels(False)) is Portable
 
 
 # --- emptying ---------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset(
         for driver in (whole, cut, cell):
             driver(*tensors(X, Y))
         assert (int(acc.mini_step), float(acc.weight_sum)) == (3, 48)
-        acc.counters.begin_update(acc.mini_step)
+        acc.way.journal.updating(acc.mini_step)
     assert not Path("torn.ckpt").exists()
 
 

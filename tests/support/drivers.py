@@ -56,7 +56,7 @@ class Driver:
         else:
             loss = self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
         if self.kind == "hand":
-            self.accumulator.guard.require_progress()
+            self.accumulator.require_progress()
         return loss
 
     def epoch(self, batches, after=lambda result: None, flush=True):
@@ -76,7 +76,7 @@ class Driver:
         if self.mode == "pynative" or self.accumulator.exchange.ranks > 1:
             return self.accumulator.flush()
         closed = bool(self._flush_by_hand())
-        self.accumulator.guard.require_progress()
+        self.accumulator.require_progress()
         return closed
 
     def _close(self):

@@ -29,9 +29,9 @@ DRIVERS = {
 
 
 class Oracle(reference.Accumulation):
-    """The NumPy oracle, with a limit of skips in a row, and with what a host that counts down knows of the window."""
+    """The NumPy oracle, with a limit of skips in a row."""
 
-    held, remaining, reported = 0, None, None
+    reported = None
 
     def __init__(self, *arguments, max_skips):
         super().__init__(*arguments)
@@ -41,34 +41,19 @@ class Oracle(reference.Accumulation):
         self.parameters, self.averages = self.averages, self.parameters
 
     def require_progress(self):
-        if self.max_skips is not None and self.skipped_in_row > self.max_skips and self.reported != self.skipped:
+        if self.is_stuck:
             self.reported = self.skipped
             raise RuntimeError(f"{self.skipped_in_row} skipped")
 
+    @property
+    def is_stuck(self):
+        return (self.max_skips is not None and self.skipped_in_row > self.max_skips
+                and self.reported != self.skipped)
+
     def snapshot(self):
         kept = copy(self)
-        kept.window, kept.optimizer, kept.remaining, kept.reported = list(self.window), copy(self.optimizer), None, None
+        kept.window, kept.optimizer, kept.reported = list(self.window), copy(self.optimizer), None
         return kept
-
-    def step(self, add, alone):
-        """A microbatch by a train step, which `add()` adds. `alone`: whether it has a graph for windows of one."""
-        if self.remaining is None or ((self.remaining, self.held) == (1, 0) and alone):
-            self.close_if(self.full)
-            self.held, self.remaining = self.mini_step, self.missing
-        one = (self.remaining, self.held) == (1, 0) and alone
-        add()  # with the parameters after a late update
-        held, remaining, self.remaining = self.held + 1, self.remaining - 1, None
-        if one:
-            self.apply()
-            held, remaining = 0, 1 if self.accumulate_step == 1 else None
-        elif remaining == 0:
-            held, remaining, updates = self.mini_step, self.missing, self.update_step
-            if remaining == 0:
-                self.apply()
-                held, remaining = 0, self.missing
-            if self.update_step == updates:
-                self.require_progress()
-        self.held, self.remaining = held, remaining
 
 
 class Run(Accumulating):
@@ -80,11 +65,10 @@ class Run(Accumulating):
                           hook=True)
         super().__init__(case, case.seed, max_skips=MAX_SKIPS[on_nonfinite])
         self.grad_fn = ms.value_and_grad(self.loss, None, self.optimizer.parameters)
-        self.counts_down, self.takes_nothing = driver == "step", not case.by_hand
-        self.has_alone = pieces == 1 and on_nonfinite == "apply" and windows != BUDGET
+        self.counts_down, self.by_hand = driver == "step", case.by_hand
         kept = [*self.loss.trainable_params(), *state_of(self.optimizer), *self.accumulator.parameters]
         # The unit of weights is fixed by now or never: compiled graphs hold it.
-        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not self.accumulator.buffers.weight_unit]
+        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not self.accumulator.way.buffers.weight_unit]
 
     def start_over(self):
         for parameter, value in self._first:
@@ -93,8 +77,8 @@ class Run(Accumulating):
 
     def ask(self):
         """Let the host forget what it knows."""
-        self.accumulator.countdown.claim()
-        self.accumulator.counters.reported = None
+        counters = self.accumulator.way.counters
+        counters.reported, counters.loads = None, counters.loads + 1  # as a load does
 
     def oracle(self):
         case = self.case
@@ -117,7 +101,7 @@ class Run(Accumulating):
             return self.driver.flush()
 
     def add_by_hand(self, batch, weight, bad):
-        """One microbatch without the driver, op by op."""
+        """One microbatch by hand, op by op."""
         gradients = [gradient.asnumpy() for gradient in self.grad_fn(*map(Tensor, batch))[1]]
         return self.accumulator(tuple(map(Tensor, spoiled(gradients, bad))), weight)
 

@@ -113,7 +113,7 @@ def trained(rank, name):
         found["position"] = other.load(path)
         finish(other, data[saved:])
         found["same"] = other.bits() == run.bits()
-    buffers, parameters = run.accumulator.buffers.nbytes, run.optimizer.parameters
+    buffers, parameters = run.accumulator.way.buffers.nbytes, run.optimizer.parameters
     return {**found, "bytes": buffers, "sizes": [p.size for p in parameters]}
 
 

@@ -1,6 +1,5 @@
 """The same run with ms_accum, under each of its drivers."""
 import re
-from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
@@ -8,7 +7,6 @@ from mindspore import amp, ops
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.core import kernels
 from support.comparing import values
 from support.drivers import Driver, counters
 from support.pages import recipe
@@ -71,12 +69,10 @@ class Accumulating:
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
         self.average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
         options.setdefault("reducer", DataParallel() if case.seed % 3 else None)  # alike without other ranks
-        # Small buffers are added in turn, large ones at once: both are drawn.
-        with patch.object(kernels, "SMALL", kernels.SMALL * (case.seed // 2 % 2)):
-            self.accumulator = Accumulator(
-                self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
-                buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.average,
-                noise_scale=self.noise_scale, loss_scaler=self.scaler, **options)
+        self.accumulator = Accumulator(
+            self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
+            buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.average,
+            noise_scale=self.noise_scale, loss_scaler=self.scaler, **options)
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
             divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
@@ -129,7 +125,7 @@ class Accumulating:
 
     def open_window(self):
         """Every bit of the window."""
-        state = (*self.accumulator.buffers.parameters, self.accumulator.weight_sum, self.accumulator.mini_step)
+        state = (*self.accumulator.way.buffers.parameters, self.accumulator.weight_sum, self.accumulator.mini_step)
         return [p.asnumpy().tobytes() for p in state]
 
     def save(self, path, position):

@@ -14,8 +14,7 @@ from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, make_grad_cache_step, make_train_step, until_weight
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.core import kernels
-from ms_accum.steps import straight
+from ms_accum.steps import graphs as compiling
 
 
 def with_two(network):
@@ -56,8 +55,8 @@ WHOLE = step_of(mean_loss, {0: 1, 1: 2}, clip_norm=1.0)
 LOSSES = step_of(with_two, 2, losses=2, weight_fn=both_counted, pieces=4)
 SKIPPED = step_of(mean_loss, {0: 1, 1: 2}, on_nonfinite="skip_microbatch")
 BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, noise_scale=GradientNoiseScale())
-FAST = [(JUDGED, {"piece", "end", "judge", "apply", "drop"}), (WHOLE, {"add", "alone", "apply"}),
-        (LOSSES, {"weigh", "announce", "piece", "end", "apply"}),
+FAST = [(JUDGED, {"piece", "end", "judged", "apply", "drop"}), (WHOLE, {"add", "alone", "apply"}),
+        (LOSSES, {"weigh", "total", "piece", "end", "asked", "apply"}),
         (cached, {"encode_piece", "first", "backward", "end", "apply"})]
 OTHERS = [(SKIPPED, {"add", "apply"}), (BUDGET, {"add", "apply"})]
 
@@ -112,15 +111,15 @@ def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatc
     # Read with the first graph of a process; graphs after this test's would go into the working directory if undone.
     os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_DUMP_IR_PASSES="validate",
                       MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
-    made, init = [], straight.Graph.__init__
+    made, init = [], compiling.Graph.__init__
 
     def noted(self, function):
         made.append(function.__name__)
         init(self, function)
 
-    monkeypatch.setattr(straight.Graph, "__init__", noted)
+    monkeypatch.setattr(compiling.Graph, "__init__", noted)
     with monkeypatch.context() as patch:
-        patch.setattr(straight, "needs_branch", lambda: False)
+        patch.setattr(compiling, "needs_branch", lambda: False)
         for build, functions in steps:
             made.clear()
             before = compiled_graphs()
@@ -130,10 +129,8 @@ def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatc
             assert not any(map(control_flow, graphs)), functions
     for control in (trained(SKIPPED, count=1), by_hand):
         assert any("Switch" in control_flow(graph) for graph in graphs_of(control))
-    for size in (kernels.SMALL, 0):  # added in turn, and at once
-        monkeypatch.setattr(kernels, "SMALL", size)
-        chains = [chain for graph in graphs_of(added_in_three_dtypes) if (chain := before_each_buffer(graph))]
-        assert chains == [[each, each] for each in ([], ["Mul"], ["Cast"], ["Cast"])]
+    chains = [chain for graph in graphs_of(added_in_three_dtypes) if (chain := before_each_buffer(graph))]
+    assert chains == [[each, each] for each in ([], ["Mul"], ["Cast"], ["Cast"])]
 
 
 def added_in_three_dtypes():
