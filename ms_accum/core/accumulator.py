@@ -19,7 +19,7 @@ from .kernels import kernels
 from .length import length_of
 from .lost_window import watched
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
-from .stages import checked_loss_scaler, checked_nonfinite, checked_stages, stages_of
+from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, stages_of
 from .way import Way
 
 if TYPE_CHECKING:
@@ -166,37 +166,40 @@ class Accumulator:
         parameters = checked_parameters(optimizer)
         names, shapes, dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in parameters))
         clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
-        max_skips = checked_nonfinite(on_nonfinite, loss_scaler, max_skips)
-        self.optimizer, self.noise_scale, others = optimizer, noise_scale, checked_stages(stages, noise_scale)
+        max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
         one_of("reduction", reduction, REDUCTIONS)
         buffer_dtypes = tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes)
         length = length_of(accumulate_step)
-        self._settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm),
-                          "reduction": reduction, "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
+        self._settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
+                          "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
         self.exchange = exchange = _exchange_of(reducer, optimizer, buffer_dtypes, self._settings)
         self._settings["reducer"] = exchange.describe()
-        self.loss_scaler = checked_loss_scaler(loss_scaler, exchange.ranks)
-        length.share(exchange.inside)
+        self.optimizer, self.noise_scale, self.loss_scaler = optimizer, noise_scale, checked_loss_scaler(
+            loss_scaler, exchange.ranks)
         prefix = f"accumulator{next(_instances)}"
         name_state(optimizer, prefix)
+        length.share(exchange.inside)
         counters = watched(Counters(prefix, max_skips), self, f"{type(optimizer).__name__} of {names[0]}")
-        stages = stages_of(loss_scaler, on_nonfinite, noise_scale, others, counters, self)
-        for stage in stages:
-            stage.bind(prefix, exchange.across)
-        counters.measure(sum(stage.measures for stage in stages))
-        buffers = Buffers(prefix, *exchange.buffers(), buffer_dtypes, exchange.shared_unit)
-        journal, own = Journal(prefix), exchange.ranks == 1 and loss_scaler is None and not others
-        self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange, buffers, counters, journal,
-                       (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks, clip_norm,
-                       () if after_update is None else (after_update,))
-        self.looks_at_pieces = exchange.inside > 1 or length.budget is not None or any(
-            stage.looks_at_pieces for stage in stages)
+        own = exchange.ranks == 1 and loss_scaler is None and not stages  # buffers, not copies, reach the optimizer
+        stages = bound(stages_of(loss_scaler, on_nonfinite, noise_scale, stages, counters, self), prefix, exchange,
+                       counters)
+        self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange,
+                       Buffers(prefix, *exchange.buffers(), buffer_dtypes, exchange.shared_unit), counters,
+                       Journal(prefix), (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks,
+                       clip_norm, () if after_update is None else (after_update,))
+        self._kept = (*counters.run_state, *_state_of_hook(after_update, optimizer),
+                      *(p for stage in stages for p in stage.run_state))
+        self._publish(counters)
+
+    def _publish(self, counters: Counters) -> None:
+        """Offer what others may read."""
+        way = self.way
+        self.looks_at_pieces = way.exchange.inside > 1 or way.length.budget is not None or any(
+            stage.looks_at_pieces for stage in way.stages)
         self.mini_step, self.update_step, self.seen = counters.mini_step, counters.update_step, counters.seen
         self.closed_windows, self.weight_sum = counters.closed_windows, counters.weight_sum
         self.skipped, self.skipped_in_row = counters.skipped, counters.skipped_in_row
         self.window_weight, self.grad_norm = counters.window_weight, counters.grad_norm
-        self._kept = (*counters.run_state, *_state_of_hook(after_update, optimizer),
-                      *(p for stage in stages for p in stage.run_state))
 
     # --- by hand ------------------------------------------------------------------------------------------------------
 

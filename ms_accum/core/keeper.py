@@ -29,6 +29,7 @@ from .way import ACTIVE, TAKEN
 
 if TYPE_CHECKING:
     from .accumulator import Accumulator
+    from .way import Way
 
 _ADDED = ("the open window holds {} microbatches, of which only {} came from this train step: an accumulator is filled "
           "by one train step, or by hand; give the other one an accumulator of its own, and call accumulator.reset(), "
@@ -87,7 +88,8 @@ class Keeper:
     def __init__(self, accumulator: Accumulator, compiling: Callable[[Callable], Callable] = lambda f: f) -> None:
         self.accumulator, self._way, self._length = accumulator, accumulator.way, accumulator.way.length
         self._counters, self._exchange = self._way.counters, self._way.exchange
-        self._run = {function.__name__: compiling(function) for function in _graphs(accumulator)}
+        self._run = {function.__name__: compiling(function) for function in (
+            *_questions(self._way), *_endings(self._way), end_of(accumulator), nothing_of(accumulator))}
         self._held = 0  # microbatches in the open window, at most
         self._known: Optional[int] = None  # length of a window that does not follow `accumulate_step`
         self.before_exchange: Callable[[], object] = tuple  # what ranks do together before they exchange windows
@@ -251,14 +253,9 @@ class Keeper:
         return True, bool(accepted), active
 
 
-def _graphs(accumulator: Accumulator) -> tuple[Callable, ...]:
-    """Return the functions of a keeper. A graph has to return something: here, the updates done."""
-    way = accumulator.way
+def _questions(way: Way) -> tuple[Callable, ...]:
+    """Return the functions that read the facts."""
     counters, journal = way.counters, way.journal
-
-    def apply() -> Tensor:
-        way.update(way.window())
-        return counters.update_step + 0
 
     def asked() -> Tensor:
         return ops.stack((counters.mini_step + 0, counters.update_step + 0, journal.unfinished + 0,
@@ -270,6 +267,17 @@ def _graphs(accumulator: Accumulator) -> tuple[Callable, ...]:
         accepted = ops.depend(as_tensor(window[3]), window[1])
         return ops.concat((asked(), accepted.astype(ms.int32).reshape(1)))
 
+    return asked, judged
+
+
+def _endings(way: Way) -> tuple[Callable, ...]:
+    """Return the functions that close a window. A graph has to return something: here, the updates done."""
+    update_step = way.counters.update_step
+
+    def apply() -> Tensor:
+        way.update(way.window())
+        return update_step + 0
+
     def reduce(active: Tensor) -> tuple:
         gradients, unit, sums, accepted = way.window(active)
         accepted = as_tensor(accepted).astype(ms.float32)
@@ -277,13 +285,13 @@ def _graphs(accumulator: Accumulator) -> tuple[Callable, ...]:
 
     def update(sums: Tensor, *gradients: Tensor) -> Tensor:
         way.update((gradients, 1.0, tuple([sums[i] for i in range(sums.shape[0])]), True))
-        return counters.update_step + 0
+        return update_step + 0
 
     def drop() -> Tensor:
         way.close(False)
-        return counters.update_step + 0
+        return update_step + 0
 
-    return apply, asked, judged, reduce, update, drop, end_of(accumulator), nothing_of(accumulator)
+    return apply, reduce, update, drop
 
 
 def end_of(accumulator: Accumulator) -> Callable:

@@ -13,6 +13,7 @@ from ..distributed.ranks import require_alike
 from ..tensors import all_finite, mapped, wider
 
 if TYPE_CHECKING:
+    from ..distributed.exchange import OneDevice
     from ..tensors import Gradients, Numbers, Scalar
     from .counters import Counters
 
@@ -23,8 +24,8 @@ _owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 class Stage:
     """An optional station on the way of a gradient. Each method leaves things as they are; override what you need.
 
-        loss ─ scale ─► backward ─ weigh, measure ─► buffers ─ exchange ─ restore ─ accepts ─► on_update ─► on_close
-               each piece of a microbatch                      each window
+        loss ─ scale_loss ─► backward ─ weigh, measure ─► buffers          # each piece of a microbatch
+        exchange ─ restore ─ accepts ─► on_update ─► on_close               # each window
 
     All methods but `bind` are compiled in graph mode. Give a stage of your own as `Accumulator(stages=(stage,))`, or to
     any function that takes the options of an accumulator.
@@ -50,7 +51,7 @@ class Stage:
         for parameter in (*self.window_state, *self.run_state):
             parameter.name = f"{prefix}.{parameter.name}"
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss to differentiate."""
         return loss
 
@@ -70,7 +71,7 @@ class Stage:
         return ()
 
     def restore(self, gradients: Gradients) -> Gradients:
-        """Undo what `scale` did, after the exchange."""
+        """Undo what `scale_loss` did, after the exchange."""
         return gradients
 
     def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:
@@ -164,7 +165,7 @@ class LossScale(Stage):
         for name, parameter in self.named.items():
             parameter.name = f"{prefix}.loss_scaler.{name}"
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """See `Stage`."""
         return loss.astype(ms.float32) * self.scaler.scale_value
 
@@ -210,6 +211,14 @@ def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: 
     elif on_nonfinite == "skip_window" or scaler is not None:
         skipping = (SkipWindow(counters),)
     return (*scaling, *skipping, *(() if noise_scale is None else (noise_scale,)), *others)
+
+
+def bound(stages: tuple[Stage, ...], prefix: str, exchange: OneDevice, counters: Counters) -> tuple[Stage, ...]:
+    """Return stages, which have joined an accumulator; `counters` have room for what they measure."""
+    for stage in stages:
+        stage.bind(prefix, exchange.across)
+    counters.measure(sum(stage.measures for stage in stages))
+    return stages
 
 
 def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:

@@ -85,7 +85,7 @@ class Way:
     def scaled(self, loss: Tensor) -> Tensor:
         """Return what to differentiate."""
         for stage in self.stages:
-            loss = stage.scale(loss)
+            loss = stage.scale_loss(loss)
         return loss
 
     def begin(self, loss: Tensor) -> Tensor:

@@ -31,15 +31,15 @@ def rows_and_some(x, y):
 
 
 @pytest.mark.parametrize(("context", "graphs", "options"), [
-    ("jit", 4, {"accumulate_step": 2}),  # add, for each of three sizes, and apply; nothing for no rows
-    ("jit", 2, {"accumulate_step": 1, "sizes": 1}),  # alone, and apply at the end of an epoch
-    ("graph", 6, {"accumulate_step": 2, "sizes": 1, "pieces": 4, "weight_fn": rows, "on_nonfinite": "skip_window",
+    ("jit", 5, {"accumulate_step": 2}),  # add, for each of three sizes, asked, and apply; nothing for no rows
+    ("jit", 3, {"accumulate_step": 1, "sizes": 1}),  # alone, asked, and apply at the end of an epoch
+    ("graph", 7, {"accumulate_step": 2, "sizes": 1, "pieces": 4, "weight_fn": rows, "on_nonfinite": "skip_window",
                   "loss_scaler": amp.DynamicLossScaler(2.0**8, 2, 2)}),
-    ("jit", 6, {"accumulate_step": 2, "sizes": 1, "weight_fn": rows_and_some, "losses": 2}),
+    ("jit", 7, {"accumulate_step": 2, "sizes": 1, "weight_fn": rows_and_some, "losses": 2}),
 ])
 def test_steps_compile_once_and_warn_of_nothing(mode_named, capfd, context, graphs, options):
-    """In the first epoch only. 4 pieces of 6 = 2 + 2 + 2: piece, end, judge, apply, and two of an incomplete window.
-    Of two losses: weigh, announce, a piece with and without rows for the second one, end, apply.
+    """In the first epoch only. 4 pieces of 6 = 2 + 2 + 2: piece, end, asked, judged, apply, and two of an incomplete
+    window. Of two losses: weigh, total, a piece with and without rows for the second one, end, asked, apply.
     """
     mode_named(context)
     data = BATCHES[:3] if options.pop("sizes", 0) else BATCHES
@@ -223,15 +223,23 @@ def test_a_network_that_was_built_again_is_refused_with_the_remedy():
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_window_that_was_filled_by_hand_is_closed_by_the_next_call():
-    """The microbatch begins the next window, so `updated` is false. Control: one that was not full."""
-    for added, updates, left in ((2, 1, 1), (0, 0, 2)):
-        train_step = step_of(3)
-        accumulator = train_step.accumulator
-        train_step(*tensors(*batches([6])[0]))
-        for _ in range(added):
-            accumulator.add(accumulator.optimizer.parameters)
-        accumulator.countdown.claim()
-        train_step(*tensors(*batches([6])[0]))
-        assert (int(accumulator.update_step), int(accumulator.mini_step)) == (updates, left)
-        assert train_step.updated is False, "a checkpoint of a closed window is saved where it is true"
+def test_an_accumulator_is_filled_by_one_step_or_by_hand():
+    """By hand, to what a step fills: an error. A graph that was compiled before is noticed at the end of the window.
+    Control: two steps take turns, and the second one reads where the window stands."""
+    batch = tensors(*batches([6])[0])
+    train_step = step_of(3)
+    accumulator = train_step.accumulator
+    accumulator.add(accumulator.optimizer.parameters)
+    accumulator.reset()
+    train_step(*batch)
+    with pytest.raises(RuntimeError, match="fills this accumulator, so nothing can be added by hand"):
+        accumulator.add(accumulator.optimizer.parameters)
+    accumulator.way.add_unmarked(accumulator.optimizer.parameters, 1.0)
+    train_step(*batch)
+    with pytest.raises(RuntimeError, match="holds 4 microbatches, of which only 3 came from this train step"):
+        train_step(*batch)
+    accumulator.reset()
+    other = make_train_step(mean_loss(MLP()), accumulator)
+    for step in (train_step, other, train_step):
+        step(*batch)
+    assert (int(accumulator.update_step), int(accumulator.mini_step), train_step.updated) == (1, 0, True)
