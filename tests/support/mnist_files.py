@@ -30,7 +30,7 @@ def random_set(train=7, test=3, seed=0):
 
 def embedded_set(train, test):
     """{name: bytes} of the first digits of the set in the package."""
-    folder = Path(__file__).parents[2] / "ms_accum" / "mnist" / "digits"
+    folder = Path(__file__).parents[2] / "ms_accum" / "examples" / "mnist" / "digits"
     files = {}
     for name, count in zip(NAMES, (train, train, test, test), strict=True):
         header, item = (16, 784) if "images" in name else (8, 1)

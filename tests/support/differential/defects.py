@@ -22,10 +22,11 @@ _NARROW = {
     "factor": 1.0, "event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples",
     "on_nonfinite": "apply", "empty_at": None, "batch_axis": 0}
 _WEIGHT_IN_LOSS = [
-    ("differentiate.py", "accumulator.scaled(loss)", "accumulator.scaled(loss * piece[0].shape[0])"),
+    ("steps/differentiate.py", "accumulator.scaled(loss)", "accumulator.scaled(loss * piece[0].shape[0])"),
     # The gradients are not weighted a second time, in windows of one microbatch neither.
-    ("buffers.py", "factor = weight / self.unit", "factor = 1.0 / self.unit"),
-    ("accumulator.py", "self._reduce(grads, weight, (weight, 1, 1.0))", "self._reduce(grads, 1.0, (weight, 1, 1.0))")]
+    ("core/buffers.py", "factor = weight / self.unit", "factor = 1.0 / self.unit"),
+    ("core/accumulator.py", "self._reduce(grads, weight, (weight, 1, 1.0))",
+     "self._reduce(grads, 1.0, (weight, 1, 1.0))")]
 # Each defect: the draw that has to find it, in which what a list holds takes turns, and how the defect is put back:
 # (file of ms_accum, a text that is in it once, what the text becomes).
 DEFECTS = {
@@ -37,8 +38,8 @@ DEFECTS = {
     "the number of samples reaches a bprop": ({"backward_clip": True}, _WEIGHT_IN_LOSS),
     "the loss scale is divided out after the norm": (
         {"clip_norm": 0.1, "scaler": [("static", 70), ("static", 100), ("static", 120)]},
-        [("update.py", "        gradients = self.loss_scale.divide(gradients)\n", ""),
-         ("accumulator.py", "self.updating(reduced, True)",
+        [("core/update.py", "        gradients = self.loss_scale.divide(gradients)\n", ""),
+         ("core/accumulator.py", "self.updating(reduced, True)",
           "self.updating((reduced[0], reduced[1] / (self.loss_scaler.scale_value if self.loss_scaler else 1.0), "
           "*reduced[2:]), True)")]),
     "the spread is squared before the loss scale is divided out": (
@@ -48,16 +49,18 @@ DEFECTS = {
     "state in lists is not in a checkpoint": (
         {"optimizer": ["optim.NAdam", "optim.ASGD"], "event": "save", "save_at": 4, "accumulate_step": 2,
          "groups": False, "clip_norm": None},
-        [("optimizers.py", "if isinstance(held, Parameter)]", "if isinstance(held, Parameter) and '[' not in place]")]),
+        [("core/optimizers.py", "if isinstance(held, Parameter)]",
+          "if isinstance(held, Parameter) and '[' not in place]")]),
     "pieces before an error stay": (
         {"driver": ["step-pynative", "step"], "pieces": [2, 3], "event": "error", "accumulate_step": 3},
-        [("counters.py", "        if torn:", "        if False:")]),
+        [("core/counters.py", "        if unfinished:", "        if False:")]),
     "the window is divided by its microbatches": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
-        [("update.py", "factor = self.normaliser.factor(unit, weight)", "factor = unit / numbers[1]")]),
+        [("core/update.py", "factor = self.normaliser.factor(unit, weight)", "factor = unit / numbers[1]")]),
     "the weight sum is not emptied": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
-        [("accumulator.py", "        ops.assign(self.weight_sum, 0.0)\n        self.buffers.empty(self.weight_sum)",
+        [("core/accumulator.py",
+          "        ops.assign(self.weight_sum, 0.0)\n        self.buffers.empty(self.weight_sum)",
           "        self.buffers.empty(self.weight_sum * 0.0)")]),
     "numbers and Tensors as weights do not fit each other": (
         {"driver": ["hand-pynative", "step-pynative", "hand-jit", "step"], "weight": "mixed", "accumulate_step": 3},
@@ -65,30 +68,31 @@ DEFECTS = {
     "loaded buffers keep the unit of another run": (
         {"driver": ["step-pynative", "cell-pynative", "step"], "weight": ["samples", "number"], "event": "save",
          "save_at": 4, "load_into": "used", "accumulate_step": 3, "sizes": (9, 5, 9, 9, 5, 9)},
-        [("buffers.py", "if before and loaded and before != loaded:", "if False:")]),
+        [("core/buffers.py", "if before and loaded and before != loaded:", "if False:")]),
     "the norm is that of the sum": (
         {"clip_norm": 0.1, "accumulate_step": 2},
-        [("update.py", "global_norm(gradients) * abs(factor)", "global_norm(gradients)")]),
+        [("core/update.py", "global_norm(gradients) * abs(factor)", "global_norm(gradients)")]),
     "a skipped microbatch counts": (
         {"nonfinite_at": 1, "accumulate_step": 2, "pieces": 1, "on_nonfinite": "skip_microbatch"},
-        [("nonfinite.py", "ops.zeros_like(weight)), taken.astype(ms.int32)", "ops.zeros_like(weight)), 1")]),
+        [("core/nonfinite.py", "ops.zeros_like(weight)), taken.astype(ms.int32)", "ops.zeros_like(weight)), 1")]),
     "the loss of a batch is the sum of its pieces'": (
         {"driver": ["step-pynative", "step"], "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
-        [("microbatch.py", "totals[t] / _divisor(", "totals[t] * pieces / _divisor(")]),
+        [("steps/program.py", "totals[t] / _divisor(", "totals[t] * pieces / _divisor(")]),
     "the short last piece counts as a full one": (
         {"driver": ["step-pynative", "step"], "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
-        [("pieces.py", "[(start, min(rows, samples - start))", "[(min(start, samples - rows), rows)")]),
+        [("steps/pieces.py", "[(start, min(rows, samples - start))", "[(min(start, samples - rows), rows)")]),
     "a graph drops the count of updates": (
         {"driver": "step", "accumulate_step": 1, "clip_norm": None, "scaler": None, "pieces": 1},
-        [("update.py", "        if isinstance(factor, Tensor):  # what",
+        [("core/update.py", "        if isinstance(factor, Tensor):  # what",
           "        step = ops.assign_add(self.step, 1)\n        if isinstance(factor, Tensor):  # what"),
-         ("update.py", "ops.depend(factor, ops.assign_add(self.step, 1))", "ops.depend(factor, step)"),
-         ("update.py", "a result that has a name and no use\n            ops.assign_add(self.step, 1)",
+         ("core/update.py", "ops.depend(factor, ops.assign_add(self.step, 1))", "ops.depend(factor, step)"),
+         ("core/update.py", "a result that has a name and no use\n            ops.assign_add(self.step, 1)",
           "a result that has a name and no use\n            factor = factor * 1.0")]),
     "all losses are divided by the count of the first": (
         {"driver": "ahead-pynative", "loss": "pair", "pieces": [1, 2], "scaler": None, "weight": "tensor",
          "accumulate_step": 3},
-        [("losses.py", "of_window = window[:count]", "of_window = ops.zeros_like(window[:count]) + window[0]")]),
+        [("steps/several_losses.py", "of_window = window[:count]",
+          "of_window = ops.zeros_like(window[:count]) + window[0]")]),
 }
 PUT_BACK = [name for name, (_, changes) in DEFECTS.items() if changes]
 
