@@ -98,7 +98,7 @@ def _update_with(accumulator: Accumulator) -> None:
     way = accumulator.way
 
     def update() -> ms.Tensor:
-        way.update(way.window())
+        way.update_with(way.window())
         return accumulator.update_step + 0
 
     compiled(update)()

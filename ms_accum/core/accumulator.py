@@ -249,7 +249,7 @@ class Accumulator:
         window = self.way.window()
         accepted = window[3]
         if accepted:
-            self.way.update(window)
+            self.way.update_with(window)
         else:
             self.way.close(False)
 

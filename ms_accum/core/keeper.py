@@ -275,7 +275,7 @@ def _endings(way: Way) -> tuple[Callable, ...]:
     update_step = way.counters.update_step
 
     def apply() -> Tensor:
-        way.update(way.window())
+        way.update_with(way.window())
         return update_step + 0
 
     def reduce(active: Tensor) -> tuple:
@@ -284,7 +284,7 @@ def _endings(way: Way) -> tuple[Callable, ...]:
         return as_vector((ops.depend(accepted, unit), sums[TAKEN], sums[ACTIVE])), as_vector(sums), *gradients
 
     def update(sums: Tensor, *gradients: Tensor) -> Tensor:
-        way.update((gradients, 1.0, tuple([sums[i] for i in range(sums.shape[0])]), True))
+        way.update_with((gradients, 1.0, tuple([sums[i] for i in range(sums.shape[0])]), True))
         return update_step + 0
 
     def drop() -> Tensor:

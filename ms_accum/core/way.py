@@ -154,7 +154,7 @@ class Way:
     # --- a window -----------------------------------------------------------------------------------------------------
 
     def window(self, active: Scalar = 1.0) -> Window:
-        """Return the window of all ranks, for `update`. `active`: 1 from a rank that has data or closes a window."""
+        """Return the window of all ranks, for `update_with`. `active`: 1 from a rank that closes one."""
         counters, measured = self.counters, ()
         for sums in counters.measured:
             for i in range(sums.shape[0]):
@@ -162,7 +162,7 @@ class Way:
         sums = (counters.weight_sum, counters.mini_step + 0, active, counters.counted_sum, *measured)
         return self._judged(self.exchange.window(self.buffers.parameters, self.buffers.weight_unit, sums))
 
-    def update(self, window: Window) -> None:
+    def update_with(self, window: Window) -> None:
         """Update with what `window` returned, or a copy of it, and close."""
         self._step(window, self.buffered)
         self.close(True)

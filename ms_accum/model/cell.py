@@ -19,7 +19,7 @@ from ..steps.program import Functions, program_of
 from ..steps.train_step import averaging, checked_axis, require_functions
 
 if TYPE_CHECKING:
-    from ..core.accumulator import Accumulator
+    from ..core.accumulator import Accumulator, Status
     from ..core.length import AccumulateStep
     from ..core.stages import Stage
     from ..distributed.exchange import DataParallel
@@ -195,6 +195,10 @@ class TrainOneStepCell(nn.Cell):
             raise ValueError("a TrainOneStepCell of ms_accum computes the gradients and updates itself, and cannot be "
                              "trained by another step; give Model(TrainOneStepCell(...)) without an optimizer")
         return super().set_grad(False)
+
+    def status(self) -> Status:
+        """Return where the accumulator stands, in one read, which waits for the device; see `Accumulator`."""
+        return self.accumulator.status()
 
     def flush(self) -> bool:
         """Apply the incomplete window, if one is open. Return whether one was closed: applied or dropped."""

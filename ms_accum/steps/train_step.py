@@ -104,8 +104,9 @@ def make_train_step(
     as a Tensor.
 
     The device owns the window. The host counts down the microbatches that it needs, and reads the device's counters
-    when none is missing, after every error, load or flush. Microbatches that are added by hand between two calls count;
-    the window may then hold more than `accumulate_step`.
+    when none is missing, after every error, load or flush. An accumulator is filled by one train step, or by hand:
+    adding by hand to a step's accumulator raises a RuntimeError. Two steps may take turns; each reads where the window
+    stands when it goes on.
 
     If an error or an interrupt stops a batch that is cut into pieces, the window may hold some of them. It is never
     applied then: the next call, `flush` and `save_checkpoint` raise a RuntimeError until `accumulator.reset()` drops

@@ -17,11 +17,14 @@ from mindspore import Tensor, amp, mint, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
 from mindspore.train import Model
-from ms_accum.core.boundary import Boundary
-from ms_accum.steps.straight import compiled
 
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step, make_train_step
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.core import accumulator as core_accumulator
+from ms_accum.core import buffers
+from ms_accum.core.keeper import Keeper
+from ms_accum.core.kernels import Portable
+from ms_accum.steps.graphs import compiled
 from support.drivers import Driver
 
 SIZE, LAYERS, ROWS = 64, 2, 16
@@ -84,14 +87,16 @@ def train_network(network, optimizer, *batch, accumulate_step=2, **options):
 
 
 def close(accumulator):
-    Boundary(accumulator, compiled).close()
-    if accumulator.guard.judges:
+    Keeper(accumulator, compiled).close()
+    if accumulator.way.may_drop:
         compiled(updating(accumulator))()
 
 
 def updating(accumulator):
+    way = accumulator.way
+
     def update():
-        accumulator.update_with(accumulator.reduced())
+        way.update_with(way.window())
         return accumulator.update_step + 0
 
     return update
@@ -151,7 +156,7 @@ def grad_cache():
     data = rows(ms.float32)
     with suppress(ValueError):  # "the same in both passes" reads as 0, which stops it before the other pieces
         step(data)
-    second = step.microbatch(step.prepared((data,), {})[0]).backward[ROWS // 2]
+    second = step.program(step.prepared((data,), {})[0]).piece(ROWS // 2)
     second(Tensor(ROWS // 2, ms.int32), Tensor(np.zeros((ROWS, 8)), ms.float32), data)
     close(step.accumulator)
 
@@ -205,7 +210,7 @@ def optimizers(dtype):
             if inspect.isclass(made) and issubclass(made, (nn.Optimizer, optim.Optimizer)) and name not in NOT_BUILT:
                 optimizer = built(name, made, Network(dtype, layers=1).trainable_params())
                 names.append(name)
-                if not compiles(Boundary(Accumulator(optimizer, 2, reduction="mean"), compiled).close):
+                if not compiles(Keeper(Accumulator(optimizer, 2, reduction="mean"), compiled).close):
                     failed[name] = compiles(alone_with(optimizer))
     return {"compiled": sorted(set(names) - set(failed)), "failed": failed}
 
@@ -254,7 +259,7 @@ def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, *
     data, count = rows(dtype, WIDE), sum(p.size for p in parameters)
     before = ms.runtime.memory_allocated()
     add = peak(lambda: step(data), count)
-    update = peak(Boundary(step.accumulator, compiled).close, count)
+    update = peak(Keeper(step.accumulator, compiled).close, count)
     return {"add": add - before / count, "update": update - before / count}
 
 
@@ -270,17 +275,12 @@ def memory_by_hand():
 
 def memory_of_copies():
     """The control: additions in the order of the parameters, and copies instead of what is done in place."""
-    from ms_accum.core import buffers, kernels, update
-    from ms_accum.tensors import mapped
-
     def add(self, gradients):
-        return mapped(buffers.add_in_turn, None, self.parameters, gradients)
+        for buffer, gradient in zip(self.parameters, gradients):
+            ops.assign_add(buffer, gradient.astype(buffer.dtype))
 
-    def copying(*_, **__):
-        return kernels.Copying()
-
-    with patch.object(update, "in_place", copying), patch.object(buffers, "in_place", copying), patch.object(
-            buffers.Buffers, "add", add):
+    with patch.object(core_accumulator, "kernels", lambda *_: Portable()), patch.object(
+            buffers, "kernels", Portable), patch.object(buffers.Buffers, "add", add):
         return in_float32(order="groups", layers=4)
 
 

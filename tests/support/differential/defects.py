@@ -22,11 +22,12 @@ _NARROW = {
     "factor": 1.0, "event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples",
     "on_nonfinite": "apply", "empty_at": None, "batch_axis": 0}
 _WEIGHT_IN_LOSS = [
-    ("steps/differentiate.py", "accumulator.scaled(loss)", "accumulator.scaled(loss * piece[0].shape[0])"),
+    ("steps/graphs.py", "(way.begin(loss) if begin else way.scaled(loss))",
+     "(way.begin(loss * piece[0].shape[0]) if begin else way.scaled(loss * piece[0].shape[0]))"),
     # The gradients are not weighted a second time, in windows of one microbatch neither.
-    ("core/buffers.py", "factor = weight / self.unit", "factor = 1.0 / self.unit"),
-    ("core/accumulator.py", "self._reduce(grads, weight, (weight, 1, 1.0))",
-     "self._reduce(grads, 1.0, (weight, 1, 1.0))")]
+    ("core/buffers.py", "mapped(weighted, weight / self.unit", "mapped(weighted, 1.0 / self.unit"),
+    ("core/way.py", "self.exchange.window(gradients, weight, (weight,",
+     "self.exchange.window(gradients, 1.0, (weight,")]
 # Each defect: the draw that has to find it, in which what a list holds takes turns, and how the defect is put back:
 # (file of ms_accum, a text that is in it once, what the text becomes).
 DEFECTS = {
@@ -38,14 +39,14 @@ DEFECTS = {
     "the number of samples reaches a bprop": ({"backward_clip": True}, _WEIGHT_IN_LOSS),
     "the loss scale is divided out after the norm": (
         {"clip_norm": 0.1, "scaler": [("static", 70), ("static", 100), ("static", 120)]},
-        [("core/update.py", "        gradients = self.loss_scale.divide(gradients)\n", ""),
-         ("core/accumulator.py", "self.updating(reduced, True)",
-          "self.updating((reduced[0], reduced[1] / (self.loss_scaler.scale_value if self.loss_scaler else 1.0), "
-          "*reduced[2:]), True)")]),
+        [("core/way.py", "gradients, accepted = self.restored(window[0]), True",
+          "gradients, accepted = window[0], True"),
+         ("core/way.py", "self._step(window, self.buffered)",
+          "self._step((window[0], window[1] / self.stages[0].scaler.scale_value, *window[2:]), self.buffered)")]),
     "the spread is squared before the loss scale is divided out": (
         {"noise_scale": True, "accumulate_step": 2, "clip_norm": None,
          "scaler": [("static", 62), ("static", 70), ("static", 100)]},
-        [("batch_size/noise_scale.py", "global_norm(loss_scale.divide(gradients))", "global_norm(gradients)")]),
+        [("core/way.py", "restored = self.restored(gradients)", "restored = gradients")]),
     "state in lists is not in a checkpoint": (
         {"optimizer": ["optim.NAdam", "optim.ASGD"], "event": "save", "save_at": 4, "accumulate_step": 2,
          "groups": False, "clip_norm": None},
@@ -53,28 +54,28 @@ DEFECTS = {
           "if isinstance(held, Parameter) and '[' not in place]")]),
     "pieces before an error stay": (
         {"driver": ["step-pynative", "step"], "pieces": [2, 3], "event": "error", "accumulate_step": 3},
-        [("core/counters.py", "        if unfinished:", "        if False:")]),
+        [("core/counters.py", "    if unfinished:", "    if False:")]),
     "the window is divided by its microbatches": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
-        [("core/update.py", "factor = self.normaliser.factor(unit, weight)", "factor = unit / numbers[1]")]),
+        [("core/way.py", "self._normalised(unit, sums[WEIGHT]))", "unit / sums[TAKEN])")]),
     "the weight sum is not emptied": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
-        [("core/accumulator.py",
-          "        ops.assign(self.weight_sum, 0.0)\n        self.buffers.empty(self.weight_sum)",
-          "        self.buffers.empty(self.weight_sum * 0.0)")]),
+        [("core/counters.py", "        ops.assign(self.weight_sum, 0.0)\n", ""),
+         ("core/way.py", "self.buffers.empty(self.counters.weight_sum)",
+          "self.buffers.empty(self.counters.weight_sum * 0.0)")]),
     "numbers and Tensors as weights do not fit each other": (
         {"driver": ["hand-pynative", "step-pynative", "hand-jit", "step"], "weight": "mixed", "accumulate_step": 3},
         []),
     "loaded buffers keep the unit of another run": (
         {"driver": ["step-pynative", "cell-pynative", "step"], "weight": ["samples", "number"], "event": "save",
          "save_at": 4, "load_into": "used", "accumulate_step": 3, "sizes": (9, 5, 9, 9, 5, 9)},
-        [("core/buffers.py", "if before and loaded and before != loaded:", "if False:")]),
+        [("core/buffers.py", "if loaded != self.unit else ()", "if False else ()")]),
     "the norm is that of the sum": (
         {"clip_norm": 0.1, "accumulate_step": 2},
-        [("core/update.py", "global_norm(gradients) * abs(factor)", "global_norm(gradients)")]),
+        [("core/way.py", "global_norm(gradients) * abs(factor)", "global_norm(gradients)")]),
     "a skipped microbatch counts": (
         {"nonfinite_at": 1, "accumulate_step": 2, "pieces": 1, "on_nonfinite": "skip_microbatch"},
-        [("core/nonfinite.py", "ops.zeros_like(weight)), taken.astype(ms.int32)", "ops.zeros_like(weight)), 1")]),
+        [("core/stages.py", "ops.zeros_like(weight)), taken.astype(ms.int32)", "ops.zeros_like(weight)), 1")]),
     "the loss of a batch is the sum of its pieces'": (
         {"driver": ["step-pynative", "step"], "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
         [("steps/program.py", "totals[t] / _divisor(", "totals[t] * pieces / _divisor(")]),
@@ -83,10 +84,13 @@ DEFECTS = {
         [("steps/pieces.py", "[(start, min(rows, samples - start))", "[(min(start, samples - rows), rows)")]),
     "a graph drops the count of updates": (
         {"driver": "step", "accumulate_step": 1, "clip_norm": None, "scaler": None, "pieces": 1},
-        [("core/update.py", "        if isinstance(factor, Tensor):  # what",
-          "        step = ops.assign_add(self.step, 1)\n        if isinstance(factor, Tensor):  # what"),
-         ("core/update.py", "ops.depend(factor, ops.assign_add(self.step, 1))", "ops.depend(factor, step)"),
-         ("core/update.py", "a result that has a name and no use\n            ops.assign_add(self.step, 1)",
+        [("core/way.py", "        if isinstance(factor, Tensor):  # what",
+          "        step = ops.assign_add(self.counters.update_step, 1)\n"
+          "        if isinstance(factor, Tensor):  # what"),
+         ("core/way.py", "ops.depend(factor, ops.assign_add(self.counters.update_step, 1))",
+          "ops.depend(factor, step)"),
+         ("core/way.py",
+          "a result that has a name and no use\n            ops.assign_add(self.counters.update_step, 1)",
           "a result that has a name and no use\n            factor = factor * 1.0")]),
     "all losses are divided by the count of the first": (
         {"driver": "ahead-pynative", "loss": "pair", "pieces": [1, 2], "scaler": None, "weight": "tensor",
