@@ -36,6 +36,32 @@ class Stage:
         measures: How many numbers `measure` returns.
         window_state: Its Parameters that belong to the open window.
         run_state: Its other Parameters.
+
+    Source: the loss scale, the skipping of `optax.skip_not_finite` and the noise scale of McCandlish et al. (2018) are
+    stages; a chain of gradient transformations is that of optax.
+
+    Example:
+        >>> import mindspore as ms, numpy as np
+        >>> from mindspore import nn, ops
+        >>> from ms_accum import Stage, make_train_step
+        >>> @ms.jit_class
+        ... class Largest(Stage):
+        ...     looks_at_pieces = True
+        ...     def __init__(self):
+        ...         self.value = ms.Parameter(ms.Tensor(0.0), name="largest", requires_grad=False)
+        ...         self.run_state = (self.value,)
+        ...     def weigh(self, gradients, weight):
+        ...         ops.assign(self.value, gradients[0].max())
+        ...         return weight, 1
+        >>> network, stage = nn.Dense(2, 1), Largest()
+        >>> def forward_fn(x):
+        ...     return network(x).mean()
+        >>> train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.5), 2, stages=(stage,))
+        >>> for value in (1.0, 3.0):
+        ...     loss = train_step(ms.Tensor(np.full((4, 2), value), ms.float32))
+        ...     print(float(stage.value))
+        1.0
+        3.0
     """
 
     looks_at_pieces = False

@@ -170,8 +170,8 @@ class TrainStep:
         """Train on a microbatch, and close the window if it is full. Return what the program returned."""
         self.updated = False
         with self.forgetting_graphs():
+            program = self.program(key)
             with self.keeper.microbatch() as turn:
-                program = self.program(key)
                 if turn.is_alone and program.alone is not None:
                     turn.update_alone()
                     program = program.alone

@@ -292,6 +292,8 @@ def test_readme_and_the_page_on_ascend_have_the_records_figures():
 def test_the_page_on_batch_sizes_has_the_records_figures():
     for problem in read("batch_size")["problems"].values():
         for name, found in problem["contestants"].items():
+            if name == "adaptive":  # is gone, and lost to windows of one in this record
+                continue
             ends, peak = [run["curve"][-1] for run in found["runs"]], found["runs"][0]["peak"]
             losses = [end[2] for end in ends]
             label = f"| {f'N = {name}' if name.isdigit() else name} | {peak:g} | "
@@ -303,7 +305,7 @@ def test_the_page_on_batch_sizes_has_the_records_figures():
 def test_the_page_on_many_ranks_has_the_records_figures():
     rows = read("hosts")["rows"]
     assert len(rows) == 3 * 6
-    for way in dict.fromkeys(row[1] for row in rows):
+    for way in dict.fromkeys(row[1] for row in rows if row[1] != "local"):  # which is gone
         mine = [row for row in rows if row[1] == way]
         _, sent, *times = row_of("many-ranks.md", f"| {way} | ")
         assert sent == f"{median(row[5] for row in mine) / 1e6:.1f}"

@@ -161,7 +161,7 @@ def test_files_in_code_spans_exist():
 
 
 def test_the_layout_is_true():
-    tree = re.search(r"^## Accumulated\n+```text\n(.*?)^```", PAGES["contributing"], re.MULTILINE | re.DOTALL)[1]
+    tree = re.search(r"^## Layout\n+```text\n(.*?)^```", PAGES["contributing"], re.MULTILINE | re.DOTALL)[1]
     named, folder = set(), ""
     for line in tree.splitlines():
         name = line.split()[0]

@@ -227,8 +227,9 @@ def test_an_accumulator_is_filled_by_one_step_or_by_hand():
     """By hand, to what a step fills: an error. A graph that was compiled before is noticed at the end of the window.
     Control: two steps take turns, and the second one reads where the window stands."""
     batch = tensors(*batches([6])[0])
-    train_step = step_of(3)
-    accumulator = train_step.accumulator
+    network = MLP()
+    accumulator = Accumulator(sgd(network), 3, reduction="mean")
+    train_step, other = (make_train_step(mean_loss(network), accumulator) for _ in range(2))
     accumulator.add(accumulator.optimizer.parameters)
     accumulator.reset()
     train_step(*batch)
@@ -239,7 +240,6 @@ def test_an_accumulator_is_filled_by_one_step_or_by_hand():
     with pytest.raises(RuntimeError, match="holds 4 microbatches, of which only 3 came from this train step"):
         train_step(*batch)
     accumulator.reset()
-    other = make_train_step(mean_loss(MLP()), accumulator)
     for step in (train_step, other, train_step):
         step(*batch)
     assert (int(accumulator.update_step), int(accumulator.mini_step), train_step.updated) == (1, 0, True)
