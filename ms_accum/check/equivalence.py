@@ -12,9 +12,8 @@ from mindspore import nn
 from ..arguments import instance_of, spelled, whole_number
 from ..steps.batch import as_arguments, named_values, ordered, positional
 from ..steps.errors import one_line
-from ..steps.pieces import layout
+from ..steps.pieces import checked_axis, layout
 from ..steps.several_losses import require_entries
-from ..steps.train_step import checked_axis
 from . import causes
 from .causes import in_loss
 from .comparison import FLOAT32, Division

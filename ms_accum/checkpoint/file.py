@@ -16,7 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
 from socket import gethostname
-from typing import Any, Union
+from typing import Any, BinaryIO, Union
 
 import mindspore as ms
 import numpy as np
@@ -30,6 +30,7 @@ _VERSION = 3
 _MARK = b'{"ms_accum checkpoint, sha256": "'
 _DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 _BLANK = _MARK + b"0" * 64
+_CHUNK = 2**20  # bytes
 # This host. Containers that share its name count processes apart.
 _HERE = sha256(f"{gethostname()} {Path('/proc/self/ns/pid').resolve().name}".encode()).hexdigest()[:8]
 
@@ -117,15 +118,47 @@ def _as_json(extra: Any) -> str:
                         "bool and None") from error
 
 
+def _digest_in(file: BinaryIO) -> tuple[int, bytes]:
+    """Return where the SHA-256 stands in a file, and the SHA-256; -1 if there is none.
+
+    A checkpoint is as large as the network, so it is read in chunks.
+    """
+    start, before = 0, b""
+    file.seek(0)
+    while chunk := file.read(_CHUNK):
+        chunk = before + chunk
+        if found := _DIGEST.search(chunk):
+            return start + found.start(1), found[1]
+        before = chunk[-len(_BLANK):]
+        start += len(chunk) - len(before)
+    return -1, b""
+
+
+def _digest_of(file: BinaryIO, place: int) -> bytes:
+    """Return the SHA-256 of a file in which the one at `place` is blank."""
+    digest, left = sha256(), place
+    file.seek(0)
+    while left > 0:
+        chunk = file.read(min(_CHUNK, left))
+        digest.update(chunk)
+        left -= len(chunk)
+    digest.update(_BLANK[len(_MARK):])
+    file.seek(place + len(_BLANK) - len(_MARK))
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest().encode()
+
+
 def _seal(part: Path) -> None:
     """Write the SHA-256 of a file in place of its blank, and flush it to the disk."""
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(part, 0o666 & ~umask)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
     with part.open("r+b") as file:
-        data = file.read()
-        file.seek(data.rindex(_BLANK) + len(_MARK))
-        file.write(sha256(data).hexdigest().encode())
+        place, _ = _digest_in(file)
+        digest = _digest_of(file, place)
+        file.seek(place)
+        file.write(digest)
         file.flush()
         os.fsync(file.fileno())
 
@@ -142,13 +175,13 @@ def rename_file(part: Path, path: Path) -> None:
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
     """Return the entries of a complete file, and what it says about them; else raise CheckpointError."""
-    data = path.read_bytes()
-    found = _DIGEST.search(data)
-    if found is None:
-        raise CheckpointError(f"{path} is truncated, or no checkpoint of ms_accum; give a file that save_checkpoint "
-                              "wrote")
-    blank = data[:found.start()] + _BLANK + data[found.end():]
-    if sha256(blank).hexdigest().encode() != found.group(1):
+    with path.open("rb") as file:
+        place, digest = _digest_in(file)
+        if place < 0:
+            raise CheckpointError(f"{path} is truncated, or no checkpoint of ms_accum; give a file that "
+                                  "save_checkpoint wrote")
+        sealed = _digest_of(file, place) == digest
+    if not sealed:
         raise CheckpointError(f"{path} is damaged (SHA-256 mismatch); restore it from a copy")
     try:
         loaded = ms.load_checkpoint(str(path), format=path.suffix[1:])

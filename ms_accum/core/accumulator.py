@@ -265,6 +265,7 @@ class Accumulator:
 
     def reset(self) -> None:
         """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
+        self.way.journal.updating(self.mini_step)  # an interrupt may leave the buffers full
         self.way.empty()
 
     def scaled(self, loss: Tensor) -> Tensor:

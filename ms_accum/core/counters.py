@@ -58,6 +58,10 @@ class Journal:
         ops.assign(self.unfinished, 0)
 
 
+class NoProgress(RuntimeError):
+    """More was skipped in a row than `max_skips`. No graph has failed."""
+
+
 def require_whole(unfinished: int) -> None:
     """Raise RuntimeError if something was stopped in the middle, given the marks of a journal."""
     if unfinished:

@@ -1,4 +1,5 @@
-"""The keeper opens and closes windows for the host: it counts down, and reads the device once a window at most.
+"""The keeper decides for the host when a window closes. It counts down, and reads the device when the window should be
+full: once a window, but at each microbatch where a weight closes it, or where a cell has a limit of skips.
 
     microbatch:  count down ─ some missing ─► nothing to read
                      │ none missing: read the facts
@@ -24,7 +25,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from ..tensors import as_tensor, as_vector
-from .counters import require_whole
+from .counters import NoProgress, require_whole
 from .way import ACTIVE, TAKEN
 
 if TYPE_CHECKING:
@@ -39,10 +40,6 @@ _CHANGED = ("the open window was closed or dropped in the middle of an epoch tha
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
           "finite, after update {}; look for NaN in the batches since then, lower the learning rate, or load a "
           "checkpoint; another call goes on")
-
-
-class NoProgress(RuntimeError):
-    """More was skipped in a row than `max_skips`. No graph has failed."""
 
 
 class Facts(NamedTuple):
@@ -61,20 +58,20 @@ class Turn:
     """One microbatch, from its begin to its end.
 
     Attributes:
-        is_alone: Whether it is a window of its own, so that it may update without buffers.
-        updated: At the end, whether it closed a window with an update.
+        is_alone: Whether it is a window of its own, and nothing is in the buffers: the block may update without them.
+        updated: At the end, whether it closed a window with an update; not known where the block closes windows itself.
     """
 
     def __init__(self, is_alone: bool) -> None:
-        self.is_alone, self.updated, self.on_device = is_alone, False, False
+        self.is_alone, self.updated, self.closed = is_alone, False, False
 
-    def update_alone(self) -> None:
-        """Say that the block updates without buffers."""
+    def updates_itself(self) -> None:
+        """Say that the block updates with this microbatch, without buffers."""
         self.updated = True
 
-    def close_on_device(self) -> None:
-        """Say that the block closes a full window itself."""
-        self.on_device = True
+    def closes_itself(self) -> None:
+        """Say that the block closes the window on the device, if it is full."""
+        self.closed = True
 
 
 class Keeper:
@@ -90,9 +87,9 @@ class Keeper:
         self._counters, self._exchange = self._way.counters, self._way.exchange
         self._run = {function.__name__: compiling(function) for function in (
             *_questions(self._way), *_endings(self._way), end_of(accumulator), nothing_of(accumulator))}
-        self._held = 0  # microbatches in the open window, at most
-        self._known: Optional[int] = None  # length of a window that does not follow `accumulate_step`
-        self.before_exchange: Callable[[], object] = tuple  # what ranks do together before they exchange windows
+        self._held = 0  # microbatches in the open window of a step, at most
+        self._fixed: Optional[int] = None  # the length that `open` gave the window; None: `accumulate_step` decides
+        self.before_exchange: Callable[[], object] = lambda: None  # in `flush`: what other ranks do before a window
         self.forget()
 
     def forget(self) -> None:
@@ -107,16 +104,16 @@ class Keeper:
 
         Raises:
             RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if somebody else
-                added to it; if more was skipped than `max_skips`.
+                added to it, or closed one that `open` has opened; if more was skipped than `max_skips`.
         """
         missing = self._missing
         self.forget()
-        if self._way.is_new(self) or missing is None:
+        if self._way.take_over(self) or missing is None:
             missing = self._settled()
         turn = Turn(missing == 1 and self._held == 0)
         yield turn
-        if turn.on_device:
-            self._missing = 1  # whole and not full, which is all that is known without asking
+        if turn.closed:
+            self._missing = 1  # the window is not full: no more is known without reading
             self.require_progress()
         elif turn.updated:
             self._missing = 1 if self._length.is_one else None  # else the next one's length is not known
@@ -127,8 +124,8 @@ class Keeper:
 
     def open(self, microbatches: int) -> None:
         """Open a window of so many microbatches, whatever `accumulate_step` says. None is open now."""
-        self._way.is_new(self)
-        self._held, self._missing, self._known = 0, microbatches, microbatches
+        self._way.take_over(self)
+        self._held, self._missing, self._fixed = 0, microbatches, microbatches
 
     def require_open(self) -> None:
         """Raise RuntimeError if the window that `open` opened does not go on, as far as the host knows."""
@@ -168,14 +165,14 @@ class Keeper:
         active = 1.0  # ranks that have data or close a window
         while exchange.across > 1 and active > 0:
             self.before_exchange()
-            window, updated, active = self._close_together(0.0)
-            closed, applied, held = closed or window, applied or updated, 0
+            was_open, updated, active = self._close_together(0.0)
+            closed, applied, held = closed or was_open, applied or updated, 0
         if held > 0:
             closed, applied = True, self.close() or applied
         self.require_progress()
         return closed, applied
 
-    def facts(self, graph: str = "asked") -> Facts:
+    def facts(self, graph: str = "counted") -> Facts:
         """Read the device, which waits for it; "judged": also whether all stages accept the open window."""
         return Facts(*self._run[graph]().asnumpy().tolist())
 
@@ -200,35 +197,40 @@ class Keeper:
 
     def _settled(self) -> int:
         """Close the open window if it is full. Return how many microbatches the open one needs, at least."""
+        if self._fixed is not None:
+            self._fixed = None
+            raise RuntimeError(_CHANGED)
         facts = self._whole()
         if facts.full:
             self.close()
             facts = self._whole()
-        self._held, self._known = facts.mini_step, None
+        self._held = facts.mini_step
         return self._needed(facts)
 
     def _needed(self, facts: Facts) -> int:
-        if self._known is not None:
-            return self._known - facts.mini_step
+        if self._fixed is not None:
+            return self._fixed - facts.mini_step
         return self._length.missing(facts.mini_step, facts.update_step, bool(facts.full))
 
     def _close_if_full(self) -> bool:
         """Close the window, if the device agrees that it is full. Return whether it was applied."""
-        asked = self._way.may_drop and self._exchange.ranks == 1 and self._length.budget is None
-        facts = self.facts("judged" if asked else "asked")
+        # Where a weight closes windows, most reads close none, and need no verdict.
+        judge = self._way.may_drop and self._exchange.ranks == 1 and self._length.budget is None
+        facts = self.facts("judged" if judge else "counted")
         require_whole(facts.unfinished)
         needed = self._needed(facts)
         if facts.mini_step > self._held + 1:
             raise RuntimeError(_ADDED.format(facts.mini_step, self._held + 1))
-        if needed > 0 and self._known is not None:
+        if needed > 0 and self._fixed is not None:
             raise RuntimeError(_CHANGED)
         if needed > 0:  # a microbatch was skipped, or the window waits for its weight
             self.require_progress(facts)
             self._held, self._missing = facts.mini_step, needed
             return False
         applied = self.close(facts.accepted)
-        if self._known is None:
+        if self._fixed is None:
             self._held, self._missing = 0, self._length.length_after(facts.update_step + applied)
+        self._fixed = None
         return applied
 
     def _add_nothing(self, pieces: int) -> float:
@@ -257,7 +259,7 @@ def _questions(way: Way) -> tuple[Callable, ...]:
     """Return the functions that read the facts."""
     counters, journal = way.counters, way.journal
 
-    def asked() -> Tensor:
+    def counted() -> Tensor:
         return ops.stack((counters.mini_step + 0, counters.update_step + 0, journal.unfinished + 0,
                           counters.skipped_in_row + 0, counters.skipped + 0, way.is_full().astype(ms.int32)))
 
@@ -265,9 +267,9 @@ def _questions(way: Way) -> tuple[Callable, ...]:
         window = way.window()
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         accepted = ops.depend(as_tensor(window[3]), window[1])
-        return ops.concat((asked(), accepted.astype(ms.int32).reshape(1)))
+        return ops.concat((counted(), accepted.astype(ms.int32).reshape(1)))
 
-    return asked, judged
+    return counted, judged
 
 
 def _endings(way: Way) -> tuple[Callable, ...]:
@@ -284,6 +286,7 @@ def _endings(way: Way) -> tuple[Callable, ...]:
         return as_vector((ops.depend(accepted, unit), sums[TAKEN], sums[ACTIVE])), as_vector(sums), *gradients
 
     def update(sums: Tensor, *gradients: Tensor) -> Tensor:
+        # The exchange of several ranks returns the unit 1.
         way.update_with((gradients, 1.0, tuple([sums[i] for i in range(sums.shape[0])]), True))
         return update_step + 0
 

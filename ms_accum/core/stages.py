@@ -1,4 +1,4 @@
-"""Stages: what may stand on the way of a gradient besides adding and updating. What is switched off is not there."""
+"""Stages: loss scale, skipping what is NaN or infinite, and what else may stand on the way of a gradient."""
 from __future__ import annotations
 
 from math import inf
@@ -85,7 +85,7 @@ class Stage:
         """Return the weight that a piece counts with, and whether it is taken: 1 or 0.
 
         A piece that a user masked has weight 0 and is taken; one that is not finite has weight 0 and is not.
-        `gradients` are those of this rank, of the scaled loss.
+        `gradients` are those of this rank, of the scaled loss. With weight 0, they may be anything.
         """
         return weight, 1
 
@@ -97,7 +97,7 @@ class Stage:
         return ()
 
     def restore(self, gradients: Gradients) -> Gradients:
-        """Undo what `scale_loss` did, after the exchange."""
+        """Undo what `scale_loss` did: for a window after its exchange, for a piece before it is measured."""
         return gradients
 
     def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:

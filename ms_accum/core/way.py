@@ -3,6 +3,9 @@
     add:     weigh ─► measure ─► exchange inside ─► buffers, sums
     window:  exchange across ─► restore ─► accepts?
     update:  normalise ─► clip ─► optimizer ─► hooks ─► close ─► empty
+
+Ranks *inside* sum every microbatch, ranks *across* every window: see `distributed.exchange`. On one device, both leave
+everything as it is.
 """
 from __future__ import annotations
 
@@ -34,14 +37,19 @@ ACTIVE = 2  # ranks that have data
 COUNTED = 3  # what `seen` counts: the weight, unless a step says otherwise
 MEASURED = 4  # and all behind it: what stages measured
 
-# A window of all ranks. A plain tuple: its gradients, the unit that they count in, its sums, and whether it is accepted
-# (True, or a bool Tensor of shape () if a stage may drop it).
+# A window of all ranks, as a plain tuple:
+#   its gradients, divided by a unit of weights (usually the samples of the first piece, so that equal pieces need no
+#   multiplication); the unit; its sums; and whether it is accepted: True, or a bool Tensor of shape () if a stage may
+#   drop it.
 Window = tuple
 
 
 @ms.jit_class
 class Way:
-    """What the gradients of an accumulator go through. This is what steps, cells, checkpoints and the check use.
+    """Take gradients through an accumulator. Steps, cells and checkpoints use it; a user by hand uses the accumulator.
+
+    Marks in the journal: a piece adds 1 when it begins and 1 when it is added, and the end of the microbatch subtracts
+    both. A microbatch that is not cut adds 1 and subtracts it. 0 means that nothing is half done.
 
     Args:
         expected: Names and shapes of the parameters.
@@ -51,13 +59,14 @@ class Way:
         stages: The stages that are switched on.
         exchange: What sums over ranks.
         buffers, counters, journal: Where pieces are added, counted and marked.
-        kernels: What scales buffers; those for copies of them are portable.
-        contributors: With `reduction="sum"`, what a sum is divided by; None divides by the weights.
+        kernels: What scales buffers, and what scales gradients that are not buffers.
+        contributors: With `reduction="sum"`, the number of ranks, which a sum is divided by; None: divide by weights.
         clip_norm: As in `Accumulator`.
         hooks: What is called after an update.
 
     Attributes:
         may_drop: Whether a stage may drop a window.
+        measuring, watching, closing: The stages that override `measure`, `on_update` and `on_close`.
         is_driven: Whether a train step or a cell fills the accumulator: nothing can be added by hand then.
     """
 
@@ -91,16 +100,16 @@ class Way:
     def begin(self, loss: Tensor) -> Tensor:
         """Return what to differentiate, with a mark that a piece begins; no gradient of it is added before the mark.
 
-        So an error in the forward pass changes nothing, and one after it shows. Not the gradients are tied to the mark:
-        a dependency between a gradient and its buffer would keep Ascend from adding a matrix product in place.
+        So an error in the forward pass changes nothing, and one after it shows. The mark depends on the loss, not on
+        the gradients: a dependency between a gradient and its buffer would keep Ascend from adding a matrix product in
+        place.
         """
         return self.journal.begin(self.scaled(loss))
 
     def add(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1) -> Numbers:
-        """Add the gradients of a piece, of the scaled loss.
+        """Add the gradients of a piece (of its scaled loss). Return its sums over the ranks that exchange microbatches.
 
-        `counted` is what `seen` counts of it, if that is not the weight. Return its sums over the ranks that exchange
-        microbatches.
+        `counted` is what `seen` counts of it, if that is not the weight.
         """
         gradients, weight = checked_gradients(*self.expected, gradients), as_weight(weight)
         taken = 1
@@ -168,20 +177,25 @@ class Way:
         self.close(True)
 
     def update_alone(self, gradients: Gradients, weight: Scalar) -> None:
-        """Update with a window of one microbatch, without buffers, if no window is open. Only without stages, where
-        ranks do not sum each microbatch, and no weight decides when a window is full.
+        """Update with a window of one microbatch, without buffers, if no window is open. Its gradients are in units of
+        its own weight.
 
-        Its gradients count in units of its own weight.
+        Only where no stage looks at pieces or may drop a window, ranks do not sum each microbatch, and no weight
+        decides when a window is full.
         """
         gradients, weight = checked_gradients(*self.expected, gradients), as_weight(weight)
         if isinstance(weight, Tensor) or weight == 0:  # what has no weight is ignored, NaN included
             gradients = mapped(weighted, weight != 0, gradients, self.buffers.gradient_dtypes)
         self._step(self._judged(self.exchange.window(gradients, weight, (weight, 1, 1.0, weight))), self.copied)
+        for stage in self.closing:
+            stage.on_close(True)
         self.counters.close(weight)
         self.journal.done()
 
     def close(self, applied: bool) -> None:
         """Close the open window, which was applied, or is dropped now."""
+        if not applied:
+            self.journal.updating(self.counters.mini_step)  # an interrupt may leave the buffers full
         for stage in self.closing:
             stage.on_close(applied)
         self.counters.close(self.counters.weight_sum)
@@ -215,7 +229,7 @@ class Way:
         for stage, start, end in self.watching:
             stage.on_update(gradients, unit, sums, sums[start:end])
         factor = self._clipped(gradients, self._normalised(unit, sums[WEIGHT]))
-        if isinstance(factor, Tensor):  # what scales in place has to wait until the buffers were read
+        if isinstance(factor, Tensor):  # what scales buffers in place comes after what reads them
             factor = ops.depend(factor, ops.assign_add(self.counters.update_step, 1))
         else:  # a statement of its own: a graph drops a result that has a name and no use
             ops.assign_add(self.counters.update_step, 1)
@@ -248,15 +262,18 @@ class Way:
         return (*self.buffers.state, self.journal.unfinished, *self.counters.window_state,
                 *(p for stage in self.stages for p in stage.window_state))
 
-    def is_new(self, driver: object) -> bool:
-        """Note who fills the accumulator. Return whether that was somebody else before, or a checkpoint was loaded."""
+    def take_over(self, driver: object) -> bool:
+        """Let `driver` fill the accumulator. Return whether it has to read the device first: somebody else did before,
+        or a checkpoint was loaded.
+        """
         before, self._driver = self._driver, (driver, self.counters.loads)
         self.is_driven = True
         return before != self._driver
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let the block load a checkpoint into all state. What an interrupt stops there is refused."""
+        """Let the block load a checkpoint into all state. What an interrupt stops there is noticed."""
+        self._driver = None
         self.empty()
         self.journal.updating(self.counters.mini_step)
         yield

@@ -306,11 +306,11 @@ class WindowLog(_OfOneCell):
         # A microbatch of weight 0 is ignored, even if its loss is NaN.
         counted = [(loss, weight) for loss, weight in self._losses if weight != 0]
         total, weight = sum(loss * weight for loss, weight in counted), sum(weight for _, weight in counted)
-        accumulator = self._accumulator
+        accumulator, status = self._accumulator, self._accumulator.status()
         row = {"epoch": self._place[0], "microbatch": self._place[1],
-               "update_step": int(accumulator.update_step) - of_others, "loss": total / (weight or 1.0),
-               "weight": float(accumulator.window_weight), "grad_norm": float(accumulator.grad_norm),
-               "skipped": int(accumulator.skipped), "seen": int(accumulator.seen)}
+               "update_step": status.update_step - of_others, "loss": total / (weight or 1.0),
+               "weight": status.window_weight, "grad_norm": status.grad_norm, "skipped": status.skipped,
+               "seen": status.seen}
         if of_others:
             row.update(weight=self._weight if accumulator.exchange.inside == 1 else nan, grad_norm=nan)
         if accumulator.loss_scaler is not None:

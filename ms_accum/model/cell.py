@@ -14,9 +14,9 @@ from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_para
 from ..steps.batch import positional
 from ..steps.errors import explaining_errors
 from ..steps.graphs import compiled, make_gradients_of, weight_of
-from ..steps.pieces import layout
+from ..steps.pieces import checked_axis, layout
 from ..steps.program import Functions, program_of
-from ..steps.train_step import averaging, checked_axis, require_functions
+from ..steps.train_step import averaging, require_functions
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator, Status
@@ -142,7 +142,7 @@ class TrainOneStepCell(nn.Cell):
             if samples == 0:
                 return self._count_nothing(batch)
             with self._keeper().microbatch() as turn:
-                turn.close_on_device()
+                turn.closes_itself()
                 return super().__call__(*batch)
 
     def _count_nothing(self, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:

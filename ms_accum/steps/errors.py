@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from os import environ
 
-from ..core.keeper import NoProgress
+from ..core.counters import NoProgress
 from ..core.optimizers import require_rates
 from ..distributed.ranks import raise_if_left_alone
 

@@ -19,10 +19,10 @@ from ..core.keeper import end_of
 from ..tensors import FLOATS
 from .batch import positional
 from .graphs import checked_loss, compiled, straight
-from .pieces import select_rows, starts_of
+from .pieces import checked_pieces, select_rows, starts_of
 from .program import Program
 from .step import TrainStep
-from .train_step import averaging, checked_pieces
+from .train_step import averaging
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator

@@ -7,6 +7,8 @@ import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
+from ..arguments import whole_number
+
 if TYPE_CHECKING:
     from ..tensors import Scalar
 
@@ -20,6 +22,16 @@ def layout(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
     """Return the number of samples in a batch, and the axis of each argument that counts them, or None. Also in graphs.
     """
     return _layout(tuple([_kind(argument) for argument in batch]), batch_axis)
+
+
+def checked_pieces(pieces: object) -> int:
+    """Return `pieces` as an int >= 1. TypeError or ValueError if it is invalid."""
+    return whole_number("pieces", pieces, "it is the number of pieces that a batch is cut into")
+
+
+def checked_axis(batch_axis: object) -> int:
+    """Return `batch_axis` as an int >= 0. TypeError or ValueError if it is invalid."""
+    return whole_number("batch_axis", batch_axis, "it is the axis that counts the samples", minimum=0)
 
 
 def axis_of(axes: int, batch_axis: int) -> int:

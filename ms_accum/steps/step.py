@@ -173,7 +173,7 @@ class TrainStep:
             program = self.program(key)
             with self.keeper.microbatch() as turn:
                 if turn.is_alone and program.alone is not None:
-                    turn.update_alone()
+                    turn.updates_itself()
                     program = program.alone
                 result = program(*batch)
         self.updated = turn.updated

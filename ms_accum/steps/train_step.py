@@ -11,8 +11,8 @@ from ..arguments import boolean, require_callable, spelled, whole_number
 from ..core.accumulator import Accumulator
 from ..core.optimizers import checked_parameters, require_trainable
 from .batch import positional
+from .pieces import checked_axis, checked_pieces
 from .program import Functions, Program, program_of
-from .several_losses import SeveralLossesStep
 from .step import TrainStep
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ def make_train_step(
                          positional("weight_fn", weight_fn, count, names), has_aux, batch_axis)
 
     if losses > 1:
+        from .several_losses import SeveralLossesStep  # an optional kind of step, which imports what is below this
+
         return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, batch_axis)
 
     def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Program:
@@ -160,16 +162,6 @@ def require_functions(**functions: Optional[Callable]) -> None:
     for name, function in functions.items():
         if function is not None or name != "weight_fn":
             require_callable(name, function)
-
-
-def checked_pieces(pieces: object) -> int:
-    """Return `pieces` as an int >= 1. TypeError or ValueError if it is invalid."""
-    return whole_number("pieces", pieces, "it is the number of pieces that a batch is cut into")
-
-
-def checked_axis(batch_axis: object) -> int:
-    """Return `batch_axis` as an int >= 0. TypeError or ValueError if it is invalid."""
-    return whole_number("batch_axis", batch_axis, "it is the axis that counts the samples", minimum=0)
 
 
 def averaging(optimizer: object, accumulate_step: object = None, **options: Any) -> Accumulator:

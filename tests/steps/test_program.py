@@ -56,7 +56,7 @@ LOSSES = step_of(with_two, 2, losses=2, weight_fn=both_counted, pieces=4)
 SKIPPED = step_of(mean_loss, {0: 1, 1: 2}, on_nonfinite="skip_microbatch")
 BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, noise_scale=GradientNoiseScale())
 FAST = [(JUDGED, {"piece", "end", "judged", "apply", "drop"}), (WHOLE, {"add", "alone", "apply"}),
-        (LOSSES, {"weigh", "total", "piece", "end", "asked", "apply"}),
+        (LOSSES, {"weigh", "total", "piece", "end", "counted", "apply"}),
         (cached, {"encode_piece", "first", "backward", "end", "apply"})]
 OTHERS = [(SKIPPED, {"add", "apply"}), (BUDGET, {"add", "apply"})]
 

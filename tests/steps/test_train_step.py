@@ -31,15 +31,15 @@ def rows_and_some(x, y):
 
 
 @pytest.mark.parametrize(("context", "graphs", "options"), [
-    ("jit", 5, {"accumulate_step": 2}),  # add, for each of three sizes, asked, and apply; nothing for no rows
-    ("jit", 3, {"accumulate_step": 1, "sizes": 1}),  # alone, asked, and apply at the end of an epoch
+    ("jit", 5, {"accumulate_step": 2}),  # add, for each of three sizes, counted, and apply; nothing for no rows
+    ("jit", 3, {"accumulate_step": 1, "sizes": 1}),  # alone, counted, and apply at the end of an epoch
     ("graph", 7, {"accumulate_step": 2, "sizes": 1, "pieces": 4, "weight_fn": rows, "on_nonfinite": "skip_window",
                   "loss_scaler": amp.DynamicLossScaler(2.0**8, 2, 2)}),
     ("jit", 7, {"accumulate_step": 2, "sizes": 1, "weight_fn": rows_and_some, "losses": 2}),
 ])
 def test_steps_compile_once_and_warn_of_nothing(mode_named, capfd, context, graphs, options):
-    """In the first epoch only. 4 pieces of 6 = 2 + 2 + 2: piece, end, asked, judged, apply, and two of an incomplete
-    window. Of two losses: weigh, total, a piece with and without rows for the second one, end, asked, apply.
+    """In the first epoch only. 4 pieces of 6 = 2 + 2 + 2: piece, end, counted, judged, apply, and two of an incomplete
+    window. Of two losses: weigh, total, a piece with and without rows for the second one, end, counted, apply.
     """
     mode_named(context)
     data = BATCHES[:3] if options.pop("sizes", 0) else BATCHES

@@ -1,0 +1,73 @@
+"""The keeper: how often it reads the device. When windows close is in tests/runs/, by every driver."""
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn
+from support.mlp import MLP, mean_loss, tensors
+
+from ms_accum import make_train_step, until_weight
+
+pytestmark = pytest.mark.core
+
+READERS = ("asnumpy", "__int__", "__bool__", "__float__")
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """A list that grows with each value that the host reads from the device."""
+    made, inside = [], []
+
+    def noted(reader):
+        def read(self, *arguments):
+            inside.append(reader)
+            try:
+                return reader(self, *arguments)
+            finally:
+                inside.pop()
+                made.extend([reader.__name__] * (not inside))  # `int()` reads by `asnumpy()`
+        return read
+
+    for name in READERS:
+        monkeypatch.setattr(Tensor, name, noted(getattr(Tensor, name)))
+    return made
+
+
+def counted(x, y):
+    return (y >= 0).sum()
+
+
+@pytest.mark.parametrize(("expected", "options"), [
+    (0, {"accumulate_step": 1}), (8, {"accumulate_step": 4}), (32, {"accumulate_step": 1, "pieces": 2}),
+    (32, {"accumulate_step": until_weight(12)}), (8, {"accumulate_step": 4, "on_nonfinite": "skip_window"}),
+    (8, {"accumulate_step": 4, "on_nonfinite": "skip_microbatch", "max_skips": 3}),
+    (8, {"accumulate_step": {0: 4}, "clip_norm": 1.0, "weight_fn": counted}),
+])
+def test_the_device_is_read_once_a_window(reads, expected, options):
+    """In 32 microbatches; never with windows of one that is not cut, at each one until its weight is reached.
+
+    Control: a status is one read more.
+    """
+    network = MLP()
+    batch = tensors(np.ones((6, 6)), np.zeros(6))
+    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), **options)
+    for _ in range(8):
+        train_step(*batch)
+    reads.clear()
+    for _ in range(32):
+        train_step(*batch)
+    assert len(reads) == expected, reads
+    train_step.status()
+    assert len(reads) == expected + 1
+
+
+def test_status_says_where_a_window_stands():
+    """Of a train step and of its accumulator, in the middle of a window and behind it."""
+    network = MLP()
+    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 3, clip_norm=1.0)
+    for samples in (6, 4, 5, 2):
+        train_step(*tensors(np.ones((samples, 6)), np.zeros(samples)))
+    status = train_step.status()
+    assert status == train_step.accumulator.status()
+    assert status[:7] == (1, 1, 2, 15, 0, 1, 15.0)
+    assert status.grad_norm == float(train_step.accumulator.grad_norm) > 0
+    assert ms.get_context("mode") == ms.PYNATIVE_MODE
