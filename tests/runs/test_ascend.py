@@ -85,7 +85,7 @@ PROCESSES = {
                                 [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)])}, ranks=4),
     # What is held, and little more. In bfloat16 2 + 4, and 4 of the optimizer; in float32 4 + 4, and 4 or 8.
     "memory": Process({
-        "memory": held(add=6.6, update=14.1), "memory_backwards": held(add=6.6),
+        "memory": held(add=6.6, update=14.1), "memory_backwards": Expected(branch=None, least={"add": 10}),
         "memory_groups": held(add=6.6, update=14.1), "memory_clipped": held(update=14.5),
         "memory_in_16_bits": held(add=4.6), "momentum": held(add=8.6, update=12.1),
         "momentum_groups": held(add=8.6, update=12.1), "momentum_clipped": held(update=13.0),
@@ -175,7 +175,7 @@ def test_buffers_are_multiplied_and_emptied_in_place(compiled):
     for update in updates.values():
         assert update["InplaceMul"] == update["InplaceZero"] == 2 * LAYERS
         assert update["TensorMove"] == update["MulNoNan"] == 0
-    assert updates["clipped"]["Square"] == 4 * LAYERS  # the norm, and that of tiny gradients
+    assert len(squares_of(compiled("fast")["clipped"].graphs[1])) == 2 * LAYERS  # each gradient is read once
     assert copies["InplaceMul"] == 0  # negative control
 
 
@@ -183,18 +183,24 @@ def test_the_update_reads_the_buffers_in_the_right_order(compiled):
     """The mark of a side effect orders nothing here: what reads a buffer first has to be an input of its factor."""
     plain, graph = (compiled("fast")[name].graphs[1] for name in ("float32", "clipped"))
     multiplied = [node for node in graph if node.name == "InplaceMul"]
-    squares = {id(node) for node in graph if node.name == "Square"}
+    squares = {id(node) for node in squares_of(graph)}
+    assert squares
     for node in multiplied:
         assert squares <= {id(before) for before in all_before(node.inputs[1])}
     # Negative control: where nothing is clipped, no factor waits for a norm.
     factors = [node.inputs[1] for node in plain if node.name == "InplaceMul"]
-    assert not any(before.name == "Square" for factor in factors for before in all_before(factor))
+    assert not any(squares_of(all_before(factor)) for factor in factors)
     # The optimizer takes what the multiplication returned, not the buffer.
     buffers = {parameter(node.inputs[0]) for node in multiplied}
     assert len(buffers) == 2 * LAYERS
     assert all("accumulator" in name for name in buffers)
     readers = {node.name for node in graph for given in node.inputs if parameter(given) in buffers}
     assert readers <= {"Load", "Depend", "UpdateState", "MakeTuple", "Square", "Muls", "InplaceMul", "InplaceZero"}
+
+
+def squares_of(graph):
+    """The nodes that multiply something with itself."""
+    return [node for node in graph if node.name == "Mul" and node.inputs[0] is node.inputs[1]]
 
 
 def all_before(node, seen=None):
