@@ -60,7 +60,7 @@ class GradientNoiseScale(Stage):
     appendix A.1, there for two batch sizes.
     """
 
-    looks_at_pieces, measures = True, 2
+    measures = 2
 
     def __init__(self, decay: float = 0.99) -> None:
         self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1",

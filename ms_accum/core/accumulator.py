@@ -19,7 +19,7 @@ from .kernels import kernels
 from .length import length_of
 from .lost_window import watched
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
-from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, stages_of
+from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, overrides, stages_of
 from .way import Way
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Accumulator:
         """Offer what others may read."""
         way = self.way
         self.looks_at_pieces = way.exchange.inside > 1 or way.length.budget is not None or any(
-            stage.looks_at_pieces for stage in way.stages)
+            overrides(stage, "weigh", "measure") for stage in way.stages)
         self.mini_step, self.update_step, self.seen = counters.mini_step, counters.update_step, counters.seen
         self.closed_windows, self.weight_sum = counters.closed_windows, counters.weight_sum
         self.skipped, self.skipped_in_row = counters.skipped, counters.skipped_in_row

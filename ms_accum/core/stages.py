@@ -31,8 +31,6 @@ class Stage:
     any function that takes the options of an accumulator.
 
     Attributes:
-        looks_at_pieces: Whether `weigh` or `measure` needs each piece: a window has buffers then.
-        may_drop: Whether `accepts` may return false.
         measures: How many numbers `measure` returns.
         window_state: Its Parameters that belong to the open window.
         run_state: Its other Parameters.
@@ -46,7 +44,6 @@ class Stage:
         >>> from ms_accum import Stage, make_train_step
         >>> @ms.jit_class
         ... class Largest(Stage):
-        ...     looks_at_pieces = True
         ...     def __init__(self):
         ...         self.value = ms.Parameter(ms.Tensor(0.0), name="largest", requires_grad=False)
         ...         self.run_state = (self.value,)
@@ -64,8 +61,6 @@ class Stage:
         3.0
     """
 
-    looks_at_pieces = False
-    may_drop = False
     measures = 0
     window_state: tuple[Parameter, ...] = ()
     run_state: tuple[Parameter, ...] = ()
@@ -101,7 +96,7 @@ class Stage:
         return gradients
 
     def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:
-        """Return whether a window makes an update: True, or, if it `may_drop`, a bool Tensor of shape `()`."""
+        """Return whether a window makes an update: True, or a bool Tensor of shape `()`."""
         return True
 
     def on_update(self, gradients: Gradients, unit: Scalar, sums: Numbers, measured: Numbers) -> None:
@@ -115,14 +110,19 @@ class Stage:
         """See that a window was applied or dropped."""
 
 
+def overrides(stage: Stage, *methods: str) -> bool:
+    """Return whether a stage has one of these methods of its own. What is not overridden is not called in a graph, and
+    a window of one microbatch that no stage weighs, measures or may drop needs no buffers.
+    """
+    return any(getattr(type(stage), method) is not getattr(Stage, method) for method in methods)
+
+
 @ms.jit_class
 class SkipMicrobatch(Stage):
     """Give a microbatch (or a piece of one) that is not finite the weight 0, and count it in `skipped`.
 
     A microbatch of which nothing is taken does not count in the window.
     """
-
-    looks_at_pieces = True
 
     def __init__(self, counters: Counters) -> None:
         self.skipped, self.in_row = counters.skipped, counters.skipped_in_row
@@ -141,8 +141,6 @@ class SkipMicrobatch(Stage):
 @ms.jit_class
 class SkipWindow(Stage):
     """Drop a window whose gradient is not finite, and count it in `skipped`."""
-
-    may_drop = True
 
     def __init__(self, counters: Counters) -> None:
         self.skipped, self.in_row = counters.skipped, counters.skipped_in_row

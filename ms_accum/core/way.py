@@ -18,7 +18,7 @@ from mindspore import Parameter, Tensor, ops
 
 from ..arguments import as_weight, checked_gradients
 from ..tensors import after, as_tensor, clip_factor, global_norm, mapped, weighted
-from .stages import Stage
+from .stages import overrides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .counters import Counters, Journal
     from .kernels import Portable
     from .length import WindowLength
+    from .stages import Stage
 
 # Places in the sums that travel with gradients: a plain tuple, for graphs read no named one.
 WEIGHT = 0  # of a piece, or of a window
@@ -66,7 +67,7 @@ class Way:
 
     Attributes:
         may_drop: Whether a stage may drop a window.
-        measuring, watching, closing: The stages that override `measure`, `on_update` and `on_close`.
+        measuring, judging, watching, closing: The stages that override `measure`, `accepts`, `on_update`, `on_close`.
         is_driven: Whether a train step or a cell fills the accumulator: nothing can be added by hand then.
     """
 
@@ -79,15 +80,15 @@ class Way:
         self.counters, self.journal, self.is_driven = counters, journal, False
         self.buffered, self.copied = kernels
         self.contributors, self.clip_norm, self.hooks, self._driver = contributors, clip_norm, hooks, None
-        self.may_drop = any(stage.may_drop for stage in stages)
-        self.measuring = tuple(stage for stage in stages if stage.measures)
-        # MindSpore warns of a call in a graph that does nothing.
-        self.closing = tuple(stage for stage in stages if type(stage).on_close is not Stage.on_close)
+        self.measuring, self.judging, self.closing = (
+            tuple(stage for stage in stages if overrides(stage, method))
+            for method in ("measure", "accepts", "on_close"))
+        self.may_drop = len(self.judging) > 0
         ends = [MEASURED]
         for stage in stages:
             ends.append(ends[-1] + stage.measures)
         self.watching = tuple((stage, start, end) for stage, start, end in zip(stages, ends, ends[1:])
-                              if type(stage).on_update is not Stage.on_update)
+                              if overrides(stage, "on_update"))
 
     # --- a piece ------------------------------------------------------------------------------------------------------
 
@@ -216,10 +217,9 @@ class Way:
     def _judged(self, window: Window) -> Window:
         # Restored before anything is measured: norms of scaled gradients overflow where the gradients do not.
         gradients, accepted = self.restored(window[0]), True
-        for stage in self.stages:
-            if stage.may_drop:
-                verdict = stage.accepts(gradients)
-                accepted = ops.logical_and(accepted, verdict) if isinstance(accepted, Tensor) else verdict
+        for stage in self.judging:
+            verdict = stage.accepts(gradients)
+            accepted = ops.logical_and(accepted, verdict) if isinstance(accepted, Tensor) else verdict
         return gradients, window[1], window[2], accepted
 
     def _step(self, window: Window, kernels: Portable) -> None:

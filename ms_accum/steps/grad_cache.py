@@ -16,6 +16,7 @@ from mindspore.ops import constexpr
 
 from ..arguments import require_callable, spelled
 from ..core.keeper import end_of
+from ..core.stages import overrides
 from ..tensors import FLOATS
 from .batch import positional
 from .graphs import checked_loss, compiled, straight
@@ -94,7 +95,8 @@ def make_grad_cache_step(
     require_callable("encode_fn", encode_fn)
     require_callable("loss_fn", loss_fn)
     accumulator, pieces = averaging(optimizer, accumulate_step), checked_pieces(pieces)
-    if accumulator.looks_at_pieces and accumulator.way.length.budget is None:
+    way = accumulator.way
+    if way.exchange.inside > 1 or any(overrides(stage, "weigh", "measure") for stage in way.stages):
         raise ValueError('the accumulator looks at single pieces (noise_scale, "skip_microbatch", or '
                          'sync="microbatch" or "node"), which are no estimates of the gradient of a batch here; give '
                          '"skip_window" or sync="window"')

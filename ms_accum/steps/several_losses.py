@@ -19,7 +19,7 @@ from mindspore.ops import constexpr
 
 from ..arguments import as_weight
 from ..core.counters import require_whole
-from ..core.stages import Stage
+from ..core.stages import overrides
 from ..tensors import as_vector
 from .graphs import checked_loss, compiled, parted, refuse, require_readable
 from .pieces import checked_aux, counted, select_rows, starts_of
@@ -62,7 +62,7 @@ class SeveralLossesStep(TrainStep):
         if way.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so that '
                              'windows cannot be weighed before; give sync="window"')
-        if any(type(stage).weigh is not Stage.weigh for stage in way.stages):
+        if any(overrides(stage, "weigh") for stage in way.stages):
             raise ValueError(f'got losses={losses} with on_nonfinite="skip_microbatch", which changes the weight of a '
                              'window after it was weighed; give "skip_window"')
 

@@ -71,3 +71,19 @@ def test_status_says_where_a_window_stands():
     assert status[:7] == (1, 1, 2, 15, 0, 1, 15.0)
     assert status.grad_norm == float(train_step.accumulator.grad_norm) > 0
     assert ms.get_context("mode") == ms.PYNATIVE_MODE
+
+
+@pytest.mark.parametrize("accumulate_step", [1, 3])
+def test_a_load_that_is_interrupted_is_refused_by_the_next_call(accumulate_step):
+    """A step that counted down reads the device again, although it had nothing to ask. Control: after a reset."""
+    network = MLP()
+    batch = tensors(np.ones((6, 6)), np.zeros(6))
+    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), accumulate_step)
+    for _ in range(2):
+        train_step(*batch)
+    with pytest.raises(KeyboardInterrupt), train_step.accumulator.way.loading():
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="stopped an update, of which the parameters may hold a part"):
+        train_step(*batch)
+    train_step.accumulator.reset()
+    train_step(*batch)

@@ -1,14 +1,16 @@
-"""Loss scalers: what is state, and what is refused. Scales, and what NaN does to them, are drawn in
-test_differential.py."""
+"""Stages: what of a loss scaler is state, a stage of a user's own, and what is refused. Scales, and what NaN does to
+them, are drawn in runs/test_differential.py."""
 import gc
 
 import mindspore as ms
 import pytest
-from mindspore import Parameter, Tensor, amp
-from support.mlp import MLP
+from mindspore import Parameter, Tensor, amp, ops
+from support.comparing import difference, values
+from support.mlp import MLP, batches, mean_loss, tensors
 from support.training import sgd
 
-from ms_accum import Accumulator
+from ms_accum import Accumulator, Stage, make_train_step
+from ms_accum.core.way import TAKEN
 
 pytestmark = pytest.mark.core
 
@@ -56,3 +58,77 @@ def test_what_is_no_scaler_or_does_not_fit_is_refused(error, message, scaler, op
     assert accumulator(AnyScaler(0.5)).loss_scaler is not None
     with pytest.raises(error, match=message):
         accumulator(scaler, **options)
+
+
+@ms.jit_class
+class Counting(Stage):
+    """A stage of a user's own: it doubles the weight of each piece, sums what it sees, and counts windows."""
+
+    measures = 1
+
+    def __init__(self):
+        self.closed, self.summed, self.largest = (
+            Parameter(Tensor(0.0), name=name, requires_grad=False) for name in ("closed", "summed", "largest"))
+        self.run_state = (self.closed, self.summed, self.largest)
+
+    def weigh(self, gradients, weight):
+        return weight * 2, 1
+
+    def measure(self, gradients, weight):
+        return (weight,)
+
+    def on_update(self, gradients, unit, sums, measured):
+        ops.assign_add(self.summed, measured[0])
+        ops.assign(self.largest, ops.maximum(self.largest, sums[TAKEN] * 1.0))
+
+    def on_close(self, applied):
+        ops.assign_add(self.closed, 1.0 if applied else 0.0)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("accumulate_step", [1, 2])
+def test_a_stage_of_a_users_own_sees_each_piece_and_each_window(accumulate_step, pieces):
+    """Its state is in checkpoints. Control: the parameters are those without it, for all weights are doubled."""
+    batches_of = [tensors(x, y) for x, y in batches([6, 4, 6, 6])]
+    ended = []
+    for stages in ((), (Counting(),)):
+        network = MLP()
+        train_step = make_train_step(mean_loss(network), sgd(network), accumulate_step, pieces=pieces, stages=stages)
+        for batch in batches_of:
+            train_step(*batch)
+        ended.append(values(network.trainable_params()))
+    (stage,), windows = stages, 4 // accumulate_step
+    assert [float(p.asnumpy()) for p in stage.run_state] == [windows, 44, accumulate_step]
+    assert {"closed", "summed", "largest"} < {*train_step.accumulator.state}
+    assert difference(*ended) <= 1e-6
+
+
+@ms.jit_class
+class Closing(Stage):
+    """A stage that looks at windows alone."""
+
+    def __init__(self):
+        self.closed = Parameter(Tensor(0, ms.int32), name="closed", requires_grad=False)
+        self.run_state = (self.closed,)
+
+    def on_close(self, applied):
+        ops.assign_add(self.closed, 1)
+
+
+def test_a_stage_that_looks_at_no_piece_sees_windows_without_buffers():
+    network, stage = MLP(), Closing()
+    train_step = make_train_step(mean_loss(network), sgd(network), 1, stages=(stage,))
+    for x, y in batches([6, 6, 6]):
+        train_step(*tensors(x, y))
+    assert int(stage.closed) == 3
+    assert (train_step.accumulator.looks_at_pieces, train_step.accumulator.way.may_drop) == (False, False)
+    assert float(train_step.accumulator.way.buffers.parameters[0].asnumpy().any()) == 0
+
+
+@pytest.mark.parametrize(("error", "message", "stages"), [
+    (TypeError, r"stages\[0\] is of type int, expected a ms_accum", (3,)),
+    (TypeError, r"stages is of type int, expected a tuple of stages", 3),
+])
+def test_what_is_no_stage_is_refused(error, message, stages):
+    with pytest.raises(error, match=message):
+        Accumulator(sgd(MLP()), 2, stages=stages)
