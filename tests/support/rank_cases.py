@@ -29,7 +29,7 @@ from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
 from support.comparing import values
 from support.differential.accumulating import Accumulating
 from support.differential.cases import COMPILED, OP_BY_OP
-from support.differential.ranks import DRAWN, case_of
+from support.differential.ranks import DRAWN, NAMED, case_of
 from support.drivers import counters
 from support.mlp import MLP, batches, mean_loss, tensors
 from support.noisy_samples import Position, noisy
@@ -52,8 +52,8 @@ _OTHERS = ["damaged", "other_ranks:window", "other_ranks:shard", "noise:window",
 _NODES = ["other_ranks:nodes", "noise:nodes-shard"]  # of several ranks
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, "logged:window", "logged:microbatch", "traffic:window",
-                 "traffic:microbatch", "refusals", "followed:jit", "trained:window:jit", "trained:sum:jit", "mnist",
-                 "failing"]),
+                 "traffic:microbatch", "refusals", "followed:jit", *(f"trained:{name}:jit" for name in NAMED),
+                 "mnist", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "left": (2, ["left_alone:jit"]),

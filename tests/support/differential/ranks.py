@@ -28,9 +28,11 @@ STEADY = [name for name in OPTIMIZERS if name not in (*COMPILED_ONLY, *SCALE_FRE
 _FIXED = {"event": "none", "backward_clip": False, "factor": 1.0, "large": False, "load_into": "fresh", "save_at": None,
           "level": "none", "reduction": "mean", "buffer_dtype": None, "empty_at": None, "batch_axis": 0}
 _NAMED = {"clip_norm": 0.1, "on_nonfinite": "skip_window", "nonfinite_at": 1}
-NAMED = {"window": plain_case("step", sync="window", **_NAMED),
-         "sum": plain_case("hand-pynative", sync="window", reduction="sum", clip_norm=float("inf"), level="O2",
-                           buffer_dtype="float16")}
+_SUM = {"sync": "window", "reduction": "sum", "clip_norm": float("inf")}
+_HALF = {"level": "O2", "buffer_dtype": "float16"}
+# One for each reduction and dtype of buffers, which the fast launch compiles, too.
+NAMED = {"window": plain_case("step", sync="window", **_NAMED), "sum": plain_case("hand-pynative", **_SUM, **_HALF),
+         "window16": plain_case("step", sync="window", **_NAMED, **_HALF), "sum32": plain_case("hand-pynative", **_SUM)}
 
 
 def case_of(name):
