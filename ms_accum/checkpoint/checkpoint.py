@@ -108,7 +108,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any) -> Any:
     """Load what `save_checkpoint` saved into a network and an accumulator that are built with the same arguments.
 
-    Everything is checked before anything is loaded. Nothing in the file is executed.
+    Resumed training is bit-identical in a run that has not trained yet: one that has keeps its own unit of weights, and
+    differs in last bits. Everything is checked before anything is loaded. Nothing in the file is executed.
 
     If no window was open (save when `train_step.updated` is true, or after a flush), the number of ranks, the
     `DataParallel` and `accumulate_step` may be others. With another number of ranks or another `DataParallel`, every

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
-from mindspore.ops import constexpr
 
 from ..arguments import instance_of, number, one_of, require_condition, spelled
 from ..distributed.buckets import Accumulated
@@ -20,7 +19,7 @@ from .length import length_of
 from .lost_window import watched
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
 from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, overrides, stages_of
-from .way import Way
+from .way import Way, note_closed, note_filled
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
@@ -223,7 +222,7 @@ class Accumulator:
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
-        require_by_hand(self.way.is_driven)
+        note_filled(self.way.number, self.way.is_driven)
         self.way.add_unmarked(grads, weight)
 
     def close_if(self, condition: Tensor) -> Tensor:
@@ -246,6 +245,7 @@ class Accumulator:
 
         For an empty window, the optimizer runs on a gradient of zero; `flush` does nothing then.
         """
+        note_closed(self.way.number)
         window = self.way.window()
         accepted = window[3]
         if accepted:
@@ -265,6 +265,7 @@ class Accumulator:
 
     def reset(self) -> None:
         """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
+        note_closed(self.way.number)
         self.way.journal.updating(self.mini_step)  # an interrupt may leave the buffers full
         self.way.empty()
 
@@ -300,15 +301,6 @@ class Accumulator:
     def fingerprint(self) -> dict[str, str]:
         """Return what has to be equal in a run that resumes in the middle of a window."""
         return dict(self._settings)
-
-
-@constexpr
-def require_by_hand(is_driven: bool) -> bool:
-    """Refuse to add by hand to what a train step fills: it counts microbatches, and chose the unit of weights."""
-    if is_driven:
-        raise RuntimeError("a train step or a cell fills this accumulator, so nothing can be added by hand; give the "
-                           "hand-written loop an Accumulator of its own")
-    return True
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, dtypes: tuple, settings: dict) -> OneDevice:

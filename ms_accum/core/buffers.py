@@ -78,11 +78,16 @@ class Buffers:
         """Set all buffers to 0, given a float32 Tensor that is 0."""
         self.kernels.clear(zero, self.parameters)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a graph holds them, or something was added op by op."""
+        return self.number in _read
+
     def fix_unit(self, weight: float) -> None:
         """Count in units of `weight` from now on, unless the unit is settled, or a graph holds it. For the host."""
         if not self.settled:
             self.settled = True
-            if self.number not in _read:
+            if not self.is_compiled:
                 self.unit = weight
                 ops.assign(self.weight_unit, weight)
 
@@ -91,7 +96,7 @@ class Buffers:
 
         Compiled graphs may hold the unit of this run as a constant: the buffers are converted to it.
         """
-        if self.settled or self.number in _read:
+        if self.settled or self.is_compiled:
             for buffer in self.parameters if loaded != self.unit else ():
                 ops.assign(buffer, scaled(loaded / self.unit, buffer, buffer.dtype))
         else:

@@ -155,7 +155,7 @@ class Keeper:
         With several ranks, this one takes part in the windows of the others until none has data. `pieces`: in how many
         pieces each rank adds a microbatch.
         """
-        self.forget()
+        self._way.release()
         held, exchange, closed, applied = self._whole().mini_step, self._exchange, False, False
         while exchange.inside > 1 and self._add_nothing(pieces) > 0:
             facts = self._whole()

@@ -32,7 +32,7 @@ class Stage:
 
     Attributes:
         measures: How many numbers `measure` returns.
-        window_state: Its Parameters that belong to the open window.
+        window_state: Its Parameters that belong to the open window: they are 0 when it begins.
         run_state: Its other Parameters.
 
     Source: the loss scale, the skipping of `optax.skip_not_finite` and the noise scale of McCandlish et al. (2018) are
@@ -96,7 +96,10 @@ class Stage:
         return gradients
 
     def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:
-        """Return whether a window makes an update: True, or a bool Tensor of shape `()`."""
+        """Return whether a window makes an update: True, or a bool Tensor of shape `()`.
+
+        `gradients` are sums over the window, in a unit of weights: good for what is finite, not for a size.
+        """
         return True
 
     def on_update(self, gradients: Gradients, unit: Scalar, sums: Numbers, measured: Numbers) -> None:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
+from mindspore.ops import constexpr
 
 from ..arguments import as_weight, checked_gradients
 from ..tensors import after, as_tensor, clip_factor, global_norm, mapped, weighted
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
     from .kernels import Portable
     from .length import WindowLength
     from .stages import Stage
+
+_numbers = count()
+# What compiled graphs, or calls op by op, have done by hand: the numbers of ways that were filled, and closed.
+_by_hand: set[int] = set()
+_closed_by_hand: set[int] = set()
 
 # Places in the sums that travel with gradients: a plain tuple, for graphs read no named one.
 WEIGHT = 0  # of a piece, or of a window
@@ -83,7 +90,7 @@ class Way:
         self.measuring, self.judging, self.closing = (
             tuple(stage for stage in stages if overrides(stage, method))
             for method in ("measure", "accepts", "on_close"))
-        self.may_drop = len(self.judging) > 0
+        self.may_drop, self.number = len(self.judging) > 0, next(_numbers)
         ends = [MEASURED]
         for stage in stages:
             ends.append(ends[-1] + stage.measures)
@@ -206,6 +213,9 @@ class Way:
         """Empty the open window, also after an error."""
         self.counters.empty()
         self.buffers.empty(self.counters.weight_sum)
+        for stage in self.stages:
+            for parameter in stage.window_state:
+                ops.assign(parameter, ops.zeros_like(parameter))
         self.journal.done()
 
     def restored(self, gradients: Gradients) -> Gradients:
@@ -264,19 +274,46 @@ class Way:
 
     def take_over(self, driver: object) -> bool:
         """Let `driver` fill the accumulator. Return whether it has to read the device first: somebody else did before,
-        or a checkpoint was loaded.
+        a checkpoint was loaded, or a window was closed by hand. RuntimeError if the accumulator was filled by hand.
         """
+        if self.number in _by_hand:
+            raise RuntimeError("microbatches were added to this accumulator by hand, expected one train step or cell "
+                               "that fills it; give the step an Accumulator of its own")
         before, self._driver = self._driver, (driver, self.counters.loads)
         self.is_driven = True
+        if self.number in _closed_by_hand:
+            _closed_by_hand.remove(self.number)
+            return True
         return before != self._driver
+
+    def release(self) -> None:
+        """Let whoever fills the accumulator next read the device first."""
+        self._driver = None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Let the block load a checkpoint into all state. What an interrupt stops there is noticed."""
-        self._driver = None
+        self.release()
         self.empty()
         self.journal.updating(self.counters.mini_step)
         yield
         self.buffers.adopt(float(self.buffers.weight_unit))
         self.journal.done()
         self.counters.note_loaded()
+
+
+@constexpr
+def note_filled(number: int, is_driven: bool) -> bool:
+    """Note that a way is filled by hand. Refuse it if a train step does: that counts, and chose the unit of weights."""
+    if is_driven:
+        raise RuntimeError("a train step or a cell fills this accumulator, so nothing can be added by hand; give the "
+                           "hand-written loop an Accumulator of its own")
+    _by_hand.add(number)
+    return True
+
+
+@constexpr
+def note_closed(number: int) -> bool:
+    """Note that a window was closed or dropped by hand: a keeper that counts down reads where it stands."""
+    _closed_by_hand.add(number)
+    return True

@@ -66,6 +66,10 @@ class SeveralLossesStep(TrainStep):
             raise ValueError(f'got losses={losses} with on_nonfinite="skip_microbatch", which changes the weight of a '
                              'window after it was weighed; give "skip_window"')
 
+        if way.buffers.is_compiled and not way.counters.apart:
+            raise ValueError(f"got losses={losses} with an Accumulator that another train step has filled, whose "
+                             "graphs count one loss; give each its own, or build this step before the other one runs")
+
         def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> WeighedProgram:
             return WeighedProgram(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
 

@@ -108,11 +108,24 @@ class Closing(Stage):
     """A stage that looks at windows alone."""
 
     def __init__(self):
-        self.closed = Parameter(Tensor(0, ms.int32), name="closed", requires_grad=False)
-        self.run_state = (self.closed,)
+        self.closed, self.opened = (
+            Parameter(Tensor(0, ms.int32), name=name, requires_grad=False) for name in ("closed", "opened"))
+        self.run_state, self.window_state = (self.closed,), (self.opened,)
 
     def on_close(self, applied):
         ops.assign_add(self.closed, 1)
+
+
+def test_what_a_stage_keeps_of_a_window_goes_with_it():
+    """By a reset, and where a window closes."""
+    network, stage = MLP(), Closing()
+    train_step = make_train_step(mean_loss(network), sgd(network), 2, stages=(stage,))
+    batch = tensors(*batches([6])[0])
+    for ends in (train_step.accumulator.reset, lambda: train_step(*batch)):
+        train_step(*batch)
+        ops.assign_add(stage.opened, 5)
+        ends()
+        assert int(stage.opened) == 0
 
 
 def test_a_stage_that_looks_at_no_piece_sees_windows_without_buffers():

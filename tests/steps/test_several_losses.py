@@ -47,7 +47,7 @@ def test_a_window_that_was_not_weighed_or_not_trained_as_a_whole_is_refused():
     assert int(step.accumulator.mini_step) == 0
     trained = []
     for leave in (lambda step: next(step.epoch(microbatches())),
-                  lambda step: step.accumulator.add(step.accumulator.optimizer.parameters)):
+                  lambda step: step.accumulator.way.add_unmarked(step.accumulator.optimizer.parameters, 1.0)):
         step = step_of()
         leave(step)
         for refused in (step.flush, lambda step=step: next(step.epoch(microbatches())), step.flush):
@@ -76,6 +76,11 @@ def test_a_window_that_is_closed_inside_the_loop_ends_it(method):
 def test_what_does_not_compose_is_refused():
     with pytest.raises(ValueError, match=r'losses=2 with on_nonfinite="skip_microbatch", .*; give "skip_window"'):
         step_of(on_nonfinite="skip_microbatch")
+    network = MLP()
+    accumulator = Accumulator(sgd(network), 2, reduction="mean")
+    make_train_step(mean_loss(network), accumulator)(*microbatches()[0][:2])
+    with pytest.raises(ValueError, match="that another train step has filled, whose graphs count one loss; give each"):
+        make_train_step(pair_of(network), accumulator, losses=2)
 
 
 def test_the_check_names_the_loss_that_is_no_mean():

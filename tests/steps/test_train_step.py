@@ -230,8 +230,6 @@ def test_an_accumulator_is_filled_by_one_step_or_by_hand():
     network = MLP()
     accumulator = Accumulator(sgd(network), 3, reduction="mean")
     train_step, other = (make_train_step(mean_loss(network), accumulator) for _ in range(2))
-    accumulator.add(accumulator.optimizer.parameters)
-    accumulator.reset()
     train_step(*batch)
     with pytest.raises(RuntimeError, match="fills this accumulator, so nothing can be added by hand"):
         accumulator.add(accumulator.optimizer.parameters)
@@ -240,6 +238,29 @@ def test_an_accumulator_is_filled_by_one_step_or_by_hand():
     with pytest.raises(RuntimeError, match="holds 4 microbatches, of which only 3 came from this train step"):
         train_step(*batch)
     accumulator.reset()
+    other_network = MLP()
+    filled = Accumulator(sgd(other_network), 3, reduction="mean")
+    filled.add(filled.optimizer.parameters)
+    with pytest.raises(RuntimeError, match="were added to this accumulator by hand, expected one train step"):
+        make_train_step(mean_loss(other_network), filled)(*batch)
     for step in (train_step, other, train_step):
         step(*batch)
     assert (int(accumulator.update_step), int(accumulator.mini_step), train_step.updated) == (1, 0, True)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("close", ["apply", "flush", "reset"])
+def test_a_window_that_is_closed_by_hand_is_noticed_at_the_next_call(close):
+    """Also where the next window is shorter. Control: without it, the first window holds 4."""
+    batch = tensors(*batches([6])[0])
+    for by_hand in (True, False):
+        train_step = step_of({0: 4, 1: 1})
+        train_step(*batch)
+        if by_hand:
+            getattr(train_step.accumulator, close)()
+        updated = []
+        for _ in range(4):
+            train_step(*batch)
+            updated.append(train_step.updated)
+        first = 3 if close == "reset" or not by_hand else 0
+        assert updated == [i >= first - (not by_hand) for i in range(4)]
