@@ -21,8 +21,6 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.ops import constexpr
 
-from .tensors import mapped
-
 if TYPE_CHECKING:
     from .tensors import Scalar
 
@@ -124,55 +122,6 @@ def _message(name: str, got: object, expected: str, remedy: str) -> str:
 
 
 # --- what a graph is given --------------------------------------------------------------------------------------------
-
-
-def checked_gradients(names: tuple[str, ...], expected: tuple, grads: Any) -> Any:
-    """Return gradients that belong to parameters of these names and shapes. TypeError or ValueError if they do not."""
-    if isinstance(grads, (tuple, list)):
-        # Not list comprehensions: in a graph, the time to compile them grows with the square of their length.
-        require_gradients(names, expected, mapped(_shape_of, None, grads), mapped(_dtype_of, None, grads))
-    else:
-        require_gradients(names, expected, None, ())
-    return grads
-
-
-def _shape_of(_: None, gradient: Any) -> Any:
-    return gradient.shape if isinstance(gradient, Tensor) else None
-
-
-def _dtype_of(_: None, gradient: Any) -> Any:
-    return gradient.dtype if isinstance(gradient, Tensor) else None
-
-
-@constexpr
-def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tuple], dtypes: tuple) -> bool:
-    """Refuse gradients that do not belong to the optimizer's parameters, before anything is changed.
-
-    Args:
-        names: Names of the parameters.
-        expected: Their shapes.
-        got: Shapes of the gradients, None in the place of an entry that is not a Tensor; None if there is no tuple at
-            all.
-        dtypes: Their dtypes, with None in the same places.
-    """
-    if got is None:
-        raise TypeError("grads is not a tuple of Tensors, expected one gradient for each of the optimizer's "
-                        f"{len(names)} parameters; take them from `value_and_grad(forward_fn, None, "
-                        "optimizer.parameters)`")
-    if len(got) != len(expected):
-        raise ValueError(f"grads holds {len(got)} gradients, expected {len(expected)}: one for each parameter of the "
-                         "optimizer; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
-    for name, parameter_shape, shape, dtype in zip(names, expected, got, dtypes):
-        if shape is None:
-            raise TypeError(f"the gradient of {name} is not a Tensor, expected one of shape {parameter_shape}; "
-                            "is the parameter part of the loss?")
-        if tuple(shape) != tuple(parameter_shape):
-            raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
-                             "give the gradients in the order of `optimizer.parameters`")
-        if dtype in _COMPLEX:
-            raise TypeError(f"the gradient of {name} is of {dtype}, expected real numbers; its imaginary part would be "
-                            "lost")
-    return True
 
 
 def as_weight(weight: Scalar) -> Scalar:

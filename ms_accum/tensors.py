@@ -1,21 +1,29 @@
-"""Pure functions on tuples of tensors: what happens to gradients on their way in and out of the buffers."""
+"""Functions on tensors and tuples of tensors, and checks of gradients, that every room may use."""
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, ops
+from mindspore.common.initializer import initializer
+from mindspore.ops import constexpr
 
 Gradients = tuple[Tensor, ...]
 Scalar = Union[float, Tensor]
 Numbers = tuple[Scalar, ...]  # what travels with gradients: their weight and other sums
 HALF = (ms.float16, ms.bfloat16)
 FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
+COMPLEX = (ms.complex64, ms.complex128)
 _ENLARGED = 2.0**21
 multiply_no_nan = ops.MulNoNan()  # NaN * 0 is 0
 _map, _partial = ops.HyperMap(), ops.Partial()
+
+
+def state_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
+    """Return a Parameter that is state and not trained, filled with `value`."""
+    return Parameter(initializer(value, shape, dtype), name=name, requires_grad=False)
 
 
 def mapped(function: Callable, shared: Any, *tuples: tuple) -> tuple:
@@ -107,3 +115,52 @@ def as_vector(scalars: Numbers) -> Tensor:
         scalar = scalar if isinstance(scalar, Tensor) else Tensor([scalar], ms.float32)
         elements = (*elements, scalar.reshape(1).astype(ms.float32))
     return ops.concat(elements)
+
+
+def checked_gradients(names: tuple[str, ...], expected: tuple, grads: Any) -> Any:
+    """Return gradients that belong to parameters of these names and shapes. TypeError or ValueError if they do not."""
+    if isinstance(grads, (tuple, list)):
+        # Not list comprehensions: in a graph, the time to compile them grows with the square of their length.
+        require_gradients(names, expected, mapped(_shape_of, None, grads), mapped(_dtype_of, None, grads))
+    else:
+        require_gradients(names, expected, None, ())
+    return grads
+
+
+def _shape_of(_: None, gradient: Any) -> Any:
+    return gradient.shape if isinstance(gradient, Tensor) else None
+
+
+def _dtype_of(_: None, gradient: Any) -> Any:
+    return gradient.dtype if isinstance(gradient, Tensor) else None
+
+
+@constexpr
+def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tuple], dtypes: tuple) -> bool:
+    """Refuse gradients that do not belong to the optimizer's parameters, before anything is changed.
+
+    Args:
+        names: Names of the parameters.
+        expected: Their shapes.
+        got: Shapes of the gradients, None in the place of an entry that is not a Tensor; None if there is no tuple at
+            all.
+        dtypes: Their dtypes, with None in the same places.
+    """
+    if got is None:
+        raise TypeError("grads is not a tuple of Tensors, expected one gradient for each of the optimizer's "
+                        f"{len(names)} parameters; take them from `value_and_grad(forward_fn, None, "
+                        "optimizer.parameters)`")
+    if len(got) != len(expected):
+        raise ValueError(f"grads holds {len(got)} gradients, expected {len(expected)}: one for each parameter of the "
+                         "optimizer; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
+    for name, parameter_shape, shape, dtype in zip(names, expected, got, dtypes):
+        if shape is None:
+            raise TypeError(f"the gradient of {name} is not a Tensor, expected one of shape {parameter_shape}; "
+                            "is the parameter part of the loss?")
+        if tuple(shape) != tuple(parameter_shape):
+            raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
+                             "give the gradients in the order of `optimizer.parameters`")
+        if dtype in COMPLEX:
+            raise TypeError(f"the gradient of {name} is of {dtype}, expected real numbers; its imaginary part would be "
+                            "lost")
+    return True

@@ -9,10 +9,9 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import number
-from ..core.buffers import state_parameter
 from ..core.stages import Stage
 from ..core.way import TAKEN, WEIGHT
-from ..tensors import as_vector, global_norm
+from ..tensors import as_vector, global_norm, state_parameter
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar

@@ -10,20 +10,14 @@ from math import prod
 from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, ops
-from mindspore.common.initializer import initializer
+from mindspore import ParameterTuple, Tensor, ops
 from mindspore.ops import constexpr
 
-from ..tensors import FLOATS, HALF, mapped, scaled, weighted
+from ..tensors import FLOATS, HALF, mapped, scaled, state_parameter, weighted
 from .kernels import add_each, kernels
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
-
-
-def state_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
-    """Return a Parameter that is state and not trained, filled with `value`."""
-    return Parameter(initializer(value, shape, dtype), name=name, requires_grad=False)
 
 
 @ms.jit_class

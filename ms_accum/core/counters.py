@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Optional
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from ..tensors import as_tensor, as_vector
-from .buffers import state_parameter
+from ..tensors import as_tensor, as_vector, state_parameter
 
 if TYPE_CHECKING:
     from ..tensors import Numbers, Scalar

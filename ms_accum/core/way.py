@@ -18,8 +18,8 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
-from ..arguments import as_weight, checked_gradients
-from ..tensors import after, as_tensor, clip_factor, global_norm, mapped, weighted
+from ..arguments import as_weight
+from ..tensors import after, as_tensor, checked_gradients, clip_factor, global_norm, mapped, weighted
 from .stages import overrides
 
 if TYPE_CHECKING:
