@@ -35,17 +35,16 @@ def mapped(function: Callable, shared: Any, *tuples: tuple) -> tuple:
     return _map(_partial(function, shared), *tuples)
 
 
-def global_norm(gradients: Gradients) -> Tensor:
-    """Return the Euclidean norm of all gradients together: float32 `()`.
+def global_norm(gradients: Gradients, factor: Scalar = 1.0) -> Tensor:
+    """Return the Euclidean norm of `factor * gradients`, all together: float32 `()`.
 
-    It is exact for elements from 1e-25 and norms to 8e12.
-
-    Each gradient is read once, enlarged by a power of two: squares below 1e-38 leave float32.
+    It is exact where elements of the product are at least 1e-25, and their norm is at most 8e12. Each gradient is
+    read once, enlarged by a power of two: squares below 1e-38 leave float32.
     """
     squares = Tensor(0.0, ms.float32)
     for gradient in gradients:
         # One after the other, or the squares of all gradients would be in memory together.
-        gradient = ops.depend(gradient, squares).astype(ms.float32) * _ENLARGED
+        gradient = ops.depend(gradient, squares).astype(ms.float32) * (factor * _ENLARGED)
         squares = squares + _sum(gradient * gradient)  # on CPU faster than ops.square
     return ops.sqrt(squares) / _ENLARGED
 

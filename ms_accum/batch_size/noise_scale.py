@@ -125,7 +125,7 @@ class GradientNoiseScale(Stage):
         """See `Stage`."""
         (spread, count), weight = measured, sums[WEIGHT]
         others = count - 1.0
-        squared = ops.square(global_norm(gradients) * (unit / weight))
+        squared = ops.square(global_norm(gradients, unit / weight))
         noise = spread - weight * squared
         window = as_vector((noise, others * squared - noise / weight, others))
         # A NaN would stay in the means for ever.

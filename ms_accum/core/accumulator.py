@@ -71,7 +71,7 @@ class Accumulator:
             int or an integer Tensor >= 1. A window keeps its length from its first microbatch to its last. Or
             `until_weight(budget)`: a window closes with the microbatch that brings its weight to the budget.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
-            `grad_norm` and clips nothing; None computes no norm. Norms of the sum above 8e12 are infinite.
+            `grad_norm` and clips nothing; None computes no norm. Norms above 8e12 count as infinite.
         reduction: "sum" or "mean".
         buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16
             buffer overflows if the sum of weight * gradient exceeds 65504; a driver divides the weights by the rows of

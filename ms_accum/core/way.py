@@ -260,7 +260,7 @@ class Way:
         """Return the factor on the gradients after clipping, and keep their norm before it."""
         if self.clip_norm is None:
             return factor
-        norm = global_norm(gradients) * abs(factor)  # negative weights can make the factor negative
+        norm = global_norm(gradients, factor)
         ops.assign(self.counters.grad_norm, norm)
         return factor * clip_factor(norm, self.clip_norm)
 

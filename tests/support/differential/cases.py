@@ -162,7 +162,7 @@ def compose(choose, **fixed):
     pick("norm", NORMS)
     backward_clip = pick("backward_clip", (False, False, True) if loss in ("mean", "smoothed") else (False,))
     extreme = exact and optimizer in LINEAR and loss != "mse"
-    factor = pick("factor", (1.0, 1.0, 1.0, 1e-12, 1e10) if extreme else (1.0,))
+    factor = pick("factor", (1.0, 1.0, 1.0, 1e-12, 1e12) if extreme else (1.0,))
     pick("groups", (False, False, True) if optimizer != "nn.FTRL" else (False,))
     pick("rates", ("number", "number", "list", "cell") if optimizer in NN and optimizer != "nn.FTRL" else ("number",))
     reduction = pick("reduction", ("mean", "mean", "sum") if by_hand and loss in ("mean", "mse") else ("mean",))
