@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "ms_accum"
 FLOORS = (("tensors",), ("arguments", "runtime"), ("distributed",), ("core",), ("steps",),
           ("model", "checkpoint", "batch_size", "check"), ("cli",), ("examples",), ("__init__", "__main__"))
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+SMALL = ("tensors", "arguments", "runtime", "distributed", "core", "steps", "model", "checkpoint")
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
@@ -37,8 +38,11 @@ def problems(name, source):
         if not allowed:
             found.append(f"{room} imports {other}")
         found += [f"imports {part}" for part in place if part.startswith("_") and not part.endswith("__")]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, FUNCTIONS) and room in ("distributed", "core", "steps"):
+    for node in ast.walk(ast.parse(source)) if room in SMALL else ():
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(member, FUNCTIONS) for member in node.body)
+            found += [f"class {node.name} has {methods} methods"] * (methods > 20)
+        if isinstance(node, FUNCTIONS):
             body = node.body[1:] if ast.get_docstring(node) is not None else node.body
             if body and body[-1].end_lineno - body[0].lineno >= 30:
                 found.append(f"function {node.name} has more than 30 lines")
@@ -58,6 +62,8 @@ def test_rooms_import_downwards_only():
     ("distributed/ranks.py", "def f():\n    from .. import core", "distributed imports core"),
     ("steps/step.py", "from .. import Accumulator", "steps imports __init__"),
     ("core/update.py", "from .length import _stages", "imports _stages"),
+    ("model/cell.py", "class Large:\n" + "".join(f"    def f{i}(self): pass\n" for i in range(21)),
+     "class Large has 21 methods"),
     ("core/update.py", "def long():\n    '''Doc.'''\n" + "    x = 1\n" * 31, "function long has more than 30 lines"),
 ])
 def test_what_breaks_a_rule_is_found(name, source, problem):

@@ -7,11 +7,12 @@ is open: a closed window fits any number of ranks and any length of the next one
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -33,6 +34,9 @@ from .file import (
     rename_file,
     write_file,
 )
+
+if TYPE_CHECKING:
+    from ..core.way import Way
 
 _OF_WINDOW = ("reducer", "accumulate_step")  # settings that a closed window does not depend on
 _UNIT, _TORN, _SCALE = (f"accumulator:{name}" for name in ("weight_unit", "unfinished", "loss_scaler.scale_value"))
@@ -155,11 +159,23 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
     loaded, about = _together(ranks, lambda: run.checked(mine, first if rank == 0 else read_file(mine), generation),
                               CheckpointError)
-    with accumulator.way.loading():
+    with loading(accumulator.way):
         for name, value in loaded.items():
             # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
             ops.assign(run.entries[name], value)
     return about["extra"]
+
+
+@contextmanager
+def loading(way: Way) -> Iterator[None]:
+    """Let the block load a checkpoint into all state. What an interrupt stops there is noticed."""
+    way.release()
+    way.empty()
+    way.journal.updating(way.counters.mini_step)
+    yield
+    way.buffers.adopt(float(way.buffers.weight_unit))
+    way.journal.done()
+    way.counters.note_loaded()
 
 
 def _checked_accumulator(network: object, accumulator: object) -> Accumulator:

@@ -9,8 +9,6 @@ everything as it is.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Optional
 
@@ -238,7 +236,8 @@ class Way:
         self.journal.updating(gradients[-1])
         for stage, start, end in self.watching:
             stage.on_update(gradients, unit, sums, sums[start:end])
-        factor = self._clipped(gradients, self._normalised(unit, sums[WEIGHT]))
+        factor = normalising(self.contributors, unit, sums[WEIGHT])
+        factor = clipping(self.clip_norm, self.counters.grad_norm, gradients, factor)
         if isinstance(factor, Tensor):  # what scales buffers in place comes after what reads them
             factor = ops.depend(factor, ops.assign_add(self.counters.update_step, 1))
         else:  # a statement of its own: a graph drops a result that has a name and no use
@@ -247,22 +246,6 @@ class Way:
         self.optimizer(kernels.scale(factor, gradients, self.dtypes))
         for hook in self.hooks:
             hook()
-
-    def _normalised(self, unit: Scalar, weight: Scalar) -> Scalar:
-        """Return what makes a sum in this unit of weights the gradient. A window without weight is 0, not 0/0."""
-        if self.contributors is not None:
-            return unit / self.contributors
-        if not isinstance(weight, Tensor):
-            return unit / weight if weight else 0.0
-        return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
-
-    def _clipped(self, gradients: Gradients, factor: Scalar) -> Scalar:
-        """Return the factor on the gradients after clipping, and keep their norm before it."""
-        if self.clip_norm is None:
-            return factor
-        norm = global_norm(gradients, factor)
-        ops.assign(self.counters.grad_norm, norm)
-        return factor * clip_factor(norm, self.clip_norm)
 
     # --- for the host -------------------------------------------------------------------------------------------------
 
@@ -290,16 +273,23 @@ class Way:
         """Let whoever fills the accumulator next read the device first."""
         self._driver = None
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Let the block load a checkpoint into all state. What an interrupt stops there is noticed."""
-        self.release()
-        self.empty()
-        self.journal.updating(self.counters.mini_step)
-        yield
-        self.buffers.adopt(float(self.buffers.weight_unit))
-        self.journal.done()
-        self.counters.note_loaded()
+
+def normalising(contributors: Optional[int], unit: Scalar, weight: Scalar) -> Scalar:
+    """Return what makes a sum in this unit of weights the gradient. A window without weight is 0, not 0/0."""
+    if contributors is not None:
+        return unit / contributors
+    if not isinstance(weight, Tensor):
+        return unit / weight if weight else 0.0
+    return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+
+
+def clipping(clip_norm: Optional[float], grad_norm: Parameter, gradients: Gradients, factor: Scalar) -> Scalar:
+    """Return the factor on the gradients after clipping, and keep their norm before it."""
+    if clip_norm is None:
+        return factor
+    norm = global_norm(gradients, factor)
+    ops.assign(grad_norm, norm)
+    return factor * clip_factor(norm, clip_norm)
 
 
 @constexpr

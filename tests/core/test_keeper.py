@@ -6,6 +6,7 @@ from mindspore import Tensor, nn
 from support.mlp import MLP, mean_loss, tensors
 
 from ms_accum import make_train_step, until_weight
+from ms_accum.checkpoint.checkpoint import loading
 
 pytestmark = pytest.mark.core
 
@@ -81,7 +82,7 @@ def test_a_load_that_is_interrupted_is_refused_by_the_next_call(accumulate_step)
     train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), accumulate_step)
     for _ in range(2):
         train_step(*batch)
-    with pytest.raises(KeyboardInterrupt), train_step.accumulator.way.loading():
+    with pytest.raises(KeyboardInterrupt), loading(train_step.accumulator.way):
         raise KeyboardInterrupt
     with pytest.raises(RuntimeError, match="stopped an update, of which the parameters may hold a part"):
         train_step(*batch)

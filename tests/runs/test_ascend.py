@@ -195,7 +195,7 @@ def test_the_update_reads_the_buffers_in_the_right_order(compiled):
     assert len(buffers) == 2 * LAYERS
     assert all("accumulator" in name for name in buffers)
     readers = {node.name for node in graph for given in node.inputs if parameter(given) in buffers}
-    assert readers <= {"Load", "Depend", "UpdateState", "MakeTuple", "Square", "Muls", "InplaceMul", "InplaceZero"}
+    assert readers <= {"Load", "Depend", "UpdateState", "MakeTuple", "Mul", "InplaceMul", "InplaceZero"}
 
 
 def squares_of(graph):

@@ -57,7 +57,7 @@ DEFECTS = {
         [("core/counters.py", "    if unfinished:", "    if False:")]),
     "the window is divided by its microbatches": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
-        [("core/way.py", "self._normalised(unit, sums[WEIGHT]))", "unit / sums[TAKEN])")]),
+        [("core/way.py", "normalising(self.contributors, unit, sums[WEIGHT])", "unit / sums[TAKEN]")]),
     "the weight sum is not emptied": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
         [("core/counters.py", "        ops.assign(self.weight_sum, 0.0)\n", ""),
