@@ -118,7 +118,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     If no window was open (save when `train_step.updated` is true, or after a flush), the number of ranks, the
     `DataParallel` and `accumulate_step` may be others. With another number of ranks or another `DataParallel`, every
     rank reads rank 0's file, which all have to see, and takes over what was rank 0's alone: `extra`, and
-    statistics of BatchNorm. An open window in this run is dropped.
+    statistics of BatchNorm. An open window in this run is dropped. Buffers that this run has not needed yet (windows of one
+    microbatch) are made only if the file holds an open window.
 
     Args:
         path: The file that was given to `save_checkpoint`.
@@ -159,7 +160,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
     loaded, about = _together(ranks, lambda: run.checked(mine, first if rank == 0 else read_file(mine), generation),
                               CheckpointError)
-    with loading(accumulator.way):
+    with loading(accumulator.way, about["open"]):
         for name, value in loaded.items():
             # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
             ops.assign(run.entries[name], value)
@@ -167,10 +168,16 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
 
 @contextmanager
-def loading(way: Way) -> Iterator[None]:
-    """Let the block load a checkpoint into all state. What an interrupt stops there is noticed."""
+def loading(way: Way, is_open: bool) -> Iterator[None]:
+    """Let the block load a checkpoint into all state. What an interrupt stops there is noticed.
+
+    `is_open`: whether it holds an open window. If not, buffers that take no memory yet still take none.
+    """
     way.release()
-    way.empty()
+    if is_open or way.buffers.is_allocated:
+        way.empty()
+    else:
+        way.counters.empty()
     way.journal.updating(way.counters.mini_step)
     yield
     way.buffers.adopt(float(way.buffers.weight_unit))

@@ -295,7 +295,9 @@ class Accumulator:
 
     @property
     def state(self) -> dict[str, Parameter]:
-        """All state by its name in a checkpoint, which is the same in the next process."""
+        """All state by its name in a checkpoint, which is the same in the next process. Buffers that no window has
+        needed yet are among it; they take no memory, and are 0.
+        """
         return {INSTANCE.sub("", p.name).removeprefix(cell_prefix(self.optimizer)): p for p in self.parameters}
 
     def fingerprint(self) -> dict[str, str]:

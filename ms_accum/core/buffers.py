@@ -8,9 +8,11 @@ from __future__ import annotations
 from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Optional
+from weakref import WeakValueDictionary
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, ops
+from mindspore.nn.utils import no_init_parameters
 from mindspore.ops import constexpr
 
 from ..tensors import FLOATS, HALF, mapped, scaled, state_parameter, weighted
@@ -28,6 +30,9 @@ class Buffers:
     step takes the samples of its first piece, so that the weight of a piece divided by the unit is a constant, too.
     Where that is 1, at most a cast stands between the backward pass and `AssignAdd`.
 
+    They take no memory before the first graph that holds them, or the first gradient op by op: windows of one
+    microbatch never need them.
+
     Args:
         prefix: What the names of the buffers begin with.
         shapes: Name and shape of each buffer.
@@ -44,8 +49,9 @@ class Buffers:
 
     def __init__(self, prefix: str, shapes: list[tuple[str, tuple]], dtypes: tuple[ms.Type, ...],
                  gradient_dtypes: tuple[ms.Type, ...], unit: Optional[float] = None) -> None:
-        self.parameters = ParameterTuple([state_parameter(f"{prefix}.{name}", shape, dtype)
-                                          for (name, shape), dtype in zip(shapes, dtypes)])
+        with no_init_parameters():
+            self.parameters = ParameterTuple([state_parameter(f"{prefix}.{name}", shape, dtype)
+                                              for (name, shape), dtype in zip(shapes, dtypes)])
         self.kernels = kernels()
         sizes = [prod(shape) for _, shape in shapes]
         self.small = max(sizes) // 64 if min(sizes) < max(sizes) // 64 else 0  # elements
@@ -53,6 +59,12 @@ class Buffers:
         self.unit, self.settled, self.number = unit or 1.0, unit is not None, next(_numbers)
         self.weight_unit = state_parameter(f"{prefix}.weight_unit", (), ms.float32, self.unit)
         self.state = (*self.parameters, self.weight_unit)
+        _buffers[self.number] = self
+
+    def allocated(self) -> ParameterTuple:
+        """Return the buffers, which have memory from now on."""
+        allocate(self.number)
+        return self.parameters
 
     @property
     def nbytes(self) -> int:
@@ -66,11 +78,16 @@ class Buffers:
 
     def add(self, gradients: Gradients) -> None:
         """Add what `weighed` returned, or what an exchange made of it."""
-        add_each(self.small, self.parameters, gradients)
+        add_each(self.small, self.allocated(), gradients)
 
     def empty(self, zero: Tensor) -> None:
         """Set all buffers to 0, given a float32 Tensor that is 0."""
-        self.kernels.clear(zero, self.parameters)
+        self.kernels.clear(zero, self.allocated())
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether they have memory: before that, they are 0."""
+        return not self.parameters[0].has_init
 
     @property
     def is_compiled(self) -> bool:
@@ -91,7 +108,7 @@ class Buffers:
         Compiled graphs may hold the unit of this run as a constant: the buffers are converted to it.
         """
         if self.settled or self.is_compiled:
-            for buffer in self.parameters if loaded != self.unit else ():
+            for buffer in self.parameters if loaded != self.unit and self.is_allocated else ():
                 ops.assign(buffer, scaled(loaded / self.unit, buffer, buffer.dtype))
         else:
             self.settled, self.unit = True, loaded
@@ -99,6 +116,7 @@ class Buffers:
 
 
 _numbers = count()
+_buffers: WeakValueDictionary[int, Buffers] = WeakValueDictionary()
 _read: set[int] = set()  # the numbers of the buffers whose unit a graph holds
 
 
@@ -106,6 +124,15 @@ _read: set[int] = set()  # the numbers of the buffers whose unit a graph holds
 def note_reader(number: int) -> bool:
     """Note, while a graph is compiled (or op by op), that it holds the unit of the buffers with this number."""
     _read.add(number)
+    return True
+
+
+@constexpr
+def allocate(number: int) -> bool:
+    """Give the buffers with this number memory, while a graph that holds them is compiled (or op by op)."""
+    for parameter in _buffers[number].parameters:
+        if parameter.has_init:
+            parameter.init_data()
     return True
 
 

@@ -175,7 +175,7 @@ class Way:
             for i in range(sums.shape[0]):
                 measured = (*measured, sums[i])
         sums = (counters.weight_sum, counters.mini_step + 0, active, counters.counted_sum, *measured)
-        return self._judged(self.exchange.window(self.buffers.parameters, self.buffers.weight_unit, sums))
+        return self._judged(self.exchange.window(self.buffers.allocated(), self.buffers.weight_unit, sums))
 
     def update_with(self, window: Window) -> None:
         """Update with what `window` returned, or a copy of it, and close."""

@@ -2,13 +2,14 @@
 import sys
 
 import mindspore as ms
+import numpy as np
 import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 from support.cells import Counting
 from support.modes import compiled
 from support.processes import MEMORY, run_python
 
-from ms_accum import Accumulator
+from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.core.buffers import Buffers
 from ms_accum.core.kernels import Portable, kernels
 
@@ -45,6 +46,38 @@ def test_dtypes_of_parameters_and_buffers(mode):
         assert accumulator.optimizer.seen[2].asnumpy().item() == pytest.approx(0.05, rel=1e-7)
 
 
+def test_windows_of_one_microbatch_have_no_buffers(tmp_path):
+    """Not in training, not in a checkpoint, not after it was loaded; a longer window makes them."""
+    def trained(schedule, calls, path=None):
+        network = nn.Dense(3, 2, "ones", "zeros")
+
+        def forward_fn(x):
+            return (network(x) ** 2).mean()
+
+        train_step = make_train_step(forward_fn, nn.Momentum(network.trainable_params(), 0.1, 0.9), schedule)
+        if path is not None:
+            load_checkpoint(path, network, train_step)
+        for i in calls:
+            train_step(Tensor(np.full((4, 3), 1 + i / 8), ms.float32))
+        return network, train_step, train_step.accumulator.way.buffers
+
+    network, train_step, buffers = trained(1, range(4))
+    assert not buffers.is_allocated and not train_step.flush() and not buffers.is_allocated
+    assert not any(buffer.asnumpy().any() for buffer in buffers.parameters)
+    path = tmp_path / "closed.ckpt"
+    save_checkpoint(path, network, train_step)
+    resumed, _, again = trained({0: 1, 7: 2}, range(4, 7), path)
+    assert not again.is_allocated
+    plain, _, needed = trained({0: 1, 7: 2}, range(8))
+    assert needed.is_allocated  # the control
+    resumed, train_step, again = trained({0: 1, 7: 2}, range(4, 8), path)
+    assert again.is_allocated and int(train_step.accumulator.mini_step) == 1
+    assert resumed.weight.asnumpy().tolist() == plain.weight.asnumpy().tolist()
+    save_checkpoint(path, resumed, train_step)
+    _, train_step, again = trained({0: 1, 7: 2}, (), path)  # the open window of a file makes them, too
+    assert again.is_allocated and again.parameters[0].asnumpy().any()
+
+
 # --- the unit of weights ----------------------------------------------------------------------------------------------
 
 
@@ -72,7 +105,7 @@ def test_the_unit_is_fixed_once_and_makes_large_weights_small():
     assert (buffers.unit, added(buffers, (1.0, 2))) == (1.0, ([8, 8], 1))
     for before in (2.0, 4.0, None):  # loaded buffers are converted to the unit that graphs hold, if there is one
         buffers = buffers_of(before)
-        ms.ops.assign(buffers.parameters[0], Tensor([12.0, 12.0]))
+        ms.ops.assign(buffers.allocated()[0], Tensor([12.0, 12.0]))
         buffers.adopt(4.0)
         unit = before or 4.0
         assert (buffers.unit, float(buffers.weight_unit)) == (unit, unit)

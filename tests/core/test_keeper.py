@@ -82,7 +82,7 @@ def test_a_load_that_is_interrupted_is_refused_by_the_next_call(accumulate_step)
     train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), accumulate_step)
     for _ in range(2):
         train_step(*batch)
-    with pytest.raises(KeyboardInterrupt), loading(train_step.accumulator.way):
+    with pytest.raises(KeyboardInterrupt), loading(train_step.accumulator.way, True):
         raise KeyboardInterrupt
     with pytest.raises(RuntimeError, match="stopped an update, of which the parameters may hold a part"):
         train_step(*batch)
