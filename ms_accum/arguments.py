@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
-from math import inf
+from math import inf, nan
 from numbers import Real
 from operator import index
 from textwrap import dedent
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _message(name: str, got: object, expected: str, remedy: str) -> str:
 
 
 def as_weight(weight: Scalar) -> Scalar:
-    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`.
+    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`, which is NaN if it is negative.
 
     Raises:
         TypeError: If it is neither a number nor a Tensor.
@@ -133,7 +133,8 @@ def as_weight(weight: Scalar) -> Scalar:
     """
     if isinstance(weight, Tensor):
         require_weight_tensor(weight.shape, weight.dtype)
-        return weight.reshape(()).astype(ms.float32)
+        weight = weight.reshape(()).astype(ms.float32)
+        return ops.where(weight < 0, Tensor(nan, ms.float32), weight)
     require_weight_number(weight is None, weight)
     # A large int would become an int32 of the graph, and wrap around.
     return float(weight)

@@ -118,8 +118,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     If no window was open (save when `train_step.updated` is true, or after a flush), the number of ranks, the
     `DataParallel` and `accumulate_step` may be others. With another number of ranks or another `DataParallel`, every
     rank reads rank 0's file, which all have to see, and takes over what was rank 0's alone: `extra`, and
-    statistics of BatchNorm. An open window in this run is dropped. Buffers that this run has not needed yet (windows of one
-    microbatch) are made only if the file holds an open window.
+    statistics of BatchNorm. An open window in this run is dropped. Buffers that this run has not needed yet (windows
+    of one microbatch) are made only if the file holds an open window.
 
     Args:
         path: The file that was given to `save_checkpoint`.

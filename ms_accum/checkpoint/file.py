@@ -26,7 +26,7 @@ from ..steps.errors import one_line
 
 SUFFIXES = (".ckpt", ".safetensors")
 ABOUT = "ms_accum"
-_VERSION = 3
+_VERSION = 4
 _MARK = b'{"ms_accum checkpoint, sha256": "'
 _DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
 _BLANK = _MARK + b"0" * 64

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
-from ..arguments import instance_of, number, one_of, require_condition, spelled
+from ..arguments import as_weight, instance_of, number, one_of, require_condition, spelled
 from ..distributed.buckets import Accumulated
 from ..distributed.exchange import DataParallel, OneDevice
 from .buffers import Buffers, buffer_dtype_of
@@ -18,7 +18,7 @@ from .kernels import kernels
 from .length import length_of
 from .lost_window import watched
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
-from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, overrides, stages_of
+from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, stages_of
 from .way import Way, note_closed, note_filled
 
 if TYPE_CHECKING:
@@ -103,8 +103,9 @@ class Accumulator:
         skipped: Gradients of this rank ignored because they were not finite, each of a microbatch or piece
             ("skip_microbatch") or of a window ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
         skipped_in_row: How many of them followed one another, up to now.
-        seen: Sum of the weights in all updates of all ranks, each rounded: samples, or what `weight_fn` counts, tokens
-            for example: int64 Parameter of shape `()`.
+        seen: Sum of the weights in all updates of all ranks, rounded: samples, or what `weight_fn` counts, tokens for
+            example: int64 Parameter of shape `()`. What it was rounded by is kept in units of 2**-36, so the error does
+            not grow; the weights of one window are summed in float32.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN until it has
             been measured, and always without `clip_norm`.
         weight_sum: Sum of the weights in the open window: float32 Parameter of shape `()`.
@@ -193,8 +194,7 @@ class Accumulator:
     def _publish(self, counters: Counters) -> None:
         """Offer what others may read."""
         way = self.way
-        self.looks_at_pieces = way.exchange.inside > 1 or way.length.budget is not None or any(
-            overrides(stage, "weigh", "measure") for stage in way.stages)
+        self.looks_at_pieces = way.exchange.inside > 1 or way.length.budget is not None or way.looks_at_gradients
         self.mini_step, self.update_step, self.seen = counters.mini_step, counters.update_step, counters.seen
         self.closed_windows, self.weight_sum = counters.closed_windows, counters.weight_sum
         self.skipped, self.skipped_in_row = counters.skipped, counters.skipped_in_row
@@ -208,6 +208,7 @@ class Accumulator:
         Args:
             grads: A gradient for each of `optimizer.parameters`, in their order and shapes.
             weight: A number >= 0 or a Tensor of shape `()`. With 0, the microbatch counts, but its gradient is ignored.
+                A Tensor that is negative counts as NaN, and so becomes what it weighs.
 
         Returns:
             Whether this microbatch closed the window: bool Tensor of shape `()`.
@@ -223,7 +224,7 @@ class Accumulator:
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
         note_filled(self.way.number, self.way.is_driven)
-        self.way.add_unmarked(grads, weight)
+        self.way.add_unmarked(grads, as_weight(weight))
 
     def close_if(self, condition: Tensor) -> Tensor:
         """Close the window by your own rule: update if `condition`, a bool Tensor of shape `()`, is true.

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..tensors import Numbers, Scalar
 
 _UPDATING = -2**30
+_FRACTION = 2.0**36  # fractions of weights are counted in units of 2**-36
 _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
                "others; call accumulator.reset(), which drops the open window, and go on with the next batch")
 _TORN_UPDATE = ("an error or an interrupt stopped an update, of which the parameters may hold a part; load a "
@@ -72,6 +73,7 @@ class Counters:
     """The Parameters that count; see `Accumulator` for what is public.
 
     Attributes:
+        seen_rest: What `seen` was rounded by, in units of 2**-36.
         measured: What the stages measured in the open window, summed: float32 `(measures,)`; none if nothing measures.
         counted_sum: What `seen` counts of the open window: `weight_sum`, unless `count_apart` was called.
         saved: For the host: closed windows, and microbatches in the open one, when the last checkpoint was saved.
@@ -90,11 +92,12 @@ class Counters:
             for name in ("mini_step", "update_step", "closed_windows", "skipped", "skipped_in_row", "taken"))
         self.weight_sum, self.window_weight = (
             state_parameter(f"{prefix}.{name}", (), ms.float32) for name in ("weight_sum", "window_weight"))
-        self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
+        self.seen, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.int64)
+                                     for name in ("seen", "seen_rest"))
         self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
         self.counted_sum, self.apart, self.measured = self.weight_sum, (), ()
-        self.run_state = (self.update_step, self.seen, self.grad_norm, self.closed_windows, self.skipped,
-                          self.skipped_in_row, self.window_weight)
+        self.run_state = (self.update_step, self.seen, self.seen_rest, self.grad_norm, self.closed_windows,
+                          self.skipped, self.skipped_in_row, self.window_weight)
 
     @property
     def window_state(self) -> tuple:
@@ -132,6 +135,17 @@ class Counters:
         """Count a microbatch in pieces, if one of them was taken."""
         self.count(self.taken + 0)
         ops.assign(self.taken, 0)
+
+    def see(self, counted: Scalar) -> None:
+        """Add what an update counts to `seen`. Fractions are kept: 0.6 counts 3 in five updates."""
+        whole = ops.round(as_tensor(counted))
+        if not isinstance(counted, Tensor) and counted % 1 == 0:
+            ops.assign_add(self.seen, whole.astype(ms.int64))
+        else:
+            rest = self.seen_rest + ((counted - whole) * _FRACTION).astype(ms.int64)
+            carry = ops.round(rest.astype(ms.float32) / _FRACTION)
+            ops.assign(self.seen_rest, rest - (carry * _FRACTION).astype(ms.int64))
+            ops.assign_add(self.seen, (whole + carry).astype(ms.int64))
 
     def close(self, weight: Scalar) -> None:
         """Count a window of this weight that was applied or dropped."""

@@ -16,8 +16,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
-from ..arguments import as_weight
-from ..tensors import after, as_tensor, checked_gradients, clip_factor, global_norm, mapped, weighted
+from ..tensors import after, checked_gradients, clip_factor, global_norm, mapped, weighted
 from .stages import overrides
 
 if TYPE_CHECKING:
@@ -72,6 +71,7 @@ class Way:
 
     Attributes:
         may_drop: Whether a stage may drop a window.
+        looks_at_gradients: Whether a stage weighs or measures the mean gradient of each piece.
         measuring, judging, watching, closing: The stages that override `measure`, `accepts`, `on_update`, `on_close`.
         is_driven: Whether a train step or a cell fills the accumulator: nothing can be added by hand then.
     """
@@ -88,6 +88,7 @@ class Way:
         self.measuring, self.judging, self.closing = (
             tuple(stage for stage in stages if overrides(stage, method))
             for method in ("measure", "accepts", "on_close"))
+        self.looks_at_gradients = any(overrides(stage, "weigh", "measure") for stage in stages)
         self.may_drop, self.number = len(self.judging) > 0, next(_numbers)
         ends = [MEASURED]
         for stage in stages:
@@ -112,12 +113,15 @@ class Way:
         """
         return self.journal.begin(self.scaled(loss))
 
-    def add(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1) -> Numbers:
+    def add(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1,
+            factor: Optional[Scalar] = None) -> Numbers:
         """Add the gradients of a piece (of its scaled loss). Return its sums over the ranks that exchange microbatches.
 
-        `counted` is what `seen` counts of it, if that is not the weight.
+        `weight` comes from `as_weight`. `counted` is what `seen` counts of it, if that is not the weight. `factor` is
+        what the gradients are multiplied with, if that is not the weight: 1 for those of a sum, where no stage looks at
+        pieces.
         """
-        gradients, weight = checked_gradients(*self.expected, gradients), as_weight(weight)
+        gradients = checked_gradients(*self.expected, gradients)
         taken = 1
         for stage in self.stages:
             weight, took = stage.weigh(gradients, weight)
@@ -127,31 +131,31 @@ class Way:
             restored = self.restored(gradients)
             for stage in self.measuring:
                 sums = (*sums, *stage.measure(restored, weight))
-        gradients, sums = self.exchange.microbatch(self.buffers.weighed(gradients, weight), sums)
+        gradients, sums = self.exchange.microbatch(
+            self.buffers.weighed(gradients, weight if factor is None else factor), sums)
         self.buffers.add(gradients)
         self.counters.include(sums[WEIGHT], sums[COUNTED], sums[MEASURED:])
         return sums
 
-    def add_microbatch(self, gradients: Gradients, weight: Scalar) -> None:
-        """Add a microbatch that is not cut, after `begin`."""
-        self.counters.count(self.add(gradients, weight)[TAKEN])
+    def add_microbatch(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
+        """Add a microbatch that is not cut, after `begin`; arguments as of `add`."""
+        self.counters.count(self.add(gradients, weight, factor=factor)[TAKEN])
         self.journal.mark(-1)
 
-    def add_unmarked(self, gradients: Gradients, weight: Scalar) -> None:
-        """Add a microbatch without `begin`, in a graph that may read the buffers, too."""
+    def add_unmarked(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
+        """Add a microbatch without `begin`, in a graph that may read the buffers, too; arguments as of `add`."""
         gradients = checked_gradients(*self.expected, gradients)
-        weight = as_weight(weight)
         begun = self.journal.mark(ops.depend(Tensor(1, ms.int32), gradients[-1]))
         # Without the dependency, Ascend would make the gradient that the mark waits for in its buffer, before the mark.
-        self.add_microbatch(mapped(after, begun, gradients), weight)
+        self.add_microbatch(mapped(after, begun, gradients), weight, factor)
 
-    def add_piece(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None,
-                  active: int = 1) -> Scalar:
-        """Add a piece of a microbatch, after `begin`; `end_microbatch` follows the last one.
+    def add_piece(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1,
+                  factor: Optional[Scalar] = None) -> Scalar:
+        """Add a piece of a microbatch, after `begin`; `end_microbatch` follows the last one. Arguments as of `add`.
 
         Return the sum of `active` over the ranks that exchange microbatches: how many of them have data.
         """
-        sums = self.add(gradients, weight, counted, active)
+        sums = self.add(gradients, weight, counted, active, factor)
         self.counters.take(sums[TAKEN])
         self.journal.mark(1)
         return sums[ACTIVE]
@@ -182,17 +186,17 @@ class Way:
         self._step(window, self.buffered)
         self.close(True)
 
-    def update_alone(self, gradients: Gradients, weight: Scalar) -> None:
+    def update_alone(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
         """Update with a window of one microbatch, without buffers, if no window is open. Its gradients are in units of
-        its own weight.
+        `factor`; arguments as of `add`.
 
         Only where no stage looks at pieces or may drop a window, ranks do not sum each microbatch, and no weight
         decides when a window is full.
         """
-        gradients, weight = checked_gradients(*self.expected, gradients), as_weight(weight)
-        if isinstance(weight, Tensor) or weight == 0:  # what has no weight is ignored, NaN included
-            gradients = mapped(weighted, weight != 0, gradients, self.buffers.gradient_dtypes)
-        self._step(self._judged(self.exchange.window(gradients, weight, (weight, 1, 1.0, weight))), self.copied)
+        gradients, unit = checked_gradients(*self.expected, gradients), weight if factor is None else factor
+        if isinstance(unit, Tensor) or unit == 0:  # what has no weight is ignored, NaN included
+            gradients = mapped(weighted, unit != 0, gradients, self.buffers.gradient_dtypes)
+        self._step(self._judged(self.exchange.window(gradients, unit, (weight, 1, 1.0, weight))), self.copied)
         for stage in self.closing:
             stage.on_close(True)
         self.counters.close(weight)
@@ -242,7 +246,7 @@ class Way:
             factor = ops.depend(factor, ops.assign_add(self.counters.update_step, 1))
         else:  # a statement of its own: a graph drops a result that has a name and no use
             ops.assign_add(self.counters.update_step, 1)
-        ops.assign_add(self.counters.seen, ops.round(as_tensor(sums[COUNTED])).astype(ms.int64))
+        self.counters.see(sums[COUNTED])
         self.optimizer(kernels.scale(factor, gradients, self.dtypes))
         for hook in self.hooks:
             hook()

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
-from ..arguments import as_weight, instance_of, spelled
+from ..arguments import instance_of, one_of, spelled
+from ..core.accumulator import REDUCTIONS
 from ..core.keeper import Keeper
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
 from ..steps.batch import positional
 from ..steps.errors import explaining_errors
-from ..steps.graphs import compiled, make_gradients_of, weight_of
+from ..steps.graphs import Functions, compiled, make_gradients_of
 from ..steps.pieces import checked_axis, layout
-from ..steps.program import Functions, program_of
-from ..steps.train_step import averaging, require_functions
+from ..steps.program import program_of
+from ..steps.train_step import averaging, fix_unit_of_sums, require_functions
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator, Status
@@ -47,6 +48,7 @@ class TrainOneStepCell(nn.Cell):
         accumulate_step: Microbatches in a window, with an optimizer; see `Accumulator`.
         batch_axis: The axis that counts the samples; see `make_train_step`.
         weight_fn: `(*batch) -> weight`: what the network's mean divides by; see `make_train_step`.
+        loss_reduction: "sum" if the network returns a sum; see `make_train_step`.
         clip_norm: With an optimizer; see `Accumulator`. So are the following.
         loss_scaler: See `Accumulator`.
         on_nonfinite: See `Accumulator`.
@@ -101,6 +103,7 @@ class TrainOneStepCell(nn.Cell):
         *,
         batch_axis: int = 0,
         weight_fn: Optional[Callable] = None,
+        loss_reduction: str = "mean",
         clip_norm: Optional[float] = None,
         loss_scaler: Optional[amp.LossScaler] = None,
         on_nonfinite: str = "apply",
@@ -126,9 +129,10 @@ class TrainOneStepCell(nn.Cell):
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self.batch_axis = checked_axis(batch_axis)
         self._way = accumulator.way
-        self._gradients_of = make_gradients_of(network, self._way, has_aux=False, begin=False)
-        self._weight_fn = positional("weight_fn", weight_fn)
-        self._nothing = program_of(Functions(network, None), accumulator, 0, (), 1)
+        fix_unit_of_sums(accumulator, one_of("loss_reduction", loss_reduction, REDUCTIONS))
+        functions = Functions(network, positional("weight_fn", weight_fn), reduction=loss_reduction)
+        self._gradients_of = make_gradients_of(functions, self._way, begin=False)
+        self._nothing = program_of(functions, accumulator, 0, (), 1)
         # In graph mode, everything is compiled, the end of a window as well.
         self._keepers = {ms.GRAPH_MODE: Keeper(accumulator, compiled), ms.PYNATIVE_MODE: Keeper(accumulator)}
 
@@ -183,11 +187,9 @@ class TrainOneStepCell(nn.Cell):
     def _add(self, batch: tuple) -> Tensor:
         """Add a microbatch. Return its loss."""
         samples, _ = layout(batch, self.batch_axis)
-        weight = weight_of(self._weight_fn, samples, batch)
-        loss, _, gradients = self._gradients_of(*batch)
-        self._way.add_unmarked(gradients, weight)
-        # A weight that is NaN or infinite makes the loss NaN, so that it is seen.
-        return loss + as_weight(weight) * 0.0 if isinstance(weight, Tensor) else loss
+        loss, _, gradients, weight, factor = self._gradients_of(samples, *batch)
+        self._way.add_unmarked(gradients, weight, factor)
+        return loss
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
         """Refuse to be differentiated: a `Model` with an `optimizer=` would update once more at each microbatch."""

@@ -16,7 +16,6 @@ from mindspore.ops import constexpr
 
 from ..arguments import require_callable, spelled
 from ..core.keeper import end_of
-from ..core.stages import overrides
 from ..tensors import FLOATS
 from .batch import positional
 from .graphs import checked_loss, compiled, straight
@@ -96,7 +95,7 @@ def make_grad_cache_step(
     require_callable("loss_fn", loss_fn)
     accumulator, pieces = averaging(optimizer, accumulate_step), checked_pieces(pieces)
     way = accumulator.way
-    if way.exchange.inside > 1 or any(overrides(stage, "weigh", "measure") for stage in way.stages):
+    if way.exchange.inside > 1 or way.looks_at_gradients:
         raise ValueError('the accumulator looks at single pieces (noise_scale, "skip_microbatch", or '
                          'sync="microbatch" or "node"), which are no estimates of the gradient of a batch here; give '
                          '"skip_window" or sync="window"')

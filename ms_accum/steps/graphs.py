@@ -3,13 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..tensors import FLOATS
+from ..arguments import as_weight
+from ..tensors import FLOATS, after, as_tensor
 
 if TYPE_CHECKING:
     from ..core.way import Way
@@ -61,23 +62,46 @@ def needs_branch() -> bool:
     return ms.get_context("device_target") == "CPU"
 
 
-def make_gradients_of(forward_fn: Callable, way: Way, has_aux: bool, begin: bool = True) -> Callable:
-    """Return `(*piece) -> (loss, aux, gradients)`, uncompiled: of the loss times the loss scale.
+class Functions(NamedTuple):
+    """What a train step does with a piece; see `make_train_step`. Functions are by position: `batch.positional`."""
 
-    `forward_fn` is a function of the piece by position, as from `batch.positional`. `begin` says whether to mark in the
-    journal that a piece begins, before its gradients are made.
+    forward_fn: Callable
+    weight_fn: Optional[Callable]
+    has_aux: bool = False
+    batch_axis: int = 0
+    reduction: str = "mean"
+
+
+def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Callable:
+    """Return `(rows, *piece) -> (loss, aux, gradients, weight, factor)`, uncompiled.
+
+    The loss is the mean of the piece, the gradients are those of what `forward_fn` returned, times the loss scale;
+    weight and factor are for `Way.add`. `begin` says whether to mark in the journal that a piece begins, before its
+    gradients are made. Where a stage looks at gradients, a sum is divided by its weight before the backward pass: a
+    stage sees those of a mean.
     """
-    def differentiated(*piece: Any) -> tuple:
+    (forward_fn, weight_fn, has_aux, _, reduction) = functions  # a graph cannot read a named tuple
+    divides = reduction == "sum" and way.looks_at_gradients
+    is_sum = reduction == "sum" and not divides
+
+    def differentiated(weight: Tensor, *piece: Any) -> tuple:
         returned, aux = parted(forward_fn(*piece), has_aux)
         loss = checked_loss(returned)
+        if divides:
+            loss = loss.astype(ms.float32) / divisor(weight)
         return (way.begin(loss) if begin else way.scaled(loss)), loss, aux
 
     grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters, has_aux=True)
 
-    def gradients_of(*piece: Any) -> tuple[Tensor, Any, Gradients]:
-        (scaled_loss, loss, aux), gradients = grad_fn(*piece)
+    def gradients_of(rows: int, *piece: Any) -> tuple[Tensor, Any, Gradients, Scalar, Optional[float]]:
+        weight = weight_of(weight_fn, rows, piece)
+        if isinstance(weight, Tensor):
+            # The weight comes first: all gradients would wait for it otherwise, and be in memory together.
+            piece = tuple([after(weight, value) if isinstance(value, Tensor) else value for value in piece])
+        (scaled_loss, loss, aux), gradients = grad_fn(as_tensor(weight), *piece)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-        return ops.depend(loss, scaled_loss).astype(ms.float32), aux, gradients
+        loss = mean_loss(ops.depend(loss, scaled_loss).astype(ms.float32), weight, is_sum)
+        return loss, aux, gradients, weight, (1.0 if is_sum else None)
 
     return gradients_of
 
@@ -88,7 +112,21 @@ def weight_of(weight_fn: Optional[Callable], rows: int, piece: tuple) -> Scalar:
         return float(rows)
     weight = weight_fn(*piece)
     require_one_weight(len(weight) if isinstance(weight, (tuple, list)) else None)
-    return weight
+    return as_weight(weight)
+
+
+def mean_loss(loss: Tensor, weight: Scalar, is_sum: bool) -> Tensor:
+    """Return the mean loss of what weighs so much: 0 if that is 0, NaN if it is NaN or infinite."""
+    if is_sum:
+        loss = loss / divisor(as_tensor(weight))
+    if isinstance(weight, Tensor):
+        return ops.where(weight == 0, Tensor(0.0, ms.float32), loss) + weight * 0.0
+    return loss if weight else ops.depend(Tensor(0.0, ms.float32), loss)
+
+
+def divisor(weight: Tensor) -> Tensor:
+    """Return what a sum of this weight is divided by: 1 for no weight, so that 0/0 is 0."""
+    return ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
 
 
 def parted(result: Any, has_aux: bool) -> tuple:

@@ -8,31 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from ..arguments import as_weight
 from ..core.keeper import nothing_of
 from ..tensors import as_tensor, as_vector
 from .errors import ask_about_piece
-from .graphs import compiled, make_gradients_of, straight, weight_of
+from .graphs import compiled, divisor, make_gradients_of, straight
 from .pieces import aux_values, checked_aux, counted, join_aux, select_rows, starts_of
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
+    from .graphs import Functions
     from .pieces import Cut
-
-
-class Functions(NamedTuple):
-    """What a train step does with a piece; see `make_train_step`. Functions are by position: `batch.positional`."""
-
-    forward_fn: Callable
-    weight_fn: Optional[Callable]
-    has_aux: bool = False
-    batch_axis: int = 0
 
 
 class Program:
@@ -116,10 +107,10 @@ class Program:
             way.end_microbatch(pieces + absent)
             means = ()
             for t in range(losses):
-                means = (*means, totals[t] / _divisor(totals[losses + t]))
+                means = (*means, totals[t] / divisor(totals[losses + t]))
             if not results:
                 return means
-            return (*means, *join_aux(results, pieces, _divisor(totals[losses]), batch_axis))
+            return (*means, *join_aux(results, pieces, divisor(totals[losses]), batch_axis))
 
         return end
 
@@ -140,16 +131,15 @@ def program_of(functions: Functions, accumulator: Accumulator, samples: int, cut
 
 def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, rows: int) -> Callable:
     """Return `(start, totals, *batch) -> totals`, or `(totals, weight, aux)`, which adds a piece of so many samples."""
-    (forward_fn, weight_fn, has_aux, axis), way = functions, accumulator.way  # a graph cannot read a named tuple
-    gradients_of = make_gradients_of(forward_fn, way, has_aux)
+    has_aux, axis, way = functions.has_aux, functions.batch_axis, accumulator.way  # a graph cannot read a named tuple
+    gradients_of = make_gradients_of(functions, way)
 
     def piece(start: Tensor, totals: Tensor, *batch: Any) -> Any:
         # The samples are gathered here, from the whole batch: a graph's argument is not copied.
         inputs = select_rows(start + ops.arange(rows), cut, batch)
-        weight = weight_of(weight_fn, rows, inputs)
-        loss, aux, gradients = gradients_of(*inputs)
+        loss, aux, gradients, weight, factor = gradients_of(rows, *inputs)
         aux = checked_aux(aux, rows, axis) if has_aux else aux
-        active = way.add_piece(gradients, weight)
+        active = way.add_piece(gradients, weight, factor=factor)
         totals = totals + as_vector((counted(loss, weight), ops.depend(as_tensor(weight), active)))
         return (totals, as_vector((weight,)), aux) if has_aux else totals
 
@@ -158,28 +148,17 @@ def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, rows: in
 
 def _whole_fns(functions: Functions, accumulator: Accumulator, samples: int) -> tuple[Callable, Callable]:
     """Return what adds a microbatch that is not cut, and what updates with it alone."""
-    (forward_fn, weight_fn, has_aux, _), way = functions, accumulator.way
-    marked, unmarked = (make_gradients_of(forward_fn, way, has_aux, begin) for begin in (True, False))
-
-    def differentiated(gradients_of: Callable, batch: tuple) -> tuple:
-        weight = weight_of(weight_fn, samples, batch)
-        loss, aux, gradients = gradients_of(*batch)
-        if isinstance(weight, Tensor):
-            loss = loss + as_weight(weight) * 0.0  # a weight that is NaN or infinite makes the loss NaN
-        return ((loss, aux) if has_aux else loss), gradients, weight
+    has_aux, way = functions.has_aux, accumulator.way
+    marked, unmarked = (make_gradients_of(functions, way, begin) for begin in (True, False))
 
     def add(*batch: Any) -> Any:
-        result, gradients, weight = differentiated(marked, batch)
-        way.add_microbatch(gradients, weight)
-        return result
+        loss, aux, gradients, weight, factor = marked(samples, *batch)
+        way.add_microbatch(gradients, weight, factor)
+        return (loss, aux) if has_aux else loss
 
     def alone(*batch: Any) -> Any:
-        result, gradients, weight = differentiated(unmarked, batch)
-        way.update_alone(gradients, weight)
-        return result
+        loss, aux, gradients, weight, factor = unmarked(samples, *batch)
+        way.update_alone(gradients, weight, factor)
+        return (loss, aux) if has_aux else loss
 
     return add, alone
-
-
-def _divisor(weight: Tensor) -> Tensor:
-    return ops.where(weight == 0, Tensor(1.0, ms.float32), weight)

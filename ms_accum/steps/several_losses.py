@@ -2,7 +2,7 @@
 
     batches of a window ─ weigh each piece ─► totals of all ranks: W_t for each loss t, P pieces
                                                    │
-    each piece: value_and_grad of  sum over t of  (w_t / W_t) * P * loss_t,  added with weight 1
+    each piece: value_and_grad of  sum over t of  (w_t / W_t) * P * loss_t,  added with weight 1 (of sums: P / W_t)
                                                    │
     the accumulator's mean over P pieces is the gradient of  sum over t of  (sum of w_t * loss_t) / W_t
 """
@@ -21,7 +21,7 @@ from ..arguments import as_weight
 from ..core.counters import require_whole
 from ..core.stages import overrides
 from ..tensors import as_vector
-from .graphs import checked_loss, compiled, parted, refuse, require_readable
+from .graphs import checked_loss, compiled, divisor, parted, refuse, require_readable
 from .pieces import checked_aux, counted, select_rows, starts_of
 from .program import Program
 from .step import TrainStep, next_or_error
@@ -29,8 +29,8 @@ from .step import TrainStep, next_or_error
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
     from ..tensors import Numbers
+    from .graphs import Functions
     from .pieces import Cut
-    from .program import Functions
 
 _SINGLE = ("a train step with losses={} has to know a window before it trains it, expected no single calls with "
            "accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "
@@ -186,7 +186,8 @@ class WeighedProgram(Program):
 def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: int, rows: int,
               present: tuple[bool, ...]) -> Callable:
     """Return what adds a piece. A loss that has no weight in it is left out: as a mean over nothing it is 0/0."""
-    (forward_fn, _, has_aux, axis), way = functions, accumulator.way
+    (forward_fn, _, has_aux, axis, reduction), way = functions, accumulator.way
+    is_sum = reduction == "sum"
     counts = [t for t in range(count) if present[t]]
 
     def differentiated(shares: Tensor, *piece: Any) -> tuple:
@@ -203,8 +204,10 @@ def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: i
     def piece(start: Tensor, totals: Tensor, weights: Tensor, window: Tensor, *batch: Any) -> Any:
         inputs = select_rows(start + ops.arange(rows), cut, batch)
         of_window = window[:count]
-        shares = weights * window[count] / ops.where(of_window == 0, ops.ones_like(of_window), of_window)
+        numerators = ops.ones_like(weights) if is_sum else weights
+        shares = numerators * window[count] / divisor(of_window)
         (total, losses, aux), gradients = grad_fn(shares, *inputs)
+        losses = losses / divisor(weights) if is_sum else losses
         aux = checked_aux(aux, rows, axis) if has_aux else aux
         taken = way.add_piece(gradients, 1.0 if counts else 0.0, weights[0])
         losses = ops.depend(counted(losses, weights), (total, taken))

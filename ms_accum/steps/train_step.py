@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import mindspore as ms
 from mindspore import amp, nn
 
-from ..arguments import boolean, require_callable, spelled, whole_number
-from ..core.accumulator import Accumulator
+from ..arguments import boolean, one_of, require_callable, spelled, whole_number
+from ..core.accumulator import REDUCTIONS, Accumulator
 from ..core.optimizers import checked_parameters, require_trainable
 from .batch import positional
+from .graphs import Functions
 from .pieces import checked_axis, checked_pieces
-from .program import Functions, Program, program_of
+from .program import Program, program_of
 from .step import TrainStep
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def make_train_step(
     pieces: int = 1,
     batch_axis: int = 0,
     weight_fn: Optional[Callable] = None,
+    loss_reduction: str = "mean",
     has_aux: bool = False,
     losses: int = 1,
     clip_norm: Optional[float] = None,
@@ -68,6 +70,11 @@ def make_train_step(
         weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: what the mean in `forward_fn` divides by,
             e.g. the number of unmasked tokens. None: the number of samples. Of a batch with names, it gets those that
             it has parameters for.
+        loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens) instead
+            of their mean, and `weight_fn` how many they are. The gradients go into the buffers as they are, and a
+            window divides once by the weights of all ranks: with weights that change, as numbers of tokens do, that
+            takes less time and memory than a mean (see the page on language models). A sum of float16 losses overflows:
+            return it in float32.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are returned as their mean (float32) by the weights, those with one row per sample (on
             the batch axis) as those of the whole batch.
@@ -87,8 +94,9 @@ def make_train_step(
         buffer_dtype: See `Accumulator`.
 
     Returns:
-        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is the weighted mean over the pieces
-        and is never divided by `accumulate_step`: a float32 Tensor of shape `()`, or a tuple of them.
+        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is the weighted mean over the pieces, 0
+        if they weigh nothing, and is never divided by `accumulate_step`: a float32 Tensor of shape `()`, or a tuple of
+        them.
 
     Raises:
         TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
@@ -97,11 +105,11 @@ def make_train_step(
             `Accumulator`, it has `reduction="sum"`, or a parameter was frozen since it was built.
         RuntimeError: When called, if an error left a part of a batch in the open window (see below).
 
-    The weight multiplies the gradients, after the backward pass, so layers whose backward pass is not linear work and
-    float16 does not overflow. A piece with the same number of samples as the first one costs no multiplication, another
-    weight costs one per gradient, as does a weight that is a Tensor. Pieces of weight 0 are ignored, even if their loss
-    is 0/0. Numbers in a batch are constants of the graph: each new value triggers a recompilation, so give what changes
-    as a Tensor.
+    Of a mean, the weight multiplies the gradients, after the backward pass, so layers whose backward pass is not linear
+    work and float16 does not overflow. A piece with the same number of samples as the first one costs no
+    multiplication, another weight costs one per gradient, as does a weight that is a Tensor. Pieces of weight 0 are
+    ignored, even if their loss is 0/0; a weight that is negative, NaN or infinite makes the loss NaN. Numbers in a
+    batch are constants of the graph: each new value triggers a recompilation, so give what changes as a Tensor.
 
     The device owns the window. The host counts down the microbatches that it needs, and reads the device's counters
     when none is missing, after every error, load or flush. An accumulator is filled by one train step, or by hand:
@@ -114,8 +122,8 @@ def make_train_step(
     `flush` may be the first to raise. `accumulator.apply()` does not check.) If an error stops the forward pass or the
     loss of a batch that is not cut, the window stays as it was.
 
-    Source: cutting a batch inside the step is `jax.lax.scan` over microbatches; two graphs scheduled by the
-    host are the scheme of RATEX.
+    Source: cutting a batch inside the step is `jax.lax.scan` over microbatches; two graphs scheduled by the host are
+    the scheme of RATEX; `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`.
 
     Example:
         >>> import numpy as np
@@ -137,14 +145,17 @@ def make_train_step(
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
     require_functions(forward_fn=forward_fn, weight_fn=weight_fn)
     pieces, batch_axis = checked_pieces(pieces), checked_axis(batch_axis)
+    one_of("loss_reduction", loss_reduction, REDUCTIONS)
     accumulator = averaging(
         optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
         max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,
         stages=stages, buffer_dtype=buffer_dtype)
 
+    fix_unit_of_sums(accumulator, loss_reduction)
+
     def functions_for(count: int, names: tuple[str, ...]) -> Functions:
         return Functions(positional("forward_fn", forward_fn, count, names),
-                         positional("weight_fn", weight_fn, count, names), has_aux, batch_axis)
+                         positional("weight_fn", weight_fn, count, names), has_aux, batch_axis, loss_reduction)
 
     if losses > 1:
         from .several_losses import SeveralLossesStep  # an optional kind of step, which imports what is below this
@@ -155,6 +166,12 @@ def make_train_step(
         return program_of(functions_for(len(cut), names), accumulator, samples, cut, pieces)
 
     return TrainStep(forward_fn, accumulator, pieces, program_for, batch_axis)
+
+
+def fix_unit_of_sums(accumulator: Accumulator, loss_reduction: str) -> None:
+    """Count gradients of sums in the unit 1: they go into the buffers as they are."""
+    if loss_reduction == "sum" and not accumulator.way.looks_at_gradients:
+        accumulator.way.buffers.fix_unit(1.0)
 
 
 def require_functions(**functions: Optional[Callable]) -> None:

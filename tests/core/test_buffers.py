@@ -62,7 +62,9 @@ def test_windows_of_one_microbatch_have_no_buffers(tmp_path):
         return network, train_step, train_step.accumulator.way.buffers
 
     network, train_step, buffers = trained(1, range(4))
-    assert not buffers.is_allocated and not train_step.flush() and not buffers.is_allocated
+    assert not buffers.is_allocated
+    assert not train_step.flush()
+    assert not buffers.is_allocated
     assert not any(buffer.asnumpy().any() for buffer in buffers.parameters)
     path = tmp_path / "closed.ckpt"
     save_checkpoint(path, network, train_step)
@@ -71,11 +73,13 @@ def test_windows_of_one_microbatch_have_no_buffers(tmp_path):
     plain, _, needed = trained({0: 1, 7: 2}, range(8))
     assert needed.is_allocated  # the control
     resumed, train_step, again = trained({0: 1, 7: 2}, range(4, 8), path)
-    assert again.is_allocated and int(train_step.accumulator.mini_step) == 1
+    assert again.is_allocated
+    assert int(train_step.accumulator.mini_step) == 1
     assert resumed.weight.asnumpy().tolist() == plain.weight.asnumpy().tolist()
     save_checkpoint(path, resumed, train_step)
     _, train_step, again = trained({0: 1, 7: 2}, (), path)  # the open window of a file makes them, too
-    assert again.is_allocated and again.parameters[0].asnumpy().any()
+    assert again.is_allocated
+    assert again.parameters[0].asnumpy().any()
 
 
 # --- the unit of weights ----------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class Driver:
         if self.kind in ("step", "ahead"):
             return make_train_step(self.forward_fn, self.accumulator, weight_fn=weight_fn, **self.options)
         return TrainOneStepCell(self.forward_fn, self.accumulator, batch_axis=self.options.get("batch_axis", 0),
-                                weight_fn=weight_fn)
+                                weight_fn=weight_fn, loss_reduction=self.options.get("loss_reduction", "mean"))
 
     def _as_it_runs(self, function):
         return function if self.mode == "pynative" else ms.jit(function)

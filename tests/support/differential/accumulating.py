@@ -59,7 +59,8 @@ class Accumulating:
 
     def __init__(self, case, seed, **options):
         self.case = case
-        self.loss = build_loss(case, seed)
+        per_row = case.row_weight if case.loss_reduction == "sum" else None
+        self.loss = build_loss(case, seed, per_row)
         self.optimizer = build_optimizer(case, self.loss.trainable_params())
         self.scaler = None
         if case.scaler is not None:
@@ -76,7 +77,8 @@ class Accumulating:
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
             divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
-            batch_axis=case.batch_axis, pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux)
+            batch_axis=case.batch_axis, pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux,
+            loss_reduction=case.loss_reduction)
 
     def _forward(self):
         loss = Transposed(self.loss) if self.case.batch_axis else self.loss

@@ -26,7 +26,7 @@ PLAIN = {
     "optimizer": "nn.Momentum", "groups": False, "rates": "number", "reduction": "mean", "accumulate_step": 2,
     "clip_norm": None, "pieces": 1, "weight": "samples", "scaler": None, "on_nonfinite": "apply", "noise_scale": False,
     "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1, "hook": False,
-    "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0}
+    "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0, "loss_reduction": "mean"}
 
 
 def plain_case(driver, **changes):
@@ -50,7 +50,7 @@ class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
         "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync",
-        "batch_axis"))):
+        "batch_axis", "loss_reduction"))):
     """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`ranks.py`)."""
 
     __slots__ = ()
@@ -130,7 +130,12 @@ class Case(namedtuple("Case", (
             return np.array([piece[3].sum(), (piece[1][:, 0] == 0).sum()], float)
         if self.reduction == "sum":
             return 1.0
-        return len(piece[0]) * (2.5 if self.weight == "number" else 1.0)
+        return len(piece[0]) * self.row_weight
+
+    @property
+    def row_weight(self):
+        """What each row counts, if there is no mask."""
+        return 2.5 if self.weight == "number" else 1.0
 
 
 def compose(choose, **fixed):
@@ -179,6 +184,9 @@ def compose(choose, **fixed):
     narrow = front == "dense" and loss == "mse" and not backward_clip
     least = 4 * pieces if backward_clip else 2
     large = pick("large", (False, True) if narrow else (False,))
+    # A sum has larger gradients than a mean: a layer clips others, and 16 bits overflow elsewhere.
+    summable = not (by_hand or backward_clip or large or (not exact and values["scaler"]))
+    pick("loss_reduction", ("mean", "sum") if summable else ("mean",))
     # Each graph takes seconds to compile: anew for each shape, after a load and after an error.
     events = ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both")
     event = pick("event", ("none", "shapes") if ahead else events)

@@ -20,13 +20,13 @@ _STEPS = ["step-pynative", "cell-pynative", "hand-pynative", "step"]
 _NARROW = {
     "driver": _STEPS, "level": "none", "front": "dense", "norm": "none", "backward_clip": False, "loss": "mean",
     "factor": 1.0, "event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples",
-    "on_nonfinite": "apply", "empty_at": None, "batch_axis": 0}
+    "on_nonfinite": "apply", "empty_at": None, "batch_axis": 0, "loss_reduction": "mean"}
 _WEIGHT_IN_LOSS = [
     ("steps/graphs.py", "(way.begin(loss) if begin else way.scaled(loss))",
      "(way.begin(loss * piece[0].shape[0]) if begin else way.scaled(loss * piece[0].shape[0]))"),
     # The gradients are not weighted a second time, in windows of one microbatch neither.
     ("core/buffers.py", "mapped(weighted, weight / self.unit", "mapped(weighted, 1.0 / self.unit"),
-    ("core/way.py", "self.exchange.window(gradients, weight, (weight,",
+    ("core/way.py", "self.exchange.window(gradients, unit, (weight,",
      "self.exchange.window(gradients, 1.0, (weight,")]
 # Each defect: the draw that has to find it, in which what a list holds takes turns, and how the defect is put back:
 # (file of ms_accum, a text that is in it once, what the text becomes).
@@ -69,7 +69,7 @@ DEFECTS = {
     "loaded buffers keep the unit of another run": (
         {"driver": ["step-pynative", "cell-pynative", "step"], "weight": ["samples", "number"], "event": "save",
          "save_at": 4, "load_into": "used", "accumulate_step": 3, "sizes": (9, 5, 9, 9, 5, 9)},
-        [("core/buffers.py", "if loaded != self.unit else ()", "if False else ()")]),
+        [("core/buffers.py", "if loaded != self.unit and self.is_allocated else ()", "if False else ()")]),
     "the norm is that of the sum": (
         {"clip_norm": 0.1, "accumulate_step": 2},
         [("core/way.py", "global_norm(gradients, factor)", "global_norm(gradients)")]),
@@ -78,10 +78,17 @@ DEFECTS = {
         [("core/stages.py", "ops.zeros_like(weight)), taken.astype(ms.int32)", "ops.zeros_like(weight)), 1")]),
     "the loss of a batch is the sum of its pieces'": (
         {"driver": ["step-pynative", "step"], "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
-        [("steps/program.py", "totals[t] / _divisor(", "totals[t] * pieces / _divisor(")]),
+        [("steps/program.py", "totals[t] / divisor(", "totals[t] * pieces / divisor(")]),
     "the short last piece counts as a full one": (
         {"driver": ["step-pynative", "step"], "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
         [("steps/pieces.py", "[(start, min(rows, samples - start))", "[(min(start, samples - rows), rows)")]),
+    "the gradient of a sum is weighed": (
+        {"driver": ["step-pynative", "cell-pynative", "step"], "loss_reduction": "sum", "event": "shapes",
+         "accumulate_step": [1, 3], "weight": "tensor", "loss": "mean"},
+        [("steps/graphs.py", "(1.0 if is_sum else None)", "None")]),
+    "the losses of a sum are not divided by their counts": (
+        {"driver": "ahead-pynative", "loss": "pair", "scaler": None, "weight": "tensor", "loss_reduction": "sum"},
+        [("steps/several_losses.py", "losses / divisor(weights) if is_sum", "losses if is_sum")]),
     "a graph drops the count of updates": (
         {"driver": "step", "accumulate_step": 1, "clip_norm": None, "scaler": None, "pieces": 1},
         [("core/way.py", "        if isinstance(factor, Tensor):  # what",

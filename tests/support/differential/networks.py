@@ -104,11 +104,12 @@ class GroupNorm(nn.Cell):
 
 
 class Loss(nn.Cell):
-    """The mean loss of a batch, times `factor`; what is trained."""
+    """The mean loss of a batch, times `factor`; what is trained. Or, with `per_row`, the sum: each row counts so much.
+    """
 
-    def __init__(self, network, kind, factor, dtype):
+    def __init__(self, network, kind, factor, dtype, per_row=None):
         super().__init__()
-        self.network, self.kind, self.factor, self.dtype = network, kind, factor, dtype
+        self.network, self.kind, self.factor, self.dtype, self.per_row = network, kind, factor, dtype, per_row
         self.mean = nn.CrossEntropyLoss(label_smoothing=0.1 if kind == "smoothed" else 0.0)
         self.each = nn.CrossEntropyLoss(reduction="none")
 
@@ -117,13 +118,17 @@ class Loss(nn.Cell):
         if self.kind == "mse":
             loss = ops.square(output - target).mean()
         elif self.kind in ("masked", "pair"):
-            loss = (self.each(output, target) * mask).sum() / mask.sum()
+            loss = (self.each(output, target) * mask).sum()
+            loss = loss / mask.sum() if self.per_row is None else loss
         else:
             loss = self.mean(output, target)
+        if self.per_row is not None and self.kind not in ("masked", "pair"):
+            loss = loss * (self.per_row * mask.shape[0])
         if self.kind == "pair":
             # A mean over about a sixth of the rows, none at all now and then.
             chosen = (ids[:, 0] == 0).astype(ms.float32)
-            return loss * self.factor, (ops.square(output).sum(-1) * chosen).sum() / chosen.sum() * self.factor
+            count = chosen.sum() if self.per_row is None else 1.0
+            return loss * self.factor, (ops.square(output).sum(-1) * chosen).sum() / count * self.factor
         return loss * self.factor
 
 
@@ -157,8 +162,8 @@ def _draw(network, seed):
         parameter.set_data(Tensor(value, ms.float32))
 
 
-def build_loss(case, seed):
-    """The loss of the case's network as a Cell, with initial values drawn from `seed`."""
+def build_loss(case, seed, per_row=None):
+    """The loss of the case's network as a Cell, with initial values drawn from `seed`. `per_row`: see `Loss`."""
     # Model calls set_train on the whole cell, which would thaw a layer that is frozen by set_train(False).
     norm = _norm(case.norm, False if case.driver.startswith("model") else None)
     last = Clip(0.3 * case.factor) if case.backward_clip else nn.Identity()
@@ -169,7 +174,7 @@ def build_loss(case, seed):
     _draw(network, seed)
     network = amp_at(network, "float16" if case.level == "half" else case.level)
     dtype = ms.float16 if case.level == "half" else ms.float32
-    loss = Loss(network, case.loss, case.factor, dtype)
+    loss = Loss(network, case.loss, case.factor, dtype, per_row)
     loss.set_train(True)
     for _, cell in loss.cells_and_names():
         if "BatchNorm" in type(cell).__name__:  # level O1 makes a class of its own of it

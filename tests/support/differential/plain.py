@@ -57,7 +57,7 @@ class Plain(reference.Undivided):
         if not len(batch[0]):
             return 0.0, ()
         if self.case.pieces == 1 and not self.case.ahead:
-            loss = self.value(batch)
+            loss = self.value(batch) if pieces[0][1] or self.case.by_hand else 0.0
         else:
             total = sum(weight for _, weight in pieces)
             weighed = [w * np.where(np.equal(w, 0), 0.0, self.value(piece)) for piece, w in pieces]
