@@ -59,8 +59,9 @@ PROCESSES = {
     "fast": Process({
         # The pass is for 16 bits.
         "float32": Expected(between=[[]] * LAYERS, fused=[0, 0]), "bfloat16": FUSED, "clipped": FUSED,
-        # Negative controls: a weight that is a Tensor needs a multiplication; what decides on the device has a branch.
-        "token_weights": Expected(between=[["MulNoNan", "Cast"]] * LAYERS, fused=[0, 0]), "cell": BRANCHED,
+        # A mean needs one multiplication for each gradient, a sum none.
+        "token_means": Expected(between=[["MulNoNan", "Cast"]] * LAYERS, fused=[0, 0]), "token_sums": FUSED,
+        "memory_token_means": held(add=6.8), "memory_token_sums": held(add=6.2), "cell": BRANCHED,
         "op_by_op": Expected(branch=None), "momentum_groups": held(add=8.6, update=12.1),
         # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
         "copies": Expected(branch=None, least={"add": 11.5, "update": 15.9}), "sgd_in_bfloat16": Expected(branch=None),
@@ -70,9 +71,13 @@ PROCESSES = {
         **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",
                          "several_losses", "grad_cache"), PLAIN), "by_hand": BRANCHED, "sink": BRANCHED}),
     # In pieces of 6, 6 and 4 rows, the shorter last one needs a multiplication.
-    "more fused": Process({"float16": FUSED, "pieces": Expected(fused=[LAYERS, 0, 0, 0])}, fusion=True),
-    "language model": Process({"language_model": Expected(
-        between=[["MulNoNan"]] * 5, weights=("hidden.weight", "out.weight", "head.weight"))}),  # it counts bytes
+    "more fused": Process({"float16": FUSED, "pieces": Expected(fused=[LAYERS, 0, 0, 0]),
+                           "token_sums_in_pieces": Expected(fused=[LAYERS, LAYERS, 0, 0])}, fusion=True),
+    "language model": Process({
+        "language_model": Expected(
+            between=[["MulNoNan"]] * 5, weights=("hidden.weight", "out.weight", "head.weight")),  # it counts bytes
+        "memory_language_model": held(add=10.8), "memory_language_model_means": held(add=11.3),
+        "memory_language_model_sums": held(add=10.8)}),
     "MindCV": Process({
         **{name: Expected(between=[between] * 5, weights=(
             "qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight", "head.weight"))
@@ -87,6 +92,10 @@ PROCESSES = {
     "memory": Process({
         "memory": held(add=6.6, update=14.1), "memory_backwards": Expected(branch=None, least={"add": 10}),
         "memory_groups": held(add=6.6, update=14.1), "memory_clipped": held(update=14.5),
+        **dict.fromkeys(("memory_token_means", "memory_token_means_in_pieces"), held(add=6.8, update=14.1)),
+        **dict.fromkeys(("memory_token_sums", "memory_token_sums_in_pieces"), held(add=6.6, update=14.1)),
+        "memory_token_means_in_groups": held(add=6.8, update=14.5),
+        "memory_token_sums_in_groups": held(add=6.6, update=14.5),
         "memory_in_16_bits": held(add=4.6), "momentum": held(add=8.6, update=12.1),
         "momentum_groups": held(add=8.6, update=12.1), "momentum_clipped": held(update=13.0),
         "adam": held(update=16.1), "adam_clipped": held(update=17.0), "memory_by_hand": held(update=13.1)}),

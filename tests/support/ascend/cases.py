@@ -124,12 +124,13 @@ def several_losses():
     close(step.accumulator)
 
 
-def driver_of(name, network, optimizer):
-    return Driver(name, Accumulator(optimizer(network.trainable_params()), 2, 1.0, reduction="mean"), network)
+def driver_of(name, network, optimizer, weight_fn=None, **options):
+    accumulator = Accumulator(optimizer(network.trainable_params()), 2, 1.0, reduction="mean")
+    return Driver(name, accumulator, network, (weight_fn,), **options)
 
 
-def driven(name, dtype=ms.bfloat16, optimizer=decayed):
-    with driver_of(name, Network(dtype), optimizer) as driver:
+def driven(name, dtype=ms.bfloat16, optimizer=decayed, **options):
+    with driver_of(name, Network(dtype), optimizer, **options) as driver:
         driver(rows(dtype))
         if driver.mode == "pynative":  # the graphs hold the update, too
             driver.accumulator.apply()
@@ -263,6 +264,21 @@ def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, *
     return {"add": add - before / count, "update": update - before / count}
 
 
+def memory_of_language_model(reduction=None):
+    """Bytes per parameter at the peak of an addition, for the network of `ms-accum lm`; None: equal weights."""
+    from ms_accum.examples.lm.data import PADDING
+    from ms_accum.examples.lm.network import BitsPerByte, count_bytes
+    from ms_accum.examples.lm.network import Network as Transformer
+    loss = BitsPerByte(Transformer(0))
+    if reduction == "sum":
+        loss.nll = nn.NLLLoss(ignore_index=PADDING, reduction="sum")
+    options = {} if reduction is None else {"weight_fn": count_bytes, "loss_reduction": reduction}
+    step = make_train_step(loss, adam(loss.trainable_params()), 4, **options)
+    data, count = Tensor(np.zeros((1, 32)), ms.int32), sum(p.size for p in loss.trainable_params())
+    before = ms.runtime.memory_allocated()
+    return {"add": peak(lambda: step(data), count) - before / count}
+
+
 in_float32 = partial(memory, momentum, ms.float32)
 
 
@@ -284,11 +300,16 @@ def memory_of_copies():
         return in_float32(order="groups", layers=4)
 
 
+# How language models are trained.
+TRAINED = {"": {}, "_in_pieces": {"pieces": 2}, "_in_groups": {"order": "groups", "clip_norm": 1.0}}
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
 CASES = {
     "float32": partial(train, ms.float32, momentum), "float16": partial(train, ms.float16), "bfloat16": train,
     "pieces": partial(train, pieces=3), "alone": partial(train, accumulate_step=1),
-    "clipped": partial(train, clip_norm=1.0), "token_weights": partial(train, weight_fn=tokens),
+    "clipped": partial(train, clip_norm=1.0), "token_means": partial(train, weight_fn=tokens),
+    "token_sums": partial(train, weight_fn=tokens, loss_reduction="sum"),
+    "token_sums_in_pieces": partial(train, weight_fn=tokens, loss_reduction="sum", pieces=3),
+    "cell_of_sums": partial(driven, "cell-graph", weight_fn=tokens, loss_reduction="sum"),
     **{f"skip_{what}": partial(train, on_nonfinite=f"skip_{what}") for what in ("window", "microbatch")},
     "noise_scale": lambda: train(noise_scale=GradientNoiseScale()),
     "loss_scaler": lambda: train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100)),
@@ -303,6 +324,11 @@ CASES = {
     **{f"optimizers_{name}": partial(optimizers, dtype) for name, dtype in DTYPES.items()},
     "memory": memory, "memory_backwards": partial(memory, order="backwards"),
     "memory_groups": partial(memory, order="groups"),
+    **{f"memory_token_{reduction}s{what}": partial(memory, weight_fn=tokens, loss_reduction=reduction, **options)
+       for reduction in ("mean", "sum") for what, options in TRAINED.items()},
+    "memory_language_model": memory_of_language_model,
+    "memory_language_model_means": partial(memory_of_language_model, "mean"),
+    "memory_language_model_sums": partial(memory_of_language_model, "sum"),
     "memory_clipped": partial(memory, clip_norm=1.0), "memory_in_16_bits": partial(memory, buffer_dtype=ms.bfloat16),
     "momentum": in_float32, "momentum_groups": partial(in_float32, order="groups"),
     "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
@@ -325,7 +351,8 @@ def main(folder, names):
             told["error"] = f"{type(error).__name__}: {error}"
         files = set(Path(folder).glob("**/graph_build_*.ir")) - seen
         seen |= files
-        print(json.dumps({**told, "files": sorted(map(str, files))}), flush=True)
+        files = sorted(files, key=lambda file: int(file.stem.split("_")[2]))  # in the order of compilation
+        print(json.dumps({**told, "files": [*map(str, files)]}), flush=True)
         gc.collect()
 
 
