@@ -49,6 +49,11 @@ _NO_MEAN = ("no weighted mean: no weights make the gradients of the pieces into 
             "make_grad_cache_step")
 _NONLINEAR = ("nonlinear backward pass: its gradient is not proportional to the one it gets, as where a bprop clips it",
               "clip relative to the norm of the gradient, or clip the accumulated gradient with clip_norm=")
+_NOT_SCALED = ("not scaled: a part of the gradient does not grow with the loss, as one that a bprop adds; with a loss "
+               "scaler it vanishes, in plain MindSpore as well",
+               "add its loss to the one that forward_fn returns, or scale what the bprop adds: accumulator.scaled(...)")
+_MEAN = ('wrong normalisation: the loss is a mean, expected a sum because of loss_reduction="sum"',
+         "return the sum, or leave loss_reduction out")
 
 # What is counted in labels or a mask, as code.
 _COUNTS = ("({} != -100).sum()", "({} != -1).sum()", "({} != 0).sum()", "{}.sum()")
@@ -128,6 +133,7 @@ def causes_of(division: Division, comparison: Comparison) -> list[Cause]:
         coupled = _differing(division, batch, piece, np.sqrt(division.roundoff))
         found += in_layers(division, [cell for cell in coupled if cell not in moved], *_COUPLING)
         found += [] if coupled else (_wrong_normalisation(division, rest)
+                                     or _not_scaled(division, rest, called)
                                      or _nonlinear_backward(division, rest, called) or _two_means(division, rest))
     return found or in_loss(division, *_NO_MEAN)
 
@@ -175,7 +181,10 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
 
     if explains(np.ones(len(rows))):
         return in_loss(division, "wrong normalisation: the loss is a sum over samples, of which accumulation over "
-                       f"{len(rows)} pieces takes the mean", "return the mean over the samples")
+                       f"{len(rows)} pieces takes the mean",
+                       'return the mean over the samples, or give loss_reduction="sum"')
+    if division.is_sum and explains(division.shares ** 2):
+        return in_loss(division, *_MEAN)
     fitted = np.linalg.lstsq((rows[:-1] - rows[-1]).T, batch - rows[-1], rcond=1e-12)[0]
     fitted = np.clip(np.append(fitted, 1 - fitted.sum()), 0, None) * rows.any(1)  # as weights with the sum 1
     for code, weight in [*_usual_weights(division, division.pieces), (
@@ -242,8 +251,19 @@ def _nonlinear_backward(division: Division, comparison: Comparison, called: list
     In the mean over a piece, samples get larger gradients than in the mean over the batch.
     """
     scale = float(2.0 ** np.ceil(np.log2(len(division.pieces))))  # by a power of two: exact in any dtype
-    scaled = division.gradients(division.batch, scale=scale) / scale
-    if (division.norms(scaled - comparison.whole) <= comparison.explained).all():
-        return []
-    own = [cell for cell in called if cell.has_bprop]
-    return in_layers(division, own, *_NONLINEAR) or in_loss(division, *_NONLINEAR)
+    return [] if _scales(division, comparison, scale) else _backward_of(division, called, _NONLINEAR)
+
+
+def _not_scaled(division: Division, comparison: Comparison, called: list[nn.Cell]) -> list[Cause]:
+    """Return the causes if a part of the gradient does not scale with the loss, given a loss scaler."""
+    return [] if _scales(division, comparison, 1.0) else _backward_of(division, called, _NOT_SCALED)
+
+
+def _scales(division: Division, comparison: Comparison, times: float) -> bool:
+    other = division.gradients(division.batch, times=times)
+    return bool((division.norms(other - comparison.whole) <= comparison.explained).all())
+
+
+def _backward_of(division: Division, cells: Iterable[nn.Cell], cause: tuple[str, str]) -> list[Cause]:
+    own = [cell for cell in cells if cell.has_bprop]
+    return in_layers(division, own, *cause) or in_loss(division, *cause)

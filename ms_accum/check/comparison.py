@@ -57,15 +57,18 @@ class Division:
     Attributes:
         error: What op by op execution raised, if `forward_fn` is therefore compiled.
         cut: The axis that counts the samples in each argument; None for one that is not cut.
+        loss_scale: What the loss is multiplied by before the backward pass.
+        is_sum: Whether `forward_fn` divides by the weight what should be a sum.
         names: Names of the last arguments of `forward_fn`, if they were given by name.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
         eps: Relative error of a sum.
     """
 
     def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
-                 weight_fn: Optional[Callable], batch_axis: int = 0, names: tuple[str, ...] = ()) -> None:
+                 weight_fn: Optional[Callable], batch_axis: int = 0, names: tuple[str, ...] = (),
+                 loss_scale: float = 1.0, is_sum: bool = False) -> None:
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
-        self.names, self.error = names, None
+        self.names, self.error, self.loss_scale, self.is_sum = names, None, loss_scale, is_sum
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
         self._ends = np.cumsum([p.size for p in self.parameters])
@@ -137,12 +140,20 @@ class Division:
         [t.asnumpy() for t in tensors_in(loss)]  # kernels report errors late
         return loss, calls
 
-    def gradients(self, inputs: tuple, restored: bool = True, scale: float = 1.0) -> np.ndarray:
-        """Return the gradients of the loss times `scale`, one after the other, and behind them the loss: float32."""
+    def gradients(self, inputs: tuple, restored: bool = True, times: float = 1.0) -> np.ndarray:
+        """Return the gradients, one after the other, and behind them the loss: float32.
+
+        They are those of the loss times its scale and `times`, by which they are divided.
+        """
         if restored:
             self.layers.restore()
+        scale = self.loss_scale * times
         loss, gradients = self._differentiated(scale, *inputs)
-        return np.concatenate([t.astype(ms.float32).asnumpy().ravel() for t in (*gradients, loss)])
+        return np.concatenate([t.astype(ms.float32).asnumpy().ravel() for t in (*gradients, loss)]) / np.float32(scale)
+
+    def _undivided(self, restored: bool = True) -> np.ndarray:
+        """Return the gradients of the batch: in float32, of the loss itself; in 16 bits, that might underflow."""
+        return self.gradients(self.batch, restored, 1 / self.loss_scale if self.roundoff <= FLOAT32 else 1.0)
 
     def norms(self, gradients: np.ndarray) -> np.ndarray:
         """Return the Euclidean norm of each parameter's gradient."""
@@ -154,7 +165,7 @@ class Division:
 
     def compare(self, restored: bool = False) -> Comparison:
         """Compare the gradients. State goes on from piece to piece, as in training, unless it is `restored`."""
-        whole = self.gradients(self.batch)
+        whole = self._undivided()
         total, magnitudes, sketches = np.zeros(whole.shape), np.zeros(len(self.parameters)), [self.sketch(whole)]
         for place, share in enumerate(self.shares):
             gradients = self._on_piece(place, self.gradients, restored or place == 0)
@@ -187,6 +198,6 @@ class Division:
             value = parameter.asnumpy()
             off = value.astype(np.float64) * (1 + self.eps * signs.choice((-1.0, 1.0), value.shape))
             ops.assign(parameter, Tensor(off.astype(value.dtype), parameter.dtype))
-        change = self.norms(self.gradients(self.batch, restored=False) - whole)
+        change = self.norms(self._undivided(restored=False) - whole)
         self.layers.restore()
         return np.where(np.isfinite(change), change, 0.0)  # a perturbed network that overflows gives no bound

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, amp, nn, ops
 from support import layers
 from support.cells import Clip, Counting
 from support.layers import amp_at, around, attention, causes, cnn, drawn, info_nce, labels, noisy_loss, normal, sum_loss
@@ -69,6 +69,31 @@ def test_no_false_alarm_on_exact_networks(mode_named, level, seeds):
         assert (wrong.ok, causes(wrong)[-1][2]) == (False, WRONG), (seed, str(wrong))
 
 
+def drawn_images(seed):
+    """Convolutions, each with a GroupNorm, whose bound of rounding may be large although nothing differs."""
+    rng = np.random.default_rng(seed)
+    layers, channels = [], 3
+    for _ in range(rng.integers(1, 4)):
+        out = 4 * int(rng.integers(1, 5))
+        layers += [nn.Conv2d(channels, out, 3), nn.GroupNorm(int(rng.choice([1, 2, 4])), out), nn.ReLU()]
+        channels = out
+    network = nn.SequentialCell(*layers, nn.Flatten(), nn.Dense(channels * 36, 3)).set_train()
+    for p in network.trainable_params():
+        p.set_data(Tensor(p.asnumpy() * 2.0 ** rng.integers(-3, 4), p.dtype))
+    n = int(rng.integers(2, 16))
+    return network, (normal(n, 3, 6, 6, seed=seed), labels(n)), int(rng.integers(2, 8))
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 200), marks=pytest.mark.slow)])
+def test_exact_networks_of_convolutions_are_said_to_be_exact(seeds):
+    """Control: the sum instead of the mean."""
+    verdicts = {seed: check_equivalence(mean_loss(network), network, batch, pieces).ok
+                for seed in seeds for network, batch, pieces in [drawn_images(seed)]}
+    assert [seed for seed, ok in verdicts.items() if ok is not True] == []
+    network, batch, pieces = drawn_images(seeds[0])
+    assert check_equivalence(sum_loss(network), network, batch, pieces).ok is False
+
+
 def test_the_differences_are_those_of_the_train_step(monkeypatch):
     """The report's figure, from the gradients that make_train_step hands to an optimizer."""
     network = cnn()
@@ -100,6 +125,7 @@ class Case(NamedTuple):
     batch: tuple = ROWS
     weight_fn: Any = None
     pieces: int = 4
+    options: Any = None
 
 
 def at_rest(network, layer):
@@ -139,9 +165,9 @@ def small_loss(factor):
     return made
 
 
-def token_mean(network):
+def token_mean(network, reduction="mean"):
     def tokens(x, y):
-        return ops.cross_entropy(network(x), y, ignore_index=-100)
+        return ops.cross_entropy(network(x), y, ignore_index=-100, reduction=reduction)
     return tokens
 
 
@@ -172,6 +198,7 @@ CASTING = partial(nn.SequentialCell, nn.Dense(6, 16), layers.Half(nn.Dense(16, 3
 WITHOUT_TOKENS = Tensor(np.where(np.arange(24) < 7, -100, ROWS[1].asnumpy()), ms.int32)
 CONTRASTIVE = [("contrastive", "function", "no weighted mean")]
 CLIPPED = [("1.1", "Clip", "nonlinear backward pass")]
+SUM, SCALED = {"loss_reduction": "sum"}, {"loss_scaler": amp.StaticLossScaler(2.0**16)}
 NOT_A_MEAN, ROUNDING = [("forward_fn", "function", WRONG)], [("forward_fn", "function", "rounding")]
 CASES = {
     "BatchNorm, and a sum": Case(lambda: drawn(layers.Mixed()), sum_loss, False, [
@@ -246,6 +273,19 @@ CASES = {
     "no token in a piece": Case(MLP, token_mean, False, [("tokens", "function", WRONG)], (), (ROWS[0], WITHOUT_TOKENS)),
     "no token, and weights": Case(
         MLP, token_mean, True, [], (), (ROWS[0], WITHOUT_TOKENS), lambda x, y: (y != -100).sum()),
+    # A sum, and what is none.
+    "a sum that is said to be one": Case(MLP, sum_loss, True, [], options=SUM),
+    "a mean that is said to be a sum": Case(MLP, mean_loss, False, NOT_A_MEAN, ("expected a sum", "return the sum"),
+                                            options=SUM),
+    "a sum over no token": Case(MLP, partial(token_mean, reduction="sum"), True, [], (), (ROWS[0], WITHOUT_TOKENS),
+                                lambda x, y: (y != -100).sum(), options=SUM),
+    # With a loss scaler: what a bprop adds vanishes, what underflows does not.
+    **{f"{added} added by a bprop, {'with' if options else 'without'} a scaler": Case(
+        lambda added=added: around(layers.Adds(added)), mean_loss, not found, found,
+        ("accumulator.scaled",) * len(found), options=options)
+       for added, options, found in ((0.01, SCALED, [("1", "Adds", "not scaled")]), (0.01, {}, []), (0.0, SCALED, []))},
+    "underflow, with a scaler": Case(lambda: amp_at(around(nn.Tanh()), "to_float"), small_loss(1e-6), True, [],
+                                     options=SCALED),
     "no token, and another mean": Case(
         MLP, tokens_and_squares, False, [("added", "function", "no weighted mean")], ("losses=2",),
         (ROWS[0], WITHOUT_TOKENS)),
@@ -257,7 +297,8 @@ def test_verdict_and_causes(name):
     case = CASES[name]
     network = case.build()
     flags = [cell.training for _, cell in network.cells_and_names()]
-    report = check_equivalence(case.loss(network), network, case.batch, case.pieces, weight_fn=case.weight_fn)
+    report = check_equivalence(case.loss(network), network, case.batch, case.pieces, weight_fn=case.weight_fn,
+                               **(case.options or {}))
     found = [cause for cause in causes(report) if name != "attention" or cause[1] != "Dropout"]
     assert (report.ok, found) == (case.ok, case.causes), str(report)
     assert str(report).startswith(VERDICTS[case.ok])
