@@ -176,6 +176,7 @@ class Weighed(nn.Cell):
 
 @pytest.mark.parametrize(("make", "mode", "on_nonfinite", "bad"), [
     (make_train_step, "jit", "apply", np.nan), (make_train_step, "pynative", "skip_microbatch", np.inf),
+    (make_train_step, "jit", "apply", -1.0), (TrainOneStepCell, "pynative", "apply", -0.5),
     (make_train_step, "pynative", "skip_window", np.nan), (TrainOneStepCell, "pynative", "apply", np.inf)])
 def test_a_weight_that_is_not_finite_shows_in_the_loss(make, mode, on_nonfinite, bad):
     network, batch = Weighed(), tensors(*batches([4])[0])

@@ -1,0 +1,155 @@
+"""What a weight does beside the mean: no weight at all, fractions that are counted, and sums that stages look at."""
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from support.comparing import difference, values
+from support.mlp import MLP
+from support.modes import compiled, running
+from support.training import counting, sgd
+
+from ms_accum import Stage, TrainOneStepCell, make_train_step
+from ms_accum.core.counters import Counters
+
+MEAN, SUM = "mean", "sum"
+X = Tensor(np.random.default_rng(0).normal(size=(6, 6)), ms.float32)
+Y = np.array([0, 2, 1, 0, 1, 1], np.int32)
+NO_TOKEN = Tensor(np.full(6, -100, np.int32))
+TOKENS = Tensor(np.where(np.arange(6) < 2, -100, Y))
+
+
+class TokenLoss(nn.Cell):
+    """The mean over labels that are not -100, which is 0/0 without any; or the sum."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.network, self.reduction = MLP(), reduction
+
+    def construct(self, x, y):
+        return ops.cross_entropy(self.network(x), y, ignore_index=-100, reduction=self.reduction)
+
+
+def tokens(x, y):
+    return (y != -100).sum()
+
+
+def nothing(x, y):
+    return 0.0
+
+
+@pytest.mark.parametrize(("make", "mode", "options"), [
+    (make_train_step, "jit", {}), (make_train_step, "pynative", {}), (make_train_step, "jit", {"pieces": 2}),
+    (make_train_step, "pynative", {"losses": 2}), (TrainOneStepCell, "graph", {}), (TrainOneStepCell, "pynative", {})])
+@pytest.mark.parametrize("reduction", [MEAN, SUM])
+def test_a_microbatch_without_weight_has_the_loss_0_and_changes_nothing(make, mode, options, reduction):
+    """As in MaxText. Control: the loss of the same network with labels, and what MindSpore gives without any."""
+    loss = TokenLoss(reduction)
+
+    def pair(x, y):
+        return loss(x, y), loss(x, y)
+
+    def counts(x, y):
+        return tokens(x, y), tokens(x, y)
+
+    several = "losses" in options
+    with running(mode):
+        train_step = make(pair if several else loss, sgd(loss), 1, weight_fn=counts if several else tokens,
+                          loss_reduction=reduction, **options)
+        before = values(loss.trainable_params())
+        got = train_step(X, NO_TOKEN)
+        assert [float(one) for one in (got if several else (got,))] == [0.0] * (1 + several)
+        assert difference(values(loss.trainable_params()), before) == 0
+        got = train_step(X, TOKENS)
+        expected = float(TokenLoss.construct(loss, X, TOKENS))
+    assert np.isnan(float(ops.cross_entropy(loss.network(X), NO_TOKEN, ignore_index=-100)))
+    assert np.isfinite(expected)
+    assert difference(values(loss.trainable_params()), before) > 0
+    assert float(got[0] if several else got) > 0.1
+    assert int(train_step.accumulator.seen) == 4
+
+
+@pytest.mark.parametrize("make", [make_train_step, TrainOneStepCell])
+def test_a_number_may_be_0_as_well(make):
+    loss = TokenLoss(MEAN)
+    with running("pynative"):
+        train_step = make(loss, sgd(loss), 2, weight_fn=nothing)
+        assert [float(train_step(X, labels)) for labels in (NO_TOKEN, TOKENS)] == [0.0, 0.0]
+    assert int(train_step.accumulator.seen) == 0
+
+
+def test_a_negative_weight_by_hand_makes_nan_of_what_it_weighs_and_a_number_is_refused(mode):
+    """A graph cannot refuse a value."""
+    accumulator = counting(MLP(), 2)
+    gradients = tuple(Tensor(np.ones(p.shape), ms.float32) for p in accumulator.optimizer.parameters)
+
+    def add(weight):
+        return accumulator(gradients, weight)
+
+    step = compiled(add, mode)
+    step(Tensor(1.0))
+    step(Tensor(-0.25))
+    assert np.isnan(values(accumulator.optimizer.seen)[0]).all()
+    with pytest.raises(ValueError, match="expected a finite number >= 0"):
+        accumulator(gradients, -0.25)
+    step(Tensor(1.0))
+    step(Tensor(0.25))
+    assert values(accumulator.optimizer.seen)[0] == pytest.approx(1.0)  # the control
+
+
+@pytest.mark.parametrize("drawn", [
+    lambda rng: rng.uniform(0, 1), lambda rng: 0.6, lambda rng: 6e-6, lambda rng: rng.uniform(0, 2**20),
+    lambda rng: 7.0, lambda rng: rng.choice([0.5, 1.5, 2**20 + 0.5])])
+def test_fractions_are_counted(drawn, mode):
+    """Far from 0, where a float32 sum stands still. Control: the sum of rounded weights."""
+    counters, rng, start = Counters("counted"), np.random.default_rng(1), 2**40
+    weights = np.array([drawn(rng) for _ in range(400)], np.float32)
+    ops.assign(counters.seen, start)
+
+    def see(counted):
+        counters.see(counted)
+        return counters.seen + 0
+
+    step = compiled(see, mode)
+    for weight in weights:
+        step(Tensor(weight))
+    exact = weights.astype(np.float64).sum()
+    assert abs(int(counters.seen) - start - exact) <= 0.5 + 1e-6
+    assert int(counters.seen) - start + int(counters.seen_rest) / 2**36 == pytest.approx(
+        exact, abs=len(weights) / 2**36)
+    rounded = np.round(weights).astype(np.float64).sum()
+    assert (abs(rounded - exact) > 0.5) == bool((weights % 1).any() and exact > 1)
+
+
+@ms.jit_class
+class LastNorm(Stage):
+    """Keep the norm of the last gradient that was weighed."""
+
+    def __init__(self):
+        self.norm = Parameter(Tensor(0.0, ms.float32), name="last_norm", requires_grad=False)
+        self.run_state = (self.norm,)
+
+    def weigh(self, gradients, weight):
+        squares = Tensor(0.0, ms.float32)
+        for gradient in gradients:
+            squares = squares + ops.square(gradient).sum()
+        ops.assign(self.norm, ops.sqrt(squares))
+        return weight, 1
+
+
+@pytest.mark.parametrize("make", [make_train_step, TrainOneStepCell])
+def test_a_stage_sees_the_gradient_of_the_mean_loss_also_of_a_sum(make):
+    """And the update is the same. Control: a sum that is not said to be one."""
+    seen = {}
+    start = values(TokenLoss(MEAN).trainable_params())
+    for reduction, said in ((MEAN, MEAN), (SUM, SUM), (SUM, MEAN)):
+        loss, stage = TokenLoss(reduction), LastNorm()
+        for p, value in zip(loss.trainable_params(), start):
+            p.set_data(Tensor(value))
+        train_step = make(loss, sgd(loss), 1, weight_fn=tokens, loss_reduction=said, stages=(stage,))
+        train_step(X, TOKENS)
+        seen[reduction, said] = float(stage.norm), values(loss.trainable_params())
+    norm, parameters = seen[MEAN, MEAN]
+    assert seen[SUM, SUM][0] == pytest.approx(norm, rel=1e-5)
+    assert difference(seen[SUM, SUM][1], parameters) < 1e-5
+    assert seen[SUM, MEAN][0] == pytest.approx(4 * norm, rel=1e-5)
+    assert difference(seen[SUM, MEAN][1], parameters) > 1e-3
