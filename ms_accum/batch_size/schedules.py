@@ -242,10 +242,9 @@ def sample_ramp(start: int, increment: int, samples: int, batch_size: int, *, mi
     for step in range(steps):
         batch = start + step * increment
         needed = -(-samples * (step + 1) // steps)  # rounded up, as are the updates
-        updates = -((seen - needed) // batch)
-        if updates > 0:
-            lengths[update] = batch // microbatch
-            update, seen = update + updates, seen + updates * batch
+        updates = -((seen - needed) // batch)  # at least 0: a smaller window has passed the sum before by less than it
+        lengths[update] = batch // microbatch  # after 0 updates, the next size replaces it
+        update, seen = update + updates, seen + updates * batch
     return {**lengths, update: batch_size // microbatch}
 
 
