@@ -195,6 +195,68 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     return _schedule(updates, learning_rate, accumulate_step, maximum, rule, lambda done: 1.0, factors)
 
 
+def sample_ramp(start: int, increment: int, samples: int, batch_size: int, *, microbatch: int) -> dict[int, int]:
+    """Let the batch grow in equal steps by the samples seen, and return the length of each window.
+
+        steps = (batch_size - start) / increment
+        batch = start + increment * min(seen * steps // samples, steps)    # `seen` samples before the window
+        length = batch / microbatch
+
+    A batch size is skipped if the window before it passes all of its samples. The learning rate is not scaled (see
+    `batch_ramp`). All sizes are in samples of all ranks together, and windows are taken to be full: a flush before the
+    end of the ramp shifts it.
+
+    Args:
+        start: Samples of the first batch, an int >= 1.
+        increment: Samples by which the batch grows each time, an int >= 1.
+        samples: Samples after which the batch has its full size, an int >= 1.
+        batch_size: Samples of the full batch: an int >= `start`.
+        microbatch: Samples of one microbatch of all ranks: those of one rank times the number of ranks.
+
+    Returns:
+        `{update: microbatches}`, for `accumulate_step`.
+
+    Raises:
+        TypeError: If an argument is not an int.
+        ValueError: If a number is out of range, `start` or `increment` is no multiple of `microbatch`, or
+            `batch_size - start` none of `increment`.
+
+    Example:
+        >>> from ms_accum.batch_size import sample_ramp
+        >>> print(sample_ramp(16, 8, 300, 32, microbatch=4))  # 10 updates of 16 samples, then 6 of 24
+        {0: 4, 10: 6, 16: 8}
+
+    Source: Megatron-LM's `--rampup-batch-size start increment samples`, with its `--global-batch-size`; here the
+    samples of each size are exact fractions, there floats.
+    """
+    microbatch = whole_number("microbatch", microbatch, "give the samples of one microbatch of all ranks together")
+    start = _multiple("start", start, microbatch)
+    increment = _multiple("increment", increment, microbatch)
+    samples = whole_number("samples", samples, "give the samples after which the batch has its full size")
+    batch_size = whole_number("batch_size", batch_size, "give the full batch, at least start", minimum=start)
+    steps, rest = divmod(batch_size - start, increment)
+    if rest:
+        raise ValueError(f"batch_size is {batch_size}, expected start={start} plus a multiple of increment={increment};"
+                         f" give {batch_size - rest} or {batch_size - rest + increment}, or another increment")
+    update, seen, lengths = 0, 0, {}
+    for step in range(steps):
+        batch = start + step * increment
+        needed = -(-samples * (step + 1) // steps)  # rounded up, as are the updates
+        updates = -((seen - needed) // batch)  # at least 0: a smaller window has passed the sum before by less than it
+        lengths[update] = batch // microbatch  # after 0 updates, the next size replaces it
+        update, seen = update + updates, seen + updates * batch
+    return {**lengths, update: batch_size // microbatch}
+
+
+def _multiple(name: str, value: int, microbatch: int) -> int:
+    """Return an int >= 1 that whole microbatches make up."""
+    value = whole_number(name, value, "give a number of samples of all ranks together")
+    if value % microbatch:
+        raise ValueError(f"{name} is {value} samples, expected a multiple of microbatch={microbatch}; give "
+                         f"{-(-value // microbatch) * microbatch}, or another microbatch")
+    return value
+
+
 def _schedule(updates: int, learning_rate: object, accumulate_step: int, maximum: int, rule: str,
               shape: Callable[[float], float], factors: Callable[[list[float], int], list[int]]) -> Schedule:
     """Walk over the plain updates, and merge as many at a time as their factors say.

@@ -54,6 +54,8 @@ _NOT_SCALED = ("not scaled: a part of the gradient does not grow with the loss, 
                "add its loss to the one that forward_fn returns, or scale what the bprop adds: accumulator.scaled(...)")
 _MEAN = ('wrong normalisation: the loss is a mean, expected a sum because of loss_reduction="sum"',
          "return the sum, or leave loss_reduction out")
+_PACKED = ("; if documents are packed, the first token of each is no target: set its label to -100, so that "
+           "(labels[:, 1:] != -100).sum() leaves it out")
 
 # What is counted in labels or a mask, as code.
 _COUNTS = ("({} != -100).sum()", "({} != -1).sum()", "({} != 0).sum()", "{}.sum()")
@@ -187,8 +189,8 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
         return in_loss(division, *_MEAN)
     fitted = np.linalg.lstsq((rows[:-1] - rows[-1]).T, batch - rows[-1], rcond=1e-12)[0]
     fitted = np.clip(np.append(fitted, 1 - fitted.sum()), 0, None) * rows.any(1)  # as weights with the sum 1
-    for code, weight in [*_usual_weights(division, division.pieces), (
-            "what the mean in the loss divides by, e.g. the number of unmasked tokens", fitted)]:
+    by_hand = "what the mean in the loss divides by, e.g. the number of unmasked tokens" + _packing(division, fitted)
+    for code, weight in [*_usual_weights(division, division.pieces), (by_hand, fitted)]:
         if weight.sum() > 0 and explains(weight / weight.sum()):
             got, used = (", ".join(f"{share:.4g}" for share in shares)
                          for shares in (weight / weight.sum(), division.shares))
@@ -196,6 +198,19 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
             return in_loss(division, f"wrong normalisation: the batch counts its pieces {got}, but they were weighted "
                            f"{used}", f"{give}let weight_fn return {code}")
     return []
+
+
+def _packing(division: Division, fitted: np.ndarray) -> str:
+    """Return what to say of packed documents if the loss may divide by fewer tokens than `weight_fn` counts.
+
+    A document of n tokens has n - 1 targets. Fitted weights are known up to a factor: look for one that makes a whole
+    number of each, at least two thirds of what is counted, as of documents of three tokens.
+    """
+    counted, fitted = division.weights, fitted / (fitted.sum() or 1.0)
+    sums = np.arange(counted.sum() // 2, min(counted.sum(), 10_000))  # of more, rounding hides what is whole
+    targets = np.outer(sums, fitted)
+    fits = (abs(targets - targets.round()) < 0.01) & (counted / 1.5 < targets + 0.01) & (targets < counted + 0.01)
+    return _PACKED if division.weight_fn is not None and fits.all(axis=1).any() else ""
 
 
 def _usual_weights(division: Division, pieces: list[tuple]) -> Iterator[tuple[str, np.ndarray]]:

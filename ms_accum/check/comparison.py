@@ -60,6 +60,7 @@ class Division:
         loss_scale: What the loss is multiplied by before the backward pass.
         is_sum: Whether `forward_fn` divides by the weight what should be a sum.
         names: Names of the last arguments of `forward_fn`, if they were given by name.
+        weights: What `weight_fn` gave the pieces.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
         eps: Relative error of a sum.
     """
@@ -101,7 +102,8 @@ class Division:
         if not sum(weights) > 0:
             raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return what "
                              "the mean in forward_fn divides by, e.g. the number of unmasked tokens")
-        self.shares = np.array(weights) / sum(weights)
+        self.weights = np.array(weights)
+        self.shares = self.weights / sum(weights)
 
     def rows(self, places: Iterable[int]) -> tuple:
         """Return some rows of the batch."""

@@ -1,6 +1,7 @@
-"""seesaw and batch_ramp: closed forms, what they conserve; scale_lr, scale_adam."""
+"""seesaw and batch_ramp: closed forms, what they conserve; sample_ramp; scale_lr, scale_adam."""
+from fractions import Fraction
 from functools import partial
-from math import cos, inf, log, pi, sqrt
+from math import ceil, cos, inf, log, pi, sqrt
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Tensor
 
-from ms_accum.batch_size import batch_ramp, scale_adam, scale_lr, seesaw
+from ms_accum.batch_size import batch_ramp, sample_ramp, scale_adam, scale_lr, seesaw
 from ms_accum.core.length import WindowLength
 
 
@@ -62,6 +63,53 @@ def test_forms_of_rates():
     assert seesaw(1, 0.5) == batch_ramp(1, 0.5) == ({0: 1}, [0.5])
 
 
+def counted(start, increment, samples, batch_size, microbatch, updates):
+    """The microbatches of each update, counting samples one update after the other, and the samples before the last."""
+    steps, seen, lengths = (batch_size - start) // increment, 0, []
+    for _ in range(updates):
+        done = sum(Fraction(samples * step, steps) <= seen for step in range(1, steps + 1))
+        lengths.append((start + done * increment) // microbatch)
+        seen += lengths[-1] * microbatch
+    return lengths, seen - lengths[-1] * microbatch
+
+
+def counted_from_each_step(start, increment, samples, batch_size, microbatch):
+    """A mistake: each size gets its samples anew, whatever the last window of the size before has seen of them."""
+    steps, update, lengths = (batch_size - start) // increment, 0, {}
+    for batch in range(start, batch_size, increment):
+        lengths[update] = batch // microbatch
+        update += ceil(Fraction(samples, steps) / batch)
+    return {**lengths, update: batch_size // microbatch}
+
+
+@given(microbatch=st.integers(1, 6), start=st.integers(1, 5), increment=st.integers(1, 5), steps=st.integers(0, 6),
+       samples=st.integers(1, 1500))
+def test_a_ramp_by_samples_is_what_counting_them_gives(microbatch, start, increment, steps, samples):
+    """From the last key on, the batch is full, and `samples` were seen before it."""
+    start, increment = start * microbatch, increment * microbatch
+    arguments = (start, increment, samples, start + steps * increment)
+    schedule = sample_ramp(*arguments, microbatch=microbatch)
+    last = max(schedule)
+    lengths, seen = counted(*arguments, microbatch, last + 1)
+    window = WindowLength(schedule)
+    assert [window.host_length(update) for update in range(last + 1)] == lengths
+    assert lengths[-1] * microbatch == arguments[3]
+    assert steps == 0 or seen >= samples > seen - lengths[-2] * microbatch
+    assert [*schedule.values()] == sorted({*schedule.values()})
+
+
+def test_a_ramp_by_samples_skips_sizes_and_counts_on_between_them():
+    assert sample_ramp(8, 8, 16, 64, microbatch=8) == {0: 1, 1: 4, 2: 8}  # 8, then 32 of the 16 samples
+    assert sample_ramp(32, 8, 1000, 32, microbatch=8) == {0: 4}
+    assert sample_ramp(np.int64(16), 16, 10**12, 2048, microbatch=16)[0] == 1
+    arguments = (16, 8, 300, 48)
+    schedule = sample_ramp(*arguments, microbatch=4)
+    lengths, _ = counted(*arguments, 4, 30)
+    assert [WindowLength(schedule).host_length(update) for update in range(30)] == lengths
+    wrong = WindowLength(counted_from_each_step(*arguments, 4))  # control
+    assert [wrong.host_length(update) for update in range(30)] != lengths
+
+
 def test_scales():
     for times, linear, root in ((16, 1.6, 0.4), (1, 0.1, 0.1), (1 / 4, 0.025, 0.05)):
         assert (scale_lr(0.1, times), scale_lr(0.1, times, rule="sqrt")) == (pytest.approx(linear), pytest.approx(root))
@@ -86,6 +134,17 @@ REFUSED = [
     (ValueError, r"maximum is 2147483648, expected at most 2147483647", (9, 0.1), {"maximum": 2**31}),
     (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", (9, 0.1), {"rule": "cubic"}),
 ]
+REFUSED_RAMPS = [
+    (TypeError, r"samples is '1e6' of type str, expected an int >= 1; give the samples after",
+     (16, 8, "1e6", 32, 4)),
+    (TypeError, r"microbatch is 4\.0 of type float, expected an int >= 1; give the samples of", (16, 8, 9, 32, 4.0)),
+    (ValueError, r"samples is 0, expected an int >= 1", (16, 8, 0, 32, 4)),
+    (ValueError, r"start is 18 samples, expected a multiple of microbatch=4; give 20, or", (18, 8, 9, 34, 4)),
+    (ValueError, r"increment is 6 samples, expected a multiple of microbatch=4; give 8, or", (16, 6, 9, 34, 4)),
+    (ValueError, r"batch_size is 12, expected an int >= 16; give the full batch, at least start", (16, 8, 9, 12, 4)),
+    (ValueError, r"batch_size is 36, expected start=16 plus a multiple of increment=8; give 32 or 40, or another incr",
+     (16, 8, 9, 36, 4)),
+]
 REFUSED_SCALES = [
     (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
     (TypeError, r"accumulate_step is \{0: 2\} of type dict, expected a finite number > 0; of", scale_lr, (0.1, {0: 2})),
@@ -109,6 +168,9 @@ def test_bad_arguments_are_refused():
             seesaw(4, rates)
     with pytest.raises(TypeError, match=r"accumulate_step is Schedule\(accumulate_step=<63>, .* of type Schedule, exp"):
         WindowLength(batch_ramp(100_000, 0.1))
+    for error, message, arguments in REFUSED_RAMPS:
+        with pytest.raises(error, match=message):
+            sample_ramp(*arguments[:4], microbatch=arguments[4])
     for error, message, function, arguments in REFUSED_SCALES:
         with pytest.raises(error, match=message):
             function(*arguments)

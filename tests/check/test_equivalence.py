@@ -344,6 +344,39 @@ def test_the_weights_of_tokens_are_named(axis, code):
     assert remedy(squares, weight_fn=lambda labels: (labels != ignored).sum()) == (False, by_samples)
 
 
+@pytest.mark.parametrize("starts", [(3, 1, 2, 5, 1, 1, 4, 2), (1, 2, 2, 2, 4, 1, 1, 1)])
+def test_packed_documents_are_named_where_the_loss_divides_by_fewer_tokens_than_counted(starts):
+    """Rows of 10 tokens. The loss leaves out the first token of each of their documents; the usual count does not.
+
+    Controls: a weight_fn that counts fewer tokens than the loss, and none at all.
+    """
+    first = np.zeros((8, 10), bool)
+    first[:, 0] = True
+    for row, documents in enumerate(starts):
+        first[row, 2:2 * documents:2] = True
+    rng, network = np.random.default_rng(0), nn.Dense(6, 20)
+    tokens = rng.integers(0, 20, (8, 10))
+    x, document = normal(8, 10, 6), Tensor(np.cumsum(first, 1), ms.int32)
+
+    def shifted(x, labels, document):
+        kept = (labels[:, 1:] != -100) * (document[:, 1:] == document[:, :-1])
+        losses = ops.cross_entropy(network(x)[:, :-1].reshape(-1, 20), labels[:, 1:].reshape(-1), reduction="none")
+        return (losses * kept.reshape(-1)).sum() / kept.sum()
+
+    def usual(x, labels, document):
+        return (labels[:, 1:] != -100).sum()
+
+    def too_few(x, labels, document):
+        return (document[:, 1:] == document[:, :-1]).sum() - document[0, -1]
+
+    def checked(labels, weight_fn):
+        report = check_equivalence(shifted, network, (x, Tensor(labels, ms.int32), document), 4, weight_fn=weight_fn)
+        return report.ok, ["if documents are packed, the first token" in cause.remedy for cause in report.causes]
+    assert checked(tokens, usual) == (False, [True])
+    assert checked(np.where(first, -100, tokens), usual) == (True, [])
+    assert checked(tokens, too_few) == checked(tokens, None) == (False, [False])
+
+
 @pytest.mark.parametrize(("level", "activation", "hidden", "counts", "said"), [
     ("float32", nn.Tanh, 1, [8, 4, 3, 1], "its pieces 0.5, 0.25, 0.1875, 0.0625, but they were weighted 0.25, 0.25"),
     ("float32", nn.Tanh, 1, [8, 0, 5, 3], "is finite, but not that of each piece; a mean over no unmasked token is"),
