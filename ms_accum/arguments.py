@@ -1,8 +1,4 @@
-"""Argument checks. Each returns the checked value, or raises an error that says what, got, expected and remedy.
-
-Those that are a `constexpr` check what a graph is given: graph mode runs them while it compiles, so they cost nothing
-afterwards.
-"""
+"""Argument checks. Each returns the checked value, or raises an error that says what, got, expected and remedy."""
 from __future__ import annotations
 
 import ast
@@ -10,23 +6,17 @@ import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
-from math import inf, nan
+from math import inf
 from numbers import Real
 from operator import index
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
+from typing import Any, Optional, TypeVar, Union
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore.ops import constexpr
-
-if TYPE_CHECKING:
-    from .tensors import Scalar
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable)
-_COMPLEX = (ms.complex64, ms.complex128)
 LARGEST_INT32 = 2**31 - 1  # counters are int32, and a larger constant would wrap around in a comparison with them
 
 
@@ -119,64 +109,3 @@ def _typed(value: object) -> str:
 
 def _message(name: str, got: object, expected: str, remedy: str) -> str:
     return f"{name} is {got}, expected {expected}" + (f"; {remedy}" if remedy else "")
-
-
-# --- what a graph is given --------------------------------------------------------------------------------------------
-
-
-def as_weight(weight: Scalar) -> Scalar:
-    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`, which is NaN if it is negative.
-
-    Raises:
-        TypeError: If it is neither a number nor a Tensor.
-        ValueError: If a number is negative, NaN or more than float32 can hold, or a Tensor has more than one element.
-    """
-    if isinstance(weight, Tensor):
-        require_weight_tensor(weight.shape, weight.dtype)
-        weight = weight.reshape(()).astype(ms.float32)
-        return ops.where(weight < 0, Tensor(nan, ms.float32), weight)
-    require_weight_number(weight is None, weight)
-    # A large int would become an int32 of the graph, and wrap around.
-    return float(weight)
-
-
-_LARGEST_WEIGHT = 3.4028234e38  # of float32
-_WEIGHT_REMEDY = "give the number of samples or unmasked tokens in the microbatch"
-
-
-@constexpr
-def require_weight_tensor(shape: tuple, dtype: ms.Type) -> bool:
-    """Refuse a Tensor of more than one element or of complex numbers as a weight."""
-    if tuple(shape) not in ((), (1,)):
-        raise ValueError(f"weight is a Tensor of shape {tuple(shape)}, expected shape (); {_WEIGHT_REMEDY}")
-    if dtype in _COMPLEX:
-        raise TypeError(f"weight is a Tensor of {dtype}, expected a real number; {_WEIGHT_REMEDY}")
-    return True
-
-
-@constexpr
-def require_weight_number(is_none: bool, weight: object) -> bool:
-    """Refuse a weight that is not a finite number >= 0 in float32.
-
-    Args:
-        is_none: Whether it is None, which is also what a constexpr sees of a number that changes from call to call.
-        weight: The weight.
-    """
-    if weight is None and not is_none:
-        return True
-    if isinstance(weight, bool) or not isinstance(weight, Real):
-        raise TypeError(f"weight is {weight!r}, expected a number or a Tensor of shape (); {_WEIGHT_REMEDY}")
-    if not 0 <= weight <= _LARGEST_WEIGHT:
-        raise ValueError(f"weight is {weight}, expected a finite number >= 0 (float32); {_WEIGHT_REMEDY}")
-    return True
-
-
-@constexpr
-def require_condition(is_bool: bool, shape: Optional[tuple]) -> bool:
-    """Refuse what is neither a bool nor a Tensor of one element, of which MindSpore would take any for true."""
-    remedy = "give a bool Tensor of shape (), e.g. loss < 1"
-    if not is_bool and shape is None:
-        raise TypeError(f"condition is neither a Tensor nor a bool; {remedy}")
-    if not is_bool and tuple(shape) not in ((), (1,)):
-        raise ValueError(f"condition is a Tensor of shape {tuple(shape)}, expected shape (); {remedy}")
-    return True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import numpy as np
 from mindspore import Tensor, amp, nn
 
-from ..arguments import as_weight, instance_of, one_of, spelled, whole_number
+from ..arguments import instance_of, one_of, spelled, whole_number
 from ..core.accumulator import REDUCTIONS
 from ..core.stages import checked_loss_scaler
 from ..steps.batch import as_arguments, named_values, ordered, positional
@@ -17,7 +17,7 @@ from ..steps.errors import one_line
 from ..steps.graphs import divisor
 from ..steps.pieces import checked_axis, layout
 from ..steps.several_losses import require_entries
-from ..tensors import as_tensor
+from ..tensors import as_tensor, as_weight
 from . import causes
 from .causes import in_loss
 from .comparison import FLOAT32, Division

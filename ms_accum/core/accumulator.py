@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
-from ..arguments import as_weight, instance_of, number, one_of, require_condition, spelled
+from ..arguments import instance_of, number, one_of, spelled
 from ..distributed.buckets import Accumulated
 from ..distributed.exchange import DataParallel, OneDevice
+from ..tensors import as_weight, require_condition
 from .buffers import Buffers, buffer_dtype_of
 from .counters import Counters, Journal
 from .keeper import Keeper

@@ -173,7 +173,8 @@ class Report:
 
         CheckpointError if it is from a run with other options.
         """
-        options, self.accumulator, ranks = self.options, train_step.accumulator, train_step.accumulator.exchange.ranks
+        options, self.accumulator = self.options, train_step.accumulator
+        self.ranks = ranks = self.accumulator.exchange.ranks
         if resumed is not None:
             self._resume(resumed)
         of, exchanged = ("", "") if ranks == 1 else (f" x {ranks} ranks", f", gradients exchanged each {options.sync}")
@@ -225,7 +226,7 @@ class Report:
     def add(self, losses: list[Tensor], score: float) -> None:
         """Keep and print the figures of an epoch: the mean loss over the units of all ranks, and the test's result."""
         sums = np.array([np.dot([float(loss) for loss in losses], self.sizes), sum(self.sizes)], np.float64)
-        total, units = gather(sums).sum(axis=0) if self.accumulator.exchange.ranks > 1 else sums
+        total, units = gather(sums).sum(axis=0) if self.ranks > 1 else sums
         last = {"epoch": len(self.epochs) + 1, "loss": float(total / units), self.program.score: float(score),
                 "update_step": int(self.accumulator.update_step), "train_seconds": self.trained - self.start,
                 "test_seconds": perf_counter() - self.trained}
@@ -239,7 +240,7 @@ class Report:
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of the last epoch, and those of all."""
-        return {**self.epochs[-1], "ranks": self.accumulator.exchange.ranks, "epochs": self.epochs}
+        return {**self.epochs[-1], "ranks": self.ranks, "epochs": self.epochs}
 
 
 def plot(reports: list[Report]) -> Figure:

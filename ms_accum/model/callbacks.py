@@ -307,16 +307,17 @@ class WindowLog(_OfOneCell):
         counted = [(loss, weight) for loss, weight in self._losses if weight != 0]
         total, weight = sum(loss * weight for loss, weight in counted), sum(weight for _, weight in counted)
         accumulator, status = self._accumulator, self._accumulator.status()
+        exchange, scaler, noise_scale = accumulator.exchange, accumulator.loss_scaler, accumulator.noise_scale
         row = {"epoch": self._place[0], "microbatch": self._place[1],
                "update_step": status.update_step - of_others, "loss": total / (weight or 1.0),
                "weight": status.window_weight, "grad_norm": status.grad_norm, "skipped": status.skipped,
                "seen": status.seen}
         if of_others:
-            row.update(weight=self._weight if accumulator.exchange.inside == 1 else nan, grad_norm=nan)
-        if accumulator.loss_scaler is not None:
-            row["loss_scale"] = float(accumulator.loss_scaler.scale_value)
-        if accumulator.noise_scale is not None:
-            row["noise_scale"] = accumulator.noise_scale.scale()
+            row.update(weight=self._weight if exchange.inside == 1 else nan, grad_norm=nan)
+        if scaler is not None:
+            row["loss_scale"] = float(scaler.scale_value)
+        if noise_scale is not None:
+            row["noise_scale"] = noise_scale.scale()
         return row
 
 

@@ -151,8 +151,8 @@ class TrainOneStepCell(nn.Cell):
 
     def _count_nothing(self, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Count a batch without samples, as a filter may leave one. The host closes a window behind it."""
-        accumulator, keeper = self.accumulator, self._keeper()
-        scale = None if accumulator.loss_scaler is None else accumulator.loss_scaler.scale_value + 0.0
+        accumulator, keeper, scaler = self.accumulator, self._keeper(), self.accumulator.loss_scaler
+        scale = None if scaler is None else scaler.scale_value + 0.0
         skipped = 0 if scale is None else int(accumulator.skipped)
         keeper.forget()
         with keeper.microbatch():
@@ -173,12 +173,12 @@ class TrainOneStepCell(nn.Cell):
 
     def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class."""
-        accumulator, way = self.accumulator, self._way
-        if accumulator.loss_scaler is None:
+        accumulator, way, scaler = self.accumulator, self._way, self.accumulator.loss_scaler
+        if scaler is None:
             loss = self._add(batch)
             return ops.depend(loss, accumulator.close_if(way.is_full()))
         # `+ 0` copies: the Parameters change before these are read.
-        scale = accumulator.loss_scaler.scale_value + 0.0
+        scale = scaler.scale_value + 0.0
         skipped = accumulator.skipped + 0
         loss = ops.depend(self._add(batch), (scale, skipped))
         loss = ops.depend(loss, accumulator.close_if(way.is_full()))

@@ -9,8 +9,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..arguments import as_weight
-from ..tensors import FLOATS, after, as_tensor
+from ..tensors import FLOATS, after, as_tensor, as_weight
 
 if TYPE_CHECKING:
     from ..core.way import Way

@@ -117,14 +117,14 @@ class Program:
 
 def program_of(functions: Functions, accumulator: Accumulator, samples: int, cut: Cut, pieces: int) -> Program:
     """Return the program for batches of so many samples, of which `cut` says what is cut, into so many pieces."""
-    starts = starts_of(samples, pieces)
-    absent = pieces - len(starts) if accumulator.way.exchange.inside > 1 else 0
+    starts, way = starts_of(samples, pieces), accumulator.way
+    absent = pieces - len(starts) if way.exchange.inside > 1 else 0
     program = Program(accumulator, starts, partial(_piece_fn, functions, accumulator, cut), absent,
                       has_aux=functions.has_aux, batch_axis=functions.batch_axis)
     if pieces == 1 and samples:
         add, alone = _whole_fns(functions, accumulator, samples)
         program.whole = straight(add, accumulator.mini_step)
-        if not accumulator.looks_at_pieces and not accumulator.way.may_drop:
+        if not accumulator.looks_at_pieces and not way.may_drop:
             program.alone = straight(alone, accumulator.mini_step)
     return program
 

@@ -17,10 +17,9 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from ..arguments import as_weight
 from ..core.counters import require_whole
 from ..core.stages import overrides
-from ..tensors import as_vector
+from ..tensors import as_vector, as_weight
 from .graphs import checked_loss, compiled, divisor, parted, refuse, require_readable
 from .pieces import checked_aux, counted, select_rows, starts_of
 from .program import Program
@@ -58,7 +57,8 @@ class SeveralLossesStep(TrainStep):
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
                  losses: int, batch_axis: int) -> None:
-        way, self._losses = accumulator.way, losses
+        self._way, self._losses = accumulator.way, losses
+        way = self._way
         if way.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so that '
                              'windows cannot be weighed before; give sync="window"')
@@ -100,7 +100,7 @@ class SeveralLossesStep(TrainStep):
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """See `TrainStep`: the batch is a window of its own. RuntimeError unless `accumulate_step=1`."""
-        if not self.accumulator.way.length.is_one:
+        if not self._way.length.is_one:
             step = self.accumulator.fingerprint()["accumulate_step"]
             raise RuntimeError(_SINGLE.format(self._losses, step))
         self._require_closed()
@@ -116,7 +116,7 @@ class SeveralLossesStep(TrainStep):
 
     def forget_graphs(self) -> None:
         """See `TrainStep`."""
-        exchange = self.accumulator.way.exchange
+        exchange = self._way.exchange
 
         def total(weights: Tensor) -> Tensor:
             return as_vector(exchange.total(_numbers(weights)))
@@ -148,7 +148,7 @@ class SeveralLossesStep(TrainStep):
         with self.forgetting_graphs():
             window.weights.append(self.program(key).weigh(*arguments))
         first = np.add.accumulate(np.concatenate(window.weights)[:, 0], dtype=np.float32)  # as the device adds
-        return self.accumulator.way.length.is_full_of(len(window.batches), window.updates, first[-1])
+        return self._way.length.is_full_of(len(window.batches), window.updates, first[-1])
 
     def _train_window(self, window: KnownWindow) -> Iterator[Any]:
         """Train on the microbatches of a window, and close it with the last one."""
