@@ -31,11 +31,10 @@ class Block(nn.Cell):
 
 network = nn.SequentialCell(Block(), Block())
 ms.set_context(mode=ms.GRAPH_MODE)
-for _ in range(2):
-    try:
-        network(ops.ones((1, 2)))
-    except RuntimeError as error:
-        print(str(error).splitlines()[0])
+try:
+    network(ops.ones((1, 2)))
+except RuntimeError as error:
+    print(error)
 """
 
 
@@ -168,10 +167,8 @@ def test_in_pynative_a_block_runs_again_and_lazy_inline_is_ignored():
 
 
 def test_graphs_on_cpu_refuse_lazy_inline():
-    """In a process of its own: after this error, MindSpore compiles nothing any more. Only the second one says why."""
-    first, second = run_python(LAZY).splitlines()
-    assert first.startswith("Input[0] must be a Primitive ValueNode")
-    assert second.startswith("CPU does not support the lazy_inline feature")
+    """In a process of its own: after this error, other graphs may fail, too."""
+    assert run_python(LAZY).startswith("Input[0] must be a Primitive ValueNode")
 
 
 def test_a_block_that_computes_something_else_when_it_is_recomputed_is_noticed():
