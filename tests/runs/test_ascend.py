@@ -103,16 +103,15 @@ PROCESSES = {
         "memory_in_16_bits": held(add=4.6), "momentum": held(add=8.6, update=12.1),
         "momentum_groups": held(add=8.6, update=12.1), "momentum_clipped": held(update=13.0),
         "adam": held(update=16.1), "adam_clipped": held(update=17.0), "memory_by_hand": held(update=13.1)}),
-    # MiB above what is held. Without recomputation, and with chunks that nothing orders, it is much more. In PyNative,
-    # `lazy_inline` changes nothing, and chunks run in order by themselves.
+    # MiB above what is held. Without recomputation, and with chunks that nothing orders, it is much more. PyNative runs
+    # chunks in order by itself.
     "recomputed": Process({
         "head": above(190), "head_in_chunks_at_once": above(160), "head_in_chunks": held(add=30),
         "head_in_pieces": held(add=25), "head_in_chunks_op_by_op": held(add=36),
-        **{f"blocks_{name}{lazy}": above(280)
-           for name in ("step", "cell", "jit", "op_by_op") for lazy in ("", "_lazy")},
+        **{f"blocks_{name}": above(280) for name in ("step", "step_lazy", "cell", "jit", "op_by_op")},
         **{f"blocks_{name}_recomputed": held(add=67) for name in ("step", "cell", "jit")},
         **{f"blocks_{name}_lazy_recomputed": held(add=61) for name in ("step", "cell", "jit")},
-        **{f"blocks_op_by_op{lazy}_recomputed": held(add=120) for lazy in ("", "_lazy")},
+        "blocks_op_by_op_recomputed": held(add=120),
         "blocks_pieces": held(add=37), "blocks_pieces_lazy": held(add=52), "blocks_pieces_recomputed": held(add=9),
         "blocks_pieces_lazy_recomputed": held(add=10)}),
     **{dtype: Process({f"optimizers_{dtype}": Expected(branch=None)}) for dtype in ("float32", "float16", "bfloat16")},
