@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, amp, mint, nn, ops
+from mindspore import Tensor, amp, lazy_inline, mint, nn, ops, recompute
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
 from mindspore.train import Model
@@ -279,6 +279,107 @@ def memory_of_language_model(reduction=None):
     return {"add": peak(lambda: step(data), count) - before / count}
 
 
+def peak_of_addition(network, loss_sum, shape, driver="step", **options):
+    """MiB at the peak of the second microbatch, above what is held before it."""
+    tokens = Tensor(np.zeros(shape), ms.int32)
+    accumulator = Accumulator(adam(network.trainable_params()), 4, reduction="mean")
+    if not driver.startswith("hand"):
+        options["loss_reduction"] = "sum"
+    with Driver(driver, accumulator, loss_sum, (count_tokens,), **options) as call:
+        call(tokens, tokens)
+        ms.runtime.synchronize()
+        held = ms.runtime.memory_allocated()
+        above = peak(lambda: call(tokens, tokens), 1) - held
+    ms.set_context(mode=ms.GRAPH_MODE)
+    return {"add": above / 2**20}
+
+
+def count_tokens(tokens, targets):
+    return (targets >= 0).sum()
+
+
+class Chunk(nn.Cell):
+    """The sum of the losses of some tokens. See "The head in chunks" in the guide."""
+
+    def construct(self, states, weight, targets):
+        logits = ops.MatMul(transpose_b=True)(states, weight)
+        return ops.cross_entropy(logits, targets, reduction="sum")
+
+
+class InTurn(nn.Cell):
+    """What orders the chunks of a graph, as in the guide."""
+
+    def construct(self, total, states, weight):
+        return total, ops.depend(states, total), weight
+
+    def bprop(self, total, states, weight, out, dout):
+        return ops.depend(dout[0], (dout[1], dout[2])), dout[1], dout[2]
+
+
+def memory_of_head(chunks=1, ordered=False, **options):
+    """8 rows of 128 tokens, whose logits take 32 MiB, and a head of 8 MiB."""
+    vocabulary, width = 8192, 256
+    embedding, head = nn.Embedding(vocabulary, width), nn.Dense(width, vocabulary, has_bias=False)
+    chunk, in_turn = Chunk(), InTurn()
+
+    def loss_sum(tokens, targets):
+        states, targets, weight = embedding(tokens).reshape(-1, width), targets.reshape(-1), head.weight
+        if chunks == 1:
+            return chunk(states, weight, targets)
+        rows, total = len(targets) // chunks, Tensor(0.0)
+        for part, wanted in zip(ops.split(states, rows), ops.split(targets, rows)):
+            if ordered:
+                total, part, weight = in_turn(total, part, weight)
+            total = total + recompute(chunk, part, weight, wanted)
+        return total
+
+    return peak_of_addition(nn.CellList([embedding, head]), loss_sum, (8, 128), **options)
+
+
+class Block(nn.Cell):
+    """What a transformer repeats, without attention."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Dense(width, 4 * width), nn.Dense(4 * width, width)
+
+    def construct(self, x):
+        return x + self.down(ops.gelu(self.up(x)))
+
+
+class LazyBlock(Block):
+    """The same, compiled once for all."""
+
+    @lazy_inline
+    def __init__(self, width):
+        super().__init__(width)
+
+
+class Tied(nn.Cell):
+    """A language model whose head is its embedding; returns the sum over tokens."""
+
+    def __init__(self, made=Block, recomputed=False, width=256, vocabulary=64, blocks=8):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.CellList([made(width) for _ in range(blocks)])
+        for block in self.blocks if recomputed else ():
+            block.recompute()
+
+    def construct(self, tokens, targets):
+        states = self.embedding(tokens)
+        for block in self.blocks:
+            states = block(states)
+        table = self.embedding.embedding_table
+        logits = ops.MatMul(transpose_b=True)(states.reshape(-1, table.shape[1]), table)
+        return ops.cross_entropy(logits, targets.reshape(-1), reduction="sum")
+
+
+def memory_of_blocks(made=Block, recomputed=False, **options):
+    """8 rows of 256 tokens, and 8 blocks whose widest activation takes 8 MiB."""
+    network = Tied(made, recomputed)
+    return peak_of_addition(network, network, (8, 256), **options)
+
+
 in_float32 = partial(memory, momentum, ms.float32)
 
 
@@ -303,6 +404,8 @@ def memory_of_copies():
 # How language models are trained.
 TRAINED = {"": {}, "_in_pieces": {"pieces": 2}, "_in_groups": {"order": "groups", "clip_norm": 1.0}}
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
+RECOMPUTING = {"step": ("step", {}), "pieces": ("step", {"pieces": 8}), "cell": ("cell-graph", {}),
+               "jit": ("hand-jit", {}), "op_by_op": ("hand-pynative", {})}
 CASES = {
     "float32": partial(train, ms.float32, momentum), "float16": partial(train, ms.float16), "bfloat16": train,
     "pieces": partial(train, pieces=3), "alone": partial(train, accumulate_step=1),
@@ -329,6 +432,13 @@ CASES = {
     "memory_language_model": memory_of_language_model,
     "memory_language_model_means": partial(memory_of_language_model, "mean"),
     "memory_language_model_sums": partial(memory_of_language_model, "sum"),
+    "head": memory_of_head, "head_in_chunks": partial(memory_of_head, 8, True),
+    "head_in_chunks_at_once": partial(memory_of_head, 8), "head_in_pieces": partial(memory_of_head, pieces=8),
+    "head_in_chunks_op_by_op": partial(memory_of_head, 8, driver="hand-pynative"),
+    **{f"blocks_{name}{what}": partial(memory_of_blocks, made, recomputed, driver=driver, **options)
+       for name, (driver, options) in RECOMPUTING.items()
+       for what, made, recomputed in (("", Block, False), ("_recomputed", Block, True), ("_lazy", LazyBlock, False),
+                                      ("_lazy_recomputed", LazyBlock, True))},
     "memory_clipped": partial(memory, clip_norm=1.0), "memory_in_16_bits": partial(memory, buffer_dtype=ms.bfloat16),
     "momentum": in_float32, "momentum_groups": partial(in_float32, order="groups"),
     "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
