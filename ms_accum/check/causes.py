@@ -51,7 +51,8 @@ _NONLINEAR = ("nonlinear backward pass: its gradient is not proportional to the 
               "clip relative to the norm of the gradient, or clip the accumulated gradient with clip_norm=")
 _NOT_SCALED = ("not scaled: a part of the gradient does not grow with the loss, as one that a bprop adds; with a loss "
                "scaler it vanishes, in plain MindSpore as well",
-               "add its loss to the one that forward_fn returns, or scale what the bprop adds: accumulator.scaled(...)")
+               "add its loss to the one that forward_fn returns, or give the layer "
+               "accumulator.scaled(Tensor(1.0)), by which its bprop multiplies what it adds")
 _MEAN = ('wrong normalisation: the loss is a mean, expected a sum because of loss_reduction="sum"',
          "return the sum, or leave loss_reduction out")
 _PACKED = ("; if documents are packed, the first token of each is no target: set its label to -100, so that "

@@ -2,13 +2,13 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, amp, nn, ops
 from support.comparing import difference, values
 from support.mlp import MLP
 from support.modes import compiled, running
 from support.training import counting, sgd
 
-from ms_accum import Stage, TrainOneStepCell, make_train_step
+from ms_accum import Accumulator, Stage, TrainOneStepCell, make_train_step
 from ms_accum.core.counters import Counters
 
 MEAN, SUM = "mean", "sum"
@@ -153,3 +153,36 @@ def test_a_stage_sees_the_gradient_of_the_mean_loss_also_of_a_sum(make):
     assert difference(seen[SUM, SUM][1], parameters) < 1e-5
     assert seen[SUM, MEAN][0] == pytest.approx(4 * norm, rel=1e-5)
     assert difference(seen[SUM, MEAN][1], parameters) > 1e-3
+
+
+class Adds(nn.Cell):
+    """A layer whose backward pass adds to the gradient, as the balancing loss of a mixture of experts does."""
+
+    def construct(self, x, scale):
+        return x + 0
+
+    def bprop(self, x, scale, out, dout):
+        return dout + 0.5 * scale / x.shape[0], ops.zeros_like(scale)
+
+
+def test_what_a_backward_pass_adds_has_to_be_scaled(mode):
+    """The scale goes in as an argument: a backward pass of its own may read no Parameter. Control: it vanishes."""
+    def trained(scaler, scales):
+        dense, adds = nn.Dense(6, 3, "ones", "zeros"), Adds()
+        accumulator = Accumulator(nn.SGD(dense.trainable_params(), 0.5), 2, reduction="mean", loss_scaler=scaler)
+
+        def forward_fn(x, y):
+            one = Tensor(1.0, ms.float32)
+            return ops.cross_entropy(adds(dense(x), accumulator.scaled(one) if scales else one), y)
+
+        with running(mode):
+            train_step = make_train_step(forward_fn, accumulator)
+            for _ in range(2):
+                train_step(X, Tensor(Y))
+        assert int(accumulator.update_step) == 1
+        return values(dense.trainable_params())
+
+    expected = trained(None, False)
+    assert difference(trained(None, True), expected) == 0
+    assert difference(trained(amp.StaticLossScaler(2.0**10), True), expected) < 1e-5
+    assert difference(trained(amp.StaticLossScaler(2.0**10), False), expected) > 0.1
