@@ -76,11 +76,12 @@ class Accumulator:
         reduction: "sum" or "mean".
         buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16
             buffer overflows if the sum of weight * gradient exceeds 65504; a driver divides the weights by the rows of
-            its first piece.
+            its first piece, but not sums (`loss_reduction="sum"`).
         on_nonfinite: What to do with NaN and infinity. "apply": apply them like other values. "skip_microbatch": give
-            the microbatch (in pieces: the piece) the weight 0, and do not count a microbatch of which nothing is left,
-            so that the window stays open for another one (`optax.skip_not_finite`). "skip_window": drop the window when
-            it closes, without an update. A gradient is finite if the sum of its elements is.
+            the microbatch (in pieces: the piece) the weight 0, and do not count a microbatch of which nothing is left
+            (a piece that weighs 0 by itself is something), so that the window stays open for another one
+            (`optax.skip_not_finite`). "skip_window": drop the window when it closes, without an update. A gradient is
+            finite if the sum of its elements is.
         max_skips: How many windows ("skip_microbatch": microbatches or pieces of this rank) may be skipped one after
             the other; after one more, a RuntimeError: in a train step or `flush` at the end of a window, in a cell at
             once, by hand in `require_progress()`, for a graph cannot raise it. None: no limit.

@@ -137,7 +137,12 @@ class Counters:
         ops.assign(self.taken, 0)
 
     def see(self, counted: Scalar) -> None:
-        """Add what an update counts to `seen`. Fractions are kept: 0.6 counts 3 in five updates."""
+        """Add what an update counts to `seen`. Fractions are kept: 0.6 counts 3 in five updates.
+
+        NaN and infinity count nothing.
+        """
+        if isinstance(counted, Tensor):
+            counted = ops.where(ops.isfinite(counted), counted, Tensor(0.0, ms.float32))
         whole = ops.round(as_tensor(counted))
         if not isinstance(counted, Tensor) and counted % 1 == 0:
             ops.assign_add(self.seen, whole.astype(ms.int64))

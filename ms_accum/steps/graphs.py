@@ -82,13 +82,13 @@ def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Cal
     (forward_fn, weight_fn, has_aux, _, reduction) = functions  # a graph cannot read a named tuple
     divides = reduction == "sum" and way.looks_at_gradients
     is_sum = reduction == "sum" and not divides
+    marked = way.begin if begin else way.scaled
 
-    def differentiated(weight: Tensor, *piece: Any) -> tuple:
+    def differentiated(share: Tensor, *piece: Any) -> tuple:
         returned, aux = parted(forward_fn(*piece), has_aux)
         loss = checked_loss(returned)
-        if divides:
-            loss = loss.astype(ms.float32) / divisor(weight)
-        return (way.begin(loss) if begin else way.scaled(loss)), loss, aux
+        total = loss.astype(ms.float32) * share if reduction == "sum" else loss
+        return marked(total), loss, aux
 
     grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters, has_aux=True)
 
@@ -97,9 +97,10 @@ def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Cal
         if isinstance(weight, Tensor):
             # The weight comes first: all gradients would wait for it otherwise, and be in memory together.
             piece = tuple([after(weight, value) if isinstance(value, Tensor) else value for value in piece])
-        (scaled_loss, loss, aux), gradients = grad_fn(as_tensor(weight), *piece)
+        share = 1 / divisor(as_tensor(weight)) if divides else one_or_nothing(as_tensor(weight))
+        (scaled_loss, loss, aux), gradients = grad_fn(share, *piece)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-        loss = mean_loss(ops.depend(loss, scaled_loss).astype(ms.float32), weight, is_sum)
+        loss = mean_loss(ops.depend(loss, scaled_loss).astype(ms.float32), weight, reduction == "sum")
         return loss, aux, gradients, weight, (1.0 if is_sum else None)
 
     return gradients_of
@@ -121,6 +122,11 @@ def mean_loss(loss: Tensor, weight: Scalar, is_sum: bool) -> Tensor:
     if isinstance(weight, Tensor):
         return ops.where(weight == 0, Tensor(0.0, ms.float32), loss) + weight * 0.0
     return loss if weight else ops.depend(Tensor(0.0, ms.float32), loss)
+
+
+def one_or_nothing(weight: Tensor) -> Tensor:
+    """Return 1 for a weight > 0, 0 for 0, and NaN for one that is NaN or infinite: what a sum is multiplied by."""
+    return weight / divisor(weight)
 
 
 def divisor(weight: Tensor) -> Tensor:

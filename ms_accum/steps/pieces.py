@@ -101,6 +101,8 @@ def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor, batch_ax
         divisor: The sum of the weights.
         batch_axis: The axis that counts the samples, where there is one.
     """
+    if pieces == 1:
+        return tuple(results[1:])
     values = len(results) // pieces
     joined = ()
     for place in range(1, values):

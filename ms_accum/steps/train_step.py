@@ -74,7 +74,7 @@ def make_train_step(
             of their mean, and `weight_fn` how many they are. The gradients go into the buffers as they are, and a
             window divides once by the weights of all ranks: with weights that change, as numbers of tokens do, that
             takes less time and memory than a mean (see the page on language models). A sum of float16 losses overflows:
-            return it in float32.
+            return it in float32. So may float16 buffers.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are returned as their mean (float32) by the weights, those with one row per sample (on
             the batch axis) as those of the whole batch.

@@ -77,6 +77,44 @@ def test_a_number_may_be_0_as_well(make):
     assert int(train_step.accumulator.seen) == 0
 
 
+@pytest.mark.parametrize(("make", "mode", "options"), [
+    (make_train_step, "jit", {}), (make_train_step, "pynative", {"pieces": 2}), (TrainOneStepCell, "graph", {}),
+    (TrainOneStepCell, "pynative", {})])
+def test_a_sum_whose_weight_is_0_or_not_finite_is_treated_like_a_mean(make, mode, options):
+    """A weight of 0 has no gradient, also where the loss has one; what is not finite drops the window."""
+    def weight_fn(x, counted):
+        return counted[:1].sum()
+
+    got = {}
+    for reduction in (MEAN, SUM):
+        network = nn.Dense(1, 1, "ones", "zeros", has_bias=False)
+
+        class Total(nn.Cell):
+            def __init__(self, network, reduction):
+                super().__init__()
+                self.network, self.reduction = network, reduction
+
+            def construct(self, x, counted):
+                total = self.network(x).sum()
+                return total if self.reduction == "sum" else total / counted[:1].sum()
+
+        with running(mode):
+            train_step = make(Total(network, reduction), sgd(network), 2, weight_fn=weight_fn, loss_reduction=reduction,
+                              on_nonfinite="skip_window", **options)
+            for second in (0.0, 3.0, np.nan, np.inf, -1.0):
+                losses = [float(train_step(Tensor(np.full((2, 1), x, np.float32)), Tensor(np.full(2, w, np.float32))))
+                          for x, w in ((1.0, 2.0), (5.0, second))]
+                accumulator = train_step.accumulator
+                got.setdefault(second, []).append([
+                    float(network.weight.asnumpy().item()), int(accumulator.seen), int(accumulator.skipped),
+                    int(accumulator.update_step), np.isfinite(losses).tolist()])
+    assert got.keys() == {0.0, 3.0, np.nan, np.inf, -1.0}
+    for means, sums in got.values():
+        assert sums[1:] == means[1:]
+        assert sums[0] == pytest.approx(means[0], rel=1e-6)
+    assert [sums[2] for _, sums in got.values()] == [0, 0, 1, 2, 3]
+
+
 def test_a_negative_weight_by_hand_makes_nan_of_what_it_weighs_and_a_number_is_refused(mode):
     """A graph cannot refuse a value."""
     accumulator = counting(MLP(), 2)
