@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
-from ..tensors import after, checked_gradients, clip_factor, global_norm, mapped, weighted
+from ..tensors import after, as_tensor, checked_gradients, clip_factor, global_norm, mapped, weighted
 from .stages import overrides
 
 if TYPE_CHECKING:
@@ -230,7 +230,8 @@ class Way:
         # Restored before anything is measured: norms of scaled gradients overflow where the gradients do not.
         gradients, accepted = self.restored(window[0]), True
         for stage in self.judging:
-            verdict = stage.accepts(gradients)
+            # A sum's gradients do not show that its weight is not finite.
+            verdict = ops.logical_and(stage.accepts(gradients), ops.isfinite(as_tensor(window[2][WEIGHT])))
             accepted = ops.logical_and(accepted, verdict) if isinstance(accepted, Tensor) else verdict
         return gradients, window[1], window[2], accepted
 

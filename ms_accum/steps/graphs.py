@@ -82,13 +82,12 @@ def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Cal
     (forward_fn, weight_fn, has_aux, _, reduction) = functions  # a graph cannot read a named tuple
     divides = reduction == "sum" and way.looks_at_gradients
     is_sum = reduction == "sum" and not divides
-    marked = way.begin if begin else way.scaled
 
-    def differentiated(share: Tensor, *piece: Any) -> tuple:
+    def differentiated(weight: Tensor, *piece: Any) -> tuple:
         returned, aux = parted(forward_fn(*piece), has_aux)
         loss = checked_loss(returned)
-        total = loss.astype(ms.float32) * share if reduction == "sum" else loss
-        return marked(total), loss, aux
+        total = loss.astype(ms.float32) / divisor(weight) if divides else loss
+        return (way.begin(total) if begin else way.scaled(total)), loss, aux
 
     grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters, has_aux=True)
 
@@ -97,11 +96,11 @@ def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Cal
         if isinstance(weight, Tensor):
             # The weight comes first: all gradients would wait for it otherwise, and be in memory together.
             piece = tuple([after(weight, value) if isinstance(value, Tensor) else value for value in piece])
-        share = 1 / divisor(as_tensor(weight)) if divides else one_or_nothing(as_tensor(weight))
-        (scaled_loss, loss, aux), gradients = grad_fn(share, *piece)
+        (scaled_loss, loss, aux), gradients = grad_fn(as_tensor(weight), *piece)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-        loss = mean_loss(ops.depend(loss, scaled_loss).astype(ms.float32), weight, reduction == "sum")
-        return loss, aux, gradients, weight, (1.0 if is_sum else None)
+        loss = ops.depend(loss, scaled_loss).astype(ms.float32)
+        loss = loss / divisor(as_tensor(weight)) if reduction == "sum" else loss
+        return mean_loss(loss, weight, is_sum), aux, gradients, weight, (1.0 if is_sum else None)
 
     return gradients_of
 
@@ -115,10 +114,13 @@ def weight_of(weight_fn: Optional[Callable], rows: int, piece: tuple) -> Scalar:
     return as_weight(weight)
 
 
-def mean_loss(loss: Tensor, weight: Scalar, is_sum: bool) -> Tensor:
-    """Return the mean loss of what weighs so much: 0 if that is 0, NaN if it is NaN or infinite."""
-    if is_sum:
-        loss = loss / divisor(as_tensor(weight))
+def mean_loss(loss: Tensor, weight: Scalar, is_added: bool) -> Tensor:
+    """Return a mean loss to report: 0 for a weight of 0, and NaN for one that is NaN or infinite.
+
+    `is_added`: its gradient was added as it is, whatever the weight; then a loss that is not 0 is not hidden.
+    """
+    if is_added:
+        return loss + weight * 0.0
     if isinstance(weight, Tensor):
         return ops.where(weight == 0, Tensor(0.0, ms.float32), loss) + weight * 0.0
     return loss if weight else ops.depend(Tensor(0.0, ms.float32), loss)

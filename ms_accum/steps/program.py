@@ -140,7 +140,8 @@ def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, rows: in
         loss, aux, gradients, weight, factor = gradients_of(rows, *inputs)
         aux = checked_aux(aux, rows, axis) if has_aux else aux
         active = way.add_piece(gradients, weight, factor=factor)
-        totals = totals + as_vector((counted(loss, weight), ops.depend(as_tensor(weight), active)))
+        summed = counted(loss, weight) if factor is None else loss * divisor(as_tensor(weight))
+        totals = totals + as_vector((summed, ops.depend(as_tensor(weight), active)))
         return (totals, as_vector((weight,)), aux) if has_aux else totals
 
     return piece

@@ -22,8 +22,8 @@ _NARROW = {
     "factor": 1.0, "event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples",
     "on_nonfinite": "apply", "empty_at": None, "batch_axis": 0, "loss_reduction": "mean"}
 _WEIGHT_IN_LOSS = [
-    ("steps/graphs.py", 'share if reduction == "sum" else loss',
-     'share if reduction == "sum" else loss * piece[0].shape[0]'),
+    ("steps/graphs.py", "divisor(weight) if divides else loss",
+     "divisor(weight) if divides else loss * piece[0].shape[0]"),
     # The gradients are not weighted a second time, in windows of one microbatch neither.
     ("core/buffers.py", "mapped(weighted, weight / self.unit", "mapped(weighted, 1.0 / self.unit"),
     ("core/way.py", "self.exchange.window(gradients, unit, (weight,",
