@@ -173,7 +173,7 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
 
 
 def as_weight(weight: Scalar) -> Scalar:
-    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`, which is NaN if it is negative.
+    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`, which is NaN if it is negative or infinite.
 
     Raises:
         TypeError: If it is neither a number nor a Tensor.
@@ -182,7 +182,7 @@ def as_weight(weight: Scalar) -> Scalar:
     if isinstance(weight, Tensor):
         require_weight_tensor(weight.shape, weight.dtype)
         weight = weight.reshape(()).astype(ms.float32)
-        return ops.where(weight < 0, Tensor(nan, ms.float32), weight)
+        return ops.where(ops.logical_and(weight >= 0, weight < inf), weight, Tensor(nan, ms.float32))
     require_weight_number(weight is None, weight)
     # A large int would become an int32 of the graph, and wrap around.
     return float(weight)
