@@ -173,7 +173,7 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
 
 
 def as_weight(weight: Scalar) -> Scalar:
-    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`, which is NaN if it is negative or infinite.
+    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`: NaN if it is negative or infinite.
 
     Raises:
         TypeError: If it is neither a number nor a Tensor.

@@ -1,6 +1,6 @@
 """The buffers: one for each parameter, in a unit of weights that spares equal microbatches a multiplication.
 
-    buffer += weight / unit * gradient        # weight / unit is the constant 1 for pieces of equal weight
+    buffer += weight / unit * gradient        # weight / unit is the constant 1 for pieces of equal weight, and for sums
     gradient = buffer * (unit / sum of the weights)
 """
 from __future__ import annotations
@@ -68,11 +68,14 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers, also before they have memory."""
         return sum(prod(p.shape) * p.itemsize for p in self.parameters)
 
     def weighed(self, gradients: Gradients, weight: Scalar) -> Gradients:
-        """Return `weight / unit * gradients` in `gradient_dtypes`; 0 where the weight is 0, NaN included."""
+        """Return `weight / unit * gradients` in `gradient_dtypes`; 0 where the weight is 0, NaN included.
+
+        For the gradients of a sum, `weight` is 1: see `factor` in `Way.add`.
+        """
         note_reader(self.number)
         return mapped(weighted, weight / self.unit, gradients, self.gradient_dtypes)
 
