@@ -9,8 +9,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import number
-from ..core.stages import Stage
-from ..core.way import TAKEN, WEIGHT
+from ..core.stages import TAKEN, WEIGHT, Stage
 from ..tensors import as_vector, global_norm, state_parameter
 
 if TYPE_CHECKING:

@@ -272,7 +272,9 @@ def _nonlinear_backward(division: Division, comparison: Comparison, called: list
 
 def _not_scaled(division: Division, comparison: Comparison, called: list[nn.Cell]) -> list[Cause]:
     """Return the causes if a part of the gradient does not scale with the loss, given a loss scaler."""
-    return [] if _scales(division, comparison, 1.0) else _backward_of(division, called, _NOT_SCALED)
+    if division.loss_scale == 1 or _scales(division, comparison, 1.0):
+        return []
+    return _backward_of(division, called, _NOT_SCALED)
 
 
 def _scales(division: Division, comparison: Comparison, times: float) -> bool:

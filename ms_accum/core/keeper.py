@@ -26,7 +26,7 @@ from mindspore import Tensor, ops
 
 from ..tensors import as_tensor, as_vector
 from .counters import NoProgress, require_whole
-from .way import ACTIVE, TAKEN
+from .stages import ACTIVE, TAKEN
 
 if TYPE_CHECKING:
     from .accumulator import Accumulator

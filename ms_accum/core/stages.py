@@ -10,12 +10,19 @@ from mindspore import Parameter, Tensor, amp, ops
 
 from ..arguments import instance_of, one_of, whole_number
 from ..distributed.ranks import require_alike
-from ..tensors import all_finite, mapped, wider
+from ..tensors import all_finite, as_tensor, mapped, wider
 
 if TYPE_CHECKING:
     from ..distributed.exchange import OneDevice
     from ..tensors import Gradients, Numbers, Scalar
     from .counters import Counters
+
+# Places in the sums that travel with gradients: a plain tuple, for graphs read no named one.
+WEIGHT = 0  # of a piece, or of a window
+TAKEN = 1  # what was taken: a piece counts 1 or 0, a window its microbatches
+ACTIVE = 2  # ranks that have data
+COUNTED = 3  # what `seen` counts: the weight, unless a step says otherwise
+MEASURED = 4  # and all behind it: what stages measured
 
 _owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 
@@ -95,17 +102,18 @@ class Stage:
         """Undo what `scale_loss` did: for a window after its exchange, for a piece before it is measured."""
         return gradients
 
-    def accepts(self, gradients: Gradients) -> Union[bool, Tensor]:
+    def accepts(self, gradients: Gradients, sums: Numbers) -> Union[bool, Tensor]:
         """Return whether a window makes an update: True, or a bool Tensor of shape `()`.
 
-        `gradients` are sums over the window, in a unit of weights: good for what is finite, not for a size.
+        `gradients` are sums over the window, in a unit of weights: good for what is finite, not for a size. `sums` are
+        those of the window of all ranks; their places are `WEIGHT` and the names beside it.
         """
         return True
 
     def on_update(self, gradients: Gradients, unit: Scalar, sums: Numbers, measured: Numbers) -> None:
         """See an update before clipping: the mean gradient is `unit / sums[WEIGHT] * gradients`.
 
-        `sums` are those of the window of all ranks, with places as in `way`; `measured` is the part that `measure` of
+        `sums` are as for `accepts`; `measured` is the part that `measure` of
         this stage returned.
         """
 
@@ -148,9 +156,9 @@ class SkipWindow(Stage):
     def __init__(self, counters: Counters) -> None:
         self.skipped, self.in_row = counters.skipped, counters.skipped_in_row
 
-    def accepts(self, gradients: Gradients) -> Tensor:
-        """See `Stage`."""
-        return all_finite(gradients)
+    def accepts(self, gradients: Gradients, sums: Numbers) -> Tensor:
+        """See `Stage`. Gradients of a sum do not show that its weight is not finite."""
+        return all_finite((*gradients, as_tensor(sums[WEIGHT])))
 
     def on_close(self, applied: bool) -> None:
         """See `Stage`."""

@@ -16,8 +16,8 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
-from ..tensors import after, as_tensor, checked_gradients, clip_factor, global_norm, mapped, weighted
-from .stages import overrides
+from ..tensors import after, checked_gradients, clip_factor, global_norm, mapped, weighted
+from .stages import ACTIVE, COUNTED, MEASURED, TAKEN, WEIGHT, overrides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,13 +34,6 @@ _numbers = count()
 # What compiled graphs, or calls op by op, have done by hand: the numbers of ways that were filled, and closed.
 _by_hand: set[int] = set()
 _closed_by_hand: set[int] = set()
-
-# Places in the sums that travel with gradients: a plain tuple, for graphs read no named one.
-WEIGHT = 0  # of a piece, or of a window
-TAKEN = 1  # what was taken: a piece counts 1 or 0, a window its microbatches
-ACTIVE = 2  # ranks that have data
-COUNTED = 3  # what `seen` counts: the weight, unless a step says otherwise
-MEASURED = 4  # and all behind it: what stages measured
 
 # A window of all ranks, as a plain tuple:
 #   its gradients, divided by a unit of weights (usually the samples of the first piece, so that equal pieces need no
@@ -119,7 +112,7 @@ class Way:
 
         `weight` comes from `as_weight`. `counted` is what `seen` counts of it, if that is not the weight. `factor` is
         what the gradients are multiplied with, if that is not the weight: 1 for those of a sum, where no stage looks at
-        pieces.
+        gradients.
         """
         gradients = checked_gradients(*self.expected, gradients)
         taken = 1
@@ -230,8 +223,7 @@ class Way:
         # Restored before anything is measured: norms of scaled gradients overflow where the gradients do not.
         gradients, accepted = self.restored(window[0]), True
         for stage in self.judging:
-            # A sum's gradients do not show that its weight is not finite.
-            verdict = ops.logical_and(stage.accepts(gradients), ops.isfinite(as_tensor(window[2][WEIGHT])))
+            verdict = stage.accepts(gradients, window[2])
             accepted = ops.logical_and(accepted, verdict) if isinstance(accepted, Tensor) else verdict
         return gradients, window[1], window[2], accepted
 

@@ -126,11 +126,6 @@ def mean_loss(loss: Tensor, weight: Scalar, is_added: bool) -> Tensor:
     return loss if weight else ops.depend(Tensor(0.0, ms.float32), loss)
 
 
-def one_or_nothing(weight: Tensor) -> Tensor:
-    """Return 1 for a weight > 0, 0 for 0, and NaN for one that is NaN or infinite: what a sum is multiplied by."""
-    return weight / divisor(weight)
-
-
 def divisor(weight: Tensor) -> Tensor:
     """Return what a sum of this weight is divided by: 1 for no weight, so that 0/0 is 0."""
     return ops.where(weight == 0, Tensor(1.0, ms.float32), weight)

@@ -20,7 +20,7 @@ from mindspore.ops import constexpr
 from ..core.counters import require_whole
 from ..core.stages import overrides
 from ..tensors import as_vector, as_weight
-from .graphs import checked_loss, compiled, divisor, one_or_nothing, parted, refuse, require_readable
+from .graphs import checked_loss, compiled, divisor, parted, refuse, require_readable
 from .pieces import checked_aux, counted, select_rows, starts_of
 from .program import Program
 from .step import TrainStep, next_or_error
@@ -204,7 +204,7 @@ def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: i
     def piece(start: Tensor, totals: Tensor, weights: Tensor, window: Tensor, *batch: Any) -> Any:
         inputs = select_rows(start + ops.arange(rows), cut, batch)
         of_window = window[:count]
-        numerators = one_or_nothing(weights) if is_sum else weights
+        numerators = ops.ones_like(weights) if is_sum else weights
         shares = numerators * window[count] / divisor(of_window)
         (total, losses, aux), gradients = grad_fn(shares, *inputs)
         losses = losses / divisor(weights) if is_sum else losses

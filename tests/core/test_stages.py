@@ -3,14 +3,16 @@ them, are drawn in runs/test_differential.py."""
 import gc
 
 import mindspore as ms
+import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, ops
 from support.comparing import difference, values
 from support.mlp import MLP, batches, mean_loss, tensors
+from support.modes import running
 from support.training import sgd
 
 from ms_accum import Accumulator, Stage, make_train_step
-from ms_accum.core.way import TAKEN
+from ms_accum.core.stages import TAKEN, WEIGHT
 
 pytestmark = pytest.mark.core
 
@@ -136,6 +138,31 @@ def test_a_stage_that_looks_at_no_piece_sees_windows_without_buffers():
     assert int(stage.closed) == 3
     assert (train_step.accumulator.looks_at_pieces, train_step.accumulator.way.may_drop) == (False, False)
     assert float(train_step.accumulator.way.buffers.parameters[0].asnumpy().any()) == 0
+
+
+@ms.jit_class
+class Heavy(Stage):
+    """Accept windows of more than ten samples, or of a weight that is NaN: no comparison with it is true."""
+
+    def accepts(self, gradients, sums):
+        return ops.logical_not(sums[WEIGHT] <= 10)
+
+
+def test_a_stage_judges_a_window_by_its_sums_and_no_other_judges_for_it(mode):
+    """Also a weight that is not finite: `on_nonfinite="apply"` lets it pass."""
+    network, updated = MLP(), []
+    with running(mode):
+        train_step = make_train_step(mean_loss(network), sgd(network), 2, stages=(Heavy(),))
+        for x, y in batches([4, 4, 6, 6]):
+            train_step(*tensors(x, y))
+            updated.append(train_step.updated)
+        moved = values(network.trainable_params())
+        way = train_step.accumulator.way
+        way.counters.include(Tensor(float("nan")), 0.0, ())
+        accepted = way.window()[3]
+    assert updated == [False, False, False, True]
+    assert all(np.isfinite(value).all() for value in moved)
+    assert bool(accepted)
 
 
 @pytest.mark.parametrize(("error", "message", "stages"), [

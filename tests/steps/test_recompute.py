@@ -4,10 +4,11 @@ from functools import cache
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, lazy_inline, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.common.initializer import Normal
 from support.comparing import relative, values
 from support.drivers import Driver
+from support.layers import Block, LazyBlock
 from support.processes import run_python
 
 from ms_accum import Accumulator
@@ -38,25 +39,6 @@ except RuntimeError as error:
 """
 
 
-class Block(nn.Cell):
-    """What a transformer repeats, without attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Dense(WIDTH, 2 * WIDTH), nn.Dense(2 * WIDTH, WIDTH)
-
-    def construct(self, x):
-        return x + self.down(ops.tanh(self.up(x)))
-
-
-class LazyBlock(Block):
-    """The same, compiled once for all."""
-
-    @lazy_inline
-    def __init__(self):
-        super().__init__()
-
-
 class Counted(Block):
     """It counts how often PyNative runs it."""
 
@@ -70,8 +52,8 @@ class Counted(Block):
 class Forgetful(Block):
     """Each pass computes something else, so recomputing it is wrong."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, width):
+        super().__init__(width)
         self.passes = 0
 
     def construct(self, x):
@@ -86,7 +68,7 @@ class Tied(nn.Cell):
         super().__init__()
         ms.set_seed(0)
         self.embedding = nn.Embedding(WORDS, WIDTH, embedding_table=Normal(0.5))
-        self.blocks = nn.CellList([made() for _ in range(2)])
+        self.blocks = nn.CellList([made(WIDTH) for _ in range(2)])
         for block in self.blocks if recomputed else ():
             block.recompute()
 

@@ -139,7 +139,7 @@ def test_a_negative_weight_by_hand_makes_nan_of_what_it_weighs_and_a_number_is_r
     lambda rng: rng.uniform(0, 1), lambda rng: 0.6, lambda rng: 6e-6, lambda rng: rng.uniform(0, 2**20),
     lambda rng: 7.0, lambda rng: rng.choice([0.5, 1.5, 2**20 + 0.5])])
 def test_fractions_are_counted(drawn, mode):
-    """Far from 0, where a float32 sum stands still. Control: the sum of rounded weights."""
+    """Far from 0, where a float32 sum stands still, and NaN counts nothing. Control: the sum of rounded weights."""
     counters, rng, start = Counters("counted"), np.random.default_rng(1), 2**40
     weights = np.array([drawn(rng) for _ in range(400)], np.float32)
     ops.assign(counters.seen, start)
@@ -149,7 +149,7 @@ def test_fractions_are_counted(drawn, mode):
         return counters.seen + 0
 
     step = compiled(see, mode)
-    for weight in weights:
+    for weight in (np.float32(np.nan), *weights, np.float32(np.inf)):
         step(Tensor(weight))
     exact = weights.astype(np.float64).sum()
     assert abs(int(counters.seen) - start - exact) <= 0.5 + 1e-6

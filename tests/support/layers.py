@@ -1,7 +1,7 @@
 """Layers, losses and batches for check_equivalence."""
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, lazy_inline, nn, ops
 
 
 def normal(*shape, dtype=ms.float32, seed=0):
@@ -201,3 +201,22 @@ class Adds(nn.Cell):
 
     def bprop(self, x, out, dout):
         return (dout + self.added / x.shape[0],)
+
+
+class Block(nn.Cell):
+    """What a transformer repeats, without attention."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Dense(width, 4 * width), nn.Dense(4 * width, width)
+
+    def construct(self, x):
+        return x + self.down(ops.gelu(self.up(x)))
+
+
+class LazyBlock(Block):
+    """The same, compiled once for all."""
+
+    @lazy_inline
+    def __init__(self, width):
+        super().__init__(width)

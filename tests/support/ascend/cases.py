@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, amp, lazy_inline, mint, nn, ops, recompute
+from mindspore import Tensor, amp, mint, nn, ops, recompute
 from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
 from mindspore.train import Model
@@ -26,6 +26,7 @@ from ms_accum.core.keeper import Keeper
 from ms_accum.core.kernels import Portable
 from ms_accum.steps.graphs import compiled
 from support.drivers import Driver
+from support.layers import Block, LazyBlock
 
 SIZE, LAYERS, ROWS = 64, 2, 16
 WIDE, DEEP = 512, 13  # where memory is weighed
@@ -334,25 +335,6 @@ def memory_of_head(chunks=1, ordered=False, **options):
         return total
 
     return peak_of_addition(nn.CellList([embedding, head]), loss_sum, (8, 128), **options)
-
-
-class Block(nn.Cell):
-    """What a transformer repeats, without attention."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Dense(width, 4 * width), nn.Dense(4 * width, width)
-
-    def construct(self, x):
-        return x + self.down(ops.gelu(self.up(x)))
-
-
-class LazyBlock(Block):
-    """The same, compiled once for all."""
-
-    @lazy_inline
-    def __init__(self, width):
-        super().__init__(width)
 
 
 class Tied(nn.Cell):
