@@ -142,6 +142,13 @@ def exploding(gain):
     return network
 
 
+def on_kinks():
+    """Every ReLU gets 0 for some samples, so rounding might change the gradient, but does not where rows are cut."""
+    network = nn.SequentialCell(nn.Dense(2, 8, has_bias=False), nn.ReLU(), nn.Dense(8, 3))
+    network[0].weight.set_data(Tensor(np.tile([1.0, -1.0], (8, 1)), ms.float32))
+    return network
+
+
 def shifted():
     """One shift of all logits, whose gradient is 0, and is compared with what it is made of."""
     network = drawn(nn.Dense(32, 3))
@@ -193,6 +200,8 @@ def off_by(off):
     return lambda x, y: x.shape[0] * (1 + off * (y[0] == 0).astype(ms.float32))
 
 
+# Two equal columns in the first six rows.
+KINKS = Tensor(np.where(np.arange(24)[:, None] < 6, normal(24, 1).asnumpy(), normal(24, 2, seed=1).asnumpy()))
 MOVING = layers.SpectralNorm, layers.ScaleBefore, layers.Counter, layers.PythonCounter
 CASTING = partial(nn.SequentialCell, nn.Dense(6, 16), layers.Half(nn.Dense(16, 3)))
 WITHOUT_TOKENS = Tensor(np.where(np.arange(24) < 7, -100, ROWS[1].asnumpy()), ms.int32)
@@ -257,6 +266,7 @@ CASES = {
     "casts of its own, and a sum": Case(lambda: drawn(CASTING()), sum_loss, False, [("total", "function", WRONG)]),
     **{f"gain {gain}": Case(partial(exploding, gain), mean_loss, ok, ROUNDING * (ok is None), (),
                             (normal(33, 32), labels(33)), pieces=11) for gain, ok in ((4, None), (1, True))},
+    "kinks": Case(on_kinks, mean_loss, True, [], (), (KINKS, ROWS[1])),
     **{f"{reduction} of a gradient of 0": Case(
         shifted, shift_loss(reduction), not wrong, wrong, (), (normal(7, 32) * 3, labels(7)), pieces=7)
        for reduction, wrong in (("mean", []), ("sum", NOT_A_MEAN))},
