@@ -122,8 +122,8 @@ def check_equivalence(
             number of samples, each piece is one sample.
         batch_axis: The axis that counts the samples, as for `make_train_step`.
         weight_fn: `(*piece) -> weight`, as for `make_train_step`. None: the number of samples.
-        loss_reduction: "sum" if `forward_fn` returns a sum, as for `make_train_step`: what is compared is its quotient
-            by the weight.
+        loss_reduction: "sum" if `forward_fn` returns a sum, as for `make_train_step`. The check compares the sum
+            divided by the weight.
         losses: Number of losses that `forward_fn` returns, as for `make_train_step`; each is checked by itself.
         loss_scaler: As for `make_train_step`. Gradients are those of the scaled loss then, divided by the scale, and
             have to equal those of the loss itself.

@@ -75,11 +75,11 @@ class Accumulator:
             `grad_norm` and clips nothing; None computes no norm. Norms above 8e12 count as infinite.
         reduction: "sum" or "mean".
         buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16
-            buffer overflows if the sum of weight * gradient exceeds 65504; a driver divides the weights by the rows of
-            its first piece, but not sums (`loss_reduction="sum"`).
+            buffer overflows if the sum of weight * gradient exceeds 65504; a train step or a cell divides the weights
+            by the samples of its first piece, except with `loss_reduction="sum"`.
         on_nonfinite: What to do with NaN and infinity. "apply": apply them like other values. "skip_microbatch": give
             the microbatch (in pieces: the piece) the weight 0, and do not count a microbatch of which nothing is left
-            (a piece that weighs 0 by itself is something), so that the window stays open for another one
+            (a piece whose own weight is 0 counts as left), so that the window stays open for another one
             (`optax.skip_not_finite`). "skip_window": drop the window when it closes, without an update. A gradient is
             finite if the sum of its elements is.
         max_skips: How many windows ("skip_microbatch": microbatches or pieces of this rank) may be skipped one after
@@ -106,8 +106,8 @@ class Accumulator:
             ("skip_microbatch") or of a window ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
         skipped_in_row: How many of them followed one another, up to now.
         seen: Sum of the weights in all updates of all ranks, rounded: samples, or what `weight_fn` counts, tokens for
-            example: int64 Parameter of shape `()`. What it was rounded by is kept in units of 2**-36, so the error does
-            not grow; the weights of one window are summed in float32.
+            example: int64 Parameter of shape `()`. The remainder is kept in units of 2**-36, so rounding errors do not
+            add up; the weights of one window are summed in float32.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN until it has
             been measured, and always without `clip_norm`.
         weight_sum: Sum of the weights in the open window: float32 Parameter of shape `()`.
@@ -210,7 +210,7 @@ class Accumulator:
         Args:
             grads: A gradient for each of `optimizer.parameters`, in their order and shapes.
             weight: A number >= 0 or a Tensor of shape `()`. With 0, the microbatch counts, but its gradient is ignored.
-                A Tensor that is negative counts as NaN, and so becomes what it weighs.
+                A negative or infinite Tensor counts as NaN, which makes the accumulated gradient NaN.
 
         Returns:
             Whether this microbatch closed the window: bool Tensor of shape `()`.

@@ -73,7 +73,7 @@ class Counters:
     """The Parameters that count; see `Accumulator` for what is public.
 
     Attributes:
-        seen_rest: What `seen` was rounded by, in units of 2**-36.
+        seen_rest: The remainder of `seen`, in units of 2**-36.
         measured: What the stages measured in the open window, summed: float32 `(measures,)`; none if nothing measures.
         counted_sum: What `seen` counts of the open window: `weight_sum`, unless `count_apart` was called.
         saved: For the host: closed windows, and microbatches in the open one, when the last checkpoint was saved.
@@ -137,7 +137,7 @@ class Counters:
         ops.assign(self.taken, 0)
 
     def see(self, counted: Scalar) -> None:
-        """Add what an update counts to `seen`. Fractions are kept: 0.6 counts 3 in five updates.
+        """Add what an update counts to `seen`. Fractions are kept: five updates of weight 0.6 add 3.
 
         NaN and infinity count nothing.
         """

@@ -74,7 +74,7 @@ def make_train_step(
             of their mean, and `weight_fn` how many they are. The gradients go into the buffers as they are, and a
             window divides once by the weights of all ranks: with weights that change, as numbers of tokens do, that
             takes less time and memory than a mean (see the page on language models). A sum of float16 losses overflows:
-            return it in float32. So may float16 buffers.
+            return it in float32. Float16 buffers may overflow as well.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are returned as their mean (float32) by the weights, those with one row per sample (on
             the batch axis) as those of the whole batch.
@@ -105,8 +105,8 @@ def make_train_step(
             `Accumulator`, it has `reduction="sum"`, or a parameter was frozen since it was built.
         RuntimeError: When called, if an error left a part of a batch in the open window (see below).
 
-    Of a mean, the weight multiplies the gradients, after the backward pass, so layers whose backward pass is not linear
-    work and float16 does not overflow. A piece with the same number of samples as the first one costs no
+    If the loss is a mean, the weight multiplies the gradients, after the backward pass, so layers whose backward pass
+    is not linear work and float16 does not overflow. A piece with the same number of samples as the first one costs no
     multiplication, another weight costs one per gradient, as does a weight that is a Tensor. Pieces of weight 0 are
     ignored, even if their loss is 0/0; a weight that is negative, NaN or infinite makes the loss NaN. Numbers in a
     batch are constants of the graph: each new value triggers a recompilation, so give what changes as a Tensor.
