@@ -5,10 +5,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from mindspore.common.initializer import Normal
 from support.comparing import relative, values
 from support.drivers import Driver
-from support.layers import Block, LazyBlock
+from support.layers import Block, LazyBlock, Tied
 from support.processes import run_python
 
 from ms_accum import Accumulator
@@ -61,23 +60,10 @@ class Forgetful(Block):
         return super().construct(x) * self.passes
 
 
-class Tied(nn.Cell):
-    """A language model whose head is its embedding; the loss is the sum over the tokens that are not masked."""
-
-    def __init__(self, made, recomputed):
-        super().__init__()
-        ms.set_seed(0)
-        self.embedding = nn.Embedding(WORDS, WIDTH, embedding_table=Normal(0.5))
-        self.blocks = nn.CellList([made(WIDTH) for _ in range(2)])
-        for block in self.blocks if recomputed else ():
-            block.recompute()
-
-    def construct(self, tokens, targets):
-        states = self.embedding(tokens)
-        for block in self.blocks:
-            states = block(states)
-        logits = ops.MatMul(transpose_b=True)(states.reshape(-1, WIDTH), self.embedding.embedding_table)
-        return ops.cross_entropy(logits, targets.reshape(-1), ignore_index=-100, reduction="sum")
+def tied(made, recomputed):
+    """The network of this file, with the same values each time."""
+    ms.set_seed(0)
+    return Tied(made, recomputed, WIDTH, WORDS, blocks=2)
 
 
 def unmasked(tokens, targets):
@@ -97,7 +83,7 @@ def microbatches():
 def trained(name, made=Block, recomputed=True):
     """How far a driver moves the parameters in both windows. The one by hand takes means."""
     driver, options = DRIVERS[name]
-    network = Tied(made, recomputed)
+    network = tied(made, recomputed)
     start = values(network.trainable_params())
     accumulator = Accumulator(nn.SGD(network.trainable_params(), RATE), 2, reduction="mean")
 
@@ -120,7 +106,7 @@ def moved(start, network):
 @cache
 def plain(weighted=True):
     """The same by MindSpore alone: each window undivided, nothing recomputed; unweighted, the mean of the means."""
-    network, batches = Tied(Block, recomputed=False), microbatches()
+    network, batches = tied(Block, recomputed=False), microbatches()
     parameters = network.trainable_params()
     start = values(parameters)
     grad_fn = ms.value_and_grad(network, None, ms.ParameterTuple(parameters))

@@ -2,6 +2,7 @@
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, lazy_inline, nn, ops
+from mindspore.common.initializer import Normal
 
 
 def normal(*shape, dtype=ms.float32, seed=0):
@@ -220,3 +221,22 @@ class LazyBlock(Block):
     @lazy_inline
     def __init__(self, width):
         super().__init__(width)
+
+
+class Tied(nn.Cell):
+    """A language model whose head is its embedding; the loss is the sum over the tokens that are not masked."""
+
+    def __init__(self, made, recomputed, width, words, blocks):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width, embedding_table=Normal(0.5))
+        self.blocks = nn.CellList([made(width) for _ in range(blocks)])
+        for block in self.blocks if recomputed else ():
+            block.recompute()
+
+    def construct(self, tokens, targets):
+        states = self.embedding(tokens)
+        for block in self.blocks:
+            states = block(states)
+        table = self.embedding.embedding_table
+        logits = ops.MatMul(transpose_b=True)(states.reshape(-1, table.shape[1]), table)
+        return ops.cross_entropy(logits, targets.reshape(-1), ignore_index=-100, reduction="sum")

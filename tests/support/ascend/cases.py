@@ -26,7 +26,7 @@ from ms_accum.core.keeper import Keeper
 from ms_accum.core.kernels import Portable
 from ms_accum.steps.graphs import compiled
 from support.drivers import Driver
-from support.layers import Block, LazyBlock
+from support.layers import Block, LazyBlock, Tied
 
 SIZE, LAYERS, ROWS = 64, 2, 16
 WIDE, DEEP = 512, 13  # where memory is weighed
@@ -337,28 +337,9 @@ def memory_of_head(chunks=1, ordered=False, **options):
     return peak_of_addition(nn.CellList([embedding, head]), loss_sum, (8, 128), **options)
 
 
-class Tied(nn.Cell):
-    """A language model whose head is its embedding; returns the sum over tokens."""
-
-    def __init__(self, made=Block, recomputed=False, width=256, vocabulary=64, blocks=8):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.CellList([made(width) for _ in range(blocks)])
-        for block in self.blocks if recomputed else ():
-            block.recompute()
-
-    def construct(self, tokens, targets):
-        states = self.embedding(tokens)
-        for block in self.blocks:
-            states = block(states)
-        table = self.embedding.embedding_table
-        logits = ops.MatMul(transpose_b=True)(states.reshape(-1, table.shape[1]), table)
-        return ops.cross_entropy(logits, targets.reshape(-1), reduction="sum")
-
-
 def memory_of_blocks(made=Block, recomputed=False, **options):
     """8 rows of 256 tokens, and 8 blocks whose widest activation takes 8 MiB."""
-    network = Tied(made, recomputed)
+    network = Tied(made, recomputed, width=256, words=64, blocks=8)
     return peak_of_addition(network, network, (8, 256), **options)
 
 
