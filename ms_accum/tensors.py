@@ -57,7 +57,8 @@ def clip_factor(norm: Tensor, clip_norm: float) -> Scalar:
     """Return min(1, clip_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`; 1 for an infinite `clip_norm`."""
     if clip_norm == inf:
         return 1.0
-    return ops.minimum(clip_norm / (norm + 1e-6), Tensor(1.0, ms.float32))
+    factor = clip_norm / (norm + 1e-6)
+    return ops.where(factor >= 1, Tensor(1.0, ms.float32), factor)  # NaN stays: `minimum(NaN, 1)` is 1 on CPU
 
 
 def all_finite(gradients: Gradients) -> Tensor:

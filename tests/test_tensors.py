@@ -3,6 +3,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor
+from support.modes import compiled
 
 from ms_accum import tensors
 
@@ -31,6 +32,15 @@ def test_the_norm_is_numpys():
         assert float(tensors.global_norm((full(1e18, 100),), factor)) == pytest.approx(1e10, rel=1e-5)
     for norm, clip_norm, factor in ((2, 1, 0.5), (0.5, 1, 1), (0, 1, 1), (1e-6, 1e-6, 0.5), (INF, INF, 1), (INF, 1, 0)):
         assert float(tensors.clip_factor(full(norm), clip_norm)) == pytest.approx(factor, rel=2e-6)
+
+
+def test_the_clip_factor_of_nan_is_nan(mode):
+    """Or what is finite beside the NaN would be applied unclipped: MindSpore's `minimum(NaN, 1)` is 1 on CPU."""
+    def factor_of(norm):
+        return tensors.clip_factor(norm, 1.0)
+
+    factor = compiled(factor_of, mode)
+    assert np.isnan(factor(full(NAN)).asnumpy())
 
 
 @pytest.mark.parametrize(("function", "value", "factor", "asked", "expected"), [

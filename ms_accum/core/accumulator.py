@@ -11,6 +11,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 from ..arguments import instance_of, number, one_of, spelled
 from ..distributed.buckets import Accumulated
 from ..distributed.exchange import DataParallel, OneDevice
+from ..distributed.parallel_modes import may_shard, require_whole, warn_if_alone
+from ..distributed.slices import Slices
 from ..tensors import as_weight, require_condition
 from .buffers import Buffers, buffer_dtype_of
 from .counters import Counters, Journal
@@ -19,7 +21,7 @@ from .kernels import kernels
 from .length import length_of
 from .lost_window import watched
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
-from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, stages_of
+from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, needing_whole_gradients, stages_of
 from .way import Way, note_closed, note_filled
 
 if TYPE_CHECKING:
@@ -174,7 +176,10 @@ class Accumulator:
         length = length_of(accumulate_step)
         self._settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
                           "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
-        self.exchange = exchange = _exchange_of(reducer, optimizer, buffer_dtypes, self._settings)
+        layout = Accumulated(tuple(optimizer.parameters), buffer_dtypes, dict(self._settings))
+        self.exchange = exchange = _exchange_of(reducer, optimizer, layout, needing_whole_gradients(
+            clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
+            stages=stages))
         self._settings["reducer"] = exchange.describe()
         self.optimizer, self.noise_scale, self.loss_scaler = optimizer, noise_scale, checked_loss_scaler(
             loss_scaler, exchange.ranks)
@@ -186,7 +191,7 @@ class Accumulator:
         stages = bound(stages_of(loss_scaler, on_nonfinite, noise_scale, stages, counters, self), prefix, exchange,
                        counters)
         self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange,
-                       Buffers(prefix, *exchange.buffers(), buffer_dtypes, exchange.shared_unit), counters,
+                       Buffers(prefix, exchange.buffers(prefix), buffer_dtypes, exchange.shared_unit), counters,
                        Journal(prefix), (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks,
                        clip_norm, () if after_update is None else (after_update,))
         self._kept = (*counters.run_state, *_state_of_hook(after_update, optimizer),
@@ -308,12 +313,17 @@ class Accumulator:
         return dict(self._settings)
 
 
-def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, dtypes: tuple, settings: dict) -> OneDevice:
-    if reducer is None:
-        return OneDevice(Accumulated(tuple(optimizer.parameters), dtypes, settings))
-    reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
-    alike = {**settings, "the optimizer, its learning rate or state": describe(optimizer)}
-    return reducer.bind(Accumulated(tuple(optimizer.parameters), dtypes, alike))
+def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, layout: Accumulated,
+                 features: tuple[str, ...]) -> OneDevice:
+    if reducer is not None:
+        reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
+        layout.settings["the optimizer, its learning rate or state"] = describe(optimizer)
+        return reducer.bind(layout)
+    if not may_shard():
+        return OneDevice(layout)
+    warn_if_alone()
+    require_whole(features)
+    return Slices(layout, features)
 
 
 def checked_clip_norm(clip_norm: object) -> Optional[float]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Optional
 from weakref import WeakValueDictionary
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, ops
-from mindspore.nn.utils import no_init_parameters
+from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.ops import constexpr
 
+from ..distributed.parallel_modes import shards
 from ..tensors import FLOATS, HALF, mapped, scaled, state_parameter, weighted
 from .kernels import add_each, kernels
 
@@ -34,9 +34,8 @@ class Buffers:
     microbatch never need them.
 
     Args:
-        prefix: What the names of the buffers begin with.
-        shapes: Name and shape of each buffer.
-        dtypes: Their dtypes.
+        prefix: What the name of `weight_unit` begins with.
+        parameters: The buffers, from an exchange.
         gradient_dtypes: dtypes of the gradients that `weighed` returns, one for each parameter.
         unit: What they have to count in; None: what the host sets.
 
@@ -47,13 +46,10 @@ class Buffers:
         state: The buffers and `weight_unit`.
     """
 
-    def __init__(self, prefix: str, shapes: list[tuple[str, tuple]], dtypes: tuple[ms.Type, ...],
-                 gradient_dtypes: tuple[ms.Type, ...], unit: Optional[float] = None) -> None:
-        with no_init_parameters():
-            self.parameters = ParameterTuple([state_parameter(f"{prefix}.{name}", shape, dtype)
-                                              for (name, shape), dtype in zip(shapes, dtypes)])
-        self.kernels = kernels()
-        sizes = [prod(shape) for _, shape in shapes]
+    def __init__(self, prefix: str, parameters: tuple[Parameter, ...], gradient_dtypes: tuple[ms.Type, ...],
+                 unit: Optional[float] = None) -> None:
+        self.parameters, self.kernels = ParameterTuple(parameters), kernels()
+        sizes = [prod(p.shape) for p in parameters]
         self.small = max(sizes) // 64 if min(sizes) < max(sizes) // 64 else 0  # elements
         self.gradient_dtypes = gradient_dtypes
         self.unit, self.settled, self.number = unit or 1.0, unit is not None, next(_numbers)
@@ -132,8 +128,11 @@ def note_reader(number: int) -> bool:
 
 @constexpr
 def allocate(number: int) -> bool:
-    """Give the buffers with this number memory, while a graph that holds them is compiled (or op by op)."""
-    for parameter in _buffers[number].parameters:
+    """Give the buffers with this number memory, while a graph that holds them is compiled (or op by op).
+
+    Where MindSpore shards, it does that itself, when it knows the slices.
+    """
+    for parameter in () if shards() else _buffers[number].parameters:
         if parameter.has_init:
             parameter.init_data()
     return True

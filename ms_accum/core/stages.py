@@ -256,6 +256,14 @@ def bound(stages: tuple[Stage, ...], prefix: str, exchange: OneDevice, counters:
     return stages
 
 
+def needing_whole_gradients(*, clip_norm: Optional[float], on_nonfinite: str, stages: tuple[Stage, ...],
+                            **others: Optional[object]) -> tuple[str, ...]:
+    """Return the names of the arguments that look at all gradients, which slices of them cannot do for a rank alone."""
+    looking = any(overrides(stage, "weigh", "measure", "accepts", "on_update") for stage in stages)
+    return (*(["clip_norm"] if clip_norm is not None else []), *(["on_nonfinite"] if on_nonfinite != "apply" else []),
+            *(name for name, value in others.items() if value is not None), *(["stages"] if looking else []))
+
+
 def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:
     """Return `stages` as a tuple. TypeError if one of them, or `noise_scale`, is no stage."""
     if noise_scale is not None:

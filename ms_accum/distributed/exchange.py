@@ -20,15 +20,19 @@ from math import inf
 from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
-from mindspore import ops
+from mindspore import Parameter, ops
 from mindspore.communication import GlobalComm, create_group, get_local_rank_size, get_rank
+from mindspore.nn.utils import no_init_parameters
 
 from ..arguments import boolean, number, one_of, whole_number
-from ..tensors import as_vector, mapped, scaled
+from ..tensors import as_vector, mapped, scaled, state_parameter
 from .buckets import MEBIBYTE, Buckets
+from .parallel_modes import require_unreduced
 from .ranks import broadcast_parameters, require_alike, world_size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ..tensors import Gradients, Numbers, Scalar
     from .buckets import Accumulated
 
@@ -109,6 +113,7 @@ class DataParallel:
 
     def bind(self, layout: Accumulated) -> OneDevice:
         """Return the exchange of one accumulator. Raises ValueError if ranks are not alike."""
+        require_unreduced()
         ranks = world_size()
         if ranks == 1:
             return OneDevice(layout)
@@ -129,6 +134,14 @@ class DataParallel:
         if ranks % inside:
             raise ValueError(f"{ranks} ranks make no whole number of nodes of {inside}; {remedy}")
         return inside
+
+
+def new_buffers(prefix: str, shapes: Iterable[tuple[str, tuple[int, ...]]], dtypes: tuple[ms.Type, ...]) -> tuple[
+        Parameter, ...]:
+    """Return Parameters that are 0 and have no memory yet, given the name and shape of each."""
+    with no_init_parameters():
+        return tuple(state_parameter(f"{prefix}.{name}", shape, dtype)
+                     for (name, shape), dtype in zip(shapes, dtypes))
 
 
 def make_alike(layout: Accumulated, reducer: str, broadcast: bool = True) -> None:
@@ -162,9 +175,9 @@ class OneDevice:
         self.dtypes = layout.dtypes
         self.shapes = [(p.name, tuple(p.shape)) for p in layout.parameters]
 
-    def buffers(self) -> tuple[list[tuple[str, tuple[int, ...]]], tuple[ms.Type, ...]]:
-        """Return name and shape of each buffer, and their dtypes."""
-        return self.shapes, self.dtypes
+    def buffers(self, prefix: str) -> tuple[Parameter, ...]:
+        """Return new buffers, whose names begin with `prefix`. They have no memory yet."""
+        return new_buffers(prefix, self.shapes, self.dtypes)
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """Return what to add to the buffers, and the numbers, summed over the ranks inside.
@@ -212,15 +225,16 @@ class Exchange(OneDevice):
         if inside < ranks:
             self.far = ops.AllReduce(group=_group(range(place, ranks, inside)))
 
-    def buffers(self) -> tuple[list[tuple[str, tuple[int, ...]]], tuple[ms.Type, ...]]:
+    def buffers(self, prefix: str) -> tuple[Parameter, ...]:
         """See `OneDevice`. Sharded, a flat part of each bucket."""
         if not self.sharded:
-            return super().buffers()
-        return ([(f"shard{i}", (length // self.inside,)) for i, length in enumerate(self.near.lengths)],
-                self.near.bucket_dtypes)
+            return super().buffers(prefix)
+        parts = [(f"shard{i}", (length // self.inside,)) for i, length in enumerate(self.near.lengths)]
+        return new_buffers(prefix, parts, self.near.bucket_dtypes)
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """See `OneDevice`."""
+        require_unreduced()
         if self.inside == 1:
             return gradients, numbers
         if self.sharded:
@@ -233,6 +247,7 @@ class Exchange(OneDevice):
         Where the factor of the gradient is a constant, MindSpore 2.10 on CPU lets a graph of additions and an update
         read 16-bit buffers before the last addition.
         """
+        require_unreduced()
         if self.inside == 1:
             gradients, numbers = self.all.all_reduce(mapped(scaled, unit, buffers, self.dtypes), numbers)
             return gradients, ops.ones_like(numbers[0]), numbers

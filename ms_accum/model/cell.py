@@ -12,6 +12,7 @@ from ..arguments import instance_of, one_of, spelled
 from ..core.accumulator import REDUCTIONS
 from ..core.keeper import Keeper
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
+from ..distributed.parallel_modes import require_plain
 from ..steps.batch import positional
 from ..steps.errors import explaining_errors
 from ..steps.graphs import Functions, compiled, make_gradients_of
@@ -119,6 +120,7 @@ class TrainOneStepCell(nn.Cell):
         instance_of("network", network, nn.Cell, "a Cell that returns the loss",
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
         require_functions(network=network, weight_fn=weight_fn)
+        require_plain([network], "give it around the cell: AutoParallel(TrainOneStepCell(network, ...))")
         accumulator = averaging(
             optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
             max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,

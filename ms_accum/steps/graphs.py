@@ -26,6 +26,8 @@ class Graph(nn.Cell):
     def __init__(self, function: Callable) -> None:
         super().__init__(auto_prefix=False)
         self.function = function
+        # In MindSpore's semi-auto parallel mode, a graph without a forward pass cannot be compiled, or crashes.
+        self.add_flags(skip_auto_parallel_compile=True)
 
     def construct(self, *arguments: Any) -> Any:
         """Return what the function returns."""

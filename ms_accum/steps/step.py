@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..core.keeper import Keeper
-from ..core.optimizers import require_rates, require_same_parameters, require_trainable
+from ..core.optimizers import cells_of, require_rates, require_same_parameters, require_trainable
+from ..distributed.parallel_modes import require_plain, require_unsharded
 from .batch import as_arguments, as_tensors, named_values, ordered, require_batched
 from .errors import explaining_errors
 from .graphs import straight
@@ -21,6 +22,9 @@ from .pieces import layout
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator, Status
     from .program import Program
+
+
+_INSIDE = "train it with a TrainOneStepCell in AutoParallel(cell), or without AutoParallel and with DataParallel()"
 
 
 class TrainStep:
@@ -42,6 +46,8 @@ class TrainStep:
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, program_for: Callable,
                  batch_axis: int = 0) -> None:
+        require_unsharded()
+        require_plain(cells_of(function), _INSIDE)
         self.accumulator, self.pieces, self.batch_axis, self.updated = accumulator, pieces, batch_axis, False
         self._function, self._program_for = function, program_for
         self._orders: dict[frozenset, tuple[str, ...]] = {}
@@ -159,6 +165,7 @@ class TrainStep:
     def program(self, key: tuple) -> Program:
         """Return the program for batches with this key. The first one fixes the unit of weights."""
         if key not in self._programs:
+            require_unsharded()
             way, samples = self.accumulator.way, key[0]
             require_same_parameters(self._function, way.optimizer)
             if samples:

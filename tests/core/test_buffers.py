@@ -12,6 +12,7 @@ from support.processes import MEMORY, run_python
 from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.core.buffers import Buffers
 from ms_accum.core.kernels import Portable, kernels
+from ms_accum.tensors import state_parameter
 
 pytestmark = pytest.mark.core
 
@@ -86,7 +87,7 @@ def test_windows_of_one_microbatch_have_no_buffers(tmp_path):
 
 
 def buffers_of(unit, dtype=ms.float32):
-    buffers = Buffers("unit", [("w", (2,))], (dtype,), (dtype,))
+    buffers = Buffers("unit", (state_parameter("unit.w", (2,), dtype),), (dtype,))
     if unit is not None:
         buffers.fix_unit(unit)
     return buffers

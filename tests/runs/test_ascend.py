@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.ascend import sharding
 from support.ascend.cases import LAYERS
 from support.ascend.dry_run import Report, behind, dry_run
 from support.ascend.stand_ins import built_once, locked, missing, shared_folder
@@ -87,7 +88,7 @@ PROCESSES = {
             "qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight", "head.weight"))
            for name, between in (("vit", []), ("vit_O2", ["Cast"]))},
         "resnet18": Expected(between=[[]], weights="classifier.weight")}),
-    "8 ranks": Process(RANKS, ranks=8),
+    "8 ranks": Process(RANKS, ranks=8), "sharded": Process(dict.fromkeys(sharding.CASES), ranks=sharding.RANKS),
     "2 nodes": Process({
         "node": exchange([("AllReduce", INSIDE)], [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)]),
         "node_shards": exchange([("AllReduce", INSIDE), ("ReduceScatter", INSIDE)],
@@ -144,6 +145,31 @@ def test_graphs_and_memory_are_what_is_expected(compiled, process):
     assert "SGD" in reports.pop("sgd_in_bfloat16", "SGD")  # negative control: a case that does not compile is an error
     wrong = {name: list(differences(report, PROCESSES[process].cases[name])) for name, report in reports.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
+
+
+@pytest.mark.slow
+def test_where_mindspore_shards_a_rank_holds_slices(compiled):
+    """By hand and in a cell, whichever of MindSpore's interfaces is used; buffers are cut as their parameters are."""
+    reports = compiled("sharded")
+    for name in sharding.SHARDED:
+        way, report = name.split("_")[1], reports[name]
+        assert isinstance(report, Report), (name, report)
+        held, kinds = sharding.HELD[way], {node.name for node in report.graphs[0] if node.group}
+        assert report.numbers == {"parameters": held, "buffers": held, "dtypes": ["Float32"] * 2}, name
+        assert kinds == sharding.COLLECTIVES[way], name
+
+
+@pytest.mark.slow
+def test_where_mindspore_shards_what_would_be_wrong_raises_an_error(compiled):
+    """Before any graph is compiled, with our sentence first."""
+    for name, report in compiled("sharded").items():
+        if name not in sharding.SHARDED:
+            assert isinstance(report, Report), (name, report)
+            assert report.graphs == [], name
+            feature = {"clip": "clip_norm", "skip": "on_nonfinite", "loss": "loss_scaler", "noise": "noise_scale",
+                       "reducer": "reducer", "inside": "AutoParallel is inside the network"}.get(name.split("_")[1])
+            step = "a train step compiles" if name.endswith("context") else "AutoParallel is inside the network"
+            assert report.numbers["error"].startswith(feature or step), (name, report)
 
 
 def differences(report, expected):

@@ -25,6 +25,7 @@ from ms_accum.core import buffers
 from ms_accum.core.keeper import Keeper
 from ms_accum.core.kernels import Portable
 from ms_accum.steps.graphs import compiled
+from support.ascend import sharding
 from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
 
@@ -406,7 +407,7 @@ CASES = {
     "momentum": in_float32, "momentum_groups": partial(in_float32, order="groups"),
     "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
     "adam_clipped": partial(memory, adam, ms.float32, clip_norm=1.0), "memory_by_hand": memory_by_hand,
-    "copies": memory_of_copies,
+    "copies": memory_of_copies, **sharding.CASES,
 }
 
 

@@ -1,0 +1,99 @@
+"""MindSpore's own parallel modes, semi-auto and auto: where they hold, and what cannot work in them.
+
+A graph that is compiled in these modes holds slices of the parameters, and each rank a slice of the gradients. The mode
+is a setting of the process (`set_auto_parallel_context`), or of one Cell (`AutoParallel(cell)`), which sets it while
+that Cell is compiled: then nothing shows it before.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from warnings import warn
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.communication import GlobalComm, get_group_size
+from mindspore.ops import constexpr
+from mindspore.parallel.auto_parallel import AutoParallel
+from mindspore.parallel.distributed import DistributedDataParallel
+
+_ALONE = ("communication is initialised with {} ranks, but this accumulator has no reducer: each rank trains alone, "
+          "and their parameters drift apart; give reducer=DataParallel(). If MindSpore shards the network "
+          "(AutoParallel), or the script sums gradients over the ranks itself, change nothing")
+_SLICES = ("{}: in MindSpore's {} mode, each rank holds slices of the gradients, and would decide by its own slices; "
+           "leave this out, or train without that mode, with reducer=DataParallel()")
+_REDUCED = ("reducer: MindSpore's {} mode sums gradients over the ranks itself; leave reducer=DataParallel() out, or "
+            "train without that mode")
+_STEP = ("a train step compiles graphs of its own, which MindSpore's {} mode cannot shard; use a TrainOneStepCell in "
+         "AutoParallel(cell), or a hand-written loop, or train without that mode, with reducer=DataParallel()")
+_INSIDE = "AutoParallel is inside the network, where MindSpore ignores it and shards nothing; {}"
+_SYNCING = ("{} sums or accumulates gradients itself, so they would be counted more than once; give the network inside "
+            "it, with reducer=DataParallel()")
+# What HyperParallel's `hsdp` and `fully_shard` keep on a Cell that they have changed, and its two switches.
+_SCHEDULER, _SWITCHES = "hsdp_scheduler", ("requires_grad_sync", "requires_acc_grad")
+
+
+def shards() -> bool:
+    """Return whether MindSpore shards what is compiled now."""
+    return ms.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel")
+
+
+def may_shard() -> bool:
+    """Return whether MindSpore shards, or may do so later because there are several ranks."""
+    return shards() or initialised_ranks() > 1
+
+
+def warn_if_alone() -> None:
+    """Warn of several ranks, where nothing sums their gradients and MindSpore does not shard."""
+    ranks = initialised_ranks()
+    if ranks > 1 and not shards():
+        warn(_ALONE.format(ranks), UserWarning, stacklevel=2)
+
+
+@constexpr
+def require_whole(features: tuple[str, ...]) -> bool:
+    """Refuse what looks at whole gradients where MindSpore shards: ValueError, also when a graph is compiled."""
+    if features and shards():
+        raise ValueError(_SLICES.format(", ".join(features), _mode()))
+    return True
+
+
+@constexpr
+def require_unreduced() -> bool:
+    """Refuse an exchange of our own where MindSpore shards: ValueError, also when a graph is compiled."""
+    if shards():
+        raise ValueError(_REDUCED.format(_mode()))
+    return True
+
+
+def require_unsharded() -> None:
+    """Refuse a train step where MindSpore shards. ValueError."""
+    if shards():
+        raise ValueError(_STEP.format(_mode()))
+
+
+def require_plain(cells: Iterable[nn.Cell], remedy: str) -> None:
+    """Refuse networks that MindSpore or HyperParallel train in parallel in a way of their own. ValueError.
+
+    `remedy`: what to do with a network in `AutoParallel`.
+    """
+    for cell in (inner for outer in cells for _, inner in outer.cells_and_names()):
+        if isinstance(cell, AutoParallel):
+            raise ValueError(_INSIDE.format(remedy))
+        if _synchronises(cell):
+            raise ValueError(_SYNCING.format(type(cell).__name__))
+
+
+def _synchronises(cell: nn.Cell) -> bool:
+    if isinstance(cell, DistributedDataParallel):
+        return True
+    scheduler = getattr(cell, _SCHEDULER, None)
+    return scheduler is not None and any(getattr(scheduler, switch, True) for switch in _SWITCHES)
+
+
+def initialised_ranks() -> int:
+    """Return the ranks of this run, or 1 before `communication.init()`."""
+    return get_group_size() if GlobalComm.INITED else 1
+
+
+def _mode() -> str:
+    return ms.get_auto_parallel_context("parallel_mode").replace("_", "-").replace("-parallel", " parallel")

@@ -1,0 +1,57 @@
+"""Where MindSpore shards the network: no exchange of our own, and buffers that are cut as their parameters are."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import finalize
+
+import mindspore as ms
+from mindspore import Parameter
+
+from .exchange import OneDevice
+from .parallel_modes import require_whole
+
+if TYPE_CHECKING:
+    from ..tensors import Gradients, Numbers, Scalar
+    from .buckets import Accumulated
+
+
+@ms.jit_class
+class Slices(OneDevice):
+    """No exchange, for graphs that MindSpore may shard: its own collectives are in the backward pass.
+
+    Args:
+        layout: What is accumulated.
+        features: Names of what looks at whole gradients. An error is raised where a graph with slices is compiled.
+
+    Source: the clones are those of MindSpore's tutorial on gradient accumulation.
+    """
+
+    def __init__(self, layout: Accumulated, features: tuple[str, ...]) -> None:
+        super().__init__(layout)
+        self.parameters, self.features = layout.parameters, features
+
+    def buffers(self, prefix: str) -> tuple[Parameter, ...]:
+        """See `OneDevice`. Clones of the parameters: MindSpore gives a clone the layout of its original."""
+        buffers = tuple(parameter.clone(init="zeros") for parameter in self.parameters)
+        for buffer, parameter, dtype in zip(buffers, self.parameters, self.dtypes):
+            buffer.name, buffer.requires_grad = f"{prefix}.{parameter.name}", False
+            if buffer.dtype != dtype:
+                buffer.set_dtype(dtype)
+        # A parameter lists its clones, which would keep them as long as itself.
+        finalize(self, _unlist, tuple(p.param_info for p in self.parameters), buffers)
+        return buffers
+
+    def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
+        """See `OneDevice`. ValueError, when a graph is compiled, if a feature would look at slices."""
+        require_whole(self.features)
+        return gradients, numbers
+
+    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
+        """See `OneDevice` and `microbatch`."""
+        require_whole(self.features)
+        return buffers, unit, numbers
+
+
+def _unlist(infos: tuple, clones: tuple[Parameter, ...]) -> None:
+    for info, clone in zip(infos, clones):
+        info.cloned_obj = [other for other in info.cloned_obj if other is not clone]
