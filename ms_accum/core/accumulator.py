@@ -17,10 +17,10 @@ from ..tensors import as_weight, require_condition
 from .buffers import Buffers, buffer_dtype_of
 from .counters import Counters, Journal
 from .keeper import Keeper
-from .kernels import kernels
 from .length import length_of
 from .lost_window import watched
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
+from .probe import kernels
 from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, needing_whole_gradients, stages_of
 from .way import Way, note_closed, note_filled
 

@@ -16,7 +16,8 @@ from mindspore.ops import constexpr
 
 from ..distributed.parallel_modes import shards
 from ..tensors import FLOATS, HALF, mapped, scaled, state_parameter, weighted
-from .kernels import add_each, kernels
+from .kernels import add_each
+from .probe import kernels
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar

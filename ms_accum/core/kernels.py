@@ -84,11 +84,6 @@ _zero = InplaceZero()
 _zero.add_prim_attr("side_effect_mem", True)  # which it lacks in MindSpore 2.10: graphs would drop it without an error
 
 
-def kernels(in_buffers: bool = True) -> Portable:
-    """Return what suits the device for buffers; False: for exchanged or unscaled copies of them."""
-    return InPlace() if in_buffers and ms.get_context("device_target") == "Ascend" else Portable()
-
-
 def _add_large(small: int, buffer: Parameter, gradient: Tensor) -> None:
     if buffer.size >= small:
         _add(buffer, gradient)

@@ -11,7 +11,6 @@ from support.processes import MEMORY, run_python
 
 from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.core.buffers import Buffers
-from ms_accum.core.kernels import Portable, kernels
 from ms_accum.tensors import state_parameter
 
 pytestmark = pytest.mark.core
@@ -126,11 +125,6 @@ def test_a_graph_that_was_compiled_but_never_ran_holds_the_unit():
                 else ms.jit(buffers.weighed)((Tensor([1.0, 1.0]),), 2.0)
         buffers.fix_unit(4.0)
         assert (buffers.unit, float(buffers.weight_unit)) == (unit, unit)
-
-
-def test_kernels_of_copies_are_portable():
-    """Also on a device that scales buffers in place."""
-    assert type(kernels(False)) is Portable
 
 
 # --- emptying ---------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ PROCESSES = {
         "op_by_op": Expected(branch=None), "momentum_groups": held(add=8.6, update=12.1),
         # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
         "copies": Expected(branch=None, least={"add": 11.5, "update": 15.9}), "sgd_in_bfloat16": Expected(branch=None),
-        "window": RANKS["window"], "shards": RANKS["shards"]}, fusion=True, ranks=2),
+        "probe": Expected(branch=None), "window": RANKS["window"], "shards": RANKS["shards"]}, fusion=True, ranks=2),
     "more": Process({
         "float16": CAST, "bfloat16": CAST, **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
         **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",
@@ -145,6 +145,13 @@ def test_graphs_and_memory_are_what_is_expected(compiled, process):
     assert "SGD" in reports.pop("sgd_in_bfloat16", "SGD")  # negative control: a case that does not compile is an error
     wrong = {name: list(differences(report, PROCESSES[process].cases[name])) for name, report in reports.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
+
+
+def test_a_dry_run_proves_no_kernel(compiled):
+    """All values are 0. The environment has chosen the kernels in place, which the other figures are of."""
+    numbers = compiled("fast")["probe"].numbers
+    assert numbers["said"].startswith("the portable kernels gave wrong results")
+    assert numbers["windows of"] == ["InPlace", "Portable"]
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core import accumulator as core_accumulator
 from ms_accum.core import buffers
 from ms_accum.core.keeper import Keeper
-from ms_accum.core.kernels import Portable
+from ms_accum.core.kernels import InPlace, Portable
+from ms_accum.core.probe import kernels, largest_difference
 from ms_accum.steps.graphs import compiled
 from support.ascend import sharding
 from support.drivers import Driver
@@ -365,6 +366,16 @@ def memory_of_copies():
         return in_float32(order="groups", layers=4)
 
 
+def probed():
+    """The test of the kernels in place: they compile, and as all values are 0 here, that proves nothing."""
+    said = "passed"
+    try:
+        largest_difference(InPlace(), (5, 640))
+    except RuntimeError as error:
+        said = str(error)
+    return {"said": said, "windows of": [type(kind).__name__ for kind in (kernels(), kernels(False))]}
+
+
 # How language models are trained.
 TRAINED = {"": {}, "_in_pieces": {"pieces": 2}, "_in_groups": {"order": "groups", "clip_norm": 1.0}}
 DTYPES = {"float32": ms.float32, "float16": ms.float16, "bfloat16": ms.bfloat16}
@@ -407,7 +418,7 @@ CASES = {
     "momentum": in_float32, "momentum_groups": partial(in_float32, order="groups"),
     "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
     "adam_clipped": partial(memory, adam, ms.float32, clip_norm=1.0), "memory_by_hand": memory_by_hand,
-    "copies": memory_of_copies, **sharding.CASES,
+    "copies": memory_of_copies, "probe": probed, **sharding.CASES,
 }
 
 

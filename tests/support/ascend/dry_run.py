@@ -60,8 +60,9 @@ def environment(cann, folder, fusion, ranks):
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     return {
         **plain, **variables(cann), "RANK_SIZE": str(ranks), "RANK_ID": "0",
-        "OMP_NUM_THREADS": "1", "MS_DEV_SAVE_GRAPHS": "2", "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"),
-        "MS_DEV_DUMP_IR_PASSES": "graph_build", "MS_DEV_GRAPH_KERNEL_FLAGS": FUSION if fusion else "",
+        "OMP_NUM_THREADS": "1", "MS_ACCUM_IN_PLACE": "1", "MS_DEV_SAVE_GRAPHS": "2",
+        "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"), "MS_DEV_DUMP_IR_PASSES": "graph_build",
+        "MS_DEV_GRAPH_KERNEL_FLAGS": FUSION if fusion else "",
         "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests, cann / "python")))}
 
 

@@ -43,7 +43,7 @@ def environment(scratch: Path) -> dict[str, str]:
 
     Raises ValueError where there is neither.
     """
-    dry = {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": "1", "RANK_ID": "0"}
+    dry = {"MS_SIMULATION_LEVEL": "1", "RANK_SIZE": "1", "RANK_ID": "0", "MS_ACCUM_IN_PLACE": "1"}
     if os.environ.get("ASCEND_TOOLKIT_HOME"):
         return dry
     if find_spec("mindspore") is None:
