@@ -65,7 +65,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     Raises:
         TypeError: If `network` or `accumulator` is of another kind; if `extra` would not come back from JSON as it is
             (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its state cannot be found.
-        ValueError: If the suffix is another one, or two entries of the file would have the same name.
+        ValueError: If the suffix is another one, two entries of the file would have the same name, or MindSpore has
+            cut the parameters into slices (semi-auto and auto parallel).
         RuntimeError: If an error or an interrupt stopped a batch or an update in the middle.
         OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
 
@@ -85,6 +86,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
     way = accumulator.way
     exchange = accumulator.exchange
+    exchange.require_whole_state()
     rank, ranks = exchange.rank, exchange.ranks
     generation, held = _told(ranks, token_hex(8), int(accumulator.mini_step))
     mine = path_of_rank(path, rank, ranks, generation)
@@ -153,6 +155,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     """
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
     exchange = accumulator.exchange
+    exchange.require_whole_state()
     rank, ranks = exchange.rank, exchange.ranks
     run = _together(ranks, lambda: _Run(network, accumulator), CheckpointError)
     first = _together(ranks, lambda: read_file(path) if rank == 0 else ({}, {"generation": "0" * 16}), CheckpointError)

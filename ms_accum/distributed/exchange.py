@@ -197,6 +197,9 @@ class OneDevice:
         """Return the sums over all ranks."""
         return numbers
 
+    def require_whole_state(self) -> None:
+        """Refuse to save or load where this rank holds slices of the state only. ValueError."""
+
     def describe(self) -> str:
         """Return what has to be the same in the run that resumes."""
         return f"sum inside {self.inside}, across {self.across}{', sharded' if self.sharded else ''}"

@@ -8,7 +8,7 @@ import mindspore as ms
 from mindspore import Parameter
 
 from .exchange import OneDevice
-from .parallel_modes import require_whole
+from .parallel_modes import require_whole, shards
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
@@ -50,6 +50,13 @@ class Slices(OneDevice):
         """See `OneDevice` and `microbatch`."""
         require_whole(self.features)
         return buffers, unit, numbers
+
+    def require_whole_state(self) -> None:
+        """See `OneDevice`."""
+        if shards() or any(parameter.sliced for parameter in self.parameters):
+            raise ValueError("MindSpore has cut the parameters into slices, of which this rank holds its own: one file "
+                             "cannot hold the run; save and load with mindspore.save_checkpoint and load_checkpoint, "
+                             "on each rank a file of its own, after flush() has closed the window")
 
 
 def _unlist(infos: tuple, clones: tuple[Parameter, ...]) -> None:

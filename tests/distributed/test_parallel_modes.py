@@ -12,7 +12,15 @@ from support.comparing import values
 from support.mlp import MLP, batches, mean_loss, tensors
 from support.training import sgd
 
-from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum import (
+    Accumulator,
+    DataParallel,
+    TrainOneStepCell,
+    load_checkpoint,
+    make_grad_cache_step,
+    make_train_step,
+    save_checkpoint,
+)
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core.stages import Stage
 from ms_accum.distributed import parallel_modes
@@ -61,9 +69,18 @@ def test_what_looks_at_whole_gradients_is_refused_where_mindspore_shards(shardin
     Accumulator(sgd(MLP()), 2, **options)  # negative control
 
 
-def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(sharding):
-    accumulator = Accumulator(sgd(MLP()), {0: 2}, stages=(Counts(),), after_update=nn.Identity())
-    assert accumulator.exchange.ranks == 1
+def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(sharding, tmp_path):
+    """But a checkpoint would hold what one rank has."""
+    network = MLP()
+    accumulator = Accumulator(sgd(network), {0: 2}, stages=(Counts(),), after_update=nn.Identity())
+    path = tmp_path / "run.ckpt"
+    with pytest.raises(ValueError, match=r"^MindSpore has cut the parameters into slices.*on each rank"):
+        save_checkpoint(path, network, accumulator)
+    ms.reset_auto_parallel_context()
+    save_checkpoint(path, network, accumulator)
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    with pytest.raises(ValueError, match=r"^MindSpore has cut the parameters into slices"):
+        load_checkpoint(path, network, accumulator)
 
 
 def test_train_steps_are_refused_where_mindspore_shards(sharding):

@@ -9,7 +9,14 @@ from mindspore.common.initializer import initializer
 from mindspore.communication import GlobalComm, get_group_size, init
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum import (
+    Accumulator,
+    DataParallel,
+    TrainOneStepCell,
+    make_grad_cache_step,
+    make_train_step,
+    save_checkpoint,
+)
 from ms_accum.batch_size import GradientNoiseScale
 
 SIZE, BATCH = 64, 16
@@ -95,8 +102,14 @@ def sharded(driver, way, interface="AutoParallel", dtype=ms.float32):
         buffers = accumulator.way.buffers.parameters
         held = (*optimizer.parameters, *state_of(optimizer), *buffers)
         assert not any(p.has_init for p in held), "MindSpore has given some state no memory"
-        return {"parameters": shapes(optimizer.parameters), "buffers": shapes(buffers),
-                "dtypes": [str(p.dtype) for p in buffers]}
+        try:
+            save_checkpoint("run.ckpt", network, accumulator)
+        except ValueError as error:
+            saved = str(error)
+        else:
+            saved = "whole"
+        return {"saved": saved.partition(",")[0], "parameters": shapes(optimizer.parameters),
+                "buffers": shapes(buffers), "dtypes": [str(p.dtype) for p in buffers]}
 
 
 def state_of(optimizer):
