@@ -6,6 +6,7 @@ end. What it returns goes into FOLDER/rank<r>.json under the name of the case.
 import json
 import os
 import sys
+import warnings
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -242,7 +243,7 @@ def said_by(function, *arguments, **keywords):
     """What a refusal says."""
     try:
         function(*arguments, **keywords)
-    except (TypeError, ValueError, OSError, RuntimeError) as error:
+    except (TypeError, ValueError, OSError, RuntimeError, UserWarning) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
 
@@ -254,10 +255,13 @@ def refusals(rank):
         return Accumulator(optimizer, accumulate_step, reduction="mean", reducer=DataParallel(**data_parallel),
                            loss_scaler=amp.StaticLossScaler(scale))
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone = said_by(Accumulator, nn.SGD(MLP().trainable_params(), 0.1), 2)
     with patch.object(exchange, "get_local_rank_size", lambda: 1 + rank):
         started = said_by(make, sync="node")
     return {"accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
-            "nodes": said_by(make, sync="node", ranks_per_node=3), "started": started,
+            "nodes": said_by(make, sync="node", ranks_per_node=3), "started": started, "alone": alone,
             "hosts": said_by(make, sync="node", ranks_per_node=1 + rank), "alike": said_by(make, broadcast=False),
             "rate": said_by(make, rate=0.1 * (1 + rank)), "loss_scaler": said_by(make, scale=2 ** (rank + 1)),
             "shapes": said_by(make, features=6 + rank),
