@@ -96,7 +96,7 @@ def _add_small(small: int, buffer: Parameter, gradient: Tensor) -> None:
 
 def _add(buffer: Parameter, gradient: Tensor) -> Tensor:
     gradient = gradient.astype(buffer.dtype)
-    if buffer.dtype in HALF:
+    if buffer.dtype == ms.float16:
         # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
         return ops.assign(buffer, buffer + gradient)
     return ops.assign_add(buffer, gradient)
