@@ -318,6 +318,6 @@ def nothing_of(accumulator: Accumulator, active: int = 0) -> Callable:
     def nothing() -> Tensor:
         # With weight 0, any Tensors of the right shapes are ignored. No gradient comes from this loss.
         begun = way.begin(Tensor(0.0, ms.float32))
-        return ops.depend(as_tensor(way.add_piece(way.optimizer.parameters, 0.0, None, active)), begun)
+        return ops.depend(as_tensor(way.add_piece(way.weights, 0.0, None, active)), begun)
 
     return nothing

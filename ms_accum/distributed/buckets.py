@@ -20,11 +20,12 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What is accumulated: the optimizer's parameters, and the dtypes of their buffers."""
+    """What is accumulated: the whole parameters in the optimizer's order, and the dtypes of their buffers."""
 
     parameters: tuple[Parameter, ...]
     dtypes: tuple[ms.Type, ...]  # of the buffers
     settings: dict[str, str]  # what has to be the same on every rank, by name
+    slices: tuple[Parameter, ...] = ()  # the optimizer's parameters, if they are slices of these
 
 
 @ms.jit_class
@@ -45,21 +46,18 @@ class Buckets:
         self.shapes = tuple(tuple(p.shape) for p in parameters)
         self.dtypes = dtypes
         self.sizes = tuple(prod(shape) for shape in self.shapes)
-        self.members = _filled(self.sizes, dtypes, size)
+        self.members = filled(self.sizes, dtypes, size)
         places = [i for members in self.members for i in members]
         self.order = tuple(places.index(i) for i in range(len(places)))
-        self.bucket_dtypes = tuple(dtypes[members[0]] for members in self.members)
-        self.carries_numbers = self.bucket_dtypes[0] == ms.float32
+        self.carries_numbers = dtypes[self.members[0][0]] == ms.float32
         self.totals = tuple(sum(self.sizes[i] for i in members) for members in self.members)
         self.lengths = tuple(-(-total // ranks) * ranks for total in self.totals)
         self.padding = tuple(length - total for length, total in zip(self.lengths, self.totals))
-        self.scatters = ms.get_context("device_target") != "CPU"
         group = group or GlobalComm.WORLD_COMM_GROUP
         self.sum = ops.AllReduce(group=group)
         # On CPU, MindSpore 2.10 has an AllGather for all ranks together only.
-        gathers = self.scatters or group == GlobalComm.WORLD_COMM_GROUP
+        gathers = ms.get_context("device_target") != "CPU" or group == GlobalComm.WORLD_COMM_GROUP
         self.gather = ops.AllGather(group=group) if gathers else None
-        self.scatter = ops.ReduceScatter(group=group) if self.scatters else None
 
     # Each collective waits for the one before: left to themselves, those of one graph may start in another order on
     # another rank.
@@ -81,23 +79,6 @@ class Buckets:
             sums = self.sum(ops.depend(self._flat(gradients, members, 0), sums))
             summed = (*summed, *self._split(sums, members))
         return tuple([summed[i] for i in self.order]), numbers
-
-    def reduce_scatter(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
-        """Return this rank's part of the sums over all ranks, a flat Tensor per bucket, and the sums of the numbers."""
-        sums = self.sum(as_vector(numbers))
-        numbers = _as_numbers(sums, len(numbers))
-        parts = ()
-        for members, length, padding in zip(self.members, self.lengths, self.padding):
-            flat = ops.depend(self._flat(gradients, members, padding), sums)
-            if self.scatters:
-                sums = self.scatter(flat)
-                part = sums
-            else:
-                share = length // self.ranks
-                sums = self.sum(flat)
-                part = sums[self.rank * share:(self.rank + 1) * share]
-            parts = (*parts, part)
-        return parts, numbers
 
     def all_gather(self, parts: Gradients) -> Gradients:
         """Return whole gradients from the parts of all ranks."""
@@ -143,7 +124,7 @@ class Buckets:
         return gradients
 
 
-def _filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
+def filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
     """Return the parameters of each bucket of at most `limit` bytes, larger ones alone; float32 first."""
     buckets: list[list[int]] = []
     for dtype in sorted(set(dtypes), key=lambda dtype: (dtype != ms.float32, str(dtype))):

@@ -171,7 +171,7 @@ def _first_fn(encode: Callable, loss_fn: Callable, way: Way, samples: int, cut: 
         loss = checked_loss(loss_fn(*_apart(whole, representations)), "loss_fn")
         return way.begin(loss) * (samples / rows), loss, fresh
 
-    grad_fn = ms.value_and_grad(differentiated, 0, way.optimizer.parameters, has_aux=True)
+    grad_fn = ms.value_and_grad(differentiated, 0, way.weights, has_aux=True)
 
     def first(once: Tensor, cached: Tensor, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         piece = select_rows(ops.arange(rows), cut, batch)
@@ -190,7 +190,7 @@ def _backward_fn(encode: Callable, way: Way, samples: int, cut: Cut, rows: int) 
         # Not `way.begin`: the loss that these come from was scaled.
         return way.journal.begin((cotangents * _side_by_side(encode(*piece))).sum(-1).sum() * (samples / rows))
 
-    grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters)
+    grad_fn = ms.value_and_grad(differentiated, None, way.weights)
 
     def backward(start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
         indices = start + ops.arange(rows)

@@ -91,7 +91,7 @@ def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Cal
         total = loss.astype(ms.float32) / divisor(weight) if divides else loss
         return (way.begin(total) if begin else way.scaled(total)), loss, aux
 
-    grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters, has_aux=True)
+    grad_fn = ms.value_and_grad(differentiated, None, way.weights, has_aux=True)
 
     def gradients_of(rows: int, *piece: Any) -> tuple[Tensor, Any, Gradients, Scalar, Optional[float]]:
         weight = weight_of(weight_fn, rows, piece)

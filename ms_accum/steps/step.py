@@ -86,7 +86,7 @@ class TrainStep:
         """
         optimizer = self.accumulator.optimizer
         require_batched(batches)
-        require_trainable(optimizer.parameters)
+        require_trainable(self.accumulator.weights)
         require_rates(optimizer)
         last = False
         for result, last in self._train_each(map(as_arguments, batches)):

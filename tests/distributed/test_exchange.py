@@ -12,7 +12,7 @@ from support.noisy_samples import FEATURES
 from support.rank_cases import LAUNCHES, NOISE_DECAY, NOISE_RATE, every, noisy_data
 
 from ms_accum import Accumulator, DataParallel
-from ms_accum.distributed import exchange
+from ms_accum.distributed import data_parallel
 
 pytest_plugins = ["support.launch"]
 
@@ -125,6 +125,6 @@ def test_bad_arguments_are_refused(error, message, arguments):
 
 @pytest.mark.parametrize("name", ["float64", "bfloat16"])
 def test_what_cpu_ranks_cannot_exchange_is_refused(name, monkeypatch):
-    monkeypatch.setattr(exchange, "world_size", lambda: 2)
+    monkeypatch.setattr(data_parallel, "world_size", lambda: 2)
     with pytest.raises(ValueError, match=rf"DataParallel with buffers of {name}: .* give buffer_dtype=ms\.float32"):
         Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=getattr(ms, name), reducer=DataParallel())

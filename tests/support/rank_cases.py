@@ -24,7 +24,7 @@ from mindspore.train import LearningRateScheduler, Model
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.distributed import exchange
+from ms_accum.distributed import data_parallel
 from ms_accum.distributed.ranks import wait_for_all
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
 from support.comparing import values
@@ -258,7 +258,7 @@ def refusals(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         alone = said_by(Accumulator, nn.SGD(MLP().trainable_params(), 0.1), 2)
-    with patch.object(exchange, "get_local_rank_size", lambda: 1 + rank):
+    with patch.object(data_parallel, "get_local_rank_size", lambda: 1 + rank):
         started = said_by(make, sync="node")
     return {"accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
             "nodes": said_by(make, sync="node", ranks_per_node=3), "started": started, "alone": alone,
