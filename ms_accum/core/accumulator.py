@@ -177,15 +177,14 @@ class Accumulator:
         clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
         max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
         one_of("reduction", reduction, REDUCTIONS)
-        buffer_dtypes = tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes)
         length = length_of(accumulate_step)
         self._settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
                           "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
-        layout = Accumulated(weights, buffer_dtypes, dict(self._settings), slices_among(optimizer.parameters))
+        layout = Accumulated(weights, tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes),
+                             dict(self._settings), slices_among(optimizer.parameters))
         self.exchange = exchange = _exchange_of(reducer, optimizer, layout, needing_whole_gradients(
             clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
-            stages=stages))
-        require_divisible(optimizer, stages, exchange.divides)
+            stages=stages), stages if noise_scale is None else (*stages, noise_scale))
         self._settings["reducer"] = exchange.describe()
         self.optimizer, self.noise_scale, self.loss_scaler = optimizer, noise_scale, checked_loss_scaler(
             loss_scaler, exchange.ranks)
@@ -197,7 +196,7 @@ class Accumulator:
         stages = bound(stages_of(loss_scaler, on_nonfinite, noise_scale, stages, counters, self), prefix, exchange,
                        counters)
         self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange,
-                       Buffers(prefix, exchange.buffers(prefix), buffer_dtypes, exchange.shared_unit), counters,
+                       Buffers(prefix, exchange.buffers(prefix), layout.dtypes, exchange.shared_unit), counters,
                        Journal(prefix), (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks,
                        clip_norm, () if after_update is None else (after_update,))
         self._kept = (*counters.run_state, *_state_of_hook(after_update, optimizer),
@@ -321,11 +320,13 @@ class Accumulator:
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, layout: Accumulated,
-                 features: tuple[str, ...]) -> OneDevice:
+                 features: tuple[str, ...], stages: tuple[Stage, ...]) -> OneDevice:
     if reducer is not None:
         reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
         layout.settings["the optimizer, its learning rate or state"] = describe(optimizer)
-        return reducer.bind(layout)
+        exchange = reducer.bind(layout)
+        require_divisible(optimizer, stages, exchange.divides)
+        return exchange
     if layout.slices:
         raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "
                          "reducer=DataParallel(zero=1), or the optimizer network.trainable_params()")

@@ -40,7 +40,7 @@ def require_divisible(optimizer: Callable, stages: tuple[Stage, ...], divides: b
             raise ValueError(f"{name} looks at whole parameters, of which zero > 0 gives a rank its slices; {_REMEDY}")
         if any(getattr(held, "grad_centralization_flags", ())) or getattr(held, "grad_centralization", False):
             raise ValueError("the optimizer has grad_centralization=True, a mean over whole gradients, of which "
-                             f"zero > 0 gives a rank its slices; leave it out, or give zero=0")
+                             "zero > 0 gives a rank its slices; leave it out, or give zero=0")
     if not _is_of_mindspore(type(optimizer)):
         together(lambda: require_elementwise(optimizer), ValueError)
 

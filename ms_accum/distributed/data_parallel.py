@@ -92,8 +92,8 @@ class DataParallel:
         # One field says when ranks exchange, also where it was left out: equal reducers have equal texts.
         object.__setattr__(self, "sync", self.sync or ("microbatch" if self.zero == 2 else "window"))
         if self.zero == 1 and self.sync != "window":
-            raise ValueError(f'zero=1 with sync="{self.sync}": where ranks exchange each microbatch, whole buffers gain '
-                             'nothing; give zero=2, or sync="window"')
+            raise ValueError(f'zero=1 with sync="{self.sync}": where ranks exchange each microbatch, whole buffers '
+                             'gain nothing; give zero=2, or sync="window"')
         if self.zero == 2 and self.sync == "window":
             raise ValueError('zero=2 with sync="window": until they are exchanged, the gradients of a rank are whole; '
                              'give zero=1, or sync="microbatch" or "node"')

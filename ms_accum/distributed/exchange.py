@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, ParameterTuple, ops
 from mindspore.communication import GlobalComm, create_group, get_rank
 from mindspore.nn.utils import no_init_parameters
@@ -96,6 +97,14 @@ class OneDevice:
     def gather_parameters(self) -> None:
         """Make the whole parameters of what the optimizer has updated."""
 
+    def joined(self, state: Parameter, whole: Parameter) -> np.ndarray:
+        """Return state of the optimizer for a whole parameter, of which each rank holds its slice. For the host."""
+        return state.asnumpy()
+
+    def cut(self, value: Tensor, whole: Parameter) -> Tensor:
+        """Return this rank's slice of such state. For the host."""
+        return value
+
     def require_whole_state(self) -> None:
         """Refuse to save or load where this rank holds slices of the state only. ValueError."""
 
@@ -120,9 +129,9 @@ class Exchange(OneDevice):
         self.all = among
         self.near = self.far = None
         if inside > 1:
-            near = among if inside == ranks else Buckets(layout.parameters, layout.dtypes, size, place, inside, group_of(
-                range(node * inside, (node + 1) * inside)))
-            self.near = near
+            group = range(node * inside, (node + 1) * inside)
+            self.near = among if inside == ranks else Buckets(layout.parameters, layout.dtypes, size, place, inside,
+                                                              group_of(group))
         if inside < ranks:
             self.far = ops.AllReduce(group=group_of(range(place, ranks, inside)))
 

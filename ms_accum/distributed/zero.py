@@ -20,7 +20,7 @@ from ..arguments import instance_of
 from ..tensors import as_vector, mapped, multiply_no_nan, scaled, state_parameter
 from .exchange import OneDevice, group_of, new_buffers
 from .parallel_modes import require_unreduced
-from .ranks import world_size
+from .ranks import gather, world_size
 from .rows import Rows, width_of
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def _slice(parameter: object, known: dict[int, Parameter]) -> Parameter:
     if id(parameter) not in known:
         ranks, rank = world_size(), get_rank()
         width = width_of(parameter.size, ranks)
-        wide = parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter
-        own = wide.asnumpy().reshape(-1)[rank * width:(rank + 1) * width]
+        own = _as_array(parameter).reshape(-1)[rank * width:(rank + 1) * width]
         own = np.concatenate((own, np.zeros(width - own.size, own.dtype)))
         made = Parameter(Tensor(own, parameter.dtype), name=parameter.name, requires_grad=parameter.requires_grad)
         made.whole = parameter
@@ -241,6 +240,21 @@ class Zero(OneDevice):
             for place in range(len(members)):
                 ops.assign(self.weights[members[place]], wholes[place])
 
+    def joined(self, state: Parameter, whole: Parameter) -> np.ndarray:
+        """See `OneDevice`: all ranks have to call it. bfloat16, which NumPy has not, as float32."""
+        own = _as_array(state)
+        data = np.frombuffer(own.tobytes() + bytes(-own.nbytes % 4), np.int32)
+        rows = np.ascontiguousarray(gather(data)).view(np.uint8)[:, :own.nbytes]
+        by_node = np.ascontiguousarray(rows).reshape(self.across, self.inside, -1)
+        flat = np.ascontiguousarray(by_node.swapaxes(0, 1)).reshape(-1).view(own.dtype)
+        return flat[:whole.size].reshape(whole.shape)
+
+    def cut(self, value: Tensor, whole: Parameter) -> Tensor:
+        """See `OneDevice`."""
+        start, stop, padding = _cut(whole.size, self.row, self.ranks)
+        own = _as_array(value).reshape(-1)[start:stop]
+        return Tensor(np.concatenate((own, np.zeros(padding, own.dtype))), value.dtype)
+
     def total(self, numbers: Numbers) -> Numbers:
         """See `OneDevice`."""
         sums = self.sum(as_vector(numbers))
@@ -249,6 +263,10 @@ class Zero(OneDevice):
     def describe(self) -> str:
         """See `OneDevice`."""
         return f"{super().describe()}, ZeRO"
+
+
+def _as_array(value: Tensor) -> np.ndarray:
+    return (value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy()
 
 
 def _cut(size: int, row: int, ranks: int) -> tuple[int, int, int]:

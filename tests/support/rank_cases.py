@@ -21,7 +21,15 @@ from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import LearningRateScheduler, Model
 
-from ms_accum import Accumulator, DataParallel, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import (
+    Accumulator,
+    DataParallel,
+    TrainOneStepCell,
+    load_checkpoint,
+    make_train_step,
+    save_checkpoint,
+    shard_parameters,
+)
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.distributed import data_parallel
@@ -40,17 +48,20 @@ SMALL = 8e-5  # mebibytes, 83 bytes: three buckets for four parameters
 REDUCERS = {
     "window": DataParallel(bucket_mib=SMALL),
     "microbatch": DataParallel(sync="microbatch"),
-    "shard": DataParallel(sync="microbatch", shard=True, bucket_mib=SMALL),
+    "zero1": DataParallel(zero=1, bucket_mib=SMALL),
+    "zero2": DataParallel(zero=2, bucket_mib=SMALL),
+    "zero2-large": DataParallel(sync="microbatch", zero=2),
     "nodes": DataParallel(sync="node", ranks_per_node=RANKS // 2, bucket_mib=SMALL),
-    "nodes-shard": DataParallel(sync="node", ranks_per_node=RANKS // 2, shard=True, bucket_mib=SMALL),
-    "one-node-shard": DataParallel(sync="node", shard=True, bucket_mib=SMALL),
+    "nodes-zero2": DataParallel(sync="node", ranks_per_node=RANKS // 2, zero=2, bucket_mib=SMALL),
+    "one-node-zero2": DataParallel(sync="node", zero=2, bucket_mib=SMALL),
 }
 NOISE_DECAY, NOISE_RATE = 0.95, 1e-3
 COMPILED_OF = dict(zip(OP_BY_OP, COMPILED))
 MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
 _RUNS = [f"trained:{name}" for name in range(DRAWN)]
-_OTHERS = ["damaged", "other_ranks:window", "other_ranks:shard", "noise:window", "noise:shard"]
-_NODES = ["other_ranks:nodes", "noise:nodes-shard"]  # of several ranks
+_OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
+           "noise:zero1", "noise:zero2"]
+_NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "followed:jit", *(f"trained:{name}:jit" for name in NAMED),
@@ -75,8 +86,13 @@ def microbatches(rank, uneven=False):
 
 
 def accumulator(network, optimizer=nn.SGD, sync=None, clip_norm=0.5, accumulate_step=2, **settings):
-    return Accumulator(optimizer(network.trainable_params(), 0.1), accumulate_step, clip_norm, reduction="mean",
-                       reducer=REDUCERS.get(sync), **settings)
+    return Accumulator(optimizer(parameters_for(network.trainable_params(), sync), 0.1), accumulate_step, clip_norm,
+                       reduction="mean", reducer=REDUCERS.get(sync), **settings)
+
+
+def parameters_for(parameters, sync):
+    """What the optimizer gets, where ranks exchange in this way."""
+    return shard_parameters(parameters) if "zero" in (sync or "") else parameters
 
 
 def train(step, data):
@@ -114,7 +130,7 @@ def trained(rank, name):
         found["position"] = other.load(path)
         finish(other, data[saved:])
         found["same"] = other.bits() == run.bits()
-    buffers, parameters = run.accumulator.way.buffers.nbytes, run.optimizer.parameters
+    buffers, parameters = run.accumulator.way.buffers.nbytes, run.accumulator.weights
     return {**found, "bytes": buffers, "sizes": [p.size for p in parameters]}
 
 
@@ -135,7 +151,7 @@ def step_of(sync, accumulate_step, seed):
 
 def damaged(rank):
     """What each rank says where one cannot save, or one's file is wrong."""
-    path, (network, step) = FOLDER / "damaged.ckpt", step_of("shard", 2, 0)
+    path, (network, step) = FOLDER / "damaged.ckpt", step_of("zero2", 2, 0)
     for x, y in microbatches(rank)[:3]:
         step(x, y)
         save_checkpoint(path, network, step)
@@ -191,8 +207,8 @@ def noisy_data(rank, ranks):
 def noise(rank, sync):
     """What is measured in windows of 3 microbatches."""
     network, noise_scale = Position("measured"), GradientNoiseScale(NOISE_DECAY)
-    acc = Accumulator(nn.SGD([network.point], NOISE_RATE), 3, reduction="mean", reducer=REDUCERS[sync],
-                      noise_scale=noise_scale)
+    optimizer = nn.SGD(parameters_for([network.point], sync), NOISE_RATE)
+    acc = Accumulator(optimizer, 3, reduction="mean", reducer=REDUCERS[sync], noise_scale=noise_scale)
     for _ in make_train_step(network, acc).epoch((Tensor(x),) for x in noisy_data(rank, get_group_size())):
         pass
     measured = [noise_scale.noise, noise_scale.gradient_squared, noise_scale.microbatch_weight]
@@ -291,7 +307,7 @@ def failing(rank):
     """Train until rank 1 raises an error. The last case, for no rank comes back from it."""
     acc = accumulator(MLP(seed=0), sync="window")
     for i in range(10**6):
-        acc(acc.optimizer.parameters)
+        acc(acc.weights)
         if i == 20 and rank == 1:
             raise ValueError("no more digits")
 
