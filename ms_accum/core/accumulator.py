@@ -357,5 +357,6 @@ def _state_of_hook(hook: Optional[Callable], optimizer: Callable) -> tuple[Param
     cell = getattr(hook, "__self__", hook)
     if not isinstance(cell, nn.Cell):
         return ()
-    others = {id(p) for p in (*optimizer.parameters, *whole_parameters(optimizer.parameters), *(p for _, p in state_of(optimizer)))}
+    updated = (*optimizer.parameters, *whole_parameters(optimizer.parameters))
+    others = {id(p) for p in (*updated, *(p for _, p in state_of(optimizer)))}
     return tuple(p for p in cell.get_parameters() if id(p) not in others)

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats each element by itself, and so updates slices of parameters as it would the whole ones."""
+"""Whether an optimizer treats each element by itself, so that it can update slices of parameters."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
