@@ -39,7 +39,7 @@ ACCEPTED = {
     (make_train_step, "weight_fn"): {"None", "class", "function"},
     (make_train_step, "has_aux"): {"True"},
     (DataParallel, "sync"): {"None"},
-    (DataParallel, "zero"): WHOLE | {"0"},
+    (DataParallel, "zero"): {"0", "2"},
     (DataParallel, "broadcast"): {"True"},
     (DataParallel, "bucket_mib"): {"2", "2.5", "1e-300", "2**31", "1/3", "np.float32"},
 }

@@ -9,6 +9,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..distributed.ranks import together
+from ..distributed.zero import whole_of
 from .optimizers import state_of
 from .stages import overrides
 
@@ -61,7 +62,7 @@ def require_elementwise(optimizer: Callable) -> None:
         half = a.size // 2
         rounding = 1e-5 * np.abs(a - start).max(initial=0)
         if not np.allclose(a[half:], b[half:], rtol=0, atol=rounding, equal_nan=True):
-            raise ValueError(f"{type(optimizer).__name__} updates elements of {parameter.name} by the gradients of "
+            raise ValueError(f"{type(optimizer).__name__} updates elements of {whole_of(parameter).name} by the gradients of "
                              f"others, of which zero > 0 gives a rank its slices; {_REMEDY}")
 
 

@@ -123,14 +123,17 @@ class Accumulating:
             "scaler": scaler and [float(scaler.scale_value), int(getattr(scaler, "counter", 0))]}
 
     def _whole_state(self):
-        wholes, joined = divided_state(self.optimizer), self.accumulator.exchange.joined
-        return [np.array(joined(p, wholes[id(p)]) if id(p) in wholes else p.asnumpy(), np.float64)
-                for p in state_of(self.optimizer)]
+        return [np.array(array, np.float64) for array in map(self._whole, state_of(self.optimizer))]
+
+    def _whole(self, state):
+        """State as an array, without what fills up slices."""
+        wholes = divided_state(self.optimizer)
+        return self.accumulator.exchange.joined(state, wholes[id(state)]) if id(state) in wholes else state.asnumpy()
 
     def bits(self):
         """Every bit of state."""
         parameters = (*self.loss.get_parameters(), *state_of(self.optimizer), *self.accumulator.state.values())
-        return {re.sub(r"^accumulator\d*\.", "", p.name): p.asnumpy().tobytes() for p in parameters}
+        return {re.sub(r"^accumulator\d*\.", "", p.name): self._whole(p).tobytes() for p in parameters}
 
     def open_window(self):
         """Every bit of the window."""

@@ -41,7 +41,7 @@ def case_of(name):
     if name in NAMED:
         return NAMED[name]
     sync, (kind, place) = list(SYNCS)[int(name) // 3], divmod(int(name), KIND)
-    choice, fixed = random.Random(int(name)).choice, _fixed(kind, place)
+    choice, fixed = random.Random(int(name) + DRAWN).choice, _fixed(kind, place)
     if fixed["driver"].startswith("ahead"):  # of four ranks, two would sum each microbatch
         sync = "window"
     return compose(choice, **{**fixed, "sync": sync, "optimizer": choice(STEADY)})
