@@ -178,8 +178,8 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
                             "is the parameter part of the loss?")
         if tuple(shape) != tuple(parameter_shape):
             raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
-                             "give the gradients in the order of `optimizer.parameters`, or of `accumulator.weights` if "
-                             "these are slices (ZeRO)")
+                             "give the gradients in the order of `optimizer.parameters`, with ZeRO those of "
+                             "`accumulator.weights`")
         if dtype in COMPLEX:
             raise TypeError(f"the gradient of {name} is of {dtype}, expected real numbers; its imaginary part would be "
                             "lost")

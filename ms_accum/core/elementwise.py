@@ -62,8 +62,8 @@ def require_elementwise(optimizer: Callable) -> None:
         half = a.size // 2
         rounding = 1e-5 * np.abs(a - start).max(initial=0)
         if not np.allclose(a[half:], b[half:], rtol=0, atol=rounding, equal_nan=True):
-            raise ValueError(f"{type(optimizer).__name__} updates elements of {whole_of(parameter).name} by the gradients of "
-                             f"others, of which zero > 0 gives a rank its slices; {_REMEDY}")
+            raise ValueError(f"{type(optimizer).__name__} updates elements of {whole_of(parameter).name} by the "
+                             f"gradients of others, of which zero > 0 gives a rank its slices; {_REMEDY}")
 
 
 def _moved(optimizer: Callable, slices: tuple[Parameter, ...], held: tuple[Parameter, ...], before: list[np.ndarray],

@@ -85,7 +85,8 @@ def test_the_noise_scale_is_that_of_all_ranks_together(left_by, launch, case):
         windows.append(window)
         alone.append(window[:longest])
         weight = sum(w for _, w in window)
-        sizes = NOISE_DECAY * sizes + [weight, len(window) / count if case.split(":")[1] in ("window", "zero1") else longest]
+        one_by_one = case.split(":")[1] in ("window", "zero1")
+        sizes = NOISE_DECAY * sizes + [weight, len(window) / count if one_by_one else longest]
         point = point - NOISE_RATE * sum(g * w for g, w in window) / weight
     expected = [*reference.noise_and_signal(windows, NOISE_DECAY), sizes[0] / sizes[1]]
     assert reference.noise_and_signal(alone, NOISE_DECAY)[1] != pytest.approx(expected[1], rel=0.01)

@@ -35,6 +35,7 @@ from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.distributed import data_parallel
 from ms_accum.distributed.ranks import wait_for_all
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
+from support import zero_cases
 from support.comparing import values
 from support.differential.accumulating import Accumulating
 from support.differential.cases import COMPILED, OP_BY_OP
@@ -42,6 +43,7 @@ from support.differential.ranks import DRAWN, NAMED, case_of
 from support.drivers import counters
 from support.mlp import MLP, batches, mean_loss, tensors
 from support.noisy_samples import Position, noisy
+from support.zero_cases import zero_defects, zero_interrupted, zero_optimizers, zero_refusals, zero_runs  # noqa: F401
 
 RANKS = int(os.environ.get("MS_WORKER_NUM", "2"))
 SMALL = 8e-5  # mebibytes, 83 bytes: three buckets for four parameters
@@ -62,12 +64,16 @@ _RUNS = [f"trained:{name}" for name in range(DRAWN)]
 _OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
            "noise:zero1", "noise:zero2"]
 _NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
+_ZERO = ["zero_refusals", "zero_defects", "zero_interrupted"]
+_ZERO_SLOW = ["zero_runs", "zero_optimizers", "zero_checkpoints"]
 LAUNCHES = {  # ranks, cases
-    "fast": (2, [*_RUNS, *_OTHERS, "logged:window", "logged:microbatch", "traffic:window",
+    "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "followed:jit", *(f"trained:{name}:jit" for name in NAMED),
                  "mnist", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
+    "zero": (2, _ZERO_SLOW),
+    "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", *_ZERO_SLOW)]),
     "left": (2, ["left_alone:jit"]),
 }
 
@@ -291,6 +297,10 @@ def mnist(rank):
     os.chdir(folder)
     with redirect_stdout(sys.stdout):  # rank 1 replaces its own
         return cli.main(["mnist", *MNIST])
+
+
+def zero_checkpoints(rank):
+    return zero_cases.zero_checkpoints(rank, FOLDER)
 
 
 def left_alone(rank):

@@ -124,7 +124,7 @@ RUNS = {
     "windows of one": {"accumulate_step": 1}, "hook": {"hook": True, "groups": True}, "changed": {"change": True},
     "tied": {"network": Tied, "clip_norm": 0.5}, "skip_window": {"on_nonfinite": "skip_window", "nan": 3},
     "skip_microbatch": {"on_nonfinite": "skip_microbatch", "nan": 3}, "scaler": {"scaler": True, "nan": 3},
-    "losses": {"loss": "pair"},
+    "losses": {"loss": "pair"}, "half": {"float16": True},
 }
 NOT_AT_2 = ("losses",)  # know the window before they train it, which ranks that sum each microbatch cannot
 
