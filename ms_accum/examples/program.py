@@ -23,6 +23,7 @@ import ms_accum
 from ..checkpoint.file import SUFFIXES, CheckpointError
 from ..cli.files import printable, say_written, write_file, write_json
 from ..cli.options import count, number, output
+from ..distributed.data_parallel import DataParallel
 from ..distributed.ranks import gather, wait_for_all
 from ..steps.errors import one_line
 
@@ -76,8 +77,10 @@ def add_options(parser: ArgumentParser, compare: str, **defaults: Any) -> None:
         help="clip the accumulated gradient to this global norm (default: %(default)s)")
     add("--seed", type=seed, default=42, metavar="N",
         help="seed of the initial weights and the order of the data (default: %(default)s)")
-    add("--sync", choices=("window", "microbatch", "node"), default="window",
-        help="when several ranks exchange gradients, see DataParallel (default: %(default)s)")
+    add("--sync", choices=("window", "microbatch", "node"),
+        help="when several ranks exchange gradients, see DataParallel (default: window, with --zero 2 microbatch)")
+    add("--zero", type=int, choices=(0, 1, 2), default=0,
+        help="what several ranks divide: the optimizer's state (1), and the buffers (2) (default: %(default)s)")
     add("--compare", action="store_true", help=compare)
     add("--save", type=output(*SUFFIXES), metavar="FILE.ckpt", help="write a checkpoint after each epoch")
     add("--resume", metavar="FILE.ckpt",
@@ -177,7 +180,8 @@ class Report:
         self.ranks = ranks = self.accumulator.exchange.ranks
         if resumed is not None:
             self._resume(resumed)
-        of, exchanged = ("", "") if ranks == 1 else (f" x {ranks} ranks", f", gradients exchanged each {options.sync}")
+        sync = DataParallel(sync=options.sync, zero=options.zero).sync
+        of, exchanged = ("", "") if ranks == 1 else (f" x {ranks} ranks", f", gradients exchanged each {sync}")
         size = options.batch_size * options.accumulate_step * ranks
         clipped = "" if options.clip_norm is None else f", clipped to norm {options.clip_norm:g}"
         print(f"versions   {', '.join(f'{name} {version}' for name, version in _versions().items())}",

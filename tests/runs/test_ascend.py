@@ -59,7 +59,8 @@ CAST, FUSED = Expected(between=[["Cast"]] * LAYERS, fused=[0, 0]), Expected(fuse
 RANKS = {
     "window": exchange([], [("AllReduce", EVERYBODY)]),
     "microbatch": exchange([("AllReduce", EVERYBODY)], []),
-    "shards": exchange([("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY)], [("AllGather", EVERYBODY)])}
+    "zero1": exchange([], [("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY), ("AllGather", EVERYBODY)]),
+    "zero2": exchange([("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY)], [("AllGather", EVERYBODY)])}
 PROCESSES = {
     "fast": Process({
         # The pass is for 16 bits.
@@ -70,7 +71,7 @@ PROCESSES = {
         "op_by_op": Expected(branch=None), "momentum_groups": held(add=8.6, update=12.1),
         # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
         "copies": Expected(branch=None, least={"add": 11.5, "update": 15.9}), "sgd_in_bfloat16": Expected(branch=None),
-        "probe": Expected(branch=None), "window": RANKS["window"], "shards": RANKS["shards"]}, fusion=True, ranks=2),
+        "probe": Expected(branch=None), "window": RANKS["window"], **{name: RANKS[name] for name in ("zero1", "zero2")}}, fusion=True, ranks=2),
     "more": Process({
         "float16": CAST, "bfloat16": CAST, **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
         **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",
@@ -91,8 +92,8 @@ PROCESSES = {
     "8 ranks": Process(RANKS, ranks=8), "sharded": Process(dict.fromkeys(sharding.CASES), ranks=sharding.RANKS),
     "2 nodes": Process({
         "node": exchange([("AllReduce", INSIDE)], [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)]),
-        "node_shards": exchange([("AllReduce", INSIDE), ("ReduceScatter", INSIDE)],
-                                [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)])}, ranks=4),
+        "node_zero2": exchange([("AllReduce", INSIDE), ("ReduceScatter", INSIDE)], [
+            ("AllReduce", ACROSS), ("ReduceScatter", ACROSS), ("AllGather", EVERYBODY)])}, ranks=4),
     # What is held, and little more. In bfloat16 2 + 4, and 4 of the optimizer; in float32 4 + 4, and 4 or 8.
     "memory": Process({
         "memory": held(add=6.6, update=14.1), "memory_backwards": Expected(branch=None, least={"add": 10}),

@@ -126,6 +126,24 @@ def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, f
         "run.ckpt", "run.json", "run.rank1of2.ckpt"]
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_mnist_with_zero_is_one_process_with_windows_twice_as_long(left_by, folder_of, tmp_path, monkeypatch):
+    """The state of Momentum is in rank 0's file as one process has it, and that goes on from there."""
+    monkeypatch.chdir(tmp_path)
+    options = ["mnist", *MNIST, "--optimizer", "momentum", "--accumulate-step", "4"]
+    assert cli.main(options) == 0
+    assert left_by("mnist_zero") == [0, 0]
+    folder = folder_of("fast") / "mnist-zero"
+    saved = [ms.load_checkpoint(str(path / "run.ckpt")) for path in (folder, tmp_path)]
+    assert saved[0].keys() == saved[1].keys()
+    moments = [name for name in saved[0] if "moments." in name]
+    assert moments
+    for name in (*moments, *(p.name for p in Network(0).trainable_params())):
+        assert difference(*([found[name].asnumpy()] for found in saved)) <= 1e-3, name
+    assert cli.main([*options, "--epochs", "3", "--resume", str(folder / "run.ckpt")]) == 0
+    assert json.loads(Path("run.json").read_text(encoding="utf-8"))["update_step"] == 21
+
+
 def logs_of(folder, count):
     logs = [(folder / "logs" / f"worker_{rank}.log").read_text(encoding="utf-8") for rank in range(count)]
     assert [line for log in logs for line in log.splitlines() if "eliminated by mistake" in line] == []

@@ -69,7 +69,7 @@ _ZERO_SLOW = ["zero_runs", "zero_optimizers", "zero_checkpoints"]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "followed:jit", *(f"trained:{name}:jit" for name in NAMED),
-                 "mnist", "failing"]),
+                 "mnist", "mnist_zero", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "zero": (2, _ZERO_SLOW),
@@ -297,6 +297,15 @@ def mnist(rank):
     os.chdir(folder)
     with redirect_stdout(sys.stdout):  # rank 1 replaces its own
         return cli.main(["mnist", *MNIST])
+
+
+def mnist_zero(rank):
+    """The same with ZeRO, in FOLDER/mnist-zero."""
+    folder = FOLDER / "mnist-zero"
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    with redirect_stdout(sys.stdout):
+        return cli.main(["mnist", *MNIST, "--optimizer", "momentum", "--zero", "1"])
 
 
 def zero_checkpoints(rank):

@@ -18,7 +18,14 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
 from mindspore.train import Model
 
-from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum import (
+    Accumulator,
+    DataParallel,
+    TrainOneStepCell,
+    make_grad_cache_step,
+    make_train_step,
+    shard_parameters,
+)
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core import accumulator as core_accumulator
 from ms_accum.core import buffers
@@ -195,7 +202,12 @@ def ranks(**options):
     if not GlobalComm.INITED:
         init()
     # Whether the ranks are alike is asked of the device, which answers 0.
-    train(ms.float32, momentum, reducer=DataParallel(broadcast=False, **options))
+    reducer = DataParallel(broadcast=False, **options)
+
+    def optimizer(parameters):
+        return momentum(shard_parameters(parameters) if reducer.zero else parameters)
+
+    train(ms.float32, optimizer, reducer=reducer)
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -397,8 +409,8 @@ CASES = {
     "cell": partial(driven, "cell-graph"), "sink": sink, "several_losses": several_losses, "grad_cache": grad_cache,
     "language_model": language_model, "vit": vit, "vit_O2": partial(vit, "O2"), "resnet18": resnet18,
     "window": partial(ranks, sync="window"), "microbatch": partial(ranks, sync="microbatch"),
-    "shards": partial(ranks, sync="microbatch", shard=True), "node": partial(ranks, sync="node", ranks_per_node=2),
-    "node_shards": partial(ranks, sync="node", ranks_per_node=2, shard=True),
+    "zero1": partial(ranks, zero=1), "zero2": partial(ranks, zero=2),
+    "node": partial(ranks, sync="node", ranks_per_node=2), "node_zero2": partial(ranks, sync="node", ranks_per_node=2, zero=2),
     **{f"optimizers_{name}": partial(optimizers, dtype) for name, dtype in DTYPES.items()},
     "memory": memory, "memory_backwards": partial(memory, order="backwards"),
     "memory_groups": partial(memory, order="groups"),
