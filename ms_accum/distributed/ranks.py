@@ -42,7 +42,8 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
     broadcast = ops.Broadcast(0)
     for parameter in parameters:
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
-        ops.assign(parameter, broadcast((parameter.value(),))[0])
+        # On CPU, Broadcast returns float16 as float32 (MindSpore 2.10).
+        ops.assign(parameter, broadcast((parameter.value(),))[0].astype(parameter.dtype))
 
 
 def wait_for_all() -> None:

@@ -6,7 +6,7 @@ import pytest
 from mindspore import nn
 from support.mlp import MLP
 from support.rank_cases import every
-from support.zero_cases import NOT_AT_2, PLAIN, RUNS, WHOLE
+from support.zero_cases import NOT_AT_2, PLAIN, WHOLE
 
 from ms_accum import Accumulator, DataParallel, shard_parameters
 from ms_accum.distributed.rows import Rows
@@ -20,16 +20,15 @@ ROUNDING = 2e-6
 @every("zero_runs")
 def test_zero_trains_as_without_it(left_by, launch, case):
     """Groups, clipping, token weights, pieces, hooks, tied and frozen parameters, skipped windows, loss scales."""
+    name = case.split(":")[1]
     for left in left_by(case, launch):
-        assert left.keys() == RUNS.keys()
-        for name, kinds in left.items():
-            assert kinds.keys() == PLAIN.keys() - ({"zero=2"} if name in NOT_AT_2 else set())
-            for zero, found in kinds.items():
-                where = f"{name}, {zero}: {found}"
-                assert found["off"] <= ROUNDING < 1e-3 < found["moved"], where
-                assert found["alike"], where
-                assert found["counts"][0] == found["counts"][1], where
-                assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), where
+        assert left.keys() == PLAIN.keys() - ({"zero=2"} if name in NOT_AT_2 else set())
+        for zero, found in left.items():
+            where = f"{zero}: {found}"
+            assert found["off"] <= (1e-3 if name == "half" else ROUNDING) < 5e-3 < found["moved"], where
+            assert found["alike"], where
+            assert found["counts"][0] == found["counts"][1], where
+            assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), where
 
 
 @every("zero_optimizers")

@@ -71,7 +71,8 @@ PROCESSES = {
         "op_by_op": Expected(branch=None), "momentum_groups": held(add=8.6, update=12.1),
         # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
         "copies": Expected(branch=None, least={"add": 11.5, "update": 15.9}), "sgd_in_bfloat16": Expected(branch=None),
-        "probe": Expected(branch=None), **{name: RANKS[name] for name in ("window", "zero1", "zero2")}}, fusion=True, ranks=2),
+        "probe": Expected(branch=None),
+        **{name: RANKS[name] for name in ("window", "zero1", "zero2")}}, fusion=True, ranks=2),
     "more": Process({
         "float16": CAST, "bfloat16": CAST, **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
         **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",

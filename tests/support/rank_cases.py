@@ -65,15 +65,16 @@ _OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:ze
            "noise:zero1", "noise:zero2"]
 _NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
 _ZERO = ["zero_refusals", "zero_defects", "zero_interrupted"]
-_ZERO_SLOW = ["zero_runs", "zero_optimizers", "zero_checkpoints"]
+_ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "followed:jit", *(f"trained:{name}:jit" for name in NAMED),
                  "mnist", "mnist_zero", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
-    "zero": (2, _ZERO_SLOW),
-    "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", *_ZERO_SLOW)]),
+    "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
+    "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", *_ZERO_RUNS)]),
+    "zero-optimizers": (2, ["zero_checkpoints:jit", "zero_optimizers:jit"]),
     "left": (2, ["left_alone:jit"]),
 }
 
