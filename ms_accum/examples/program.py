@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PROGRESS_SECONDS = 10.0
 # Options that a resumed run may change.
-_FREE = {"epochs", "accumulate_step", "sync", "compare", "save", "resume", "json", "plot"}
+_FREE = {"epochs", "accumulate_step", "sync", "zero", "compare", "save", "resume", "json", "plot"}
 
 
 def adam(parameters: list[Parameter], learning_rate: float) -> nn.Adam:
