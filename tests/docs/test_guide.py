@@ -54,7 +54,7 @@ def calls_of_readmes_table():
 def replacements():
     """The code in the last column of the table of other-libraries.md."""
     lines = [line for line in PAGES["other-libraries"].splitlines() if line.startswith("| ") and line.count("|") == 4]
-    assert len(lines) == 10
+    assert len(lines) == 11
     spans = [span for line in lines[1:] for span in re.findall(r"`([^`]+)`", line.split("|")[3])]
     lines = [span for span in spans if span not in ("loss / 4", "sync_gradients")]
     assert len(lines) > 10
@@ -110,7 +110,7 @@ def test_readme_and_the_guide_are_short_and_have_the_same_table():
     assert TABLE.replace("(tutorials/", "(") in PAGES["index"]
     pages = [name for name in PAGES if name not in ("api", "cli")]
     assert len(pages) <= 14
-    assert sum(len(PAGES[name].replace("|", " ").split()) for name in pages if name != "changelog") <= 14_900
+    assert sum(len(PAGES[name].replace("|", " ").split()) for name in pages if name != "changelog") <= 15_150
 
 
 def test_public_names_and_modules_are_documented():
