@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from weakref import finalize
 
 import mindspore as ms
-from mindspore import Parameter
+from mindspore import Parameter, ops
 
 from .exchange import OneDevice
-from .parallel_modes import require_whole, shards
+from .parallel_modes import require_compiled, require_whole, shards
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
@@ -42,7 +42,8 @@ class Slices(OneDevice):
         return buffers
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
-        """See `OneDevice`. ValueError, when a graph is compiled, if a feature would look at slices."""
+        """See `OneDevice`. ValueError, when a graph is compiled, if a feature would look at slices; and op by op."""
+        require_compiled(ops.isconstant(gradients[0]))
         require_whole(self.features)
         return gradients, numbers
 

@@ -83,6 +83,18 @@ def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(shar
         load_checkpoint(path, network, accumulator)
 
 
+def test_op_by_op_is_refused_where_mindspore_shards(sharding):
+    """Nothing would be sharded, and each rank would train alone. The network's weights have no values here yet."""
+    network = MLP()
+    cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), sgd(network), 2)
+    by_hand = Accumulator(sgd(MLP(seed=1)), 2)
+    gradients = tuple(ms.ops.ones(p.shape) for p in by_hand.optimizer.parameters)
+    for train in (lambda: by_hand(gradients), lambda: cell(*tensors(*batches([4])[0]))):
+        with pytest.raises(ValueError, match=r"^a microbatch ran op by op, where .* semi-auto parallel mode"):
+            train()
+    assert int(by_hand.mini_step) == int(cell.accumulator.mini_step) == 0
+
+
 def test_train_steps_are_refused_where_mindspore_shards(sharding):
     network = MLP()
     for build in (lambda: make_train_step(mean_loss(network), sgd(network), 2),
