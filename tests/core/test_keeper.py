@@ -3,10 +3,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.mlp import MLP, mean_loss, tensors
 
 from ms_accum import make_train_step, until_weight
 from ms_accum.checkpoint.checkpoint import loading
+from ms_accum.selftest.networks import MLP, mean_loss, tensors
 
 pytestmark = pytest.mark.core
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from mindspore import nn
 from support import reference
-from support.comparing import difference, values
-from support.mlp import MLP
 from support.rank_cases import LAUNCHES, MNIST, dealt_out, every, microbatches, said_by, step_of, train
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum import __main__ as cli
 from ms_accum.distributed.ranks import raise_if_left_alone
 from ms_accum.examples.mnist.network import Network
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP
 from ms_accum.steps.errors import explaining_errors
 
 pytest_plugins = ["support.launch"]

@@ -27,12 +27,12 @@ from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.distributed import exchange
 from ms_accum.distributed.ranks import wait_for_all
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
-from support.comparing import values
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from support.differential.accumulating import Accumulating
 from support.differential.cases import COMPILED, OP_BY_OP
 from support.differential.ranks import DRAWN, NAMED, case_of
 from support.drivers import counters
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.noisy_samples import Position, noisy
 
 RANKS = int(os.environ.get("MS_WORKER_NUM", "2"))
