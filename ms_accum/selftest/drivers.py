@@ -17,7 +17,8 @@ class Driver:
     """A driver of an accumulator, as a context in which its calls are made.
 
     Args:
-        name: "hand", "step" or "cell" (or "model", a cell); then how it runs: "-jit" or nothing, "-graph" (in graph mode) or "-pynative".
+        name: "hand", "step" or "cell" (or "model", a cell); then how it runs: "-jit" or nothing, "-graph" (in graph
+            mode) or "-pynative".
         accumulator: What it feeds.
         forward_fn: Returns the loss of a batch. A Cell for "cell".
         weight_fns: What weighs a microbatch, in turn; None: its samples.
