@@ -30,7 +30,8 @@ def incomplete(training: Training, expected: Expected, windows: Sequence) -> flo
 
 def clipped(training: Training, expected: Expected, windows: Sequence) -> float:
     """Train on windows whose gradients are clipped, and compare their norm before it, too."""
-    require(min(expected.norms) > training.setting.options()["clip_norm"], "the gradient of plain training is too small to be clipped")
+    clip_norm = training.setting.options()["clip_norm"]
+    require(min(expected.norms) > clip_norm, "the gradient of plain training is too small to be clipped")
     training.learn(windows)
     norm = float(training.accumulator.grad_norm)
     return float(np.max([training.off(expected), abs(norm / expected.norms[-1] - 1)]))
@@ -57,7 +58,7 @@ def resumed(training: Training, expected: Expected, windows: Sequence) -> float:
     """Save in the middle of the last window, go on, and resume from the file in a training with other weights."""
     *whole, last = windows
     training.learn([*whole, last[:1]])
-    other = Training(training.setting, training.name, training.dtype, training.seed + 1)
+    other = Training(training.setting, training.name, training.dtype, seed=1)
     with TemporaryDirectory(prefix="ms_accum-") as folder:
         path = Path(folder) / "selftest.ckpt"
         save_checkpoint(path, training.network, training.accumulator)

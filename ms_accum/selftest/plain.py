@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from .comparing import values
+from .comparing import relative, values
 from .modes import running
 
 
@@ -50,6 +50,12 @@ def train(loss_fn: Callable, parameters: Sequence[Parameter], windows: Sequence[
                 gradients = tuple((g.astype(ms.float32) * factor).astype(g.dtype) for g in gradients)
             optimizer(gradients)
     return Expected(start, values(parameters), norms)
+
+
+def off(parameters: Sequence[Parameter], expected: Expected) -> float:
+    """Return how far parameters are off, relative to how far plain training moved them."""
+    moved = [end - start for start, end in zip(expected.start, expected.end)]
+    return relative([p - start for start, p in zip(expected.start, values(parameters))], moved)
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:

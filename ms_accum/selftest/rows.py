@@ -1,6 +1,7 @@
 """Rows of the table: what is checked, and how it came out."""
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,10 +9,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Optional, Union
 
-import mindspore as ms
-
 from ..steps.errors import one_line
-from .modes import recover
+from .modes import recover, synchronize
 
 HOLDS, FAILS, NO_KERNEL, NOT_RUN, MEASURED = "holds", "FAILS", "no kernel", "not run", "measured"
 
@@ -54,6 +53,10 @@ class Wrong(Exception):
     """What a check found to be wrong, in a sentence."""
 
 
+class NotRun(Exception):
+    """Why a row is not run, in a sentence."""
+
+
 def require(condition: object, wrong: str) -> None:
     """Raise Wrong unless the condition is true."""
     if not condition:
@@ -80,9 +83,12 @@ class Check:
         """Return the row."""
         try:
             expected = self.plain()
+        except NotRun as error:
+            return Row(self.name, NOT_RUN, message=str(error))
         except Exception as error:
             return Row(self.name, NO_KERNEL, message=said(error))
         try:
+            _recover_from_errors()
             difference = float(self.ours(expected))
         except Exception as error:
             return Row(self.name, FAILS, bound=self.bound, message=said(error))
@@ -91,28 +97,42 @@ class Check:
 
 @dataclass(frozen=True)
 class Figure:
-    """A row to be that measures. `measure` returns a number, or None, and what is to be said of it."""
+    """A row to be that measures.
+
+    Attributes:
+        name: What is measured.
+        plain: Does in plain MindSpore what is measured. If it raises, the device has no kernel for it.
+        measure: Returns a value, and what is to be said of it.
+    """
 
     name: Name
+    plain: Callable[[], Any]
     measure: Callable[[], tuple[Any, str]]
 
     def run(self) -> Row:
-        """Return the row. An error fails."""
+        """Return the row."""
+        row = Check(self.name, self.plain, lambda expected: 0.0, 0.0).run()
+        if row.result != HOLDS:
+            return row
         try:
             value, message = self.measure()
         except Exception as error:
             return Row(self.name, FAILS, message=said(error))
-        return Row(self.name, NOT_RUN if value is None else MEASURED, value=value, message=message)
+        return Row(self.name, MEASURED, value=value, message=message)
 
 
 def row_of(check: Union[Check, Figure]) -> Row:
     """Run a check, whatever it does: warnings are silenced, and an error leaves MindSpore as it was."""
-    start = perf_counter()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        row = check.run()
-        if row.difference is None and row.result in (FAILS, NO_KERNEL):
-            _forget_errors()
+    start, logged = perf_counter(), logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # MindSpore logs that it compiles a function once more
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            row = check.run()
+            if row.difference is None and row.result in (FAILS, NO_KERNEL):
+                _note_error()
+    finally:
+        logging.disable(logged)
     return Row(**{**vars(row), "seconds": perf_counter() - start})
 
 
@@ -122,8 +142,17 @@ def said(error: Exception) -> str:
     return text if isinstance(error, Wrong) else f"{type(error).__name__}: {text}"
 
 
-def _forget_errors() -> None:
+_errors: list[bool] = []  # whether MindSpore raised one since it last compiled
+
+
+def _note_error() -> None:
     """Let MindSpore report what it still has of an error, which the next row would get otherwise."""
     with suppress(Exception):
-        ms.runtime.synchronize()
-    recover()
+        synchronize()
+    _errors.append(True)
+
+
+def _recover_from_errors() -> None:
+    if _errors:
+        recover()
+        _errors.clear()

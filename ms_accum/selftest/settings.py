@@ -57,4 +57,3 @@ MEANS = Setting((
 SUMS = Setting((
     Phase("token weights, sums", [texts((12, 2), 1), texts((5, 9), 2)], phases.windows),
 ), 2, reduction="sum", weight_fn=targets, by_hand=14.0)
-SETTINGS = (SAMPLES, MEANS, SUMS)
