@@ -35,13 +35,15 @@ examples:
   ms-accum selftest --device Ascend --json ascend.json
   ms-accum selftest --rows "save and resume"   # and only the rows with this in their name
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks \\
-      --tail_worker_log=0 ms-accum selftest
+      --tail_worker_log=0 python -m ms_accum selftest
 
 exit status: 0 if no row fails, 1 if one does or none could run, 2 for a bad command line"""
 
 # What changes how MindSpore compiles and runs.
 FLAGS = ("MS_DEV_GRAPH_KERNEL_FLAGS", "MS_SIMULATION_LEVEL", "MS_JIT", "MS_JIT_MODULES", "MS_DEV_HOST_BLOCKING_RUN",
          "MS_ALLOC_CONF", "OMP_NUM_THREADS")
+
+SUMMARY = {HOLDS: "hold", FAILS: "fail", NO_KERNEL: "without a kernel", NOT_RUN: "not run", MEASURED: "measured"}
 
 
 def add_parser(subcommands: argparse._SubParsersAction) -> None:
@@ -67,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     checks = (check for check in rows_to_be(options.quick, rank, ranks) if wanted in str(check.name))
     rows = list(shown(checks, len(names), rank, ranks))
     results = Counter(row.result for row in rows)
-    print(", ".join(f"{results[result]} {result}" for result in (HOLDS, FAILS, NO_KERNEL, NOT_RUN, MEASURED)))
+    print(", ".join(f"{results[result]} {called}" for result, called in SUMMARY.items()), flush=True)
     if options.json and rank == 0:
         write_json(options.json, report(options, rows, ranks))
     if ranks > 1:
@@ -77,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 def start(device: Optional[str]) -> tuple[int, int]:
     """Choose the device and join the other ranks. Return this rank, and how many there are."""
-    if device is not None:
+    if device not in (None, ms.get_context("device_target")):
         try:
             ms.set_device(device)
         except Exception as error:

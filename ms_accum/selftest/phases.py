@@ -15,14 +15,22 @@ from .rows import require
 from .training import BOUNDS, Training
 
 
+def require_small(training: Training, expected: Expected) -> None:
+    """Raise Wrong if the gradients of plain training are so large that they are clipped."""
+    clip_norm = training.setting.options().get("clip_norm", np.inf)
+    require(max(expected.norms) < clip_norm, "the gradient of plain training is too large for this row")
+
+
 def windows(training: Training, expected: Expected, windows: Sequence) -> float:
-    """Train on whole windows."""
+    """Train on whole windows, whose gradients are not clipped."""
+    require_small(training, expected)
     training.learn(windows)
     return training.off(expected)
 
 
 def incomplete(training: Training, expected: Expected, windows: Sequence) -> float:
     """Train on windows, the last of which has to be applied before it is full."""
+    require_small(training, expected)
     training.learn(windows)
     require(training.driver.flush(), "flush() closed no window")
     return training.off(expected)

@@ -44,9 +44,9 @@ def options_of_means() -> dict[str, Any]:
 # Windows of one phase have microbatches of two sizes: each size is compiled anew.
 SAMPLES = Setting((
     Phase("ragged windows", [samples((5, 2, 5), 2), samples((2, 5, 5), 12)], phases.windows),
-    Phase("incomplete window", [samples((5, 2), 2)], phases.incomplete),
+    Phase("incomplete window", [samples((5, 2), 0)], phases.incomplete),
     Phase("clipping", [samples((5, 2, 5), 2, loud=True), samples((2, 5, 5), 12, loud=True)], phases.clipped),
-    Phase("skipping", [samples((5, 5, 5), 5)], phases.dropped),
+    Phase("skipping", [samples((5, 5, 5), 7)], phases.dropped),
     Phase("save and resume", [samples((5, 5, 5), 2), samples((5, 5, 5), 12)], phases.resumed, exact=True),
 ), 3, options_of_samples)
 MEANS = Setting((
