@@ -132,6 +132,19 @@ def logs_of(folder, count):
     return logs
 
 
+def test_selftest_on_two_ranks(left_by):
+    """Controls: sums of ranks that are halved fail, and no row of a single device; what fails on one rank is named."""
+    found, other = left_by("selftest")
+    whole, half, one = (found[name] for name in ("whole", "half", "one"))
+    assert [status for status, _ in (whole, half, one)] == [0, 1, 1]
+    assert [other[name][0] for name in ("whole", "half", "one")] == [0, 1, 1]
+    ranks = {f"2 ranks, {sync}" for sync in ("window", "microbatch", "shard")}
+    assert {check for check, _, _ in whole[1]} > ranks
+    assert {result for _, result, _ in whole[1]} == {"holds"}
+    assert {(check, said) for check, result, said in half[1] if result == "FAILS"} == {(c, "rank 0, 1") for c in ranks}
+    assert one[1] == [["token weights, means", "FAILS", "rank 1: see what it wrote to stderr"]]
+
+
 def test_a_rank_that_fails_ends_the_run(folder_of):
     """With the error in its log, and nobody left behind."""
     end = json.loads((folder_of("fast") / "end.json").read_text(encoding="utf-8"))
