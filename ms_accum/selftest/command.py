@@ -43,6 +43,7 @@ exit status: 0 if no row fails, 1 if one does or none could run, 2 for a bad com
 FLAGS = ("MS_DEV_GRAPH_KERNEL_FLAGS", "MS_SIMULATION_LEVEL", "MS_JIT", "MS_JIT_MODULES", "MS_DEV_HOST_BLOCKING_RUN",
          "MS_ALLOC_CONF", "OMP_NUM_THREADS")
 
+HEADER = ("check", "driver", "dtype", "result", "difference", "seconds")
 SUMMARY = {HOLDS: "hold", FAILS: "fail", NO_KERNEL: "without a kernel", NOT_RUN: "not run", MEASURED: "measured"}
 
 
@@ -64,8 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if not names:
         raise ValueError(f"argument --rows: no row has {options.rows!r} in its name; leave it out to see all names")
     print(f"versions   {', '.join(f'{name} {version}' for name, version in versions().items())}",
-          *([f"ranks      {ranks}"] if ranks > 1 else []), line("check", "driver", "dtype", "result", "", "seconds"),
-          sep="\n", flush=True)
+          *([f"ranks      {ranks}"] if ranks > 1 else []), line(*HEADER), sep="\n", flush=True)
     checks = (check for check in rows_to_be(options.quick, rank, ranks) if wanted in str(check.name))
     rows = list(shown(checks, len(names), rank, ranks))
     results = Counter(row.result for row in rows)

@@ -26,7 +26,7 @@ FLAGS = "MS_DEV_GRAPH_KERNEL_FLAGS"
 def checks_of_kernels() -> Iterator[Check]:
     """Yield a check for each size of a buffer, and one of fused products."""
     for size in SIZES:
-        yield Check(Name("kernels in place", f"buffers of {size:,}", "float32"), require_in_place,
+        yield Check(Name("kernels in place", f"buffer of {size:,}", "float32"), require_in_place,
                     partial(in_place, size), 1e-6)
     yield Check(Name(FUSION, "train step", "bfloat16"), partial(gradients_by_numpy, "bfloat16"),
                 partial(fused, "bfloat16"), 2e-2)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from mindspore import ops
+from support.pages import PAGES, ROOT
 
 from ms_accum import __main__ as cli
 from ms_accum import __version__
@@ -70,6 +71,20 @@ def test_the_quick_run_has_each_check_once_and_every_driver():
     assert {name.check for name in quick} == {name.check for name in every}
     assert {name.driver for name in quick} >= {*DRIVERS}
     assert len(every) == len(set(every))
+
+
+def test_the_page_has_the_figures_of_the_record():
+    """The record of the CPU run, and what the page says of it."""
+    record = json.loads((ROOT / "tutorials/benchmarks/records/devices/cpu.json").read_text(encoding="utf-8"))
+    holding = [row for row in record["rows"] if row["result"] == HOLDS]
+    largest = {dtype: max(row["difference"] for row in holding if row["dtype"] == dtype)
+               for dtype in ("float32", "float16")}
+    assert record["holds"]
+    assert f"{len(holding)} rows hold" in PAGES["selftest"]
+    figures = f"{largest['float32']:.0e} in float32 and {largest['float16']:.2g} in float16".replace("e-0", "e-")
+    assert figures in PAGES["selftest"]
+    assert {(row["check"], row["driver"], row["dtype"]) for row in record["rows"]} == {
+        check.name for check in selection.rows_to_be(quick=False)}
 
 
 # --- each row fails when what it checks is broken ---------------------------------------------------------------------
