@@ -43,6 +43,7 @@ exit status: 0 if no row fails, 1 if one does or none could run, 2 for a bad com
 FLAGS = ("MS_DEV_GRAPH_KERNEL_FLAGS", "MS_SIMULATION_LEVEL", "MS_JIT", "MS_JIT_MODULES", "MS_DEV_HOST_BLOCKING_RUN",
          "MS_ALLOC_CONF", "OMP_NUM_THREADS")
 
+THREADS = 6
 HEADER = ("check", "driver", "dtype", "result", "difference", "seconds")
 SUMMARY = {HOLDS: "hold", FAILS: "fail", NO_KERNEL: "without a kernel", NOT_RUN: "not run", MEASURED: "measured"}
 
@@ -79,12 +80,16 @@ def run(options: argparse.Namespace) -> int:
 
 def start(device: Optional[str]) -> tuple[int, int]:
     """Choose the device and join the other ranks. Return this rank, and how many there are."""
+    if os.environ.get("MS_SIMULATION_LEVEL"):
+        raise ValueError("MS_SIMULATION_LEVEL is set: a dry run computes no values, so nothing can be tested; unset it")
     if device not in (None, ms.get_context("device_target")):
         try:
             ms.set_device(device)
         except Exception as error:
             raise ValueError(f"argument --device: MindSpore cannot use {device} here ({said(error)}); leave it out to "
                              "take what MindSpore finds") from error
+    if ms.get_context("device_target") == "Ascend" and (os.cpu_count() or 1) < THREADS:
+        ms.runtime.dispatch_threads_num(THREADS)  # with fewer, graphs with branches fail: see "On Ascend and GPU"
     join_ranks()
     ranks = world_size()
     if ranks == 1:

@@ -91,7 +91,8 @@ class Memory:
                 planned = FUSED_ADD
             if ms.get_context("device_target") != "Ascend" or self.width != WIDTH:
                 planned = None
-            return self.peaks[call], "no plan" if planned is None else f"planned {planned}"
+            peak = self.peaks[call]
+            return peak, f"{peak:.2f}; {'no plan' if planned is None else f'planned {planned:.2f}'}"
         return measured
 
 

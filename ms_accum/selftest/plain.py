@@ -10,6 +10,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from .comparing import relative, values
 from .modes import running
+from .rows import require
 
 
 class Expected(NamedTuple):
@@ -55,6 +56,8 @@ def train(loss_fn: Callable, parameters: Sequence[Parameter], windows: Sequence[
 def off(parameters: Sequence[Parameter], expected: Expected) -> float:
     """Return how far parameters are off, relative to how far plain training moved them."""
     moved = [end - start for start, end in zip(expected.start, expected.end)]
+    require(0 < sum((m**2).sum() for m in moved) < np.inf, "plain training did not move the parameters, or not to "
+            "numbers: the device computes nothing, or wrongly")
     return relative([p - start for start, p in zip(expected.start, values(parameters))], moved)
 
 

@@ -4,6 +4,7 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from mindspore import ops
 from support.pages import PAGES, ROOT
@@ -17,7 +18,7 @@ from ms_accum.core.keeper import Keeper
 from ms_accum.core.kernels import Portable
 from ms_accum.core.stages import LossScale, SkipWindow
 from ms_accum.core.way import Way
-from ms_accum.selftest import command, figures, kernels, losses, selection
+from ms_accum.selftest import command, figures, kernels, losses, plain, selection
 from ms_accum.selftest.modes import running
 from ms_accum.selftest.rows import FAILS, HOLDS, MEASURED, NO_KERNEL, NOT_RUN, Check, Figure, Name, Row, row_of
 from ms_accum.selftest.settings import MEANS, SAMPLES, SUMS
@@ -281,10 +282,10 @@ def test_memory_is_measured_where_mindspore_counts_it(monkeypatch, uncompiled):
     monkeypatch.setattr(figures.ms.runtime, "max_memory_allocated", lambda: 100 + next(peaks) * parameters)
     monkeypatch.setattr(figures.ms.runtime, "reset_max_memory_allocated", lambda: None)
     assert memory.peaks == {"add": 9.0, "update": 13.0}
-    assert memory.measure("add")() == (9.0, "no plan")
+    assert memory.measure("add")() == (9.0, "9.00; no plan")
     monkeypatch.setattr(figures, "WIDTH", 8)
     monkeypatch.setattr(figures.ms, "get_context", lambda name: "Ascend")
-    assert memory.measure("update")() == (13.0, "planned 12.0")
+    assert memory.measure("update")() == (13.0, "13.00; planned 12.00")
 
 
 def test_milliseconds_are_those_of_pairs(uncompiled):
@@ -356,6 +357,21 @@ def test_figures_are_in_the_file_by_their_name(uncompiled):
 def test_a_wrong_command_line(capsys, arguments, said):
     assert cli.main(["selftest", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")
+    assert cli.main(["selftest", "--quick"]) == 2
+    assert "a dry run computes no values" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_device_on_which_nothing_moves_fails(monkeypatch, value):
+    """Zeros and NaN are equal on both sides."""
+    monkeypatch.setattr(plain, "values", lambda parameters: [np.full(p.shape, value) for p in parameters])
+    row = results(SUMS, "cell, PyNative")["token weights, sums"]
+    assert row.result == FAILS
+    assert row.message.startswith("plain training did not move the parameters")
 
 
 def test_help_names_it(capsys):
