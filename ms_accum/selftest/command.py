@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..cli.files import write_json
 from ..cli.options import add_command, output
 from ..cli.process import join_ranks, versions
+from ..core.probe import SWITCH, kernels
 from ..distributed.ranks import wait_for_all, world_size
 from .ranks import of_all_ranks
 from .rows import FAILS, HOLDS, MEASURED, NO_KERNEL, NOT_RUN, Check, Figure, Row, row_of, said
@@ -41,7 +42,7 @@ exit status: 0 if no row fails, 1 if one does or none could run, 2 for a bad com
 
 # What changes how MindSpore compiles and runs.
 FLAGS = ("MS_DEV_GRAPH_KERNEL_FLAGS", "MS_SIMULATION_LEVEL", "MS_JIT", "MS_JIT_MODULES", "MS_DEV_HOST_BLOCKING_RUN",
-         "MS_ALLOC_CONF", "OMP_NUM_THREADS")
+         "MS_ALLOC_CONF", "OMP_NUM_THREADS", SWITCH)
 
 THREADS = 6
 HEADER = ("check", "driver", "dtype", "result", "difference", "seconds")
@@ -133,8 +134,9 @@ def report(options: argparse.Namespace, rows: Sequence[Row], ranks: int) -> dict
     return {
         "versions": versions(), "device": ms.get_context("device_target"), "device_name": device_name(),
         "flags": {name: os.environ[name] for name in FLAGS if name in os.environ},
-        "jit_config": ms.get_context("jit_config"), "jit_level": ms.get_context("jit_level"), "ranks": ranks,
-        "quick": options.quick, "holds": not any(row.result == FAILS for row in rows), "rows": found,
+        "jit_config": ms.get_context("jit_config"), "jit_level": ms.get_context("jit_level"),
+        "kernels": type(kernels()).__name__, "ranks": ranks, "quick": options.quick,
+        "holds": not any(row.result == FAILS for row in rows), "rows": found,
         "figures": {str(row.name): row.value for row in rows if row.result == MEASURED}}
 
 

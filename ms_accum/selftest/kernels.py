@@ -11,7 +11,8 @@ from mindspore import Tensor
 
 from ms_accum import make_train_step
 
-from ..core import kernels
+from ..core.kernels import InPlace
+from ..core.probe import largest_difference
 from . import plain
 from .comparing import relative, values
 from .modes import running
@@ -41,7 +42,7 @@ def require_in_place() -> None:
 
 def in_place(size: int, _: None) -> float:
     """Return how far the kernels in place are off the portable ones, for a buffer of this size."""
-    return kernels.largest_difference(kernels.InPlace(), (size,))
+    return largest_difference(InPlace(), (size,))
 
 
 def is_fused() -> bool:

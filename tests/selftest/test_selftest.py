@@ -240,22 +240,29 @@ def test_reads_of_the_device_fail_when_there_are_more(monkeypatch):
 # --- kernels and figures ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("difference", "result"), [(0.0, HOLDS), (1e-7, HOLDS), (0.5, FAILS), (float("nan"), FAILS)])
-def test_kernels_in_place_are_compared_on_ascend(monkeypatch, difference, result):
-    """On another device there are none. An error of the device is a failure, for the portable ones ran."""
-    seen = []
+class Halves(Portable):
+    def scale(self, factor, gradients, dtypes):
+        return super().scale(factor / 2, gradients, dtypes)
+
+
+@pytest.mark.parametrize(("special", "result"), [(Portable, HOLDS), (Halves, FAILS)])
+def test_kernels_in_place_are_compared_on_ascend(monkeypatch, uncompiled, special, result):
+    """On another device there are none."""
     *checks, _ = kernels.checks_of_kernels()
-    assert {row_of(check).result for check in checks} == {NO_KERNEL}
-
-    def largest_difference(kernels, sizes):
-        seen.extend(sizes)
-        return difference
-
+    assert [row_of(check).result for check in checks] == [NO_KERNEL] * 5
     monkeypatch.setattr(kernels, "require_in_place", lambda: None)
-    monkeypatch.setattr(kernels.kernels, "largest_difference", largest_difference, raising=False)
+    monkeypatch.setattr(kernels, "InPlace", special)
     *checks, _ = kernels.checks_of_kernels()
-    assert {row_of(check).result for check in checks} == {result}
-    assert seen == [1, 7, 1_000, 65_537, 10_000_000]
+    assert [row_of(check).result for check in checks] == [result] * 5
+    assert [check.name.driver for check in checks] == [
+        f"buffer of {size}" for size in ("1", "7", "1,000", "65,537", "10,000,000")]
+
+
+def test_kernels_in_place_that_the_device_lacks_fail(monkeypatch):
+    """As on CPU, where MindSpore has no such operator: on Ascend, that is no missing kernel."""
+    monkeypatch.setattr(kernels, "require_in_place", lambda: None)
+    check, *_ = kernels.checks_of_kernels()
+    assert row_of(check).result == FAILS
 
 
 def test_fused_products_are_compared_where_they_are_switched_on(monkeypatch, uncompiled):
@@ -341,6 +348,7 @@ def test_a_failure_is_in_the_table_the_file_and_the_exit_status(monkeypatch, cap
     assert {row["check"]: row["result"] for row in found["rows"]} == {
         check: FAILS if check == "incomplete window" else HOLDS for check in ALL}
     assert found["figures"] == {}
+    assert found["kernels"] == "Portable"
 
 
 def test_figures_are_in_the_file_by_their_name(uncompiled):
