@@ -4,12 +4,12 @@ import warnings
 import mindspore as ms
 import pytest
 from mindspore import ops
-from support.mlp import MLP
 from support.training import sgd
 
 from ms_accum import Accumulator
 from ms_accum.core import probe
 from ms_accum.core.kernels import InPlace, Portable
+from ms_accum.selftest.networks import MLP
 from ms_accum.tensors import mapped, scaled
 
 pytestmark = pytest.mark.core

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from mindspore import amp, nn
 from mindspore.parallel.distributed import DistributedDataParallel
-from support.comparing import values
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.training import sgd
 
 from ms_accum import (
@@ -24,6 +22,8 @@ from ms_accum import (
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core.stages import Stage
 from ms_accum.distributed import parallel_modes
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = pytest.mark.core
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from mindspore import nn
 from support import reference
-from support.comparing import difference, values
-from support.mlp import MLP
 from support.rank_cases import LAUNCHES, MNIST, dealt_out, every, microbatches, said_by, step_of, train
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum import __main__ as cli
 from ms_accum.distributed.ranks import raise_if_left_alone
 from ms_accum.examples.mnist.network import Network
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP
 from ms_accum.steps.errors import explaining_errors
 
 pytest_plugins = ["support.launch"]
@@ -130,6 +130,19 @@ def logs_of(folder, count):
     logs = [(folder / "logs" / f"worker_{rank}.log").read_text(encoding="utf-8") for rank in range(count)]
     assert [line for log in logs for line in log.splitlines() if "eliminated by mistake" in line] == []
     return logs
+
+
+def test_selftest_on_two_ranks(left_by):
+    """Controls: sums of ranks that are halved fail, and no row of a single device; what fails on one rank is named."""
+    found, other = left_by("selftest")
+    whole, half, one = (found[name] for name in ("whole", "half", "one"))
+    assert [status for status, _ in (whole, half, one)] == [0, 1, 1]
+    assert [other[name][0] for name in ("whole", "half", "one")] == [0, 1, 1]
+    ranks = {f"2 ranks, {sync}" for sync in ("window", "microbatch", "shard")}
+    assert {check for check, _, _ in whole[1]} > ranks
+    assert {result for _, result, _ in whole[1]} == {"holds"}
+    assert {(check, said) for check, result, said in half[1] if result == "FAILS"} == {(c, "rank 0, 1") for c in ranks}
+    assert one[1] == [["token weights, means", "FAILS", "rank 1: see what it wrote to stderr"]]
 
 
 def test_a_rank_that_fails_ends_the_run(folder_of):

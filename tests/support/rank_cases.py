@@ -24,15 +24,17 @@ from mindspore.train import LearningRateScheduler, Model
 from ms_accum import Accumulator, DataParallel, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.core import way
 from ms_accum.distributed import exchange
+from ms_accum.distributed.buckets import Buckets
 from ms_accum.distributed.ranks import wait_for_all
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
-from support.comparing import values
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from support.differential.accumulating import Accumulating
 from support.differential.cases import COMPILED, OP_BY_OP
 from support.differential.ranks import DRAWN, NAMED, case_of
 from support.drivers import counters
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.noisy_samples import Position, noisy
 
 RANKS = int(os.environ.get("MS_WORKER_NUM", "2"))
@@ -54,7 +56,7 @@ _NODES = ["other_ranks:nodes", "noise:nodes-shard"]  # of several ranks
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "followed:jit", *(f"trained:{name}:jit" for name in NAMED),
-                 "mnist", "failing"]),
+                 "mnist", "selftest", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "left": (2, ["left_alone:jit"]),
@@ -275,6 +277,31 @@ def mnist(rank):
     os.chdir(folder)
     with redirect_stdout(sys.stdout):  # rank 1 replaces its own
         return cli.main(["mnist", *MNIST])
+
+
+def selftest(rank):
+    """Status and rows of `ms-accum selftest`: as it is, with sums that are halved, and wrong on rank 1."""
+
+    def half(exchange):
+        def halved(self, gradients, numbers):
+            gradients, numbers = exchange(self, gradients, numbers)
+            return tuple(g / 2 for g in gradients), numbers
+        return halved
+
+    def run(name, *rows):
+        path = FOLDER / f"selftest-{name}.json"
+        with redirect_stdout(sys.stdout):  # rank 1 replaces its own
+            status = cli.main(["selftest", "--rows", ", ".join(rows), "--json", str(path)])
+        found = json.loads(path.read_text(encoding="utf-8"))["rows"] if rank == 0 else []
+        return status, [[row["check"], row["result"], row["message"]] for row in found]
+
+    found = {"whole": run("whole", "by hand, op by op", "float32")}
+    both = {name: half(getattr(Buckets, name)) for name in ("all_reduce", "reduce_scatter")}
+    with patch.multiple(Buckets, **both):
+        found["half"] = run("half", "by hand, op by op", "float32")
+    with patch.object(way, "normalising", (lambda *of: 1.0) if rank == 1 else way.normalising):
+        found["one"] = run("one", "token weights, means", "by hand, op by op", "float32")
+    return found
 
 
 def left_alone(rank):

@@ -7,7 +7,7 @@ from mindspore import amp, ops
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
-from support.comparing import values
+from ms_accum.selftest.comparing import values
 from support.drivers import Driver, counters
 from support.pages import recipe
 
