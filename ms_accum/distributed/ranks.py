@@ -41,8 +41,9 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
     """Give every rank the values of rank 0."""
     broadcast = ops.Broadcast(0)
     for parameter in parameters:
-        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
-        ops.assign(parameter, broadcast((parameter.value(),))[0])
+        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10). On CPU,
+        # Broadcast makes float32 of float16.
+        ops.assign(parameter, broadcast((parameter.value(),))[0].astype(parameter.dtype))
 
 
 def wait_for_all() -> None:

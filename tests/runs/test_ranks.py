@@ -139,10 +139,11 @@ def test_selftest_on_two_ranks(left_by):
     assert [status for status, _ in (whole, half, one)] == [0, 1, 1]
     assert [other[name][0] for name in ("whole", "half", "one")] == [0, 1, 1]
     ranks = {f"2 ranks, {sync}" for sync in ("window", "microbatch", "shard")}
-    assert {check for check, _, _ in whole[1]} > ranks
-    assert {result for _, result, _ in whole[1]} == {"holds"}
-    assert {(check, said) for check, result, said in half[1] if result == "FAILS"} == {(c, "rank 0, 1") for c in ranks}
-    assert one[1] == [["token weights, means", "FAILS", "rank 1: see what it wrote to stderr"]]
+    assert {dtype: {row[2] for row in whole[1] if row[1] == dtype} for dtype in ("float32", "float16", "bfloat16")} == {
+        "float32": {"holds"}, "float16": {"holds"}, "bfloat16": {"no kernel"}}
+    assert {row[0] for row in whole[1]} > ranks
+    assert {(row[0], row[3]) for row in half[1] if row[2] == "FAILS"} == {(check, "rank 0, 1") for check in ranks}
+    assert one[1] == [["token weights, means", "float32", "FAILS", "rank 1: see what it wrote to stderr"]]
 
 
 def test_a_rank_that_fails_ends_the_run(folder_of):

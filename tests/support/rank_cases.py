@@ -293,9 +293,9 @@ def selftest(rank):
         with redirect_stdout(sys.stdout):  # rank 1 replaces its own
             status = cli.main(["selftest", "--rows", ", ".join(rows), "--json", str(path)])
         found = json.loads(path.read_text(encoding="utf-8"))["rows"] if rank == 0 else []
-        return status, [[row["check"], row["result"], row["message"]] for row in found]
+        return status, [[row["check"], row["dtype"], row["result"], row["message"]] for row in found]
 
-    found = {"whole": run("whole", "by hand, op by op", "float32")}
+    found = {"whole": run("whole", "by hand, op by op")}
     both = {name: half(getattr(Buckets, name)) for name in ("all_reduce", "reduce_scatter")}
     with patch.multiple(Buckets, **both):
         found["half"] = run("half", "by hand, op by op", "float32")
