@@ -35,8 +35,8 @@ def largest_difference(special: Portable, sizes: Sequence[int]) -> float:
     """Return by how much float32 buffers of these sizes differ if `special` scales and clears them, compiled and op by
     op, relative to the largest element.
 
-    What the device raises is raised; so is a RuntimeError if the portable kernels are wrong, too, as in a dry run,
-    where all values are 0.
+    Raises what the device raises, and RuntimeError if the portable kernels give wrong results, as in a dry run, where
+    all values are 0.
     """
     random = np.random.default_rng(0)
     gradients = [random.uniform(0.5, 1, size).astype(np.float32) for size in sizes]
@@ -45,7 +45,8 @@ def largest_difference(special: Portable, sizes: Sequence[int]) -> float:
     for compiling in (ms.jit, _op_by_op):
         portable = _trained(Portable(), gradients, compiling)
         if not all(np.allclose(got, wanted) for got, wanted in zip(portable, expected)):
-            raise RuntimeError("the portable kernels gave wrong results, too, as all are in a dry run")
+            raise RuntimeError("the portable kernels gave wrong results, as they do in a dry run; elsewhere, do not "
+                               "train on this device")
         for got, wanted in zip(_trained(special, gradients, compiling), portable):
             difference = float(np.abs(got - wanted).max() / (np.abs(wanted).max() or 1.0))
             worst = max(worst, float("inf") if np.isnan(difference) else difference)
@@ -64,7 +65,7 @@ def _passes(special: Portable) -> bool:
     try:
         difference = largest_difference(special, _SIZES)
     except Exception as error:  # whatever it is, training goes on without these kernels
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()).strip('- ')[:200]}"
     else:
         if difference <= 1e-6:
             return True

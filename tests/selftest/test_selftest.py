@@ -249,7 +249,7 @@ class Halves(Portable):
 def test_kernels_in_place_are_compared_on_ascend(monkeypatch, uncompiled, special, result):
     """On another device there are none."""
     *checks, _ = kernels.checks_of_kernels()
-    assert [row_of(check).result for check in checks] == [NO_KERNEL] * 5
+    assert [row_of(check).result for check in checks] == [NOT_RUN] * 5
     monkeypatch.setattr(kernels, "require_in_place", lambda: None)
     monkeypatch.setattr(kernels, "InPlace", special)
     *checks, _ = kernels.checks_of_kernels()
@@ -319,6 +319,17 @@ def test_a_missing_kernel_is_a_row_and_no_failure(capsys):
 def test_nothing_that_could_run_is_no_success(capsys):
     assert cli.main(["selftest", "--rows", "clipping, cell, PyNative, bfloat16"]) == 1
     assert "\n0 hold, 0 fail, 1 without a kernel, 0 not run, 0 measured\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("dtype", "result"), [("float32", FAILS), ("float16", NO_KERNEL)])
+def test_a_reference_that_fails_in_float32_is_a_failure(monkeypatch, dtype, result):
+    """Every device computes in float32: a broken reference would make each row "no kernel", and nothing would fail."""
+    def broken(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(plain, "train", broken)
+    row = row_of(next(Training(SAMPLES, "train step", dtype).checks()))
+    assert (row.result, row.message) == (result, "plain MindSpore: MemoryError:")
 
 
 def test_what_fails_where_plain_mindspore_does_not_is_a_failure(monkeypatch):
