@@ -11,7 +11,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 from ..arguments import instance_of, number, one_of, spelled
 from ..distributed.buckets import Accumulated
 from ..distributed.exchange import DataParallel, OneDevice
-from ..distributed.parallel_modes import may_shard, require_whole, warn_if_alone
+from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
 from ..distributed.slices import Slices
 from ..tensors import as_weight, require_condition
 from .buffers import Buffers, buffer_dtype_of
@@ -322,7 +322,7 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, layout: A
     if not may_shard():
         return OneDevice(layout)
     warn_if_alone()
-    require_whole(features)
+    require_whole_gradients(features)
     return Slices(layout, features)
 
 

@@ -52,7 +52,7 @@ def warn_if_alone() -> None:
 
 
 @constexpr
-def require_whole(features: tuple[str, ...]) -> bool:
+def require_whole_gradients(features: tuple[str, ...]) -> bool:
     """Refuse what looks at whole gradients where MindSpore shards: ValueError, also when a graph is compiled."""
     if features and shards():
         raise ValueError(_SLICES.format(", ".join(features), _mode()))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,11 @@ from ..cli.process import join_ranks, versions
 from ..core.probe import SWITCH, kernels
 from ..distributed.ranks import wait_for_all, world_size
 from .ranks import of_all_ranks
-from .rows import FAILS, HOLDS, MEASURED, NO_KERNEL, NOT_RUN, Check, Figure, Row, row_of, said
+from .rows import FAILS, HOLDS, MEASURED, NO_KERNEL, NOT_RUN, Check, Figure, Name, Row, row_of, said
 from .selection import rows_to_be
 
 DESCRIPTION = """\
-Prove on the device at hand that accumulation is exact: each driver in float32, float16 and bfloat16, against plain
+Test on the device at hand whether accumulation is exact: each driver in float32, float16 and bfloat16, against plain
 MindSpore on the undivided batch, on the same device. Then Ascend's own kernels against the portable ones, and what
 accumulation costs in memory and time. Under msrun, also what the ranks exchange.
 
@@ -31,10 +32,10 @@ the device either is a row with "no kernel", not a failure."""
 
 EXAMPLES = """\
 examples:
-  ms-accum selftest                            # about two minutes
+  ms-accum selftest                            # about two minutes on a CPU with 2 cores
   ms-accum selftest --quick                    # float32 only, each check once
   ms-accum selftest --device Ascend --json ascend.json
-  ms-accum selftest --rows "save and resume"   # and only the rows with this in their name
+  ms-accum selftest --rows "save and resume"   # only the rows that have it in their name
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks \\
       --tail_worker_log=0 python -m ms_accum selftest
 
@@ -51,25 +52,26 @@ SUMMARY = {HOLDS: "hold", FAILS: "fail", NO_KERNEL: "without a kernel", NOT_RUN:
 
 def add_parser(subcommands: argparse._SubParsersAction) -> None:
     """Add `selftest` to the commands of `ms-accum`."""
-    add = add_command(subcommands, "selftest", run, "prove on this device that accumulation is exact", DESCRIPTION,
+    add = add_command(subcommands, "selftest", run, "test on this device whether accumulation is exact", DESCRIPTION,
                       EXAMPLES).add_argument
     add("--device", choices=("CPU", "GPU", "Ascend"), help="where to run (default: what MindSpore finds)")
     add("--quick", action="store_true", help="float32 only, and each check by one driver: half a minute on 2 cores")
-    add("--rows", metavar="TEXT", help='run only the rows whose name contains TEXT, e.g. "clipping"')
+    add("--rows", metavar="TEXT",
+        help='run only the rows in whose name TEXT begins a word: a check, a driver or a dtype, e.g. "clipping"')
     add("--json", type=output(".json"), metavar="FILE", help="write versions, device, flags, rows and figures")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run each row, print, write. Return 1 if a row fails, or none could be run."""
     rank, ranks = start(options.device)
-    wanted = options.rows or ""
-    names = [check.name for check in rows_to_be(options.quick, rank, ranks) if wanted in str(check.name)]
-    if not names:
-        raise ValueError(f"argument --rows: no row has {options.rows!r} in its name; leave it out to see all names")
+    names = [check.name for check in rows_to_be(options.quick, rank, ranks)]
+    chosen = [name for name in names if begins_a_word(options.rows, str(name))]
+    if not chosen:
+        raise ValueError(f"argument --rows: no row has {options.rows!r} in its name; there are {parts_of(names)}")
     print(f"versions   {', '.join(f'{name} {version}' for name, version in versions().items())}",
           *([f"ranks      {ranks}"] if ranks > 1 else []), line(*HEADER), sep="\n", flush=True)
-    checks = (check for check in rows_to_be(options.quick, rank, ranks) if wanted in str(check.name))
-    rows = list(shown(checks, len(names), rank, ranks))
+    checks = (check for check in rows_to_be(options.quick, rank, ranks) if check.name in chosen)
+    rows = list(shown(checks, len(chosen), rank, ranks))
     results = Counter(row.result for row in rows)
     print(", ".join(f"{results[result]} {called}" for result, called in SUMMARY.items()), flush=True)
     holds = results[FAILS] == 0 and results[HOLDS] + results[MEASURED] > 0
@@ -101,6 +103,16 @@ def start(device: Optional[str]) -> tuple[int, int]:
     return get_rank(), ranks
 
 
+def begins_a_word(text: Optional[str], name: str) -> bool:
+    """Return whether a word of the name begins with this text: "float16" chooses no row in bfloat16."""
+    return re.search(rf"(?<!\w){re.escape(text or '')}", name) is not None
+
+
+def parts_of(names: Sequence[Name]) -> str:
+    """Return the checks, drivers and dtypes of rows."""
+    return "; ".join(", ".join(dict.fromkeys(filter(None, column))) for column in zip(*names))
+
+
 def shown(checks: Iterator[Union[Check, Figure]], count: int, rank: int, ranks: int) -> Iterator[Row]:
     """Yield the row of each check, and print it, with a bar on a terminal."""
     with tqdm(total=count, unit="row", leave=False, dynamic_ncols=True, file=sys.stderr,
@@ -129,7 +141,7 @@ def line(check: str, driver: str, dtype: str, result: str, off: str, seconds: st
 
 
 def report(options: argparse.Namespace, rows: Sequence[Row], ranks: int) -> dict[str, Any]:
-    """Return what the JSON file holds."""
+    """Return what the JSON file holds, but for whether all rows hold."""
     found = [{**row.name._asdict(), **{key: value for key, value in asdict(row).items() if key != "name"}}
              for row in rows]
     return {

@@ -36,7 +36,7 @@ def checks_of_ranks(rank: int, ranks: int, quick: bool) -> Iterator[Check]:
 
 
 def microbatches_of(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return a rank's own data: every other rank has less, and other sizes."""
+    """Return a rank's own data: odd ranks have less, and other sizes."""
     return samples((5, 2, 5, 2, 5) if rank % 2 == 0 else (2, 5, 2), 20 + rank)
 
 

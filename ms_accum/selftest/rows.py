@@ -65,7 +65,7 @@ def require(condition: object, wrong: str) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """A row to be: what plain MindSpore does on this device, and what ms_accum does.
+    """How to make a row that compares: what plain MindSpore does on this device, and what ms_accum does.
 
     Attributes:
         name: What it checks.
@@ -99,7 +99,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Figure:
-    """A row to be that measures.
+    """How to make a row that measures.
 
     Attributes:
         name: What is measured.

@@ -15,7 +15,7 @@ from .training import BOUNDS, DRIVERS, Training
 
 
 def rows_to_be(quick: bool, rank: int = 0, ranks: int = 1) -> Iterator[Union[Check, Figure]]:
-    """Yield what is to be run on a rank. Quick: in float32, and each check by one driver."""
+    """Yield how to make each row, on one of several ranks. Quick: in float32, and each check by one driver."""
     yield from chain(quick_checks() if quick else all_checks(),
                      checks_of_ranks(rank, ranks, quick) if ranks > 1 else (), checks_of_kernels(), figures(quick))
 

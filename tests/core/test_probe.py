@@ -117,6 +117,12 @@ def test_the_choice_can_be_forced(on_ascend, switch, chosen):
         assert type(probe.kernels()) is chosen
 
 
+def test_another_choice_is_an_error(on_ascend):
+    on_ascend(NeverClears, "true")
+    with pytest.raises(ValueError, match=r"^MS_ACCUM_IN_PLACE in the environment has to be 0 or 1, not 'true'$"):
+        probe.kernels()
+
+
 def test_elsewhere_the_portable_ones_run_without_a_test(monkeypatch):
     monkeypatch.setattr(probe, "largest_difference", lambda *_: pytest.fail("was called"))
     accumulator = Accumulator(sgd(MLP()), 2)

@@ -15,7 +15,7 @@ from ms_accum.checkpoint import checkpoint
 from ms_accum.core import way as ways
 from ms_accum.core.buffers import Buffers
 from ms_accum.core.keeper import Keeper
-from ms_accum.core.kernels import Portable
+from ms_accum.core.kernels import InPlace, Portable
 from ms_accum.core.stages import LossScale, SkipWindow
 from ms_accum.core.way import Way
 from ms_accum.selftest import command, figures, kernels, losses, plain, selection
@@ -42,7 +42,7 @@ def results(setting, driver, dtype="float32"):
 @pytest.mark.slow  # 25 s
 def test_the_quick_run_passes(capsys):
     assert cli.main(["selftest", "--quick"]) == 0
-    assert "\n11 hold, 0 fail, 5 without a kernel, 3 not run, 1 measured\n" in capsys.readouterr().out
+    assert "\n11 hold, 0 fail, 0 without a kernel, 8 not run, 1 measured\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # two minutes
@@ -273,9 +273,20 @@ def test_fused_products_are_compared_where_they_are_switched_on(monkeypatch, unc
     monkeypatch.setenv("MS_DEV_GRAPH_KERNEL_FLAGS", "--enable_pass=matmul_assignadd_fusion")
     assert row_of(check).result == NO_KERNEL
     check = Check(check.name, partial(kernels.gradients_by_numpy, "float32"), partial(kernels.fused, "float32"), 1e-4)
+    row = row_of(check)
+    assert (row.result, row.message) == (FAILS, "0 products of 2 are fused")  # as CPU has no such kernel
+    monkeypatch.setattr(kernels, "fused_products", lambda folder: 2)
     assert row_of(check).result == HOLDS
     monkeypatch.setattr(Buffers, "weighed", lambda self, gradients, weight: tuple(2 * g for g in gradients))
     assert row_of(check).result == FAILS
+
+
+def test_fused_products_are_counted_in_the_graph_that_has_most(tmp_path):
+    assert kernels.fused_products(tmp_path) == 0
+    for name, text in (("graph_build_0.ir", "Add("), ("graph_build_1.ir", "%1 = InplaceMatmulAdd(%0)\n" * 2),
+                       ("validate_1.ir", "InplaceMatmulAdd(" * 3)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert kernels.fused_products(tmp_path) == 2
 
 
 def test_memory_is_measured_where_mindspore_counts_it(monkeypatch, uncompiled):
@@ -291,7 +302,8 @@ def test_memory_is_measured_where_mindspore_counts_it(monkeypatch, uncompiled):
     assert memory.peaks == {"add": 9.0, "update": 13.0}
     assert memory.measure("add")() == (9.0, "9.00; no plan")
     monkeypatch.setattr(figures, "WIDTH", 8)
-    monkeypatch.setattr(figures.ms, "get_context", lambda name: "Ascend")
+    assert memory.measure("update")() == (13.0, "13.00; no plan")  # portable kernels
+    monkeypatch.setattr(figures, "kernels", InPlace)
     assert memory.measure("update")() == (13.0, "13.00; planned 12.00")
 
 
@@ -369,7 +381,7 @@ def test_figures_are_in_the_file_by_their_name(uncompiled):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["--rows", "no such row"], "no row has 'no such row' in its name"),
+    (["--rows", "no such row"], "no row has 'no such row' in its name; there are ragged windows, incomplete window, "),
     (["--device", "GPU"], "MindSpore cannot use GPU here"),
     (["--json", "file.txt"], "does not end in .json"),
 ])
@@ -396,6 +408,14 @@ def test_a_device_on_which_nothing_moves_fails(monkeypatch, value):
 def test_help_names_it(capsys):
     assert cli.main(["selftest", "--help"]) == 0
     assert "exit status: 0 if no row fails" in capsys.readouterr().out
+
+
+def test_rows_are_chosen_by_the_beginning_of_a_word():
+    name = "ragged windows, by hand, op by op, bfloat16"
+    for text in (None, "", "windows", "op by", "hand, op", "bfloat16", "bf"):
+        assert command.begins_a_word(text, name)
+    for text in ("float16", "indows", "(", "op  by"):
+        assert not command.begins_a_word(text, name)
 
 
 def test_the_name_and_the_line_of_a_row():
