@@ -26,8 +26,12 @@ _map, _partial = ops.HyperMap(), ops.Partial()
 
 
 def state_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
-    """Return a Parameter that is state and not trained, filled with `value`."""
-    return Parameter(initializer(value, shape, dtype), name=name, requires_grad=False)
+    """Return a Parameter that is state and not trained, filled with `value`.
+
+    A number has its value at once, where MindSpore would leave it out until a graph is compiled (semi-auto parallel).
+    """
+    data = initializer(value, shape, dtype) if shape else Tensor(value, dtype)
+    return Parameter(data, name=name, requires_grad=False)
 
 
 def mapped(function: Callable, shared: Any, *tuples: tuple) -> tuple:

@@ -7,9 +7,9 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
-from support.comparing import values
 
 from ms_accum import Accumulator, DataParallel, make_train_step
+from ms_accum.selftest.comparing import values
 
 INF, NAN = float("inf"), float("nan")
 SHAPES = ((2, 3), (), (4,))

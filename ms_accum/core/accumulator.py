@@ -12,7 +12,7 @@ from ..arguments import instance_of, number, one_of, spelled
 from ..distributed.buckets import Accumulated
 from ..distributed.data_parallel import DataParallel
 from ..distributed.exchange import OneDevice
-from ..distributed.parallel_modes import may_shard, require_whole, warn_if_alone
+from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
 from ..distributed.slices import Slices
 from ..distributed.zero import slices_among, whole_parameters
 from ..tensors import as_weight, require_condition
@@ -333,7 +333,7 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, layout: A
     if not may_shard():
         return OneDevice(layout)
     warn_if_alone()
-    require_whole(features)
+    require_whole_gradients(features)
     return Slices(layout, features)
 
 

@@ -1,7 +1,7 @@
-"""Which kernels run: those in place, only where they have just given the same as the portable ones on this device.
+"""Choose the kernels: those that work in place only if a test on this device gave what the portable ones give.
 
-They were written without an Ascend to run on. So once a process, two small buffers go through two windows, compiled and
-op by op, with both kinds of kernels. `MS_ACCUM_IN_PLACE=1` or `0` in the environment chooses without that.
+They were written without an Ascend to run on. So once in each process, two small buffers go through two windows,
+compiled and op by op, with both kinds of kernels. `MS_ACCUM_IN_PLACE=1` or `0` in the environment chooses without it.
 """
 from __future__ import annotations
 
@@ -27,16 +27,21 @@ _FAILED = ("the kernels that work in place failed their test on this device ({})
 
 
 def kernels(in_buffers: bool = True) -> Portable:
-    """Return what suits the device for buffers; False: for exchanged or unscaled copies of them."""
+    """Return the kernels that suit this device.
+
+    Args:
+        in_buffers: Whether they scale and clear the buffers themselves, and not copies of them.
+    """
     return choice() if in_buffers and ms.get_context("device_target") == "Ascend" else Portable()
 
 
 def largest_difference(special: Portable, sizes: Sequence[int]) -> float:
-    """Return by how much float32 buffers of these sizes differ if `special` scales and clears them, compiled and op by
-    op, relative to the largest element.
+    """Return how far results of `special` are off those of the portable kernels, relative to the largest element.
 
-    What the device raises is raised; so is a RuntimeError if the portable kernels are wrong, too, as in a dry run,
-    where all values are 0.
+    Each scales and clears float32 buffers of these sizes, compiled and op by op.
+
+    Raises what the device raises, and RuntimeError if the portable kernels give wrong results, as in a dry run, where
+    all values are 0.
     """
     random = np.random.default_rng(0)
     gradients = [random.uniform(0.5, 1, size).astype(np.float32) for size in sizes]
@@ -45,7 +50,8 @@ def largest_difference(special: Portable, sizes: Sequence[int]) -> float:
     for compiling in (ms.jit, _op_by_op):
         portable = _trained(Portable(), gradients, compiling)
         if not all(np.allclose(got, wanted) for got, wanted in zip(portable, expected)):
-            raise RuntimeError("the portable kernels gave wrong results, too, as all are in a dry run")
+            raise RuntimeError("the portable kernels gave wrong results, as they do in a dry run; elsewhere, do not "
+                               "train on this device")
         for got, wanted in zip(_trained(special, gradients, compiling), portable):
             difference = float(np.abs(got - wanted).max() / (np.abs(wanted).max() or 1.0))
             worst = max(worst, float("inf") if np.isnan(difference) else difference)
@@ -54,17 +60,19 @@ def largest_difference(special: Portable, sizes: Sequence[int]) -> float:
 
 @cache
 def choice() -> Portable:
-    """Return the kernels for buffers on an Ascend."""
+    """Return the kernels for buffers on an Ascend. ValueError if the environment asks for neither."""
     forced = environ.get(SWITCH)
+    if forced not in (None, "0", "1"):
+        raise ValueError(f"{SWITCH} in the environment has to be 0 or 1, not {forced!r}")
     return InPlace() if forced == "1" or (forced is None and _passes(InPlace())) else Portable()
 
 
 def _passes(special: Portable) -> bool:
-    """Return whether kernels do what the portable ones do. Warn if they do not."""
+    """Return whether `special` gives what the portable kernels give. Warn if it does not."""
     try:
         difference = largest_difference(special, _SIZES)
     except Exception as error:  # whatever it is, training goes on without these kernels
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()).strip('- ')[:200]}"
     else:
         if difference <= 1e-6:
             return True
@@ -78,7 +86,7 @@ class _Windows(nn.Cell):
 
     Args:
         kind: The kernels.
-        sizes: Elements of each parameter.
+        sizes: How many elements each parameter has.
     """
 
     def __init__(self, kind: Portable, sizes: Sequence[int]) -> None:

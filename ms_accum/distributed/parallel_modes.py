@@ -23,6 +23,8 @@ _SLICES = ("{}: in MindSpore's {} mode, each rank holds slices of the gradients,
            "leave this out, or train without that mode, with reducer=DataParallel()")
 _REDUCED = ("reducer: MindSpore's {} mode sums gradients over the ranks itself; leave reducer=DataParallel() out, or "
             "train without that mode")
+_OP_BY_OP = ("a microbatch ran op by op, where MindSpore's {} mode shards nothing and each rank would train alone; "
+             "compile the train step (graph mode, or ms.jit)")
 _STEP = ("a train step compiles graphs of its own, which MindSpore's {} mode cannot shard; use a TrainOneStepCell in "
          "AutoParallel(cell), or a hand-written loop, or train without that mode, with reducer=DataParallel()")
 _INSIDE = "AutoParallel is inside the network, where MindSpore ignores it and shards nothing; {}"
@@ -50,7 +52,7 @@ def warn_if_alone() -> None:
 
 
 @constexpr
-def require_whole(features: tuple[str, ...]) -> bool:
+def require_whole_gradients(features: tuple[str, ...]) -> bool:
     """Refuse what looks at whole gradients where MindSpore shards: ValueError, also when a graph is compiled."""
     if features and shards():
         raise ValueError(_SLICES.format(", ".join(features), _mode()))
@@ -62,6 +64,14 @@ def require_unreduced() -> bool:
     """Refuse an exchange of our own where MindSpore shards: ValueError, also when a graph is compiled."""
     if shards():
         raise ValueError(_REDUCED.format(_mode()))
+    return True
+
+
+@constexpr
+def require_compiled(runs_op_by_op: bool) -> bool:
+    """Refuse gradients that were made op by op where graphs would be sharded: ValueError."""
+    if runs_op_by_op and shards():
+        raise ValueError(_OP_BY_OP.format(_mode()))
     return True
 
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from weakref import finalize
 
 import mindspore as ms
-from mindspore import Parameter
+from mindspore import Parameter, ops
 
 from .exchange import OneDevice
-from .parallel_modes import require_whole, shards
+from .parallel_modes import require_compiled, require_whole_gradients, shards
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
@@ -42,13 +42,14 @@ class Slices(OneDevice):
         return buffers
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
-        """See `OneDevice`. ValueError, when a graph is compiled, if a feature would look at slices."""
-        require_whole(self.features)
+        """See `OneDevice`. ValueError, when a graph is compiled, if a feature would look at slices; and op by op."""
+        require_compiled(ops.isconstant(gradients[0]))  # a graph that is compiled knows no gradient yet
+        require_whole_gradients(self.features)
         return gradients, numbers
 
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
         """See `OneDevice` and `microbatch`."""
-        require_whole(self.features)
+        require_whole_gradients(self.features)
         return buffers, unit, numbers
 
     def require_whole_state(self) -> None:

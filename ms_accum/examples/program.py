@@ -2,8 +2,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
@@ -13,19 +11,16 @@ from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 from tqdm import tqdm
 
-import ms_accum
-
 from ..checkpoint.file import SUFFIXES, CheckpointError
 from ..cli.files import printable, say_written, write_file, write_json
 from ..cli.options import count, number, output
+from ..cli.process import join_ranks, versions
 from ..distributed.data_parallel import DataParallel
 from ..distributed.ranks import gather, wait_for_all
-from ..steps.errors import one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -100,18 +95,13 @@ def run(program: Program, options: Namespace) -> None:
     for label, train in list(program.ways.items())[:1 + options.compare]:
         reports.append(Report(program, label, options))
         networks.append(train(options, reports[-1]))
-    figures = {**reports[0].figures(), "versions": _versions(), "options": vars(options)}
+    figures = {**reports[0].figures(), "versions": versions(), "options": vars(options)}
     if options.compare:
         difference = largest_difference(*networks)
         print("\ncomparison", *(f"{report.label:<13}  {report.score()}" for report in reports), sep="\n")
         print(f"largest parameter difference {difference:.3g}", flush=True)
         figures |= {"compared": reports[1].figures(), "largest_parameter_difference": difference}
     _write(options, reports, figures)
-
-
-def _versions() -> dict[str, str]:
-    packages = {package.__name__: package.__version__ for package in (ms_accum, ms, np)}
-    return {**packages, "python": platform.python_version(), "device": ms.get_context("device_target")}
 
 
 def _write(options: Namespace, reports: list[Report], figures: dict) -> None:
@@ -125,24 +115,6 @@ def _write(options: Namespace, reports: list[Report], figures: dict) -> None:
             write_file(options.plot, plot(reports).savefig)
     if exchange.ranks > 1:
         wait_for_all()  # where one exits, others that still communicate fail
-
-
-def join_ranks() -> None:
-    """Join the other ranks if started by msrun. Only rank 0 still prints. The scheduler ends in here."""
-    if "MS_ROLE" not in os.environ:
-        return
-    from mindspore.communication import get_rank, init
-
-    if os.environ["MS_ROLE"] == "MS_SCHED":
-        os.environ.setdefault("MS_NODE_TIMEOUT", "20")  # seconds; where all ranks were killed, nobody else ends it
-        try:
-            init()
-        except RuntimeError as error:
-            raise OSError(f"the scheduler stops: {one_line(error)}") from error
-        sys.exit(0)
-    init()
-    if get_rank() > 0:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
 def largest_difference(one: nn.Cell, other: nn.Cell) -> float:
@@ -184,7 +156,7 @@ class Report:
         of, exchanged = ("", "") if ranks == 1 else (f" x {ranks} ranks", f", gradients exchanged each {sync}")
         size = options.batch_size * options.accumulate_step * ranks
         clipped = "" if options.clip_norm is None else f", clipped to norm {options.clip_norm:g}"
-        print(f"versions   {', '.join(f'{name} {version}' for name, version in _versions().items())}",
+        print(f"versions   {', '.join(f'{name} {version}' for name, version in versions().items())}",
               f"data       {printable(data)}",
               f"batch      {options.batch_size:,} x {options.accumulate_step:,}{of} = {size:,} {self.program.rows} an "
               f"update{exchanged}",

@@ -11,9 +11,9 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from support import layers
 from support.cells import Clip, Counting
 from support.layers import amp_at, around, attention, causes, cnn, drawn, info_nce, labels, noisy_loss, normal, sum_loss
-from support.mlp import MLP, mean_loss
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
+from ms_accum.selftest.networks import MLP, mean_loss
 
 STATISTICS, WRONG, COUPLES = "batch statistics", "wrong normalisation", "couples samples"
 STATE = "moves state in its forward pass"

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 from support.layers import labels, normal
-from support.mlp import mean_loss
 
 from ms_accum import batchnorm_to_groupnorm, check_equivalence
 from ms_accum.check.groupnorm import groups_for
+from ms_accum.selftest.networks import mean_loss
 
 
 class Tree(nn.Cell):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from support.layers import Counter, amp_at, causes, drawn, labels, normal
-from support.mlp import mean_loss
 from support.modes import compiled_graphs
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
+from ms_accum.selftest.networks import mean_loss
 
 BATCH = normal(12, 6), labels(12)
 

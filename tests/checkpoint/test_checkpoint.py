@@ -14,13 +14,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, amp, nn
-from support.comparing import difference, values
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.pages import recipe
 
 from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.checkpoint.file import part_of, path_of_rank, remove_generations
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 SUFFIXES = [".ckpt", ".safetensors"]
 pytestmark = pytest.mark.usefixtures("uncompiled")

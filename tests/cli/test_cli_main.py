@@ -31,7 +31,7 @@ def process(*arguments):
 @pytest.mark.parametrize(("arguments", "status", "out", "err"), [
     ([], 2, "", "ms-accum: error: the following arguments are required: COMMAND\n"),
     (["--version"], 0, f"ms_accum {ms_accum.__version__}\n", ""),
-    (["--help"], 0, "usage: ms-accum .*mnist .*lm .*check .*plan .*", "")])
+    (["--help"], 0, "usage: ms-accum .*mnist .*lm .*check .*plan .*selftest .*", "")])
 def test_help_version_and_no_command(capsys, arguments, status, out, err):
     assert cli.main(arguments) == status
     captured = capsys.readouterr()

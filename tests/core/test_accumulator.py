@@ -9,11 +9,11 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore._c_expression import run_backward
 from mindspore.common.api import _pynative_executor
 from support import reference
-from support.comparing import difference, relative, values
-from support.mlp import MLP, batches, tensors
 from support.modes import compiled, warned
 
 from ms_accum import Accumulator, DataParallel
+from ms_accum.selftest.comparing import difference, relative, values
+from ms_accum.selftest.networks import MLP, batches, tensors
 
 pytestmark = pytest.mark.core
 

@@ -2,35 +2,20 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
-from support.mlp import MLP, mean_loss, tensors
+from mindspore import nn
 
 from ms_accum import make_train_step, until_weight
 from ms_accum.checkpoint.checkpoint import loading
+from ms_accum.selftest.networks import MLP, mean_loss, tensors
+from ms_accum.selftest.reads import counted_reads
 
 pytestmark = pytest.mark.core
 
-READERS = ("asnumpy", "__int__", "__bool__", "__float__")
-
-
 @pytest.fixture
-def reads(monkeypatch):
+def reads():
     """A list that grows with each value that the host reads from the device."""
-    made, inside = [], []
-
-    def noted(reader):
-        def read(self, *arguments):
-            inside.append(reader)
-            try:
-                return reader(self, *arguments)
-            finally:
-                inside.pop()
-                made.extend([reader.__name__] * (not inside))  # `int()` reads by `asnumpy()`
-        return read
-
-    for name in READERS:
-        monkeypatch.setattr(Tensor, name, noted(getattr(Tensor, name)))
-    return made
+    with counted_reads() as made:
+        yield made
 
 
 def counted(x, y):

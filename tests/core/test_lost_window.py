@@ -4,11 +4,11 @@ import re
 import warnings
 
 import pytest
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.processes import run_python
 from support.training import sgd
 
 from ms_accum import load_checkpoint, make_train_step, save_checkpoint
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = pytest.mark.core
 

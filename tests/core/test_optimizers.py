@@ -12,10 +12,10 @@ from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.experimental import optim
 from support.cells import Counting
 from support.differential.optimizers import OPTIMIZERS
-from support.mlp import MLP, mean_loss
 
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
 from ms_accum.core.optimizers import cells_of, describe, require_same_parameters, state_of
+from ms_accum.selftest.networks import MLP, mean_loss
 
 # Base classes, and wrappers and kernels that CPU has not (MindSpore 2.10). MindSpore 2.7 has no mint.FusedAdamW.
 OUT_OF_REACH = {"nn.Optimizer", "optim.Optimizer", "nn.OptTFTWrapper", "nn.Lamb", "nn.LARS", "mint.AdamW"}

@@ -4,12 +4,12 @@ import warnings
 import mindspore as ms
 import pytest
 from mindspore import ops
-from support.mlp import MLP
 from support.training import sgd
 
 from ms_accum import Accumulator
 from ms_accum.core import probe
 from ms_accum.core.kernels import InPlace, Portable
+from ms_accum.selftest.networks import MLP
 from ms_accum.tensors import mapped, scaled
 
 pytestmark = pytest.mark.core
@@ -115,6 +115,12 @@ def test_the_choice_can_be_forced(on_ascend, switch, chosen):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert type(probe.kernels()) is chosen
+
+
+def test_another_choice_is_an_error(on_ascend):
+    on_ascend(NeverClears, "true")
+    with pytest.raises(ValueError, match=r"^MS_ACCUM_IN_PLACE in the environment has to be 0 or 1, not 'true'$"):
+        probe.kernels()
 
 
 def test_elsewhere_the_portable_ones_run_without_a_test(monkeypatch):

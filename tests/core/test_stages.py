@@ -6,13 +6,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, ops
-from support.comparing import difference, values
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.modes import running
 from support.training import sgd
 
 from ms_accum import Accumulator, Stage, make_train_step
 from ms_accum.core.stages import TAKEN, WEIGHT
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = pytest.mark.core
 

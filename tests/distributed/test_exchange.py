@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from mindspore import nn
 from support import reference
-from support.comparing import difference
 from support.differential.follow import Comparison
 from support.differential.ranks import DRAWN, DRIVERS, NONFINITE, SYNCS, WINDOWS, case_of, simulated
-from support.mlp import MLP
 from support.noisy_samples import FEATURES
 from support.rank_cases import LAUNCHES, NOISE_DECAY, NOISE_RATE, every, noisy_data
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.distributed import data_parallel
+from ms_accum.selftest.comparing import difference
+from ms_accum.selftest.networks import MLP
 
 pytest_plugins = ["support.launch"]
 

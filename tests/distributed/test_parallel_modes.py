@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from mindspore import amp, nn
 from mindspore.parallel.distributed import DistributedDataParallel
-from support.comparing import values
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.training import sgd
 
 from ms_accum import (
@@ -24,6 +22,8 @@ from ms_accum import (
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core.stages import Stage
 from ms_accum.distributed import parallel_modes
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = pytest.mark.core
 
@@ -81,6 +81,18 @@ def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(shar
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     with pytest.raises(ValueError, match=r"^MindSpore has cut the parameters into slices"):
         load_checkpoint(path, network, accumulator)
+
+
+def test_op_by_op_is_refused_where_mindspore_shards(sharding):
+    """Nothing would be sharded, and each rank would train alone. The network's weights have no values here yet."""
+    network = MLP()
+    cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), sgd(network), 2)
+    by_hand = Accumulator(sgd(MLP(seed=1)), 2)
+    gradients = tuple(ms.ops.ones(p.shape) for p in by_hand.optimizer.parameters)
+    for train in (lambda: by_hand(gradients), lambda: cell(*tensors(*batches([4])[0]))):
+        with pytest.raises(ValueError, match=r"^a microbatch ran op by op, where .* semi-auto parallel mode"):
+            train()
+    assert int(by_hand.mini_step) == int(cell.accumulator.mini_step) == 0
 
 
 def test_train_steps_are_refused_where_mindspore_shards(sharding):

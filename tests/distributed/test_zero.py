@@ -4,12 +4,12 @@ import re
 import numpy as np
 import pytest
 from mindspore import nn
-from support.mlp import MLP
 from support.rank_cases import every
 from support.zero_cases import NOT_AT_2, PLAIN, WHOLE
 
 from ms_accum import Accumulator, DataParallel, shard_parameters
 from ms_accum.distributed.rows import Rows
+from ms_accum.selftest.networks import MLP
 
 pytest_plugins = ["support.launch"]
 

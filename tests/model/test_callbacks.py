@@ -12,11 +12,11 @@ from mindspore import amp, nn
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import LambdaCallback, LearningRateScheduler, Model, ModelCheckpoint, ReduceLROnPlateau
 from support import reference
-from support.comparing import difference, values
-from support.mlp import MLP, batches, tensors
 from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP, batches, tensors
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped", "seen"]

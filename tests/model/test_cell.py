@@ -7,12 +7,12 @@ import mindspore as ms
 import pytest
 from mindspore import Tensor, nn
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
-from support.comparing import difference, values
-from support.mlp import MLP, batches, tensors
 from support.model_runs import TwoCells, dataset, make_cell, train
 from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP, batches, tensors
 
 
 def go_on(network, cell):

@@ -3,10 +3,10 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn
-from support.comparing import values
-from support.mlp import mean_loss
 
 from ms_accum import Accumulator, TrainOneStepCell, batchnorm_to_groupnorm, check_equivalence
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import mean_loss
 
 mindcv = pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[test]'")
 WINDOWS, ACCUMULATE_STEP, MICROBATCH = 3, 4, 2

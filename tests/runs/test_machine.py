@@ -21,11 +21,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support import reference
-from support.comparing import difference, values
 from support.drivers import counters
 from support.machine import DRIVERS, run_of, spoiled
 
 from ms_accum import load_checkpoint, save_checkpoint
+from ms_accum.selftest.comparing import difference, values
 
 BAD = list(enumerate((np.nan, np.inf, -np.inf, np.nan)))  # in which gradient
 SIZES = st.sampled_from([4, 4, 4, 4, 3, 3, 0])  # each size is compiled once

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import amp, nn
 from support import reference
-from support.comparing import difference, values
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.modes import compiled_graphs
 from support.pages import recipe
 from support.training import LOSS, sgd, step_of
 
 from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint, until_weight, updates_of
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 
 @pytest.mark.parametrize(("error", "message", "call"), [

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from mindspore import nn
 from support import reference
-from support.comparing import difference, values
-from support.mlp import MLP
 from support.rank_cases import LAUNCHES, MNIST, dealt_out, every, microbatches, said_by, step_of, train
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum import __main__ as cli
 from ms_accum.distributed.ranks import raise_if_left_alone
 from ms_accum.examples.mnist.network import Network
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP
 from ms_accum.steps.errors import explaining_errors
 
 pytest_plugins = ["support.launch"]
@@ -148,6 +148,20 @@ def logs_of(folder, count):
     logs = [(folder / "logs" / f"worker_{rank}.log").read_text(encoding="utf-8") for rank in range(count)]
     assert [line for log in logs for line in log.splitlines() if "eliminated by mistake" in line] == []
     return logs
+
+
+def test_selftest_on_two_ranks(left_by):
+    """Controls: sums of ranks that are halved fail, and no row of a single device; what fails on one rank is named."""
+    found, other = left_by("selftest")
+    whole, half, one = (found[name] for name in ("whole", "half", "one"))
+    assert [status for status, _ in (whole, half, one)] == [0, 1, 1]
+    assert [other[name][0] for name in ("whole", "half", "one")] == [0, 1, 1]
+    ranks = {f"2 ranks, {sync}" for sync in ("window", "microbatch", "zero 1", "zero 2")}
+    assert {dtype: {row[2] for row in whole[1] if row[1] == dtype} for dtype in ("float32", "float16", "bfloat16")} == {
+        "float32": {"holds"}, "float16": {"holds"}, "bfloat16": {"no kernel"}}
+    assert {row[0] for row in whole[1]} > ranks
+    assert {(row[0], row[3]) for row in half[1] if row[2] == "FAILS"} == {(check, "rank 0, 1") for check in ranks}
+    assert one[1] == [["token weights, means", "float32", "FAILS", "rank 1: see what it wrote to stderr"]]
 
 
 def test_a_rank_that_fails_ends_the_run(folder_of):

@@ -8,10 +8,10 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.dataset import zip as dataset_zip
-from support.comparing import values
 from support.modes import compiled_graphs, running
 
 from ms_accum import check_equivalence, make_train_step
+from ms_accum.selftest.comparing import values
 
 RNG = np.random.default_rng(0)
 ROWS = [{"input_ids": RNG.normal(size=(6, 6)).astype(np.float32), "labels": RNG.integers(0, 3, 6).astype(np.int32),

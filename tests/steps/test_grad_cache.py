@@ -5,12 +5,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, nn, ops
-from support.comparing import relative, values
 from support.modes import running, warned
 from support.training import counting, gradient_of
 
 from ms_accum import make_grad_cache_step
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.selftest.comparing import relative, values
 
 
 class Towers(nn.Cell):

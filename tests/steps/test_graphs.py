@@ -8,13 +8,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.comparing import difference, values
-from support.mlp import MLP, batches, tensors
 from support.modes import running
 from support.recovering import recover
 from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP, batches, tensors
 
 NETWORK = nn.Dense(2, 3)
 nothing = lambda x: None

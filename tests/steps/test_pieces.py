@@ -8,13 +8,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.comparing import difference
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.modes import running
 from support.processes import MEMORY, run_python
 from support.training import LOSS, counting, gradient_of
 
 from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
+from ms_accum.selftest.comparing import difference
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from ms_accum.steps.errors import ask_about_piece
 from ms_accum.steps.pieces import layout
 

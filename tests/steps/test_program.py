@@ -8,12 +8,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, amp, nn, ops
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.modes import compiled_graphs
 from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, make_grad_cache_step, make_train_step, until_weight
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from ms_accum.steps import graphs as compiling
 
 

@@ -5,12 +5,12 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.comparing import relative, values
 from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
 from support.processes import run_python
 
 from ms_accum import Accumulator
+from ms_accum.selftest.comparing import relative, values
 
 WORDS, WIDTH, RATE = 16, 8, 0.5
 DRIVERS = {"step": ("step", {}), "step in pieces": ("step", {"pieces": 2}), "cell": ("cell-graph", {}),

@@ -2,11 +2,11 @@
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.comparing import difference, values
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = pytest.mark.core
 

@@ -10,13 +10,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import amp, nn
-from support.comparing import difference, values
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.modes import compiled_graphs, warned
 from support.processes import MEMORY, run_python
 from support.training import LOSS, sgd, step_of
 
 from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 BATCHES = [tensors(x, y) for x, y in batches([6, 6, 6, 4, 0, 6, 2])]
 

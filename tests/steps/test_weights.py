@@ -3,13 +3,13 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, nn, ops
-from support.comparing import difference, values
-from support.mlp import MLP
 from support.modes import compiled, running
 from support.training import counting, sgd
 
 from ms_accum import Accumulator, Stage, TrainOneStepCell, make_train_step
 from ms_accum.core.counters import Counters
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP
 
 MEAN, SUM = "mean", "sum"
 X = Tensor(np.random.default_rng(0).normal(size=(6, 6)), ms.float32)

@@ -5,9 +5,9 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
 
 from ms_accum import TrainOneStepCell
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import MLP, batches
 from support import reference
-from support.comparing import values
-from support.mlp import MLP, batches
 from support.training import LOSS
 
 SIZES = [6, 6, 6, 6, 2]

@@ -32,16 +32,19 @@ from ms_accum import (
 )
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.core import way
 from ms_accum.distributed import data_parallel
+from ms_accum.distributed.buckets import Buckets
 from ms_accum.distributed.ranks import wait_for_all
+from ms_accum.distributed.zero import Scatter
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from support import zero_cases
-from support.comparing import values
 from support.differential.accumulating import Accumulating
 from support.differential.cases import COMPILED, OP_BY_OP
 from support.differential.ranks import DRAWN, NAMED, case_of
 from support.drivers import counters
-from support.mlp import MLP, batches, mean_loss, tensors
 from support.noisy_samples import Position, noisy
 from support.zero_cases import zero_defects, zero_interrupted, zero_optimizers, zero_refusals, zero_runs  # noqa: F401
 
@@ -69,7 +72,7 @@ _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "followed:jit", *(f"trained:{name}:jit" for name in NAMED),
-                 "mnist", "mnist_zero", "failing"]),
+                 "mnist", "mnist_zero", "selftest", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
@@ -311,6 +314,32 @@ def mnist_zero(rank):
 
 def zero_checkpoints(rank):
     return zero_cases.zero_checkpoints(rank, FOLDER)
+
+
+def selftest(rank):
+    """Status and rows of `ms-accum selftest`: as it is, with sums that are halved, and wrong on rank 1."""
+
+    def half(exchange):
+        def halved(self, gradients, numbers):
+            gradients, numbers = exchange(self, gradients, numbers)
+            return tuple(g / 2 for g in gradients), numbers
+        return halved
+
+    def run(name, *rows):
+        path = FOLDER / f"selftest-{name}.json"
+        with redirect_stdout(sys.stdout):  # rank 1 replaces its own
+            status = cli.main(["selftest", "--rows", ", ".join(rows), "--json", str(path)])
+        found = json.loads(path.read_text(encoding="utf-8"))["rows"] if rank == 0 else []
+        return status, [[row["check"], row["dtype"], row["result"], row["message"]] for row in found]
+
+    scatter = Scatter.__call__
+    found = {"whole": run("whole", "by hand, op by op")}
+    with patch.object(Buckets, "all_reduce", half(Buckets.all_reduce)), \
+            patch.object(Scatter, "__call__", lambda self, flat: scatter(self, flat) / 2):
+        found["half"] = run("half", "by hand, op by op", "float32")
+    with patch.object(way, "normalising", (lambda *of: 1.0) if rank == 1 else way.normalising):
+        found["one"] = run("one", "token weights, means", "by hand, op by op", "float32")
+    return found
 
 
 def left_alone(rank):

@@ -11,15 +11,14 @@ this plugin notes each error that leaves MindSpore, and then compiles a small gr
 To import this module is enough to have errors noted and `pytest.raises` replaced, in a process without pytest, too. It
 also keeps Cells from failing when the interpreter exits.
 """
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
-from itertools import count
 
-import mindspore as ms
-import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import nn
 from mindspore.ops.composite import base
+
+from ms_accum.selftest import modes
 
 try:
     from mindspore.graph import api
@@ -27,21 +26,13 @@ except ImportError:  # MindSpore 2.8 and older
     from mindspore.common import api
 
 _raises = pytest.raises
-_sizes = count(3)
 _errors = []  # of MindSpore, since it last compiled
 
 
 def recover():
-    """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next one, not the one after."""
-    size = next(_sizes)
-    with suppress(RuntimeError), pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MS_JIT", raising=False)  # 0 turns compilation off
-        ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))
+    """Compile a small new graph, which may fail."""
+    modes.recover()
     _errors.clear()
-
-
-def _gathered(values, index):
-    return ops.gather_d(values, -1, index).sum()
 
 
 def _recover_from_errors():

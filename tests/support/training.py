@@ -2,9 +2,9 @@
 from mindspore import ParameterTuple, nn
 
 from ms_accum import Accumulator, make_train_step
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import MLP, mean_loss
 from support.cells import Counting
-from support.comparing import values
-from support.mlp import MLP, mean_loss
 
 LOSS = nn.CrossEntropyLoss()
 

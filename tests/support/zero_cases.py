@@ -14,9 +14,9 @@ from ms_accum import Accumulator, DataParallel, Stage, load_checkpoint, make_tra
 from ms_accum import shard_parameters as sharded
 from ms_accum.distributed.ranks import gather, wait_for_all
 from ms_accum.distributed.zero import Zero
+from ms_accum.selftest.networks import MLP, batches
 from support.differential.cases import plain_case
 from support.differential.optimizers import COMPILED_ONLY, OPTIMIZERS, build_optimizer
-from support.mlp import MLP, batches
 from support.pages import recipe
 
 SMALL = 8e-5  # mebibytes: several buckets

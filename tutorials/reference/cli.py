@@ -11,10 +11,10 @@ INTRODUCTION = """\
 # Command line
 
 `ms-accum` trains the [reference runs](../guide/benchmarks.md#the-reference-runs), [checks](../guide/check.md) whether
-accumulation is exact for a network, and [plans](../guide/batch-size.md) a microbatch. \
-This page is what its `--help` prints.
+accumulation is exact for a network, [plans](../guide/batch-size.md) a microbatch, and [tests](../guide/selftest.md) \
+itself on your device. This page is what its `--help` prints.
 """
-COMMANDS = ((), ("mnist",), ("lm",), ("check",), ("plan",))
+COMMANDS = ((), ("mnist",), ("lm",), ("check",), ("plan",), ("selftest",))
 
 
 def text():

@@ -7,11 +7,14 @@ import numpy as np
 from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.communication import GlobalComm, get_group_size, init
+from mindspore.dataset import GeneratorDataset
 from mindspore.parallel.auto_parallel import AutoParallel
+from mindspore.train import Model
 
 from ms_accum import (
     Accumulator,
     DataParallel,
+    FlushCallback,
     TrainOneStepCell,
     make_grad_cache_step,
     make_train_step,
@@ -86,19 +89,49 @@ def batch(count=BATCH, dtype=ms.float32):
     return Tensor(np.ones((count, SIZE)), dtype)
 
 
+def hand(network, accumulator, outermost, batches):
+    train = outermost(ByHand(network, accumulator)).set_train()
+    for x in batches:
+        train(x)
+
+
+def function(network, accumulator, outermost, batches):
+    gradients_of = ms.value_and_grad(network, None, accumulator.optimizer.parameters)
+
+    def train(x):
+        loss, gradients = gradients_of(x)
+        return ops.depend(loss, accumulator(gradients, x.shape[0]))
+
+    train = outermost(train)
+    for x in batches:
+        train(x)
+
+
+def cell(network, accumulator, outermost, batches):
+    inner = TrainOneStepCell(network, accumulator)
+    train = outermost(inner).set_train()
+    for x in batches:
+        train(x)
+    inner.flush()
+
+
+def model(network, accumulator, outermost, batches):
+    rows = [(x.asnumpy(),) for x in batches]
+    Model(outermost(TrainOneStepCell(network, accumulator))).train(
+        1, GeneratorDataset(rows, ["x"]), callbacks=[FlushCallback()], dataset_sink_mode=False)
+
+
+DRIVERS = {"hand": hand, "function": function, "cell": cell, "model": model}
+
+
 def sharded(driver, way, interface="AutoParallel", dtype=ms.float32):
-    """Return what a rank holds after two microbatches of different sizes and, in a cell, a flush."""
+    """Return what a rank holds after a window of microbatches of different sizes and, in a cell, an incomplete one."""
     with sharding(way, interface) as outermost:
         network = Network(way == "semi", dtype)
         made = nn.Momentum if dtype != ms.bfloat16 else nn.AdamWeightDecay  # which has a kernel
         optimizer = made(network.trainable_params(), 0.1, 0.9)
         accumulator = Accumulator(optimizer, 2, reduction="mean")
-        cell = (ByHand if driver == "hand" else TrainOneStepCell)(network, accumulator)
-        train = outermost(cell).set_train()
-        for count in (BATCH, BATCH // 2):
-            train(batch(count, dtype))
-        if driver == "cell":
-            cell.flush()
+        DRIVERS[driver](network, accumulator, outermost, [batch(count, dtype) for count in (BATCH, BATCH // 2, BATCH)])
         buffers = accumulator.way.buffers.parameters
         held = (*optimizer.parameters, *state_of(optimizer), *buffers)
         assert not any(p.has_init for p in held), "MindSpore has given some state no memory"
@@ -177,6 +210,8 @@ INTERFACES = ("AutoParallel", "context")
 SHARDED = {
     **{f"{driver}_{way}_{interface}": partial(sharded, driver, way, interface)
        for driver in ("hand", "cell") for way in HELD for interface in INTERFACES},
+    "function_optimizer_AutoParallel": partial(sharded, "function", "optimizer"),
+    **{f"model_optimizer_{interface}": partial(sharded, "model", "optimizer", interface) for interface in INTERFACES},
     "cell_semi_float16": partial(sharded, "cell", "semi", dtype=ms.float16),
     "hand_semi_bfloat16": partial(sharded, "hand", "semi", dtype=ms.bfloat16)}
 CASES = {

@@ -8,7 +8,7 @@ from mindspore import amp, ops
 from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint, shard_parameters
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core.optimizers import divided_state
-from support.comparing import values
+from ms_accum.selftest.comparing import values
 from support.drivers import Driver, counters
 from support.pages import recipe
 

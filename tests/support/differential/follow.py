@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from support.comparing import values
+from ms_accum.selftest.comparing import values
 from support.recovering import recover
 
 from .accumulating import Accumulating

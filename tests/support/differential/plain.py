@@ -6,8 +6,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
+from ms_accum.selftest.comparing import values
 from support import reference
-from support.comparing import values
 from support.modes import running
 
 from .networks import build_loss

@@ -15,6 +15,7 @@ from mindspore.communication import get_rank
 from mindspore.parallel.nn import GradAccumulation
 
 from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step, shard_parameters
+from ms_accum.selftest.tutorial import TwoBuffers, train_step_with
 
 from .contract import Contestant
 
@@ -155,16 +156,7 @@ def _ours(start: Start, accumulate_step: int, pieces: int, whole_window: bool = 
 def by_hand(start: Start) -> Way:
     """The accumulator alone, as in a script of the tutorial."""
     acc = Accumulator(start.optimizer, start.pieces)
-    return Way(_called_with_gradients(start.grad_fn(start.pieces), acc), tuple(acc.parameters))
-
-
-def _called_with_gradients(grad_fn: Callable, accumulator: Callable) -> Callable:
-    @ms.jit
-    def train_step(x: Tensor, y: Tensor) -> Tensor:
-        loss, grads = grad_fn(x, y)
-        return ops.depend(loss, accumulator(grads))
-
-    return train_step
+    return Way(train_step_with(acc, start.grad_fn(start.pieces)), tuple(acc.parameters))
 
 
 class Rank(MindSpore):
@@ -183,7 +175,7 @@ class Rank(MindSpore):
 
 def undivided(start: Start) -> Way:
     """No accumulation: the window as one batch."""
-    return Way(_called_with_gradients(start.grad_fn(), start.optimizer), whole_window=True)
+    return Way(train_step_with(start.optimizer, start.grad_fn()), whole_window=True)
 
 
 @ms.jit_class
@@ -215,29 +207,14 @@ class OneBuffer:
 
 def one_buffer(start: Start) -> Way:
     accumulator = OneBuffer(start.optimizer, start.pieces)
-    call = _called_with_gradients(start.grad_fn(start.pieces), accumulator)
+    call = train_step_with(accumulator, start.grad_fn(start.pieces))
     return Way(call, (*accumulator.sums, accumulator.zero, accumulator.counter))
-
-
-@ms.jit_class
-class TwoBuffers(OneBuffer):
-    """The tutorial's accumulator in behaviour: sums, and zeros to clear them with; a counter that only grows."""
-
-    def __init__(self, optimizer: nn.Optimizer, pieces: int) -> None:
-        super().__init__(optimizer, pieces)
-        self.zeros = optimizer.parameters.clone("zeros", init="zeros")
-
-    def close(self) -> bool:
-        self.optimizer(self.sums)
-        for total, zero in zip(self.sums, self.zeros):
-            ops.assign(total, zero)
-        return True
 
 
 def tutorial(start: Start, divided: bool = True) -> Way:
     """If not divided, a negative control for the agreement check: the script forgets to divide its loss."""
     two_buffers = TwoBuffers(start.optimizer, start.pieces)
-    call = _called_with_gradients(start.grad_fn(start.pieces if divided else 1), two_buffers)
+    call = train_step_with(two_buffers, start.grad_fn(start.pieces if divided else 1))
     return Way(call, (*two_buffers.sums, *two_buffers.zeros, two_buffers.counter))
 
 

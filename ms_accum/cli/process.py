@@ -1,0 +1,37 @@
+"""The process that a command runs in: its versions, and the ranks of which it is one."""
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+import mindspore as ms
+import numpy as np
+
+import ms_accum
+
+from ..steps.errors import one_line
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages, and the device."""
+    packages = {package.__name__: package.__version__ for package in (ms_accum, ms, np)}
+    return {**packages, "python": platform.python_version(), "device": ms.get_context("device_target")}
+
+
+def join_ranks() -> None:
+    """Join the other ranks if started by msrun. Only rank 0 still prints. The scheduler ends in here."""
+    if "MS_ROLE" not in os.environ:
+        return
+    from mindspore.communication import get_rank, init
+
+    if os.environ["MS_ROLE"] == "MS_SCHED":
+        os.environ.setdefault("MS_NODE_TIMEOUT", "20")  # seconds; where all ranks were killed, nobody else ends it
+        try:
+            init()
+        except RuntimeError as error:
+            raise OSError(f"the scheduler stops: {one_line(error)}") from error
+        sys.exit(0)
+    init()
+    if get_rank() > 0:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")

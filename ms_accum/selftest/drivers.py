@@ -1,0 +1,104 @@
+"""The drivers: every way in which microbatches reach an accumulator. The tests compare whole runs with them, too."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from ms_accum import Accumulator, TrainOneStepCell, make_train_step
+
+from .modes import running
+
+
+class Driver:
+    """A driver of an accumulator, as a context in which its calls are made.
+
+    Args:
+        name: "hand", "step" or "cell" (or "model", a cell); then how it runs: "-jit" or nothing, "-graph" (in graph
+            mode) or "-pynative".
+        accumulator: What it feeds.
+        forward_fn: Returns the loss of a batch. A Cell for "cell".
+        weight_fns: What weighs a microbatch, in turn; None: its samples.
+        divisor: By hand, what gradients are divided by, as `reduction="sum"` wants it.
+        options: Of `make_train_step`.
+    """
+
+    def __init__(self, name: str, accumulator: Accumulator, forward_fn: Callable,
+                 weight_fns: Sequence[Optional[Callable]] = (None,), divisor: float = 1.0, **options: Any) -> None:
+        self.kind, self.mode = name.split("-") if "-" in name else (name, "jit")
+        self.accumulator, self.forward_fn, self.divisor, self.options = accumulator, forward_fn, divisor, options
+        self.weight_fns, self.calls = weight_fns, 0
+        self.build()
+
+    def build(self) -> None:
+        """Compile everything again from now on."""
+        self.steps = [self._step(weight_fn) for weight_fn in self.weight_fns]
+        self._flush_by_hand = self._as_it_runs(self._close)
+        self._empty_by_hand = self._as_it_runs(self._add_nothing)
+
+    def __enter__(self) -> Driver:
+        self._context = running(self.mode)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> Optional[bool]:
+        return self._context.__exit__(*raised)
+
+    def __call__(self, *batch: np.ndarray) -> Any:
+        """Train on a microbatch of arrays. By hand, nothing is differentiated if it has no samples."""
+        self.calls += 1
+        if self.kind == "hand" and not len(batch[0]):
+            loss = self._empty_by_hand()
+        else:
+            loss = self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
+        if self.kind == "hand":
+            self.accumulator.require_progress()
+        return loss
+
+    def flush(self) -> bool:
+        """Apply the incomplete window, if one is open. Return whether a window was closed."""
+        if self.kind != "hand":
+            return bool(self.steps[0].flush())
+        if self.mode == "pynative" or self.accumulator.exchange.ranks > 1:
+            return self.accumulator.flush()
+        closed = bool(self._flush_by_hand())
+        self.accumulator.require_progress()
+        return closed
+
+    def _close(self) -> Tensor:
+        return self.accumulator.close_if(self.accumulator.mini_step > 0)
+
+    def _add_nothing(self) -> Tensor:
+        return ops.depend(Tensor(0.0), self.accumulator(self.accumulator.weights, 0.0))
+
+    def _step(self, weight_fn: Optional[Callable]) -> Callable:
+        if self.kind == "hand":
+            return self._as_it_runs(self._by_hand(weight_fn))
+        if self.kind in ("cell", "model"):
+            return TrainOneStepCell(self.forward_fn, self.accumulator, batch_axis=self.options.get("batch_axis", 0),
+                                    weight_fn=weight_fn, loss_reduction=self.options.get("loss_reduction", "mean"))
+        return make_train_step(self.forward_fn, self.accumulator, weight_fn=weight_fn, **self.options)
+
+    def _as_it_runs(self, function: Callable) -> Callable:
+        return function if self.mode == "pynative" else ms.jit(function)
+
+    def _by_hand(self, weight_fn: Optional[Callable]) -> Callable:
+        accumulator, forward_fn, divisor = self.accumulator, self.forward_fn, self.divisor
+
+        def scaled(*batch: Tensor) -> tuple[Tensor, Tensor]:
+            loss = forward_fn(*batch)
+            return accumulator.scaled(loss), loss
+
+        grad_fn = ms.value_and_grad(scaled, None, accumulator.weights, has_aux=True)
+
+        def train_step(*batch: Tensor) -> Tensor:
+            (_, loss), grads = grad_fn(*batch)
+            if divisor != 1:
+                grads = tuple([g / divisor for g in grads])
+            weight = batch[0].shape[0] if weight_fn is None else weight_fn(*batch)
+            return ops.depend(loss, accumulator(grads, weight))
+
+        return train_step

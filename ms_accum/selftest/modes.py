@@ -1,0 +1,47 @@
+"""How MindSpore runs: compiled or op by op; and what it needs after an error."""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from unittest.mock import patch
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+# "jit": a jitted function in MindSpore's default context. "graph": everything in GRAPH_MODE. "pynative": op by op.
+MODES = {"jit": ms.PYNATIVE_MODE, "graph": ms.GRAPH_MODE, "pynative": ms.PYNATIVE_MODE}
+_sizes = count(3)
+
+
+@contextmanager
+def running(mode: str) -> Iterator[None]:
+    """Run the block as one of MODES; "pynative": also what compiles itself, by MindSpore's own switch."""
+    before = ms.get_context("mode")
+    ms.set_context(mode=MODES[mode])
+    try:
+        with patch.dict(os.environ, {"MS_JIT": "0"} if mode == "pynative" else {}):
+            if mode != "pynative":
+                os.environ.pop("MS_JIT", None)
+            yield
+    finally:
+        ms.set_context(mode=before)
+
+
+def synchronize() -> None:
+    """Wait for the device. On CPU, MindSpore has nothing to wait for, and logs an error."""
+    if ms.get_context("device_target") != "CPU":
+        ms.runtime.synchronize()
+
+
+def recover() -> None:
+    """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next one, not the one after."""
+    size = next(_sizes)
+    with suppress(RuntimeError), running("jit"):
+        ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))
+
+
+def _gathered(values: Tensor, index: Tensor) -> Tensor:
+    return ops.gather_d(values, -1, index).sum()

@@ -1,0 +1,37 @@
+"""Which rows there are."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, cycle
+from typing import Union
+
+from .figures import figures
+from .kernels import checks_of_kernels
+from .losses import checks_of_losses
+from .ranks import checks_of_ranks
+from .rows import Check, Figure
+from .settings import MEANS, SAMPLES, SUMS
+from .training import BOUNDS, DRIVERS, Training
+
+
+def rows_to_be(quick: bool, rank: int = 0, ranks: int = 1) -> Iterator[Union[Check, Figure]]:
+    """Yield how to make each row, on one of several ranks. Quick: in float32, and each check by one driver."""
+    yield from chain(quick_checks() if quick else all_checks(),
+                     checks_of_ranks(rank, ranks, quick) if ranks > 1 else (), checks_of_kernels(), figures(quick))
+
+
+def all_checks() -> Iterator[Check]:
+    """Yield each check, for each driver and dtype."""
+    for dtype in BOUNDS:
+        for driver in DRIVERS:
+            for setting in (SAMPLES, MEANS, SUMS):
+                yield from Training(setting, driver, dtype).checks()
+        yield from checks_of_losses(dtype)
+
+
+def quick_checks() -> Iterator[Check]:
+    """Yield each check once, by one driver after the other."""
+    parts = [SAMPLES._replace(phases=(phase,)) for phase in SAMPLES.phases] + [MEANS, SUMS]
+    for setting, driver in zip(parts, cycle(DRIVERS)):
+        yield from Training(setting, driver, "float32").checks()
+    yield from checks_of_losses("float32")

@@ -1,0 +1,166 @@
+"""One training: a network on a driver, and the phases that check it, each from the same start.
+
+Compiling is what takes the time, so the phases of a training share its graphs, and each has a row of its own.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Optional
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from ms_accum import Accumulator
+
+from . import plain
+from .drivers import Driver
+from .networks import MLP, TargetLoss
+from .rows import Check, Name
+
+# How drivers are called in the table: the name for `Driver`, and the pieces of a microbatch.
+DRIVERS = {
+    "by hand, compiled": ("hand-jit", 1), "by hand, op by op": ("hand-pynative", 1), "train step": ("step-jit", 1),
+    "train step, 2 pieces": ("step-jit", 2), "cell, graph mode": ("cell-graph", 1),
+    "cell, PyNative": ("cell-pynative", 1),
+}
+# The largest norm of the difference to plain training, relative to that of how far the parameters move.
+BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+class Phase(NamedTuple):
+    """What a training checks in one row.
+
+    Attributes:
+        name: The check.
+        windows: Windows of microbatches, which plain training learns undivided.
+        run: `(training, expected, windows)` trains and returns how far it is off.
+        exact: Whether what is compared has to be bit-identical.
+    """
+
+    name: str
+    windows: Sequence[Sequence[tuple]]
+    run: Callable
+    exact: bool = False
+
+
+class Setting(NamedTuple):
+    """What the phases of a training share.
+
+    Attributes:
+        phases: What it checks.
+        accumulate_step: Microbatches in a window.
+        options: Returns further options of the accumulator.
+        reduction: What the loss does with its targets.
+        weight_fn: What weighs a microbatch; None: its samples.
+        by_hand: By hand: what divides gradients that are summed; None: means, as in a train step.
+        trained: Takes the network's parameters, and returns what the optimizer trains.
+    """
+
+    phases: tuple[Phase, ...]
+    accumulate_step: int
+    options: Callable[[], dict[str, Any]] = dict
+    reduction: str = "mean"
+    weight_fn: Optional[Callable] = None
+    by_hand: Optional[float] = None
+    trained: Callable[[list[ms.Parameter]], Sequence[ms.Parameter]] = list
+
+
+class Training:
+    """The training of a setting by a driver; built when a phase first runs.
+
+    Args:
+        setting: What it trains.
+        driver: One of DRIVERS.
+        dtype: Name of the parameters' dtype.
+        seed: Of the initial weights: 0, unless a checkpoint or rank 0 replaces them. Plain training begins with 0.
+    """
+
+    def __init__(self, setting: Setting, driver: str, dtype: str, seed: int = 0) -> None:
+        self.setting, self.name, self.dtype, self.seed = setting, driver, dtype, seed
+
+    def checks(self) -> Iterator[Check]:
+        """Yield a check for each phase."""
+        for phase in self.setting.phases:
+            yield Check(Name(phase.name, self.name, self.dtype), partial(self.expect, phase),
+                        partial(self.run, phase), 0.0 if phase.exact else BOUNDS[self.dtype])
+
+    @cached_property
+    def network(self) -> MLP:
+        """The network that is trained."""
+        return MLP(seed=self.seed, dtype=getattr(ms, self.dtype))
+
+    @cached_property
+    def accumulator(self) -> Accumulator:
+        """What is checked."""
+        setting = self.setting
+        summed = setting.by_hand is not None and self.name.startswith("by hand")
+        optimizer = plain.optimizer_of(setting.trained(self.network.trainable_params()))
+        return Accumulator(optimizer, setting.accumulate_step,
+                           reduction="sum" if summed else "mean", **setting.options())
+
+    @cached_property
+    def driver(self) -> Driver:
+        """What feeds it."""
+        setting, (name, pieces) = self.setting, DRIVERS[self.name]
+        loss = TargetLoss(self.network, setting.reduction)
+        options = {} if name.startswith("hand") else {"loss_reduction": setting.reduction}
+        if setting.by_hand is not None and name.startswith("hand"):
+            return Driver(name, self.accumulator, loss, (once,), setting.by_hand)
+        if name.startswith("step"):
+            options["pieces"] = pieces
+        return Driver(name, self.accumulator, loss, (setting.weight_fn,), **options)
+
+    @cached_property
+    def start(self) -> list[tuple[ms.Parameter, Tensor]]:
+        """The network's and the optimizer's state, and what it begins with."""
+        return [(p, Tensor(p.asnumpy().copy(), p.dtype)) for p in self.state]
+
+    @property
+    def state(self) -> list[ms.Parameter]:
+        """The network's and the optimizer's state."""
+        return list({id(p): p for p in (*self.network.get_parameters(), *self.accumulator.optimizer.get_parameters())
+                     }.values())
+
+    def expect(self, phase: Phase) -> plain.Expected:
+        """Train in plain MindSpore."""
+        network = MLP(dtype=getattr(ms, self.dtype))
+        clip_norm = self.setting.options().get("clip_norm")
+        loss, weight = TargetLoss(network, self.setting.reduction), self.setting.weight_fn
+        if self.setting.reduction == "mean":
+            return plain.train(loss, network.trainable_params(), phase.windows, clip_norm)
+        return plain.train(lambda *batch: loss(*batch) / weight(*batch), network.trainable_params(), phase.windows)
+
+    def run(self, phase: Phase, expected: plain.Expected) -> float:
+        """Run a phase from the start. Return how far it is off."""
+        self.restart()
+        try:
+            with self.driver:
+                return phase.run(self, expected, phase.windows)
+        finally:
+            self.accumulator.reset()
+
+    def restart(self) -> None:
+        """Set the network and the optimizer to their start, and drop the open window."""
+        for parameter, value in self.start:
+            ops.assign(parameter, value)
+        self.accumulator.reset()
+
+    def learn(self, windows: Sequence[Sequence[tuple]]) -> None:
+        """Train on microbatches."""
+        for microbatch in (microbatch for window in windows for microbatch in window):
+            self.driver(*microbatch)
+
+    def off(self, expected: plain.Expected) -> float:
+        """Return how far the parameters are off, relative to how far plain training moved them."""
+        return plain.off(self.network.trainable_params(), expected)
+
+    def bits(self) -> list[np.ndarray]:
+        """Return every number of state."""
+        return [p.asnumpy().copy() for p in (*self.state, *self.accumulator.state.values())]
+
+
+def once(*batch: Tensor) -> float:
+    """Weigh every microbatch with 1."""
+    return 1.0
