@@ -36,7 +36,7 @@ def kernels(in_buffers: bool = True) -> Portable:
 
 
 def largest_difference(special: Portable, sizes: Sequence[int]) -> float:
-    """Return how far results of `special` are off those of the portable kernels, relative to the largest element.
+    """Return by how much results of `special` and of the portable kernels differ, relative to the largest element.
 
     Each scales and clears float32 buffers of these sizes, compiled and op by op.
 
@@ -60,7 +60,7 @@ def largest_difference(special: Portable, sizes: Sequence[int]) -> float:
 
 @cache
 def choice() -> Portable:
-    """Return the kernels for buffers on an Ascend. ValueError if the environment asks for neither."""
+    """Return the kernels for buffers on an Ascend. ValueError if MS_ACCUM_IN_PLACE is neither 0 nor 1."""
     forced = environ.get(SWITCH)
     if forced not in (None, "0", "1"):
         raise ValueError(f"{SWITCH} in the environment has to be 0 or 1, not {forced!r}")

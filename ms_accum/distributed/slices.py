@@ -43,7 +43,7 @@ class Slices(OneDevice):
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """See `OneDevice`. ValueError, when a graph is compiled, if a feature would look at slices; and op by op."""
-        require_compiled(ops.isconstant(gradients[0]))  # a graph that is compiled knows no gradient yet
+        require_compiled(ops.isconstant(gradients[0]))  # while a graph is compiled, no value is known
         require_whole_gradients(self.features)
         return gradients, numbers
 

@@ -35,7 +35,7 @@ examples:
   ms-accum selftest                            # about two minutes on a CPU with 2 cores
   ms-accum selftest --quick                    # float32 only, each check once
   ms-accum selftest --device Ascend --json ascend.json
-  ms-accum selftest --rows "save and resume"   # only the rows that have it in their name
+  ms-accum selftest --rows "save and resume"   # only these rows
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks \\
       --tail_worker_log=0 python -m ms_accum selftest
 
@@ -57,7 +57,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
     add("--device", choices=("CPU", "GPU", "Ascend"), help="where to run (default: what MindSpore finds)")
     add("--quick", action="store_true", help="float32 only, and each check by one driver: half a minute on 2 cores")
     add("--rows", metavar="TEXT",
-        help='run only the rows in whose name TEXT begins a word: a check, a driver or a dtype, e.g. "clipping"')
+        help='run only rows of this check, driver or dtype, e.g. "clipping": TEXT begins a word of their name')
     add("--json", type=output(".json"), metavar="FILE", help="write versions, device, flags, rows and figures")
 
 
@@ -95,6 +95,7 @@ def start(device: Optional[str]) -> tuple[int, int]:
     if ms.get_context("device_target") == "Ascend" and (os.cpu_count() or 1) < THREADS:
         ms.runtime.dispatch_threads_num(THREADS)  # with fewer, graphs with branches fail: see "On Ascend and GPU"
     join_ranks()
+    kernels()  # on an Ascend, their test: its error or warning comes before the table
     ranks = world_size()
     if ranks == 1:
         return 0, 1

@@ -44,7 +44,7 @@ def require_in_place() -> None:
 
 
 def in_place(size: int, _: None) -> float:
-    """Return how far results of the kernels in place are off those of the portable ones, in a buffer of this size."""
+    """Return by how much results of the kernels in place and of the portable ones differ, in a buffer of this size."""
     return largest_difference(InPlace(), (size,))
 
 
@@ -72,7 +72,7 @@ def gradients_by_numpy(dtype: str) -> Sequence[np.ndarray]:
 
 
 def fused(dtype: str, expected: Sequence[np.ndarray]) -> float:
-    """Return how far the buffers of an open window are off. Wrong if a matrix has its product and addition apart."""
+    """Return how far the buffers of an open window are off. Wrong if a matrix has no fused product."""
     network = MLP(64, 64, 32, dtype=getattr(ms, dtype))
     matrices = sum(parameter.ndim == 2 for parameter in network.trainable_params())
     step = make_train_step(TargetLoss(network), plain.optimizer_of(network.trainable_params()), 3)

@@ -22,6 +22,7 @@ from ms_accum import (
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core.stages import Stage
 from ms_accum.distributed import parallel_modes
+from ms_accum.distributed.slices import Slices
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -153,8 +154,16 @@ def test_a_network_that_sums_gradients_itself_is_refused(wrap):
 
 
 def test_a_network_whose_switches_are_off_is_accepted():
-    network = hyper(MLP(), requires_grad_sync=False, requires_acc_grad=False)
-    TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), sgd(network), 2)
+    trained = []
+    for network in (MLP(), hyper(MLP(), requires_grad_sync=False, requires_acc_grad=False)):
+        cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), sgd(network), 2)
+        start = values(network.trainable_params())
+        for batch in batches([4, 2]):
+            cell(*tensors(*batch))
+        trained.append(values(network.trainable_params()))
+        assert all((before != after).any() for before, after in zip(start, trained[-1]))
+    for expected, got in zip(*trained):
+        np.testing.assert_array_equal(got, expected)
 
 
 # --- several ranks without a reducer ------------------------------------------------------------------------------
@@ -184,7 +193,8 @@ def test_several_ranks_without_a_reducer_are_warned_of_and_train_as_one_device(s
 def test_no_warning_where_mindspore_shards(several, sharding):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Accumulator(sgd(MLP()), 2)
+        accumulator = Accumulator(sgd(MLP()), 2)
+    assert isinstance(accumulator.exchange, Slices)
 
 
 def test_buffers_are_clones_that_go_with_the_accumulator(several):

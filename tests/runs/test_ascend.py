@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from support.ascend import sharding
 from support.ascend.cases import LAYERS
-from support.ascend.dry_run import Report, behind, dry_run
+from support.ascend.dry_run import Report, behind, dry_run, fused_by_the_selftest
 from support.ascend.stand_ins import built_once, locked, missing, shared_folder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -154,6 +154,13 @@ def test_a_dry_run_proves_no_kernel(compiled):
     numbers = compiled("fast")["probe"].numbers
     assert numbers["said"].startswith("the portable kernels gave wrong results")
     assert numbers["windows of"] == ["InPlace", "Portable"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fusion", "said"), [(True, "compared"), (False, "0 products of 2 are fused")])
+def test_the_selftest_counts_fused_products(tmp_path, tmp_path_factory, fusion, said):
+    """Control: without the pass there are none."""
+    assert fused_by_the_selftest(built_once(tmp_path_factory), tmp_path, fusion) == said
 
 
 @pytest.mark.slow

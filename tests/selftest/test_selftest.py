@@ -396,6 +396,17 @@ def test_a_dry_run_is_refused(monkeypatch, capsys):
     assert "a dry run computes no values" in capsys.readouterr().err
 
 
+def test_a_wrong_switch_of_the_kernels_ends_it_before_the_table(monkeypatch, capsys):
+    def choose():
+        raise ValueError("MS_ACCUM_IN_PLACE in the environment has to be 0 or 1")
+
+    monkeypatch.setattr(command, "kernels", choose)
+    assert cli.main(["selftest", "--quick"]) == 2
+    printed = capsys.readouterr()
+    assert "MS_ACCUM_IN_PLACE in the environment has to be 0 or 1" in printed.err
+    assert printed.out == ""
+
+
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 def test_a_device_on_which_nothing_moves_fails(monkeypatch, value):
     """Zeros and NaN are equal on both sides."""
