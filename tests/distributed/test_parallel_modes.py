@@ -84,6 +84,13 @@ def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(shar
         load_checkpoint(path, network, accumulator)
 
 
+def test_buffers_that_mindspore_shards_have_the_dtype_that_was_asked_for(sharding):
+    network = MLP()
+    accumulator = Accumulator(sgd(network), 2, buffer_dtype=ms.float16)
+    assert {p.dtype for p in accumulator.way.buffers.parameters} == {ms.float16}
+    assert {p.dtype for p in network.trainable_params()} == {ms.float32}
+
+
 def test_op_by_op_is_refused_where_mindspore_shards(sharding):
     """Nothing would be sharded, and each rank would train alone. The network's weights have no values here yet."""
     network = MLP()

@@ -42,6 +42,19 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
             assert re.match(message, said[name]), said[name]
 
 
+def test_an_exchange_is_refused_where_mindspore_has_come_to_shard(left_by):
+    for said, back in left_by("sharded_later"):
+        assert re.match("ValueError: reducer: .*semi-auto parallel mode", said), said
+        assert back == "accepted"
+
+
+@every("stuck")
+def test_all_ranks_stop_after_too_many_skipped_windows(left_by, launch, case):
+    for windows, said in left_by(case, launch):
+        assert windows == 2
+        assert re.match("NoProgress: more than max_skips=1 windows in a row", said), said
+
+
 def test_ranks_before_init_are_refused(monkeypatch):
     monkeypatch.setenv("MS_WORKER_NUM", "2")
     with pytest.raises(RuntimeError, match=r"msrun started several ranks, .*mindspore\.communication\.init\(\) first"):

@@ -25,7 +25,7 @@ from ms_accum.selftest.settings import MEANS, SAMPLES, SUMS
 from ms_accum.selftest.training import BOUNDS, DRIVERS, Training
 from ms_accum.steps import program, several_losses
 from ms_accum.steps.step import TrainStep
-from ms_accum.tensors import global_norm, mapped, weighted
+from ms_accum.tensors import global_norm, mapped, square_sum, weighted
 
 OP_BY_OP = ("by hand, op by op", "cell, PyNative")
 pytestmark = pytest.mark.filterwarnings("ignore:a window of the accumulator")
@@ -100,14 +100,14 @@ def undivided_sum(contributors, unit, weight):
     return unit
 
 
-def unclipped(clip_norm, grad_norm, gradients, factor):
+def unclipped(clip_norm, grad_norm, exchange, gradients, factor):
     if clip_norm is not None:
         ops.assign(grad_norm, global_norm(gradients, factor))
     return factor
 
 
-def norm_of_the_sum(gradients, factor=1.0):
-    return global_norm(gradients)
+def square_of_the_sum(gradients, factor=1.0):
+    return square_sum(gradients)
 
 
 def accepted(self, gradients, sums):
@@ -155,7 +155,7 @@ BREAKAGES = {
         "ragged windows", "incomplete window", "clipping", "token weights, means", "loss scale"}),
     "the sum is not divided": (ways, "normalising", undivided_sum, ALL),
     "nothing is clipped": (ways, "clipping", unclipped, {"clipping"}),
-    "the norm is that of the sum": (ways, "global_norm", norm_of_the_sum, {
+    "the norm is that of the sum": (ways, "square_sum", square_of_the_sum, {
         "ragged windows", "clipping", "skipping", "save and resume"}),
     "NaN is applied": (SkipWindow, "accepts", accepted, {"skipping", "loss scale"}),
     "the loss scale stays in the gradient": (LossScale, "restore", not_restored, {

@@ -68,11 +68,12 @@ _OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:ze
            "noise:zero1", "noise:zero2"]
 _NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
 _ZERO = ["zero_refusals", "zero_defects", "zero_interrupted"]
+_STUCK = [f"stuck:{sync}" for sync in ("window", "microbatch", "zero1", "zero2")]
 _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
-    "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, "logged:window", "logged:microbatch", "traffic:window",
-                 "traffic:microbatch", "refusals", "followed:jit", *(f"trained:{name}:jit" for name in NAMED),
-                 "mnist", "mnist_zero", "selftest", "failing"]),
+    "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
+                 "traffic:microbatch", "refusals", "sharded_later", "followed:jit",
+                 *(f"trained:{name}:jit" for name in NAMED), "mnist", "mnist_zero", "selftest", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
@@ -292,6 +293,27 @@ def refusals(rank):
             "rate": said_by(make, rate=0.1 * (1 + rank)), "loss_scaler": said_by(make, scale=2 ** (rank + 1)),
             "shapes": said_by(make, features=6 + rank),
             "losses": said_by(make_train_step, mean_loss(MLP()), accumulator(MLP(), sync="microbatch"), losses=2)}
+
+
+def sharded_later(rank):
+    """What a microbatch says that ranks would exchange, where MindSpore has come to shard since the start."""
+    acc = accumulator(MLP(), sync="microbatch")
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    said = said_by(acc, acc.weights)
+    ms.reset_auto_parallel_context()
+    return said, said_by(acc, acc.weights)
+
+
+def stuck(rank, sync):
+    """After how many windows a run stops whose second to fifth are NaN on rank 1."""
+    network = MLP(seed=0)
+    acc = accumulator(network, sync=sync, on_nonfinite="skip_window", max_skips=1)
+    step = make_train_step(mean_loss(network), acc)
+    for i, (x, y) in enumerate(microbatches(rank)[:2] * 5):
+        said = said_by(step, x * np.float32(np.nan if rank == 1 and i >= 2 else 1), y)
+        if said != "accepted":
+            return i // 2, said
+    return None
 
 
 def mnist(rank):
