@@ -15,6 +15,7 @@ large buckets, with a few numbers to be summed: the weight, how many microbatche
 """
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import mindspore as ms
@@ -23,13 +24,13 @@ from mindspore import Parameter, ParameterTuple, ops
 from mindspore.communication import GlobalComm, create_group, get_rank
 from mindspore.nn.utils import no_init_parameters
 
-from ..tensors import as_vector, mapped, scaled, state_parameter
+from ..tensors import as_vector, state_parameter
 from .buckets import Buckets
 from .parallel_modes import require_unreduced
 from .ranks import world_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from mindspore import Tensor
 
@@ -55,10 +56,12 @@ class OneDevice:
         divides: Whether the optimizer updates slices of the parameters, and so windows return slices of gradients.
         weights: The whole parameters, in the optimizer's order.
         shared_unit: The unit of weights, if ranks have to share one; None: each fixes its own.
+        jit_options: What graphs that add microbatches are compiled with.
     """
 
     shared_unit = None
     divides = False
+    jit_options: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, layout: Accumulated) -> None:
         self.rank, self.ranks, self.inside, self.across, self.sharded = 0, 1, 1, 1, False
@@ -124,6 +127,7 @@ class Exchange(OneDevice):
         super().__init__(layout)
         self.rank, self.ranks = get_rank(), ranks
         self.inside, self.across, self.shared_unit = inside, ranks // inside, 1.0 if inside > 1 else None
+        self.jit_options = in_depth(inside)
         node, place = divmod(self.rank, inside)
         among = Buckets(layout.parameters, layout.dtypes, size, self.rank, ranks)  # for all ranks
         self.all = among
@@ -150,7 +154,7 @@ class Exchange(OneDevice):
         """
         require_unreduced()
         if self.inside == 1:
-            gradients, numbers = self.all.all_reduce(mapped(scaled, unit, buffers, self.dtypes), numbers)
+            gradients, numbers = self.all.all_reduce(buffers, numbers, unit)
             return gradients, ops.ones_like(numbers[0]), numbers
         if self.across == 1:
             return buffers, ops.ones_like(numbers[0]), numbers
@@ -166,6 +170,14 @@ class Exchange(OneDevice):
     def total(self, numbers: Numbers) -> Numbers:
         """See `OneDevice`."""
         return self.all.sum_numbers(numbers)
+
+
+def in_depth(inside: int) -> dict[str, str]:
+    """Return options of `ms.jit` for graphs in which so many ranks sum each microbatch.
+
+    By default, MindSpore 2.10 orders kernels on Ascend by breadth: collectives last, when all gradients are in memory.
+    """
+    return {"exec_order": "dfs"} if inside > 1 and ms.get_context("device_target") == "Ascend" else {}
 
 
 def group_of(ranks: range) -> str:

@@ -52,14 +52,14 @@ class Rows:
         self.lengths = tuple(sum(self.widths[i] for i in members) for members in self.members)
 
     def laid_out(self, gradients: Gradients, members: tuple[int, ...]) -> Tensor:
-        """Return all rows of a bucket, one after the other, as a flat Tensor."""
+        """Return all rows of a bucket, one after the other, as a flat Tensor, given the gradients of its members."""
         columns = ()
-        for i in members:
-            flat, padding = gradients[i].reshape(-1), self.widths[i] * self.ranks - self.sizes[i]
+        for i, gradient in zip(members, gradients):
+            flat, padding = gradient.reshape(-1), self.widths[i] * self.ranks - self.sizes[i]
             if padding > 0:
                 flat = ops.concat((flat, ops.zeros(padding, self.dtypes[i])))
             columns = (*columns, flat.reshape(self.ranks, self.widths[i]))
-        return ops.concat(columns, 1).reshape(-1)
+        return (ops.concat(columns, 1) if len(members) > 1 else columns[0]).reshape(-1)
 
     def slices(self, rows: Gradients) -> Gradients:
         """Return the slice of each parameter, in their order, given one row of each bucket."""
@@ -67,7 +67,7 @@ class Rows:
         for members, row in zip(self.members, rows):
             start = 0
             for i in members:
-                found = (*found, row[start:start + self.widths[i]])
+                found = (*found, row[start:start + self.widths[i]] if len(members) > 1 else row)
                 start += self.widths[i]
         return tuple([found[i] for i in self.order])
 
@@ -76,7 +76,9 @@ class Rows:
         found = ()
         start = 0
         for i in members:
-            flat = rows[:, start:start + self.widths[i]].reshape(-1)
-            found = (*found, flat[:self.sizes[i]].reshape(self.shapes[i]))
+            flat = (rows[:, start:start + self.widths[i]] if len(members) > 1 else rows).reshape(-1)
+            if self.sizes[i] < self.widths[i] * self.ranks:
+                flat = flat[:self.sizes[i]]
+            found = (*found, flat.reshape(self.shapes[i]))
             start += self.widths[i]
         return found

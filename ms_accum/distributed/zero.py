@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 import mindspore as ms
 import numpy as np
@@ -17,8 +17,9 @@ from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.communication import GlobalComm, get_rank
 
 from ..arguments import instance_of
-from ..tensors import as_vector, mapped, multiply_no_nan, scaled, state_parameter
-from .exchange import OneDevice, group_of, new_buffers
+from ..tensors import as_vector, multiply_no_nan, state_parameter
+from .buckets import content
+from .exchange import OneDevice, group_of, in_depth, new_buffers
 from .parallel_modes import require_unreduced
 from .ranks import gather, world_size
 from .rows import Rows, width_of
@@ -152,6 +153,7 @@ class Zero(OneDevice):
         super().__init__(layout)
         self.rank, self.ranks, self.inside, self.across = get_rank(), ranks, inside, ranks // inside
         self.sharded, self.shared_unit = inside > 1, 1.0 if inside > 1 else None
+        self.jit_options = in_depth(inside)
         node, place = divmod(self.rank, inside)
         self.near = self.far = None
         if inside > 1:
@@ -160,6 +162,7 @@ class Zero(OneDevice):
             self.far = Scatter(group_of(range(place, ranks, inside)), node, self.across)
         self.row = place * self.across + node
         self.rows = Rows(layout.parameters, layout.dtypes, size, ranks)
+        self.backwards = self.rows.members[::-1]
         self.gathered = Rows(layout.parameters, tuple(p.dtype for p in layout.parameters), size, ranks)
         self.slices = ParameterTuple(layout.slices)
         for part, whole in zip(layout.slices, layout.parameters):
@@ -198,15 +201,20 @@ class Zero(OneDevice):
                     sums = self.far(ops.depend(row, sums))
                     rows = (*rows, sums)
             else:
-                rows = self._scattered(self.far, mapped(scaled, unit, buffers, self.dtypes), sums)
+                rows = self._scattered(self.far, buffers, sums, unit)
         return self.rows.slices(rows), ops.ones_like(numbers[0]), numbers
 
-    def _scattered(self, scatter: Scatter, gradients: Gradients, sums: Tensor) -> Gradients:
-        """Return this rank's rows of each bucket, summed over a group, after `sums`."""
+    def _scattered(self, scatter: Scatter, gradients: Gradients, sums: Tensor, unit: Optional[Scalar] = None
+                   ) -> Gradients:
+        """Return this rank's rows of each bucket of `unit * gradients`, summed over a group, after `sums`.
+
+        The last bucket goes first, whose gradients the backward pass makes first.
+        """
         rows = ()
-        for members in self.rows.members:
-            sums = scatter(ops.depend(self.rows.laid_out(gradients, members), sums))
-            rows = (*rows, sums)
+        for members in self.backwards:
+            own = content(members, gradients, self.dtypes, sums, unit)
+            sums = scatter(ops.depend(self.rows.laid_out(own, members), sums))
+            rows = (sums, *rows)
         return rows
 
     def over_slices(self, number: Tensor) -> Tensor:
@@ -235,7 +243,9 @@ class Zero(OneDevice):
             for i in members:
                 row = (*row, self.slices[i] + 0.0)
             before = self.gather(ops.depend(ops.concat(row), before))
-            rows = before.reshape(self.across, self.inside, -1).swapaxes(0, 1).reshape(self.ranks, -1)
+            rows = before.reshape(self.ranks, -1)
+            if self.across > 1 and self.inside > 1:
+                rows = before.reshape(self.across, self.inside, -1).swapaxes(0, 1).reshape(self.ranks, -1)
             wholes = self.gathered.wholes(rows, members)
             for place in range(len(members)):
                 ops.assign(self.weights[members[place]], wholes[place])

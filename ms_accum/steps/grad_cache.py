@@ -124,8 +124,8 @@ def _cached(program: Program, encode: Callable, loss_fn: Callable, accumulator: 
     ValueError if `encode_fn` returned other representations in the second pass. The batch is ignored then.
     """
     starts = [(Tensor(start, ms.int32), rows) for start, rows in program.starts]
-    encoders = {rows: straight(_encode_fn(encode, cut, rows), accumulator.mini_step) for _, rows in starts}
-    first = straight(_first_fn(encode, loss_fn, accumulator.way, samples, cut, starts[0][1]), accumulator.mini_step)
+    encoders = {rows: straight(_encode_fn(encode, cut, rows), accumulator.way) for _, rows in starts}
+    first = straight(_first_fn(encode, loss_fn, accumulator.way, samples, cut, starts[0][1]), accumulator.way)
     end = compiled(end_of(accumulator))
 
     def cached(*batch: Any) -> Tensor:

@@ -112,7 +112,7 @@ def test_rows_hold_each_parameter_once(ranks):
     parameters = MLP().trainable_params()
     rows = Rows(parameters, tuple(p.dtype for p in parameters), 80, ranks)
     assert len(rows.members) > 1
-    laid = [rows.laid_out(parameters, members).reshape(ranks, -1) for members in rows.members]
+    laid = [rows.laid_out([parameters[i] for i in members], members).reshape(ranks, -1) for members in rows.members]
     for members, bucket in zip(rows.members, laid):
         for i, whole in zip(members, rows.wholes(bucket, members)):
             np.testing.assert_array_equal(whole.asnumpy(), parameters[i].asnumpy())

@@ -342,8 +342,8 @@ def selftest(rank):
     """Status and rows of `ms-accum selftest`: as it is, with sums that are halved, and wrong on rank 1."""
 
     def half(exchange):
-        def halved(self, gradients, numbers):
-            gradients, numbers = exchange(self, gradients, numbers)
+        def halved(self, gradients, numbers, unit=None):
+            gradients, numbers = exchange(self, gradients, numbers, unit)
             return tuple(g / 2 for g in gradients), numbers
         return halved
 
