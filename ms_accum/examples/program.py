@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ..checkpoint.file import SUFFIXES, CheckpointError
 from ..cli.files import printable, say_written, write_file, write_json
+from ..cli.interrupts import raise_if_interrupted
 from ..cli.options import count, number, output
 from ..cli.process import join_ranks, versions
 from ..distributed.data_parallel import DataParallel
@@ -189,6 +190,7 @@ class Report:
         with tqdm(total=sum(sizes), desc=name, unit=f" {unit}", unit_scale=True, leave=False, dynamic_ncols=True,
                   file=sys.stdout, disable=not sys.stdout.isatty()) as bar:
             for loss, size in zip(losses, sizes):
+                raise_if_interrupted()
                 taken.append(loss)
                 done += size
                 if bar.update(size):
