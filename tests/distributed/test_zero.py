@@ -31,6 +31,15 @@ def test_zero_trains_as_without_it(left_by, launch, case):
             assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), where
 
 
+@every("zero_model")
+def test_model_and_the_check_take_slices(left_by, launch, case):
+    for left in left_by(case, launch):
+        assert left.keys() == PLAIN.keys()
+        for found in left.values():
+            assert found["off"] <= ROUNDING < 1e-2 < found["moved"]
+            assert found["ok"] is True
+
+
 @every("zero_optimizers")
 def test_every_elementwise_optimizer(left_by, launch, case):
     """A rank holds half of the state. Control: the parameters have moved."""

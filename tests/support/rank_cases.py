@@ -46,7 +46,14 @@ from support.differential.cases import COMPILED, OP_BY_OP
 from support.differential.ranks import DRAWN, NAMED, case_of
 from support.drivers import counters
 from support.noisy_samples import Position, noisy
-from support.zero_cases import zero_defects, zero_interrupted, zero_optimizers, zero_refusals, zero_runs  # noqa: F401
+from support.zero_cases import (  # noqa: F401
+    zero_defects,
+    zero_interrupted,
+    zero_model,
+    zero_optimizers,
+    zero_refusals,
+    zero_runs,
+)
 
 RANKS = int(os.environ.get("MS_WORKER_NUM", "2"))
 SMALL = 8e-5  # mebibytes, 83 bytes: three buckets for four parameters
@@ -67,7 +74,7 @@ _RUNS = [f"trained:{name}" for name in range(DRAWN)]
 _OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
            "noise:zero1", "noise:zero2"]
 _NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
-_ZERO = ["zero_refusals", "zero_defects", "zero_interrupted"]
+_ZERO = ["zero_refusals", "zero_defects", "zero_interrupted", "zero_model"]
 _STUCK = [f"stuck:{sync}" for sync in ("window", "microbatch", "zero1", "zero2")]
 _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
@@ -77,7 +84,7 @@ LAUNCHES = {  # ranks, cases
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
-    "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", *_ZERO_RUNS)]),
+    "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", "zero_model", *_ZERO_RUNS)]),
     "zero-optimizers": (2, ["zero_checkpoints:jit", "zero_optimizers:jit"]),
     "left": (2, ["left_alone:jit"]),
 }

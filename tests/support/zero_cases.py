@@ -9,12 +9,24 @@ from unittest.mock import patch
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, amp, nn, ops
+from mindspore.dataset import GeneratorDataset
+from mindspore.train import Model
 
-from ms_accum import Accumulator, DataParallel, Stage, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import (
+    Accumulator,
+    DataParallel,
+    Stage,
+    TrainOneStepCell,
+    check_equivalence,
+    load_checkpoint,
+    make_train_step,
+    save_checkpoint,
+)
 from ms_accum import shard_parameters as sharded
 from ms_accum.distributed.ranks import gather, wait_for_all
 from ms_accum.distributed.zero import Zero
-from ms_accum.selftest.networks import MLP, batches
+from ms_accum.model.callbacks import FlushCallback
+from ms_accum.selftest.networks import MLP, batches, mean_loss
 from support.differential.cases import plain_case
 from support.differential.optimizers import COMPILED_ONLY, OPTIMIZERS, build_optimizer
 from support.pages import recipe
@@ -220,6 +232,25 @@ def _alone():
     def over_slices(self, number):
         return number
     return patch.object(Zero, "over_slices", over_slices)
+
+
+def zero_model(rank):
+    """How far `Model.train` ends from zero=0, how far that moved, and what the check says of a network with slices."""
+    network, found = MLP(seed=0), {}
+    start = values_of(network)
+    for zero, plain in PLAIN.items():
+        ends = []
+        for name, sharding in ((plain, list), (zero, sharded)):
+            network = MLP(seed=0)
+            optimizer = nn.AdamWeightDecay(sharding(network.trainable_params()), 0.05)
+            cell = TrainOneStepCell(nn.WithLossCell(network, CE), optimizer, 2, clip_norm=0.5, reducer=REDUCERS[name])
+            dataset = GeneratorDataset([batch[:2] for batch in data(rank)[:5]], ["x", "y"], shuffle=False)
+            Model(cell).train(2, dataset, [FlushCallback()], dataset_sink_mode=False)
+            ends.append(values_of(network))
+        x, y = map(Tensor, data(rank)[0][:2])
+        report = check_equivalence(mean_loss(network), network, (x, y), 2)
+        found[zero] = {"moved": distance(ends[0], start), "off": distance(ends[1], ends[0]), "ok": report.ok}
+    return found
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
