@@ -330,9 +330,9 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, layout: A
     if layout.slices:
         raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "
                          "reducer=DataParallel(zero=1), or the optimizer network.trainable_params()")
+    warn_if_alone()
     if not may_shard():
         return OneDevice(layout)
-    warn_if_alone()
     require_whole_gradients(features)
     return Slices(layout, features)
 

@@ -1,5 +1,6 @@
-"""The keeper decides for the host when a window closes. It counts down, and reads the device when the window should be
-full: once a window, but at each microbatch where a weight closes it, or where a cell has a limit of skips.
+"""For a train step, the host decides when a window closes, and the keeper does that. (A cell in graph mode and an
+Accumulator by hand decide on the device.) The keeper counts down, and reads the device once for each window, when it
+should be full. It reads at each microbatch with `until_weight`, or in a cell with `max_skips`.
 
     microbatch:  count down ─ some missing ─► nothing to read
                      │ none missing: read the facts

@@ -119,8 +119,8 @@ def divided_state(optimizer: object) -> dict[int, Parameter]:
     clones = {id(clone): part for part in slices for clone in getattr(part.param_info, "cloned_obj", ())}
     found = {}
     for place, state in state_of(optimizer) if slices else ():
-        named = next((p for p in slices if state.name.endswith(f".{whole_of(p).name}")), None)
-        part = clones.get(id(state), named)
+        named = [p for p in slices if state.name.endswith(f".{whole_of(p).name}")]
+        part = clones.get(id(state), max(named, key=lambda p: len(whole_of(p).name), default=None))
         number = _PLACE.search(place)
         if part is None and number is not None and int(number[1]) < len(slices):
             part = slices[int(number[1])]

@@ -2,10 +2,10 @@
 
     add:     weigh ─► measure ─► exchange inside ─► buffers, sums
     window:  exchange across ─► restore ─► accepts?
-    update:  normalise ─► clip ─► optimizer ─► hooks ─► close ─► empty
+    update:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► close ─► empty
 
 Ranks *inside* sum every microbatch, ranks *across* every window: see `distributed.exchange`. On one device, both leave
-everything as it is.
+everything as it is. What stands in brackets is for ZeRO alone.
 """
 from __future__ import annotations
 

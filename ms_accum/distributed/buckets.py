@@ -49,7 +49,7 @@ class Buckets:
         self.members = filled(self.sizes, dtypes, size)
         places = [i for members in self.members for i in members]
         self.order = tuple(places.index(i) for i in range(len(places)))
-        self.backwards = self.members[::-1]  # as the backward pass leaves them: what was exchanged is in no one's way
+        self.backwards = self.members[::-1]  # in the order of the backward pass: an exchanged bucket can be freed first
         self.carries_numbers = dtypes[self.members[-1][0]] == ms.float32
         self.totals = tuple(sum(self.sizes[i] for i in members) for members in self.members)
         self.lengths = tuple(-(-total // ranks) * ranks for total in self.totals)
@@ -73,7 +73,7 @@ class Buckets:
         sums, summed, others = as_vector(numbers), (), self.backwards
         if self.carries_numbers:
             last, others = others[0], others[1:]
-            own = content(last, gradients, self.dtypes, sums, unit)
+            own = gradients_of_bucket(last, gradients, self.dtypes, sums, unit)
             sums = self.sum(ops.concat((self._flat(own, last, 0), sums)))
             numbers = _as_numbers(sums[self.totals[-1]:], len(numbers))
             summed = self._split(sums, last)
@@ -81,7 +81,7 @@ class Buckets:
             sums = self.sum(sums)
             numbers = _as_numbers(sums, len(numbers))
         for members in others:
-            own = content(members, gradients, self.dtypes, sums, unit)
+            own = gradients_of_bucket(members, gradients, self.dtypes, sums, unit)
             sums = self.sum(ops.depend(self._flat(own, members, 0), sums))
             summed = (*self._split(sums, members), *summed)
         return tuple([summed[i] for i in self.order]), numbers
@@ -131,8 +131,8 @@ class Buckets:
         return gradients
 
 
-def content(members: tuple[int, ...], gradients: Gradients, dtypes: tuple[ms.Type, ...], before: Tensor,
-            unit: Optional[Scalar] = None) -> Gradients:
+def gradients_of_bucket(members: tuple[int, ...], gradients: Gradients, dtypes: tuple[ms.Type, ...], before: Tensor,
+                        unit: Optional[Scalar] = None) -> Gradients:
     """Return what a bucket holds of `unit * gradients`.
 
     The products are made after `before`: those of all buckets together would be a copy of all gradients in memory.

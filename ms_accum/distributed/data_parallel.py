@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Optional
+from warnings import warn
 
 import mindspore as ms
 from mindspore.communication import get_local_rank_size
@@ -117,7 +118,9 @@ class DataParallel:
         make_alike(layout, repr(self), self.broadcast)
         self._require_fit(layout.slices)
         kind = Zero if self.zero else Exchange
-        return kind(layout, self._inside(ranks), ranks, int(self.bucket_mib * MEBIBYTE))
+        exchange = kind(layout, self._inside(ranks), ranks, int(self.bucket_mib * MEBIBYTE))
+        exchange.cut_parameters()
+        return exchange
 
     def _require_fit(self, slices: tuple[Parameter, ...]) -> None:
         if self.zero and not slices:
@@ -136,6 +139,8 @@ class DataParallel:
         require_alike({"the number of ranks on their host": str(inside)}, remedy)
         if ranks % inside:
             raise ValueError(f"{ranks} ranks make no whole number of nodes of {inside}; {remedy}")
+        if inside == 1 and self.zero == 2:
+            warn("zero=2 with one rank in each node divides no buffers; give zero=1", UserWarning, stacklevel=2)
         return inside
 
 

@@ -47,7 +47,7 @@ def new_buffers(prefix: str, shapes: Iterable[tuple[str, tuple[int, ...]]], dtyp
 
 @ms.jit_class
 class OneDevice:
-    """No exchange: the plain case, and the base of `Exchange`.
+    """No exchange: the plain case, and the base of `Exchange`, `Zero` and `Slices`.
 
     Attributes:
         rank, ranks: Which rank this is, of how many.
@@ -91,7 +91,10 @@ class OneDevice:
         return numbers
 
     def over_slices(self, number: Tensor) -> Tensor:
-        """Return the sum of a number over the slices of a window's gradients: float32 `()`, equal on all ranks."""
+        """Return the sum over ranks of a number that was computed from a window's gradients, if these are slices.
+
+        float32 `()`, equal on all ranks. Where gradients are whole, it is returned as it is.
+        """
         return number
 
     def cut_parameters(self) -> None:
@@ -127,14 +130,13 @@ class Exchange(OneDevice):
         super().__init__(layout)
         self.rank, self.ranks = get_rank(), ranks
         self.inside, self.across, self.shared_unit = inside, ranks // inside, 1.0 if inside > 1 else None
-        self.jit_options = in_depth(inside)
+        self.jit_options = depth_first(inside)
         node, place = divmod(self.rank, inside)
-        among = Buckets(layout.parameters, layout.dtypes, size, self.rank, ranks)  # for all ranks
-        self.all = among
+        self.all = Buckets(layout.parameters, layout.dtypes, size, self.rank, ranks)
         self.near = self.far = None
         if inside > 1:
             group = range(node * inside, (node + 1) * inside)
-            self.near = among if inside == ranks else Buckets(layout.parameters, layout.dtypes, size, place, inside,
+            self.near = self.all if inside == ranks else Buckets(layout.parameters, layout.dtypes, size, place, inside,
                                                               group_of(group))
         if inside < ranks:
             self.far = ops.AllReduce(group=group_of(range(place, ranks, inside)))
@@ -149,8 +151,8 @@ class Exchange(OneDevice):
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
         """See `OneDevice`: in the user's unit, 1, which is a Tensor.
 
-        Where the factor of the gradient is a constant, MindSpore 2.10 on CPU lets a graph of additions and an update
-        read 16-bit buffers before the last addition.
+        With the number 1, a constant, MindSpore 2.10 on CPU reads 16-bit buffers too early if one graph both adds and
+        updates.
         """
         require_unreduced()
         if self.inside == 1:
@@ -172,7 +174,7 @@ class Exchange(OneDevice):
         return self.all.sum_numbers(numbers)
 
 
-def in_depth(inside: int) -> dict[str, str]:
+def depth_first(inside: int) -> dict[str, str]:
     """Return options of `ms.jit` for graphs in which so many ranks sum each microbatch.
 
     By default, MindSpore 2.10 orders kernels on Ascend by breadth: collectives last, when all gradients are in memory.

@@ -18,8 +18,8 @@ from mindspore.communication import GlobalComm, get_rank
 
 from ..arguments import instance_of
 from ..tensors import as_vector, multiply_no_nan, state_parameter
-from .buckets import content
-from .exchange import OneDevice, group_of, in_depth, new_buffers
+from .buckets import gradients_of_bucket
+from .exchange import OneDevice, depth_first, group_of, new_buffers
 from .parallel_modes import require_unreduced
 from .ranks import gather, world_size
 from .rows import Rows, width_of
@@ -37,10 +37,11 @@ def shard_parameters(parameters: Any) -> Any:
         optimizer = nn.AdamWeightDecay(shard_parameters(network.trainable_params()), 1e-3)
         train_step = make_train_step(forward_fn, optimizer, accumulate_step=4, reducer=DataParallel(zero=1))
 
-    A slice is a flat Parameter of `ceil(size / ranks)` elements with the name and dtype of the whole parameter, which
-    is its attribute `whole`; the last slices are padded with 0. Filters by name, weight decay and learning rates of
-    groups work as with whole parameters; filters by shape have to come before. With one rank, or without msrun, the
-    argument is returned, so that the same script runs on one device.
+    A slice is a flat Parameter of `ceil(size / ranks)` elements with the dtype of the whole parameter, which is its
+    attribute `whole`; what is left over is filled with 0. It has the name of the whole parameter until an Accumulator
+    is made, which puts "slice." before it. Filters by name, weight decay and learning rates of groups work as with
+    whole parameters; filters by shape have to come before. With one rank, or without msrun, the argument is returned,
+    so that the same script runs on one device.
 
     The optimizer has to treat each element by itself, as SGD, Adam and most others do. Those that look at a whole
     parameter (LARS, Lamb, AdaFactor) raise an error when the Accumulator is made.
@@ -137,8 +138,9 @@ class Scatter:
 class Zero(OneDevice):
     """Scatter gradients, and gather parameters; see `Exchange` for `inside` and `across`.
 
-    Where each rank is alone inside (stage 1), buffers are whole. Where ranks inside sum (stage 2), each keeps its part
-    of the rows: those that its counterparts across will divide among themselves when the window closes.
+    Where each rank is alone inside (stage 1), buffers are whole. Where ranks inside sum (stage 2), each keeps `across`
+    rows of each bucket: its own, and one for each rank with the same place in another node. Of 4 ranks in 2 nodes,
+    rank 2 has row 1.
 
     Args:
         layout: What is accumulated, with this rank's slices.
@@ -153,7 +155,7 @@ class Zero(OneDevice):
         super().__init__(layout)
         self.rank, self.ranks, self.inside, self.across = get_rank(), ranks, inside, ranks // inside
         self.sharded, self.shared_unit = inside > 1, 1.0 if inside > 1 else None
-        self.jit_options = in_depth(inside)
+        self.jit_options = depth_first(inside)
         node, place = divmod(self.rank, inside)
         self.near = self.far = None
         if inside > 1:
@@ -169,8 +171,9 @@ class Zero(OneDevice):
             part.name = f"slice.{whole.name}"  # one graph takes no two Parameters of one name
         self.cuts = tuple(_cut(whole.size, self.row, ranks) for whole in layout.parameters)
         self.sum, self.gather = ops.AllReduce(group=GlobalComm.WORLD_COMM_GROUP), ops.AllGather()
-        # 0, and the last that each exchange of a few numbers writes: what reads it comes behind them.
-        self.turn = state_parameter(f"zero{next(_exchanges)}.turn", (1,), ms.float32)
+        # Always 0. `over_slices` reads and writes it, and `gather_parameters` reads it: so all ranks run these
+        # collectives in one order.
+        self.order_token = state_parameter(f"zero{next(_exchanges)}.order_token", (1,), ms.float32)
 
     def buffers(self, prefix: str) -> tuple[Parameter, ...]:
         """See `OneDevice`. Where ranks inside sum, some rows of each bucket."""
@@ -204,23 +207,25 @@ class Zero(OneDevice):
                 rows = self._scattered(self.far, buffers, sums, unit)
         return self.rows.slices(rows), ops.ones_like(numbers[0]), numbers
 
-    def _scattered(self, scatter: Scatter, gradients: Gradients, sums: Tensor, unit: Optional[Scalar] = None
+    def _scattered(self, scatter: Scatter, gradients: Gradients, previous: Tensor, unit: Optional[Scalar] = None
                    ) -> Gradients:
-        """Return this rank's rows of each bucket of `unit * gradients`, summed over a group, after `sums`.
+        """Return this rank's rows of each bucket of `unit * gradients`, summed over a group, after `previous`.
 
         The last bucket goes first, whose gradients the backward pass makes first.
         """
         rows = ()
         for members in self.backwards:
-            own = content(members, gradients, self.dtypes, sums, unit)
-            sums = scatter(ops.depend(self.rows.laid_out(own, members), sums))
-            rows = (sums, *rows)
+            own = gradients_of_bucket(members, gradients, self.dtypes, previous, unit)
+            row = scatter(ops.depend(self.rows.laid_out(own, members), previous))
+            # Behind a kernel that reads the sum, Ascend frees what was sent: the bare sum would keep it to the end.
+            previous = row[:1]
+            rows = (row, *rows)
         return rows
 
     def over_slices(self, number: Tensor) -> Tensor:
         """See `OneDevice`."""
-        sums = self.sum(number.reshape(1).astype(ms.float32) + self.turn)
-        ops.assign(self.turn, multiply_no_nan(sums, ops.zeros_like(sums)))
+        sums = self.sum(number.reshape(1).astype(ms.float32) + self.order_token)
+        ops.assign(self.order_token, multiply_no_nan(sums, ops.zeros_like(sums)))
         return sums.reshape(())
 
     def cut_parameters(self) -> None:
@@ -237,15 +242,15 @@ class Zero(OneDevice):
 
     def gather_parameters(self) -> None:
         """See `OneDevice`. Rows are gathered by rank, which is another order where nodes divide them."""
-        before = self.turn + 0.0
+        gathered = self.order_token + 0.0
         for members in self.gathered.members:
             row = ()
             for i in members:
                 row = (*row, self.slices[i] + 0.0)
-            before = self.gather(ops.depend(ops.concat(row), before))
-            rows = before.reshape(self.ranks, -1)
+            gathered = self.gather(ops.depend(ops.concat(row), gathered))
+            rows = gathered.reshape(self.ranks, -1)
             if self.across > 1 and self.inside > 1:
-                rows = before.reshape(self.across, self.inside, -1).swapaxes(0, 1).reshape(self.ranks, -1)
+                rows = gathered.reshape(self.across, self.inside, -1).swapaxes(0, 1).reshape(self.ranks, -1)
             wholes = self.gathered.wholes(rows, members)
             for place in range(len(members)):
                 ops.assign(self.weights[members[place]], wholes[place])

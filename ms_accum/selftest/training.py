@@ -147,10 +147,10 @@ class Training:
             ops.assign(parameter, value)
         self.accumulator.reset()
 
-    def learn(self, windows: Sequence[Sequence[tuple]]) -> None:
-        """Train on microbatches."""
-        for microbatch in (microbatch for window in windows for microbatch in window):
-            self.driver(*microbatch)
+    def learn(self, windows: Sequence[Sequence[tuple]]) -> list[Tensor]:
+        """Train on microbatches. Return their losses."""
+        returned = [self.driver(*microbatch) for window in windows for microbatch in window]
+        return [loss[0] if isinstance(loss, tuple) else loss for loss in returned]  # a cell may tell of an overflow
 
     def off(self, expected: plain.Expected) -> float:
         """Return how far the parameters are off, relative to how far plain training moved them."""

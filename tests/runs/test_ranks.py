@@ -31,7 +31,7 @@ REFUSALS = {
     "nodes": "ValueError: 2 ranks make no whole number of nodes of 3; start as many ranks on each host",
     "started": DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node",
     "shapes": DIFFER + r"parameters \(names, shapes, dtypes\), the optimizer, its learning rate or state; ",
-    "alone": "UserWarning: communication is initialised with 2 ranks, but this accumulator has no reducer",
+    "alone": "UserWarning: this run has 2 ranks, but this accumulator has no reducer",
     "losses": "ValueError: got losses=2 with a DataParallel whose ranks sum each microbatch"}
 
 

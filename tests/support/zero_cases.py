@@ -3,6 +3,7 @@
 The functions are cases of `rank_cases.py`.
 """
 import os
+import warnings
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from ms_accum import (
 )
 from ms_accum import shard_parameters as sharded
 from ms_accum.distributed.ranks import gather, wait_for_all
-from ms_accum.distributed.zero import Zero
+from ms_accum.distributed.zero import Scatter, Zero
 from ms_accum.model.callbacks import FlushCallback
 from ms_accum.selftest.networks import MLP, batches, mean_loss
 from support.differential.cases import plain_case
@@ -177,7 +178,7 @@ def zero_runs(rank, name):
         same = gather(np.concatenate([a.ravel() for a in arrays]).astype(np.float32))
         found[zero] = {"moved": distance(base[:len(start)], start), "off": distance(arrays, base),
                        "alike": bool((same == same[0]).all()), "counts": [counts, other],
-                       "norms": [norm, other_norm] if np.isfinite(norm) else [0, 0]}
+                       "norms": [norm, other_norm] if "clip_norm" in settings else [0, 0]}
     return found
 
 
@@ -209,11 +210,13 @@ def values_of(network):
 
 
 def zero_defects(rank):
-    """Negative controls: how far ZeRO ends from zero=0 with a defect."""
-    base, found = run(rank, "zero=0", clip_norm=0.05)[0], {}
-    for name, patched in (("none", nullcontext), ("a slice is not gathered", _stale), ("a norm of one slice", _alone)):
-        with patched():
-            found[name] = distance(run(rank, "zero=1", clip_norm=0.05)[0], base)
+    """Negative controls: how far ZeRO ends from the same exchange without it, with a defect."""
+    found = {}
+    for zero, plain in PLAIN.items():
+        base = run(rank, plain, clip_norm=0.05, change=True)[0]
+        for name, patched in DEFECTS.items():
+            with patched():
+                found[f"{name}, {zero}"] = distance(run(rank, zero, clip_norm=0.05, change=True)[0], base)
     return found
 
 
@@ -232,6 +235,25 @@ def _alone():
     def over_slices(self, number):
         return number
     return patch.object(Zero, "over_slices", over_slices)
+
+
+def _uncut():
+    def cut_parameters(self):
+        pass
+    return patch.object(Zero, "cut_parameters", cut_parameters)
+
+
+def _exchanged_rows():
+    """Each rank keeps the other's part of the sum."""
+    keep = Scatter.__init__
+
+    def start(self, group, place, parts):
+        keep(self, group, parts - 1 - place, parts)
+    return patch.object(Scatter, "__init__", start)
+
+
+DEFECTS = {"none": nullcontext, "a slice is not gathered": _stale, "a norm of one slice": _alone,
+           "parameters are not cut": _uncut, "rows of another rank": _exchanged_rows}
 
 
 def zero_model(rank):
@@ -281,6 +303,25 @@ class Normed(Sign):
         return True
 
 
+class Careful(Sign):
+    """Another one, which leaves out a gradient whose norm is too large."""
+
+    def construct(self, gradients):
+        squares = 0.0
+        for gradient in gradients:
+            squares = squares + ops.square(gradient).sum()
+        if squares < 1e-4:
+            super().construct(gradients)
+        return squares
+
+
+class Frozen(Sign):
+    """One that moves nothing."""
+
+    def construct(self, gradients):
+        return True
+
+
 class Measuring(Stage):
     """A stage that looks at a window's gradients."""
 
@@ -295,6 +336,15 @@ def said_by(function, *arguments, **keywords):
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
+
+
+def warned_of(rank):
+    """What is said where each node has one rank."""
+    optimizer = nn.SGD(sharded(MLP(seed=0).trainable_params()), 0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Accumulator(optimizer, 2, reducer=DataParallel(sync="node", zero=2, ranks_per_node=1))
+    return "; ".join(str(warning.message) for warning in said)
 
 
 def zero_refusals(rank):
@@ -321,7 +371,9 @@ def zero_refusals(rank):
             "no reducer": said_by(make, reducer=None), "some": said_by(make, sharding=some),
             "Lamb": said_by(make, nn.Lamb), "AdaFactor": said_by(make, factored),
             "LARS": said_by(make, lambda parameters, rate: nn.LARS(nn.Momentum(parameters, rate, 0.9))),
-            "centralized": said_by(make, centralized), "own": said_by(make, Normed), "stage": said_by(
+            "centralized": said_by(make, centralized), "own": said_by(make, Normed),
+            "careful": said_by(make, Careful), "frozen": said_by(make, Frozen), "one in a node": warned_of(rank),
+            "stage": said_by(
                 make, stages=(Measuring(),)), "twice": said_by(sharded, twice), "float": said_by(sharded, [1.0]),
             "whole gradients": said_by(make(), tuple(sharded(whole))), "accepted": accepted, "restored": restored}
 
