@@ -18,7 +18,8 @@ from .core.length import by_epoch as by_epoch
 from .core.length import until_weight as until_weight
 from .core.length import updates_of as updates_of
 from .core.stages import Stage as Stage
-from .distributed.exchange import DataParallel as DataParallel
+from .distributed.data_parallel import DataParallel as DataParallel
+from .distributed.zero import shard_parameters as shard_parameters
 from .model.callbacks import FlushCallback as FlushCallback
 from .model.callbacks import PerUpdate as PerUpdate
 from .model.callbacks import WindowLog as WindowLog

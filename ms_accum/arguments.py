@@ -70,15 +70,18 @@ def instance_of(name: str, value: T, kinds: Union[type, tuple[type, ...]], expec
     return value
 
 
-def spelled(function: F) -> F:
-    """Answer an unknown keyword of `function` with the one that was probably meant: TypeError."""
+def spelled(function: F, **gone: str) -> F:
+    """Answer an unknown keyword of `function` with the one that was probably meant: TypeError.
+
+    `gone`: what to do instead of keywords that there were once.
+    """
     known = tuple(name for name in inspect.signature(function).parameters if name != "self")
 
     @wraps(function)
     def checked(*arguments: Any, **named: Any) -> Any:
         for name in (name for name in named if name not in known):
             close = get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+            hint = gone.get(name) or (f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}")
             called = function.__qualname__.removesuffix(".__init__")
             raise TypeError(f"{called}() got an unexpected argument {name}; {hint}")
         return function(*arguments, **named)

@@ -44,9 +44,19 @@ def mapped(function: Callable, shared: Any, *tuples: tuple) -> tuple:
 
 
 def global_norm(gradients: Gradients, factor: Scalar = 1.0) -> Tensor:
-    """Return the Euclidean norm of `factor * gradients`, all together: float32 `()`.
+    """Return the Euclidean norm of `factor * gradients`, all together: float32 `()`. See `square_sum`."""
+    return norm_of(square_sum(gradients, factor))
 
-    It is exact where elements of the product are at least 1e-25, and their norm is at most 8e12. Each gradient is
+
+def norm_of(squares: Tensor) -> Tensor:
+    """Return the norm of which `square_sum` returned the square, or parts of it that were summed."""
+    return ops.sqrt(squares) / _ENLARGED
+
+
+def square_sum(gradients: Gradients, factor: Scalar = 1.0) -> Tensor:
+    """Return the squared norm of `factor * gradients`, enlarged, for `norm_of`: float32 `()`.
+
+    The norm is exact where elements of the product are at least 1e-25, and their norm is at most 8e12. Each gradient is
     read once, enlarged by a power of two: squares below 1e-38 leave float32.
     """
     squares = Tensor(0.0, ms.float32)
@@ -54,7 +64,7 @@ def global_norm(gradients: Gradients, factor: Scalar = 1.0) -> Tensor:
         # One after the other, or the squares of all gradients would be in memory together.
         gradient = ops.depend(gradient, squares).astype(ms.float32) * (factor * _ENLARGED)
         squares = squares + _sum(gradient * gradient)  # on CPU faster than ops.square
-    return ops.sqrt(squares) / _ENLARGED
+    return squares
 
 
 def clip_factor(norm: Tensor, clip_norm: float) -> Scalar:
@@ -66,16 +76,21 @@ def clip_factor(norm: Tensor, clip_norm: float) -> Scalar:
 
 
 def all_finite(gradients: Gradients) -> Tensor:
-    """Return whether no element of any gradient is NaN or infinite: bool Tensor of shape `()`.
+    """Return whether no element of any gradient is NaN or infinite: bool Tensor of shape `()`. See `finite_sum`."""
+    return ops.isfinite(finite_sum(gradients))
 
-    Judged by the sum, in float32 at least: one NaN or infinity makes the sum NaN or infinite. Finite gradients fail
+
+def finite_sum(gradients: Gradients) -> Tensor:
+    """Return a number that is finite if all elements of all gradients are: float32 `()`.
+
+    It is their sum, in float32 at least: one NaN or infinity makes the sum NaN or infinite. Finite gradients fail
     only if their sum overflows (they are of about 1e35 then, and no update survives them). On CPU this takes 3 % of the
     time that a test of each element would take.
     """
     total = 0.0
     for gradient in gradients:
         total = total + _sum(gradient.astype(wider(gradient.dtype, ms.float32))).astype(ms.float32)
-    return ops.isfinite(total)
+    return total
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -167,7 +182,8 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
                             "is the parameter part of the loss?")
         if tuple(shape) != tuple(parameter_shape):
             raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
-                             "give the gradients in the order of `optimizer.parameters`")
+                             "give the gradients in the order of `optimizer.parameters`, with ZeRO those of "
+                             "`accumulator.weights`")
         if dtype in COMPLEX:
             raise TypeError(f"the gradient of {name} is of {dtype}, expected real numbers; its imaginary part would be "
                             "lost")

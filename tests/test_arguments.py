@@ -38,8 +38,8 @@ ACCEPTED = {
     (make_train_step, "batch_axis"): WHOLE | {"0", "2**31", "10**400"},
     (make_train_step, "weight_fn"): {"None", "class", "function"},
     (make_train_step, "has_aux"): {"True"},
-    (DataParallel, "sync"): set(),
-    (DataParallel, "shard"): set(),
+    (DataParallel, "sync"): {"None"},
+    (DataParallel, "zero"): {"0", "2"},
     (DataParallel, "broadcast"): {"True"},
     (DataParallel, "bucket_mib"): {"2", "2.5", "1e-300", "2**31", "1/3", "np.float32"},
 }

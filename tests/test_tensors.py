@@ -28,6 +28,7 @@ def test_the_norm_is_numpys():
     assert float(tensors.global_norm((full(6e4, 100, HALF),))) == pytest.approx(6e5, rel=1e-3)
     assert float(tensors.global_norm((full(1e-25, 100),))) == pytest.approx(1e-24, rel=1e-5, abs=0)
     assert float(tensors.global_norm((full(1e11, 100),))) == pytest.approx(1e12, rel=1e-5)
+    assert float(tensors.global_norm((full(8e12),))) == pytest.approx(8e12, rel=1e-5)
     for factor in (-1e-9, Tensor(1e-9)):  # what is measured is the product, also of a sum that is out of range itself
         assert float(tensors.global_norm((full(1e18, 100),), factor)) == pytest.approx(1e10, rel=1e-5)
     for norm, clip_norm, factor in ((2, 1, 0.5), (0.5, 1, 1), (0, 1, 1), (1e-6, 1e-6, 0.5), (INF, INF, 1), (INF, 1, 0)):

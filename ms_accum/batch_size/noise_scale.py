@@ -10,7 +10,7 @@ from mindspore import Tensor, ops
 
 from ..arguments import number
 from ..core.stages import TAKEN, WEIGHT, Stage
-from ..tensors import as_vector, global_norm, state_parameter
+from ..tensors import as_vector, global_norm, norm_of, square_sum, state_parameter
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
@@ -59,6 +59,7 @@ class GradientNoiseScale(Stage):
     """
 
     measures = 2
+    takes_slices = True
 
     def __init__(self, decay: float = 0.99) -> None:
         self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1",
@@ -124,7 +125,7 @@ class GradientNoiseScale(Stage):
         """See `Stage`."""
         (spread, count), weight = measured, sums[WEIGHT]
         others = count - 1.0
-        squared = ops.square(global_norm(gradients, unit / weight))
+        squared = ops.square(norm_of(self.exchange.over_slices(square_sum(gradients, unit / weight))))
         noise = spread - weight * squared
         window = as_vector((noise, others * squared - noise / weight, others))
         # A NaN would stay in the means for ever.

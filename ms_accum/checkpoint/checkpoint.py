@@ -20,13 +20,14 @@ from mindspore import Parameter, Tensor, nn, ops
 from ..arguments import instance_of
 from ..core.accumulator import Accumulator
 from ..core.counters import require_whole
-from ..core.optimizers import own_name, state_of
+from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import require_scale
-from ..distributed.ranks import gather, together
+from ..distributed.ranks import gather, require_alike, together
 from .file import (
     ABOUT,
     CheckpointError,
     checked_path,
+    on_disk,
     part_of,
     path_of_rank,
     read_file,
@@ -88,13 +89,15 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     exchange = accumulator.exchange
     exchange.require_whole_state()
     rank, ranks = exchange.rank, exchange.ranks
+    run = _together(ranks, lambda: _Run.whole(network, accumulator), OSError)
     generation, held = _told(ranks, token_hex(8), int(accumulator.mini_step))
     mine = path_of_rank(path, rank, ranks, generation)
     with part_of(path) as part:
+        joined = run.join_state(part)
+
         def write() -> None:
-            require_whole(int(way.journal.unfinished))
             # The window counts as open on all ranks if it is open on one.
-            write_file(part, *_Run(network, accumulator).contents(extra, generation, any(held)))
+            write_file(part, *run.contents(extra, generation, any(held), joined()))
             if rank > 0:
                 rename_file(part, mine)
 
@@ -161,12 +164,12 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     first = _together(ranks, lambda: read_file(path) if rank == 0 else ({}, {"generation": "0" * 16}), CheckpointError)
     generation, alike = _told(ranks, first[1]["generation"], run.exchanged_alike(first[1]))
     mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
-    loaded, about = _together(ranks, lambda: run.checked(mine, first if rank == 0 else read_file(mine), generation),
-                              CheckpointError)
+    loaded, about = _together(ranks, lambda: run.checked(mine, first if rank == 0 else read_file(mine), generation,
+                                                         path), CheckpointError)
     with loading(accumulator.way, about["open"]):
         for name, value in loaded.items():
             # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
-            ops.assign(run.entries[name], value)
+            ops.assign(run.entries[name], run.cut(name, value))
     return about["extra"]
 
 
@@ -215,6 +218,7 @@ class _Run:
 
     Attributes:
         entries: All state by its name in the file.
+        divided: The whole parameter of each entry of which this rank holds a slice (ZeRO).
         of_window: The names of what is only needed while a window is open.
         settings: What has to be the same in the run that resumes; those in `_OF_WINDOW` only if a window is open.
     """
@@ -224,7 +228,7 @@ class _Run:
         named = [(p.name, p) for p in network.get_parameters()]
         # An accumulator's number counts those that were built before it, which may be others in the next process.
         named += [(f"optimizer:{own_name(optimizer, name)}", p)
-                  for name, p in (*((p.name, p) for p in optimizer.parameters), *state_of(optimizer))]
+                  for name, p in (*((p.name, p) for p in accumulator.weights), *state_of(optimizer))]
         named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
         self.entries, once = {}, {id(p): (name, p) for name, p in reversed(named)}  # each by the first of its names
         for name, parameter in reversed(once.values()):
@@ -235,9 +239,12 @@ class _Run:
             raise ValueError("two Parameters of the accumulator's state have the same name; rename those of "
                              "after_update")
         self.settings = accumulator.fingerprint()
-        exchange = accumulator.exchange
+        exchange = self.exchange = accumulator.exchange
+        divided = divided_state(optimizer)
+        self.divided = {name: divided[id(p)] for name, p in self.entries.items() if id(p) in divided}
+        self.copied = {id(p) for _, p in state_of(optimizer)} - set(divided)
         if exchange.sharded:  # a shard holds parts of parameters by their order alone
-            order = repr([(p.name, p.shape) for p in optimizer.parameters]).encode()
+            order = repr([(p.name, p.shape) for p in accumulator.weights]).encode()
             self.settings["reducer"] += f", parameters {sha256(order).hexdigest()[:16]}"
         open_state = {id(p) for p in accumulator.way.window_state}
         self.of_window = {f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in open_state}
@@ -246,17 +253,60 @@ class _Run:
         """Return whether as many ranks exchanged in the same way, so that each has a file of its own."""
         return about.get("reducer") == self.settings["reducer"]
 
-    def contents(self, extra: Any, generation: str, is_open: bool) -> tuple[dict[str, Parameter], dict]:
-        """Return the entries of a rank's file, and what it says about them."""
+    @classmethod
+    def whole(cls, network: nn.Cell, accumulator: Accumulator) -> _Run:
+        """Return what to save. RuntimeError if something was stopped in the middle."""
+        require_whole(int(accumulator.way.journal.unfinished))
+        return cls(network, accumulator)
+
+    def join_state(self, part: Path) -> Callable[[], dict[str, Tensor]]:
+        """Make divided state whole, one entry after the other, on rank 0's disk. All ranks have to call it.
+
+        Return what returns the entries, or raises the error that stopped this rank: the others do not wait for it.
+        ValueError if other state of the optimizer differs among ranks: it would be saved as rank 0 has it.
+        """
+        if self.divided:
+            require_alike({name: p.asnumpy().tobytes() for name, p in self.entries.items() if id(p) in self.copied},
+                          "ms_accum finds state of slices by its name, which has to end in the parameter's")
+        found, errors = {}, []
+        for name, whole in self.divided.items():
+            value = self.exchange.joined(self.entries[name], whole)
+            if self.exchange.rank == 0 and not errors:
+                try:
+                    found[name] = on_disk(value, self.entries[name].dtype, part.with_name(f"{len(found)}.state"))
+                except OSError as error:
+                    errors.append(error)
+
+        def joined() -> dict[str, Tensor]:
+            for error in errors:
+                raise error
+            return found
+
+        return joined
+
+    def cut(self, name: str, value: Tensor) -> Tensor:
+        """Return what this rank holds of a loaded entry."""
+        return self.exchange.cut(value, self.divided[name]) if name in self.divided else value
+
+    def contents(self, extra: Any, generation: str, is_open: bool,
+                 joined: dict[str, Tensor]) -> tuple[dict[str, Parameter], dict]:
+        """Return the entries of a rank's file, and what it says about them. Rank 0's has what is divided, `joined`."""
         empty = set() if is_open else self.of_window - {_UNIT}
-        entries = {name: p for name, p in self.entries.items() if name not in empty}
+        entries = {name: joined.get(name, p) for name, p in self.entries.items()
+                   if name not in empty and (name in joined or name not in self.divided)}
         return entries, {**self.settings, "open": is_open, "unit": [_UNIT],
                          "generation": generation, "extra": extra}
 
-    def checked(self, path: Path, file: tuple[dict[str, Tensor], dict],
-                generation: str) -> tuple[dict[str, Tensor], dict]:
-        """Return what to load of a file, and what it says about it. CheckpointError if it does not fit this run."""
+    def checked(self, path: Path, file: tuple[dict[str, Tensor], dict], generation: str,
+                first: Path) -> tuple[dict[str, Tensor], dict]:
+        """Return what to load of a file, and what it says about it. CheckpointError if it does not fit this run.
+
+        `first`: rank 0's file, which holds the state that is divided.
+        """
         loaded, about = file
+        if self.divided and path != first:
+            others = read_file(first)[0]
+            loaded.update({name: others[name] for name in self.divided if name in others})
         if about["generation"] != generation:
             raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
         for name, expected in self.settings.items():
@@ -268,13 +318,16 @@ class _Run:
         ignored = {_TORN, *(() if self.exchanged_alike(about) else about["unit"])}
         loaded = {name: value for name, value in loaded.items() if name not in ignored}
         unneeded = {_TORN} if about["open"] else self.of_window
-        _require_entries(path, loaded, unneeded, self.entries)
+        _require_entries(path, loaded, unneeded, {**self.entries, **self.divided}, self.entries)
         return loaded, about
 
 
-def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], entries: dict[str, Parameter]) -> None:
+def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], shaped: dict[str, Parameter],
+                     entries: dict[str, Parameter]) -> None:
+    """Raise CheckpointError unless the file has all entries, in the shapes of `shaped`."""
     for name in {**entries, **loaded}:
-        found, wanted = (_described(of.get(name)) for of in (loaded, entries))
+        found = _described(loaded.get(name), loaded.get(name))
+        wanted = _described(entries.get(name), shaped.get(name))
         if found != wanted and (name in loaded or name not in unneeded):
             raise CheckpointError(f"{path}: {name} is {found} in the file, but {wanted} in this run; build network, "
                                   "optimizer and accumulator alike")
@@ -285,5 +338,5 @@ def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], 
             raise CheckpointError(f"{path}: in {_SCALE}, {error}") from error
 
 
-def _described(entry: Optional[Tensor]) -> str:
-    return "missing" if entry is None else f"of {entry.dtype} {tuple(entry.shape)}"
+def _described(entry: Optional[Tensor], shaped: Optional[Tensor]) -> str:
+    return "missing" if entry is None else f"of {entry.dtype} {tuple(shaped.shape)}"

@@ -87,6 +87,17 @@ def _lives(process: int) -> bool:
     return True
 
 
+def on_disk(value: np.ndarray, dtype: ms.Type, place: Path) -> Tensor:
+    """Return a Tensor whose memory is a file at `place`, which `part_of` removes. OSError if it cannot be written."""
+    if dtype == ms.bfloat16:  # NumPy has none: in memory
+        return Tensor(value, dtype)
+    _require_folder(place.parents[1])
+    place.parent.mkdir(exist_ok=True)
+    with place.open("wb") as file:
+        file.write(np.ascontiguousarray(value).data)
+    return Tensor.from_numpy(np.memmap(place, value.dtype, "c", shape=value.shape))
+
+
 def write_file(part: Path, entries: dict[str, Parameter], about: dict) -> None:
     """Write a file where `part_of` says, and flush it to the disk.
 
@@ -94,17 +105,20 @@ def write_file(part: Path, entries: dict[str, Parameter], about: dict) -> None:
     """
     about = {"version": _VERSION, "mindspore": ms.__version__, **about, "extra": _as_json(about["extra"])}
     text = _BLANK + b'"}' + json.dumps(about).encode()
-    folder = part.parent.parent
-    if not folder.is_dir():
-        raise FileNotFoundError(f"the folder {folder} does not exist; make it first")
     saved = [{"name": name, "data": p} for name, p in entries.items()]
     saved.append({"name": ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
+    _require_folder(part.parents[1])
     try:
-        part.parent.mkdir()
+        part.parent.mkdir(exist_ok=True)
         ms.save_checkpoint(saved, str(part), format=part.suffix[1:])
         _seal(part)
     except Exception as error:  # for a full disk: an OSError, a RuntimeError or a SafetensorError
         raise OSError(f"{part.parents[1] / part.name} cannot be written ({one_line(error)})") from error
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the folder {folder} does not exist; make it first")
 
 
 def _as_json(extra: Any) -> str:

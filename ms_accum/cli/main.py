@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any, NoReturn, Optional
 
 from .. import __version__
 from ..runtime import avoid_busy_waiting
+from .interrupts import noting_interrupts
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +43,8 @@ def run_command(commands: Sequence[ModuleType], argv: Optional[Sequence[str]] = 
     Ctrl-C, and 141, without a message, if stdout was closed early (`| head`).
     """
     try:
-        status = _run(commands, argv)
+        with noting_interrupts():
+            status = _run(commands, argv)
         print(end="", flush=True)  # so that an error in writing the rest is raised here
         return status
     except KeyboardInterrupt:
@@ -60,8 +61,6 @@ def run_command(commands: Sequence[ModuleType], argv: Optional[Sequence[str]] = 
 
 
 def _run(commands: Sequence[ModuleType], argv: Optional[Sequence[str]]) -> int:
-    # Whenever MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM; that of SIGTERM stays.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = Parser(prog="ms-accum", description="Gradient accumulation for MindSpore.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ms_accum {__version__}")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -82,5 +81,3 @@ def _run(commands: Sequence[ModuleType], argv: Optional[Sequence[str]]) -> int:
             print(stop.code, file=sys.stderr)
             return 1
         return int(stop.code or 0)
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -10,12 +10,15 @@ from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
 from ..arguments import instance_of, number, one_of, spelled
 from ..distributed.buckets import Accumulated
-from ..distributed.exchange import DataParallel, OneDevice
+from ..distributed.data_parallel import DataParallel
+from ..distributed.exchange import OneDevice
 from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
 from ..distributed.slices import Slices
+from ..distributed.zero import slices_among, whole_parameters
 from ..tensors import as_weight, require_condition
 from .buffers import Buffers, buffer_dtype_of
 from .counters import Counters, Journal
+from .elementwise import require_divisible
 from .keeper import Keeper
 from .length import length_of
 from .lost_window import watched
@@ -66,7 +69,8 @@ class Accumulator:
 
     Args:
         optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without
-            elements, and without a `loss_scale` of its own. Gradients come in the order of `optimizer.parameters`.
+            elements, and without a `loss_scale` of its own. Gradients come in the order of `optimizer.parameters`;
+            if these are slices (see `shard_parameters`), they are those of the whole parameters, `weights`.
             State with the same name as that of another accumulator's optimizer (`global_step`) is renamed, so that
             both fit into one graph.
         accumulate_step: Microbatches in a window: an int; `{update_step: n}`, piecewise constant, with the key 0; or a
@@ -116,6 +120,7 @@ class Accumulator:
         window_weight: `weight_sum` of the last window that was closed. On several ranks, both are those of this rank,
             or of the ranks that exchange each microbatch.
         parameters: ParameterTuple of all state. Names are unique in the process.
+        weights: The parameters that gradients are for, in the optimizer's order: ParameterTuple.
         optimizer, noise_scale, loss_scaler: As given.
         exchange: What the reducer became: `exchange.rank` of `exchange.ranks`.
 
@@ -167,19 +172,19 @@ class Accumulator:
         stages: tuple[Stage, ...] = (),
         loss_scaler: Optional[amp.LossScaler] = None,
     ) -> None:
-        parameters = checked_parameters(optimizer)
-        names, shapes, dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in parameters))
+        weights = whole_parameters(checked_parameters(optimizer))
+        names, shapes, dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in weights))
         clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
         max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
         one_of("reduction", reduction, REDUCTIONS)
-        buffer_dtypes = tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes)
         length = length_of(accumulate_step)
         self._settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
                           "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
-        layout = Accumulated(tuple(optimizer.parameters), buffer_dtypes, dict(self._settings))
+        layout = Accumulated(weights, tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes),
+                             dict(self._settings), slices_among(optimizer.parameters))
         self.exchange = exchange = _exchange_of(reducer, optimizer, layout, needing_whole_gradients(
             clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
-            stages=stages))
+            stages=stages), stages if noise_scale is None else (*stages, noise_scale))
         self._settings["reducer"] = exchange.describe()
         self.optimizer, self.noise_scale, self.loss_scaler = optimizer, noise_scale, checked_loss_scaler(
             loss_scaler, exchange.ranks)
@@ -191,7 +196,7 @@ class Accumulator:
         stages = bound(stages_of(loss_scaler, on_nonfinite, noise_scale, stages, counters, self), prefix, exchange,
                        counters)
         self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange,
-                       Buffers(prefix, exchange.buffers(prefix), buffer_dtypes, exchange.shared_unit), counters,
+                       Buffers(prefix, exchange.buffers(prefix), layout.dtypes, exchange.shared_unit), counters,
                        Journal(prefix), (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks,
                        clip_norm, () if after_update is None else (after_update,))
         self._kept = (*counters.run_state, *_state_of_hook(after_update, optimizer),
@@ -201,6 +206,7 @@ class Accumulator:
     def _publish(self, counters: Counters) -> None:
         """Offer what others may read."""
         way = self.way
+        self.weights = way.weights
         self.looks_at_pieces = way.exchange.inside > 1 or way.length.budget is not None or way.looks_at_gradients
         self.mini_step, self.update_step, self.seen = counters.mini_step, counters.update_step, counters.seen
         self.closed_windows, self.weight_sum = counters.closed_windows, counters.weight_sum
@@ -213,7 +219,7 @@ class Accumulator:
         """Add one microbatch and, if it closes the window, update.
 
         Args:
-            grads: A gradient for each of `optimizer.parameters`, in their order and shapes.
+            grads: A gradient for each of `weights`, in their order and shapes.
             weight: A number >= 0 or a Tensor of shape `()`. With 0, the microbatch counts, but its gradient is ignored.
                 A negative or infinite Tensor counts as NaN, which makes the accumulated gradient NaN.
 
@@ -314,14 +320,19 @@ class Accumulator:
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, layout: Accumulated,
-                 features: tuple[str, ...]) -> OneDevice:
+                 features: tuple[str, ...], stages: tuple[Stage, ...]) -> OneDevice:
     if reducer is not None:
         reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
         layout.settings["the optimizer, its learning rate or state"] = describe(optimizer)
-        return reducer.bind(layout)
+        exchange = reducer.bind(layout)
+        require_divisible(optimizer, stages, exchange.divides)
+        return exchange
+    if layout.slices:
+        raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "
+                         "reducer=DataParallel(zero=1), or the optimizer network.trainable_params()")
+    warn_if_alone()
     if not may_shard():
         return OneDevice(layout)
-    warn_if_alone()
     require_whole_gradients(features)
     return Slices(layout, features)
 
@@ -346,5 +357,6 @@ def _state_of_hook(hook: Optional[Callable], optimizer: Callable) -> tuple[Param
     cell = getattr(hook, "__self__", hook)
     if not isinstance(cell, nn.Cell):
         return ()
-    others = {id(p) for p in (*optimizer.parameters, *(p for _, p in state_of(optimizer)))}
+    updated = (*optimizer.parameters, *whole_parameters(optimizer.parameters))
+    others = {id(p) for p in (*updated, *(p for _, p in state_of(optimizer)))}
     return tuple(p for p in cell.get_parameters() if id(p) not in others)

@@ -17,7 +17,7 @@ _FRACTION = 2.0**36  # fractions of weights are counted in units of 2**-36
 _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
                "others; call accumulator.reset(), which drops the open window, and go on with the next batch")
 _TORN_UPDATE = ("an error or an interrupt stopped an update, of which the parameters may hold a part; load a "
-                "checkpoint, or call accumulator.reset(), which drops the window, and go on")
+                "checkpoint, on all ranks, or call accumulator.reset() on one device, which drops the window")
 
 
 @ms.jit_class

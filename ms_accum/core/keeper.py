@@ -1,5 +1,6 @@
-"""The keeper decides for the host when a window closes. It counts down, and reads the device when the window should be
-full: once a window, but at each microbatch where a weight closes it, or where a cell has a limit of skips.
+"""For a train step, the host decides when a window closes, and the keeper does that. (A cell in graph mode and an
+Accumulator by hand decide on the device.) The keeper counts down, and reads the device once for each window, when it
+should be full. It reads at each microbatch with `until_weight`, or in a cell with `max_skips`.
 
     microbatch:  count down ─ some missing ─► nothing to read
                      │ none missing: read the facts
@@ -318,6 +319,6 @@ def nothing_of(accumulator: Accumulator, active: int = 0) -> Callable:
     def nothing() -> Tensor:
         # With weight 0, any Tensors of the right shapes are ignored. No gradient comes from this loss.
         begun = way.begin(Tensor(0.0, ms.float32))
-        return ops.depend(as_tensor(way.add_piece(way.optimizer.parameters, 0.0, None, active)), begun)
+        return ops.depend(as_tensor(way.add_piece(way.weights, 0.0, None, active)), begun)
 
     return nothing

@@ -16,9 +16,11 @@ from weakref import ref
 from mindspore import Parameter, nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
+from ..distributed.zero import whole_of, whole_parameters
 from ..tensors import FLOATS
 
 INSTANCE = re.compile(r"^accumulator\d+\.")  # what the names of an accumulator's own Parameters begin with
+_PLACE = re.compile(r"\[(\d+)\]$")
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order of the process
 _named_by: dict[str, ref] = {}
 
@@ -69,7 +71,7 @@ def require_same_parameters(function: Callable, optimizer: object) -> None:
         function: A Cell, or a function: the Cells that it names are looked at.
         optimizer: The optimizer.
     """
-    optimized = {p.name: p for p in optimizer.parameters}
+    optimized = {p.name: p for p in whole_parameters(optimizer.parameters)}
     for parameter in (p for cell in cells_of(function) for p in cell.get_parameters()):
         if optimized.get(parameter.name, parameter) is not parameter:
             raise ValueError(f"the optimizer updates another Parameter called {parameter.name} than the network has, "
@@ -107,6 +109,26 @@ def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
     return [(place if times[p.name] > 1 or _GENERATED.fullmatch(p.name) else p.name, p) for place, p in found]
 
 
+def divided_state(optimizer: object) -> dict[int, Parameter]:
+    """Return the whole parameter of each Parameter of the optimizer's state that is cut like its slice, by `id`.
+
+    Such state is a clone of the slice, or has its shape and its name at the end of its own, or stands in a list of
+    such state in the place of the slice.
+    """
+    slices = [p for p in getattr(optimizer, "parameters", ()) if whole_of(p) is not p]
+    clones = {id(clone): part for part in slices for clone in getattr(part.param_info, "cloned_obj", ())}
+    found = {}
+    for place, state in state_of(optimizer) if slices else ():
+        named = [p for p in slices if state.name.endswith(f".{whole_of(p).name}")]
+        part = clones.get(id(state), max(named, key=lambda p: len(whole_of(p).name), default=None))
+        number = _PLACE.search(place)
+        if part is None and number is not None and int(number[1]) < len(slices):
+            part = slices[int(number[1])]
+        if part is not None and tuple(part.shape) == tuple(state.shape):
+            found[id(state)] = whole_of(part)
+    return found
+
+
 def name_state(optimizer: object, prefix: str) -> None:
     """Rename state whose name is not unique (two optimizers' `global_step`), which graph mode refuses."""
     for name, state in state_of(optimizer):
@@ -119,7 +141,7 @@ def name_state(optimizer: object, prefix: str) -> None:
 
 def cell_prefix(optimizer: object) -> str:
     """Return what begins the names of an accumulator's Parameters in a cell: the same in every process."""
-    return f"accumulator.{optimizer.parameters[0].name}."
+    return f"accumulator.{whole_of(optimizer.parameters[0]).name}."
 
 
 def own_name(optimizer: object, name: str) -> str:
@@ -129,7 +151,9 @@ def own_name(optimizer: object, name: str) -> str:
 
 def describe(optimizer: object) -> str:
     """Return the same text for the same class with the same learning rate and state."""
-    digests = [(name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer)]
+    divided = divided_state(optimizer)  # differs from rank to rank
+    digests = [(name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer)
+               if id(p) not in divided]
     return repr([type(optimizer).__name__, *digests])
 
 

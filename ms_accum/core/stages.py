@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, amp, ops
 
 from ..arguments import instance_of, one_of, whole_number
 from ..distributed.ranks import require_alike
-from ..tensors import all_finite, as_tensor, mapped, wider
+from ..tensors import all_finite, as_tensor, finite_sum, mapped, wider
 
 if TYPE_CHECKING:
     from ..distributed.exchange import OneDevice
@@ -39,6 +39,9 @@ class Stage:
 
     Attributes:
         measures: How many numbers `measure` returns.
+        takes_slices: Whether `accepts` and `on_update` are right where their gradients are the slices of this rank
+            (ZeRO), because what they sum over elements goes through `exchange.over_slices`.
+        exchange: That of the accumulator, once the stage is bound.
         window_state: Its Parameters that belong to the open window: they are 0 when it begins.
         run_state: Its other Parameters.
 
@@ -69,6 +72,8 @@ class Stage:
     """
 
     measures = 0
+    takes_slices = False
+    exchange: OneDevice
     window_state: tuple[Parameter, ...] = ()
     run_state: tuple[Parameter, ...] = ()
 
@@ -153,12 +158,15 @@ class SkipMicrobatch(Stage):
 class SkipWindow(Stage):
     """Drop a window whose gradient is not finite, and count it in `skipped`."""
 
+    takes_slices = True
+
     def __init__(self, counters: Counters) -> None:
         self.skipped, self.in_row = counters.skipped, counters.skipped_in_row
 
     def accepts(self, gradients: Gradients, sums: Numbers) -> Tensor:
         """See `Stage`. Gradients of a sum do not show that its weight is not finite."""
-        return all_finite((*gradients, as_tensor(sums[WEIGHT])))
+        total = finite_sum((*gradients, as_tensor(sums[WEIGHT])))
+        return ops.isfinite(self.exchange.over_slices(total))
 
     def on_close(self, applied: bool) -> None:
         """See `Stage`."""
@@ -252,6 +260,7 @@ def bound(stages: tuple[Stage, ...], prefix: str, exchange: OneDevice, counters:
     """Return stages, which have joined an accumulator; `counters` have room for what they measure."""
     for stage in stages:
         stage.bind(prefix, exchange.across)
+        stage.exchange = exchange
     counters.measure(sum(stage.measures for stage in stages))
     return stages
 

@@ -2,10 +2,10 @@
 
     add:     weigh ─► measure ─► exchange inside ─► buffers, sums
     window:  exchange across ─► restore ─► accepts?
-    update:  normalise ─► clip ─► optimizer ─► hooks ─► close ─► empty
+    update:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► close ─► empty
 
 Ranks *inside* sum every microbatch, ranks *across* every window: see `distributed.exchange`. On one device, both leave
-everything as it is.
+everything as it is. What stands in brackets is for ZeRO alone.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
-from ..tensors import after, checked_gradients, clip_factor, global_norm, mapped, weighted
+from ..tensors import after, checked_gradients, clip_factor, mapped, norm_of, square_sum, weighted
 from .stages import ACTIVE, COUNTED, MEASURED, TAKEN, WEIGHT, overrides
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Way:
         may_drop: Whether a stage may drop a window.
         looks_at_gradients: Whether a stage weighs or measures the mean gradient of each piece.
         measuring, judging, watching, closing: The stages that override `measure`, `accepts`, `on_update`, `on_close`.
+        weights: The whole parameters, which gradients are for, in the optimizer's order.
         is_driven: Whether a train step or a cell fills the accumulator: nothing can be added by hand then.
     """
 
@@ -74,7 +75,7 @@ class Way:
                  counters: Counters, journal: Journal, kernels: tuple[Portable, Portable], contributors: Optional[int],
                  clip_norm: Optional[float], hooks: tuple[Callable, ...]) -> None:
         self.expected, self.optimizer, self.dtypes, self.stages = expected, optimizer, dtypes, stages
-        self.length, self.exchange, self.buffers = length, exchange, buffers
+        self.length, self.exchange, self.buffers, self.weights = length, exchange, buffers, exchange.weights
         self.counters, self.journal, self.is_driven = counters, journal, False
         self.buffered, self.copied = kernels
         self.contributors, self.clip_norm, self.hooks, self._driver = contributors, clip_norm, hooks, None
@@ -234,13 +235,15 @@ class Way:
         for stage, start, end in self.watching:
             stage.on_update(gradients, unit, sums, sums[start:end])
         factor = normalising(self.contributors, unit, sums[WEIGHT])
-        factor = clipping(self.clip_norm, self.counters.grad_norm, gradients, factor)
+        factor = clipping(self.clip_norm, self.counters.grad_norm, self.exchange, gradients, factor)
         if isinstance(factor, Tensor):  # what scales buffers in place comes after what reads them
             factor = ops.depend(factor, ops.assign_add(self.counters.update_step, 1))
         else:  # a statement of its own: a graph drops a result that has a name and no use
             ops.assign_add(self.counters.update_step, 1)
         self.counters.see(sums[COUNTED])
+        self.exchange.cut_parameters()
         self.optimizer(kernels.scale(factor, gradients, self.dtypes))
+        self.exchange.gather_parameters()
         for hook in self.hooks:
             hook()
 
@@ -280,11 +283,12 @@ def normalising(contributors: Optional[int], unit: Scalar, weight: Scalar) -> Sc
     return unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
 
 
-def clipping(clip_norm: Optional[float], grad_norm: Parameter, gradients: Gradients, factor: Scalar) -> Scalar:
+def clipping(clip_norm: Optional[float], grad_norm: Parameter, exchange: OneDevice, gradients: Gradients,
+             factor: Scalar) -> Scalar:
     """Return the factor on the gradients after clipping, and keep their norm before it."""
     if clip_norm is None:
         return factor
-    norm = global_norm(gradients, factor)
+    norm = norm_of(exchange.over_slices(square_sum(gradients, factor)))
     ops.assign(grad_norm, norm)
     return factor * clip_factor(norm, clip_norm)
 

@@ -3,28 +3,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm
 
-from ..tensors import as_vector
+from ..tensors import after, as_vector, mapped, scaled
 
 if TYPE_CHECKING:
-    from ..tensors import Gradients, Numbers
+    from ..tensors import Gradients, Numbers, Scalar
 
 MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What is accumulated: the optimizer's parameters, and the dtypes of their buffers."""
+    """What is accumulated: the whole parameters in the optimizer's order, and the dtypes of their buffers."""
 
     parameters: tuple[Parameter, ...]
     dtypes: tuple[ms.Type, ...]  # of the buffers
     settings: dict[str, str]  # what has to be the same on every rank, by name
+    slices: tuple[Parameter, ...] = ()  # the optimizer's parameters, if they are slices of these
 
 
 @ms.jit_class
@@ -45,59 +46,45 @@ class Buckets:
         self.shapes = tuple(tuple(p.shape) for p in parameters)
         self.dtypes = dtypes
         self.sizes = tuple(prod(shape) for shape in self.shapes)
-        self.members = _filled(self.sizes, dtypes, size)
+        self.members = filled(self.sizes, dtypes, size)
         places = [i for members in self.members for i in members]
         self.order = tuple(places.index(i) for i in range(len(places)))
-        self.bucket_dtypes = tuple(dtypes[members[0]] for members in self.members)
-        self.carries_numbers = self.bucket_dtypes[0] == ms.float32
+        self.backwards = self.members[::-1]  # in the order of the backward pass: an exchanged bucket can be freed first
+        self.carries_numbers = dtypes[self.members[-1][0]] == ms.float32
         self.totals = tuple(sum(self.sizes[i] for i in members) for members in self.members)
         self.lengths = tuple(-(-total // ranks) * ranks for total in self.totals)
         self.padding = tuple(length - total for length, total in zip(self.lengths, self.totals))
-        self.scatters = ms.get_context("device_target") != "CPU"
         group = group or GlobalComm.WORLD_COMM_GROUP
         self.sum = ops.AllReduce(group=group)
         # On CPU, MindSpore 2.10 has an AllGather for all ranks together only.
-        gathers = self.scatters or group == GlobalComm.WORLD_COMM_GROUP
+        gathers = ms.get_context("device_target") != "CPU" or group == GlobalComm.WORLD_COMM_GROUP
         self.gather = ops.AllGather(group=group) if gathers else None
-        self.scatter = ops.ReduceScatter(group=group) if self.scatters else None
 
     # Each collective waits for the one before: left to themselves, those of one graph may start in another order on
     # another rank.
 
-    def all_reduce(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
-        """Return the sums over all ranks. The numbers travel behind the first bucket, if that is of float32."""
-        if self.carries_numbers:
-            first = self.members[0]
-            sums = self.sum(ops.concat((self._flat(gradients, first, 0), as_vector(numbers))))
-            numbers = _as_numbers(sums[self.totals[0]:], len(numbers))
-            summed = self._split(sums, first)
-            others = self.members[1:]
-        else:
-            sums = self.sum(as_vector(numbers))
-            numbers = _as_numbers(sums, len(numbers))
-            summed = ()
-            others = self.members
-        for members in others:
-            sums = self.sum(ops.depend(self._flat(gradients, members, 0), sums))
-            summed = (*summed, *self._split(sums, members))
-        return tuple([summed[i] for i in self.order]), numbers
+    def all_reduce(self, gradients: Gradients, numbers: Numbers, unit: Optional[Scalar] = None
+                   ) -> tuple[Gradients, Numbers]:
+        """Return the sums over all ranks of `unit * gradients`, and of numbers.
 
-    def reduce_scatter(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
-        """Return this rank's part of the sums over all ranks, a flat Tensor per bucket, and the sums of the numbers."""
-        sums = self.sum(as_vector(numbers))
-        numbers = _as_numbers(sums, len(numbers))
-        parts = ()
-        for members, length, padding in zip(self.members, self.lengths, self.padding):
-            flat = ops.depend(self._flat(gradients, members, padding), sums)
-            if self.scatters:
-                sums = self.scatter(flat)
-                part = sums
-            else:
-                share = length // self.ranks
-                sums = self.sum(flat)
-                part = sums[self.rank * share:(self.rank + 1) * share]
-            parts = (*parts, part)
-        return parts, numbers
+        The last bucket goes first, whose gradients the backward pass makes first; the numbers travel behind it, if it
+        is of float32.
+        """
+        sums, summed, others = as_vector(numbers), (), self.backwards
+        if self.carries_numbers:
+            last, others = others[0], others[1:]
+            own = gradients_of_bucket(last, gradients, self.dtypes, sums, unit)
+            sums = self.sum(ops.concat((self._flat(own, last, 0), sums)))
+            numbers = _as_numbers(sums[self.totals[-1]:], len(numbers))
+            summed = self._split(sums, last)
+        else:
+            sums = self.sum(sums)
+            numbers = _as_numbers(sums, len(numbers))
+        for members in others:
+            own = gradients_of_bucket(members, gradients, self.dtypes, sums, unit)
+            sums = self.sum(ops.depend(self._flat(own, members, 0), sums))
+            summed = (*self._split(sums, members), *summed)
+        return tuple([summed[i] for i in self.order]), numbers
 
     def all_gather(self, parts: Gradients) -> Gradients:
         """Return whole gradients from the parts of all ranks."""
@@ -113,7 +100,8 @@ class Buckets:
         found = ()
         for members, length, padding in zip(self.members, self.lengths, self.padding):
             share = length // self.ranks
-            found = (*found, self._flat(gradients, members, padding)[self.rank * share:(self.rank + 1) * share])
+            flat = self._flat(tuple([gradients[i] for i in members]), members, padding)
+            found = (*found, flat[self.rank * share:(self.rank + 1) * share])
         return found
 
     def sum_numbers(self, numbers: Numbers) -> Numbers:
@@ -129,7 +117,7 @@ class Buckets:
         return self.sum(ops.concat((ops.zeros(before, part.dtype), part, ops.zeros(after, part.dtype))))
 
     def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
-        parts = [gradients[i].reshape(-1) for i in members]
+        parts = [gradient.reshape(-1) for gradient in gradients]
         if padding:
             parts.append(ops.zeros(padding, self.dtypes[members[0]]))
         return ops.concat(tuple(parts))
@@ -143,10 +131,22 @@ class Buckets:
         return gradients
 
 
-def _filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return the parameters of each bucket of at most `limit` bytes, larger ones alone; float32 first."""
+def gradients_of_bucket(members: tuple[int, ...], gradients: Gradients, dtypes: tuple[ms.Type, ...], before: Tensor,
+                        unit: Optional[Scalar] = None) -> Gradients:
+    """Return what a bucket holds of `unit * gradients`.
+
+    The products are made after `before`: those of all buckets together would be a copy of all gradients in memory.
+    """
+    own = tuple([gradients[i] for i in members])
+    if unit is None:
+        return own
+    return mapped(scaled, unit, mapped(after, before, own), tuple([dtypes[i] for i in members]))
+
+
+def filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return the parameters of each bucket of at most `limit` bytes, larger ones alone; float32 last."""
     buckets: list[list[int]] = []
-    for dtype in sorted(set(dtypes), key=lambda dtype: (dtype != ms.float32, str(dtype))):
+    for dtype in sorted(set(dtypes), key=lambda dtype: (dtype == ms.float32, str(dtype))):
         itemsize = np.dtype(ms.dtype_to_nptype(dtype)).itemsize
         room = 0
         for i in (i for i, other in enumerate(dtypes) if other == dtype):

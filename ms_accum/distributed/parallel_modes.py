@@ -7,6 +7,7 @@ that Cell is compiled: then nothing shows it before.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from os import environ
 from warnings import warn
 
 import mindspore as ms
@@ -16,9 +17,9 @@ from mindspore.ops import constexpr
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.distributed import DistributedDataParallel
 
-_ALONE = ("communication is initialised with {} ranks, but this accumulator has no reducer: each rank trains alone, "
-          "and their parameters drift apart; give reducer=DataParallel(). If MindSpore shards the network "
-          "(AutoParallel), or the script sums gradients over the ranks itself, change nothing")
+_ALONE = ("this run has {} ranks, but this accumulator has no reducer: each rank trains alone, and their parameters "
+          "drift apart; give reducer=DataParallel(), after mindspore.communication.init(). If MindSpore shards the "
+          "network (AutoParallel), or the script sums gradients over the ranks itself, change nothing")
 _SLICES = ("{}: in MindSpore's {} mode, each rank holds slices of the gradients, and would decide by its own slices; "
            "leave this out, or train without that mode, with reducer=DataParallel()")
 _REDUCED = ("reducer: MindSpore's {} mode sums gradients over the ranks itself; leave reducer=DataParallel() out, or "
@@ -46,7 +47,7 @@ def may_shard() -> bool:
 
 def warn_if_alone() -> None:
     """Warn of several ranks, where nothing sums their gradients and MindSpore does not shard."""
-    ranks = initialised_ranks()
+    ranks = max(initialised_ranks(), int(environ.get("MS_WORKER_NUM") or 1))  # the latter from msrun
     if ranks > 1 and not shards():
         warn(_ALONE.format(ranks), UserWarning, stacklevel=2)
 

@@ -17,8 +17,10 @@ from tqdm import tqdm
 
 from ..checkpoint.file import SUFFIXES, CheckpointError
 from ..cli.files import printable, say_written, write_file, write_json
+from ..cli.interrupts import raise_if_interrupted
 from ..cli.options import count, number, output
 from ..cli.process import join_ranks, versions
+from ..distributed.data_parallel import DataParallel
 from ..distributed.ranks import gather, wait_for_all
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 PROGRESS_SECONDS = 10.0
 # Options that a resumed run may change.
-_FREE = {"epochs", "accumulate_step", "sync", "compare", "save", "resume", "json", "plot"}
+_FREE = {"epochs", "accumulate_step", "sync", "zero", "compare", "save", "resume", "json", "plot"}
 
 
 def adam(parameters: list[Parameter], learning_rate: float) -> nn.Adam:
@@ -71,8 +73,10 @@ def add_options(parser: ArgumentParser, compare: str, **defaults: Any) -> None:
         help="clip the accumulated gradient to this global norm (default: %(default)s)")
     add("--seed", type=seed, default=42, metavar="N",
         help="seed of the initial weights and the order of the data (default: %(default)s)")
-    add("--sync", choices=("window", "microbatch", "node"), default="window",
-        help="when several ranks exchange gradients, see DataParallel (default: %(default)s)")
+    add("--sync", choices=("window", "microbatch", "node"),
+        help="when several ranks exchange gradients, see DataParallel (default: window, with --zero 2 microbatch)")
+    add("--zero", type=int, choices=(0, 1, 2), default=0,
+        help="what several ranks divide: the optimizer's state (1), and the buffers (2) (default: %(default)s)")
     add("--compare", action="store_true", help=compare)
     add("--save", type=output(*SUFFIXES), metavar="FILE.ckpt", help="write a checkpoint after each epoch")
     add("--resume", metavar="FILE.ckpt",
@@ -149,7 +153,8 @@ class Report:
         self.ranks = ranks = self.accumulator.exchange.ranks
         if resumed is not None:
             self._resume(resumed)
-        of, exchanged = ("", "") if ranks == 1 else (f" x {ranks} ranks", f", gradients exchanged each {options.sync}")
+        sync = DataParallel(sync=options.sync, zero=options.zero).sync
+        of, exchanged = ("", "") if ranks == 1 else (f" x {ranks} ranks", f", gradients exchanged each {sync}")
         size = options.batch_size * options.accumulate_step * ranks
         clipped = "" if options.clip_norm is None else f", clipped to norm {options.clip_norm:g}"
         print(f"versions   {', '.join(f'{name} {version}' for name, version in versions().items())}",
@@ -185,6 +190,7 @@ class Report:
         with tqdm(total=sum(sizes), desc=name, unit=f" {unit}", unit_scale=True, leave=False, dynamic_ncols=True,
                   file=sys.stdout, disable=not sys.stdout.isatty()) as bar:
             for loss, size in zip(losses, sizes):
+                raise_if_interrupted()
                 taken.append(loss)
                 done += size
                 if bar.update(size):

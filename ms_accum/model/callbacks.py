@@ -67,7 +67,7 @@ class FlushCallback(Callback):
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Remember where the epoch begins, and check that the optimizer can go on."""
         for cell in _train_cells(run_context):
-            require_trainable(cell.optimizer.parameters)
+            require_trainable(cell.accumulator.weights)
             require_rates(cell.optimizer)
         self._begin = run_context.original_args().cur_step_num
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..core.accumulator import Accumulator, Status
     from ..core.length import AccumulateStep
     from ..core.stages import Stage
-    from ..distributed.exchange import DataParallel
+    from ..distributed.data_parallel import DataParallel
 
 
 class TrainOneStepCell(nn.Cell):
@@ -223,7 +223,7 @@ def _name_for_a_cell(accumulator: Accumulator) -> None:
     State of the optimizer whose name ends in a parameter's has a name of its own already.
     """
     optimizer = accumulator.optimizer
-    names, prefix = tuple(parameter.name for parameter in optimizer.parameters), cell_prefix(optimizer)
+    names, prefix = tuple(parameter.name for parameter in accumulator.weights), cell_prefix(optimizer)
     for parameter in accumulator.parameters:
         parameter.name = INSTANCE.sub(prefix, parameter.name)
     for _, parameter in state_of(optimizer):

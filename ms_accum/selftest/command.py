@@ -14,6 +14,7 @@ import mindspore as ms
 from tqdm import tqdm
 
 from ..cli.files import write_json
+from ..cli.interrupts import raise_if_interrupted
 from ..cli.options import add_command, output
 from ..cli.process import join_ranks, versions
 from ..core.probe import SWITCH, kernels
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     """Run each row, print, write. Return 1 if a row fails, or none could be run."""
     rank, ranks = start(options.device)
     names = [check.name for check in rows_to_be(options.quick, rank, ranks)]
-    chosen = [name for name in names if begins_a_word(options.rows, str(name))]
+    chosen = [name for name in names if options.rows is None or begins_a_word(options.rows, str(name))]
     if not chosen:
         raise ValueError(f"argument --rows: no row has {options.rows!r} in its name; there are {parts_of(names)}")
     print(f"versions   {', '.join(f'{name} {version}' for name, version in versions().items())}",
@@ -104,9 +105,9 @@ def start(device: Optional[str]) -> tuple[int, int]:
     return get_rank(), ranks
 
 
-def begins_a_word(text: Optional[str], name: str) -> bool:
+def begins_a_word(text: str, name: str) -> bool:
     """Return whether a word of the name begins with this text: "float16" chooses no row in bfloat16."""
-    return re.search(rf"(?<!\w){re.escape(text or '')}", name) is not None
+    return text != "" and re.search(rf"(?<!\w){re.escape(text)}", name) is not None
 
 
 def parts_of(names: Sequence[Name]) -> str:
@@ -121,6 +122,7 @@ def shown(checks: Iterator[Union[Check, Figure]], count: int, rank: int, ranks: 
         for check in checks:
             bar.set_postfix_str(str(check.name))
             row = row_of(check)
+            raise_if_interrupted()
             if rank > 0 and row.result == FAILS:  # what rank 0 cannot know
                 print(f"rank {rank}: {text(row)}", file=sys.stderr, flush=True)
             row = of_all_ranks(row, ranks)

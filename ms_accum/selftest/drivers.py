@@ -72,7 +72,7 @@ class Driver:
         return self.accumulator.close_if(self.accumulator.mini_step > 0)
 
     def _add_nothing(self) -> Tensor:
-        return ops.depend(Tensor(0.0), self.accumulator(self.accumulator.optimizer.parameters, 0.0))
+        return ops.depend(Tensor(0.0), self.accumulator(self.accumulator.weights, 0.0))
 
     def _step(self, weight_fn: Optional[Callable]) -> Callable:
         if self.kind == "hand":
@@ -92,7 +92,7 @@ class Driver:
             loss = forward_fn(*batch)
             return accumulator.scaled(loss), loss
 
-        grad_fn = ms.value_and_grad(scaled, None, accumulator.optimizer.parameters, has_aux=True)
+        grad_fn = ms.value_and_grad(scaled, None, accumulator.weights, has_aux=True)
 
         def train_step(*batch: Tensor) -> Tensor:
             (_, loss), grads = grad_fn(*batch)

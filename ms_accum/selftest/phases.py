@@ -28,6 +28,17 @@ def windows(training: Training, expected: Expected, windows: Sequence) -> float:
     return training.off(expected)
 
 
+def reported(training: Training, expected: Expected, windows: Sequence) -> float:
+    """Train on whole windows of samples, and compare the losses that were returned and the samples that were counted.
+    """
+    require_small(training, expected)
+    seen, samples = int(training.accumulator.seen), sum(len(batch[0]) for window in windows for batch in window)
+    losses = [float(loss) for loss in training.learn(windows)]
+    counted = int(training.accumulator.seen) - seen
+    require(counted == samples, f"{counted} samples were counted, expected {samples}")
+    return float(np.max([training.off(expected), *np.abs(np.divide(losses, expected.losses) - 1)]))
+
+
 def incomplete(training: Training, expected: Expected, windows: Sequence) -> float:
     """Train on windows, the last of which has to be applied before it is full."""
     require_small(training, expected)
@@ -45,13 +56,18 @@ def clipped(training: Training, expected: Expected, windows: Sequence) -> float:
     return float(np.max([training.off(expected), abs(norm / expected.norms[-1] - 1)]))
 
 
+def spoilt(window: Sequence[tuple]) -> list[tuple]:
+    """Return a window whose first microbatch holds NaN alone."""
+    (x, *others), *rest = window
+    return [(np.full_like(x, np.nan), *others), *rest]
+
+
 def dropped(training: Training, expected: Expected, windows: Sequence) -> float:
     """Train on a window with NaN, which has to change nothing, and on a good one."""
     accumulator = training.accumulator
     before, scaler, skipped = values(training.state), accumulator.loss_scaler, int(accumulator.skipped)
     scale = None if scaler is None else float(scaler.scale_value)
-    (x, *others), *rest = windows[0]
-    training.learn([[(np.full_like(x, np.nan), *others), *rest]])
+    training.learn([spoilt(windows[0])])
     same = all(np.array_equal(a, b) for a, b in zip(before, values(training.state)))
     require(same, "a window with NaN changed the parameters or the optimizer's state")
     require(int(accumulator.skipped) == skipped + 1, "a window with NaN was not counted as skipped")
@@ -63,9 +79,12 @@ def dropped(training: Training, expected: Expected, windows: Sequence) -> float:
 
 
 def resumed(training: Training, expected: Expected, windows: Sequence) -> float:
-    """Save in the middle of the last window, go on, and resume from the file in a training with other weights."""
+    """Save in the middle of the last window, go on, and resume from the file in a training with other weights.
+
+    A window with NaN comes first, so that what counts them is not 0.
+    """
     *whole, last = windows
-    training.learn([*whole, last[:1]])
+    training.learn([spoilt(last), *whole, last[:1]])
     other = Training(training.setting, training.name, training.dtype, seed=1)
     with TemporaryDirectory(prefix="ms_accum-") as folder:
         path = Path(folder) / "selftest.ckpt"

@@ -14,11 +14,18 @@ from .rows import require
 
 
 class Expected(NamedTuple):
-    """Where plain training ends: the parameters before and after, and the norm of each gradient before clipping."""
+    """Where plain training ends.
+
+    Attributes:
+        start, end: The parameters before and after.
+        norms: The norm of each gradient before clipping.
+        losses: The loss of each microbatch, before the update of its window.
+    """
 
     start: list[np.ndarray]
     end: list[np.ndarray]
     norms: list[float]
+    losses: list[float]
 
 
 def optimizer_of(parameters: Sequence[Parameter]) -> nn.Optimizer:
@@ -39,18 +46,19 @@ def undivided(microbatches: Sequence[tuple]) -> tuple[np.ndarray, ...]:
 def train(loss_fn: Callable, parameters: Sequence[Parameter], windows: Sequence[Sequence[tuple]],
           clip_norm: Optional[float] = None) -> Expected:
     """Train `parameters` by one update for each window of microbatches, on their undivided batch."""
-    optimizer, norms = optimizer_of(parameters), []
+    optimizer, norms, losses = optimizer_of(parameters), [], []
     gradients_of = ms.grad(loss_fn, None, optimizer.parameters)
     start = values(parameters)
     with running("pynative"):
         for window in windows:
+            losses += [float(loss_fn(*map(Tensor, microbatch))) for microbatch in window]
             gradients = gradients_of(*map(Tensor, undivided(window)))
             norms.append(float(_norm(gradients)))
             if clip_norm is not None and norms[-1] > clip_norm:
                 factor = clip_norm / norms[-1]
                 gradients = tuple((g.astype(ms.float32) * factor).astype(g.dtype) for g in gradients)
             optimizer(gradients)
-    return Expected(start, values(parameters), norms)
+    return Expected(start, values(parameters), norms, losses)
 
 
 def off(parameters: Sequence[Parameter], expected: Expected) -> float:

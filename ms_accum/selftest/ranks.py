@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ms_accum import DataParallel
+from ms_accum import DataParallel, shard_parameters
 
 from ..distributed.ranks import gather
 from . import plain
@@ -17,7 +17,7 @@ from .training import BOUNDS, Phase, Setting, Training
 
 REDUCERS = {
     "window": DataParallel(), "microbatch": DataParallel(sync="microbatch"),
-    "shard": DataParallel(sync="microbatch", shard=True),
+    "zero 1": DataParallel(zero=1), "zero 2": DataParallel(zero=2),
 }
 LENGTH = 2
 _RESULTS = (HOLDS, MEASURED, NOT_RUN, NO_KERNEL, FAILS)  # from the best to the worst
@@ -30,7 +30,8 @@ def checks_of_ranks(rank: int, ranks: int, quick: bool) -> Iterator[Check]:
     for dtype in ("float32",) if quick else BOUNDS:
         for name, reducer in REDUCERS.items():
             phase = Phase(f"{ranks} ranks, {name}", windows, partial(exchanged, microbatches_of(rank)))
-            setting = Setting((phase,), LENGTH, partial(dict, reducer=reducer))
+            trained = shard_parameters if reducer.zero else list
+            setting = Setting((phase,), LENGTH, partial(dict, reducer=reducer), trained=trained)
             for driver in drivers:
                 yield from Training(setting, driver, dtype, seed=rank).checks()
 

@@ -8,9 +8,10 @@ from typing import Union
 from .figures import figures
 from .kernels import checks_of_kernels
 from .losses import checks_of_losses
+from .nonfinite import checks_of_nonfinite
 from .ranks import checks_of_ranks
 from .rows import Check, Figure
-from .settings import MEANS, SAMPLES, SUMS
+from .settings import MEANS, ONES, SAMPLES, SUMS
 from .training import BOUNDS, DRIVERS, Training
 
 
@@ -24,14 +25,16 @@ def all_checks() -> Iterator[Check]:
     """Yield each check, for each driver and dtype."""
     for dtype in BOUNDS:
         for driver in DRIVERS:
-            for setting in (SAMPLES, MEANS, SUMS):
+            for setting in (SAMPLES, MEANS, SUMS, ONES):
                 yield from Training(setting, driver, dtype).checks()
         yield from checks_of_losses(dtype)
+        yield from checks_of_nonfinite(dtype)
 
 
 def quick_checks() -> Iterator[Check]:
     """Yield each check once, by one driver after the other."""
-    parts = [SAMPLES._replace(phases=(phase,)) for phase in SAMPLES.phases] + [MEANS, SUMS]
+    parts = [SAMPLES._replace(phases=(phase,)) for phase in SAMPLES.phases] + [MEANS, SUMS, ONES]
     for setting, driver in zip(parts, cycle(DRIVERS)):
         yield from Training(setting, driver, "float32").checks()
     yield from checks_of_losses("float32")
+    yield from checks_of_nonfinite("float32")

@@ -43,7 +43,7 @@ def options_of_means() -> dict[str, Any]:
 
 # Windows of one phase have microbatches of two sizes: each size is compiled anew.
 SAMPLES = Setting((
-    Phase("ragged windows", [samples((5, 2, 5), 2), samples((2, 5, 5), 12)], phases.windows),
+    Phase("ragged windows", [samples((5, 2, 5), 2), samples((2, 5, 5), 12)], phases.reported),
     Phase("incomplete window", [samples((5, 2), 0)], phases.incomplete),
     Phase("clipping", [samples((5, 2, 5), 2, loud=True), samples((2, 5, 5), 12, loud=True)], phases.clipped),
     Phase("skipping", [samples((5, 5, 5), 7)], phases.dropped),
@@ -54,6 +54,7 @@ MEANS = Setting((
     Phase("loss scale", [texts((12, 2), 3)], phases.dropped),
 ), 2, options_of_means, weight_fn=targets)
 # By hand, each window divides by the same number of tokens.
+ONES = Setting((Phase("windows of one", [samples((5,), 2), samples((5,), 12)], phases.windows),), 1)
 SUMS = Setting((
     Phase("token weights, sums", [texts((12, 2), 1), texts((5, 9), 2)], phases.windows),
 ), 2, reduction="sum", weight_fn=targets, by_hand=14.0)

@@ -55,6 +55,7 @@ class Setting(NamedTuple):
         reduction: What the loss does with its targets.
         weight_fn: What weighs a microbatch; None: its samples.
         by_hand: By hand: what divides gradients that are summed; None: means, as in a train step.
+        trained: Takes the network's parameters, and returns what the optimizer trains.
     """
 
     phases: tuple[Phase, ...]
@@ -63,6 +64,7 @@ class Setting(NamedTuple):
     reduction: str = "mean"
     weight_fn: Optional[Callable] = None
     by_hand: Optional[float] = None
+    trained: Callable[[list[ms.Parameter]], Sequence[ms.Parameter]] = list
 
 
 class Training:
@@ -94,7 +96,8 @@ class Training:
         """What is checked."""
         setting = self.setting
         summed = setting.by_hand is not None and self.name.startswith("by hand")
-        return Accumulator(plain.optimizer_of(self.network.trainable_params()), setting.accumulate_step,
+        optimizer = plain.optimizer_of(setting.trained(self.network.trainable_params()))
+        return Accumulator(optimizer, setting.accumulate_step,
                            reduction="sum" if summed else "mean", **setting.options())
 
     @cached_property
@@ -144,10 +147,10 @@ class Training:
             ops.assign(parameter, value)
         self.accumulator.reset()
 
-    def learn(self, windows: Sequence[Sequence[tuple]]) -> None:
-        """Train on microbatches."""
-        for microbatch in (microbatch for window in windows for microbatch in window):
-            self.driver(*microbatch)
+    def learn(self, windows: Sequence[Sequence[tuple]]) -> list[Tensor]:
+        """Train on microbatches. Return their losses."""
+        returned = [self.driver(*microbatch) for window in windows for microbatch in window]
+        return [loss[0] if isinstance(loss, tuple) else loss for loss in returned]  # a cell may tell of an overflow
 
     def off(self, expected: plain.Expected) -> float:
         """Return how far the parameters are off, relative to how far plain training moved them."""

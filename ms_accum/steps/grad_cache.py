@@ -124,8 +124,8 @@ def _cached(program: Program, encode: Callable, loss_fn: Callable, accumulator: 
     ValueError if `encode_fn` returned other representations in the second pass. The batch is ignored then.
     """
     starts = [(Tensor(start, ms.int32), rows) for start, rows in program.starts]
-    encoders = {rows: straight(_encode_fn(encode, cut, rows), accumulator.mini_step) for _, rows in starts}
-    first = straight(_first_fn(encode, loss_fn, accumulator.way, samples, cut, starts[0][1]), accumulator.mini_step)
+    encoders = {rows: straight(_encode_fn(encode, cut, rows), accumulator.way) for _, rows in starts}
+    first = straight(_first_fn(encode, loss_fn, accumulator.way, samples, cut, starts[0][1]), accumulator.way)
     end = compiled(end_of(accumulator))
 
     def cached(*batch: Any) -> Tensor:
@@ -171,7 +171,7 @@ def _first_fn(encode: Callable, loss_fn: Callable, way: Way, samples: int, cut: 
         loss = checked_loss(loss_fn(*_apart(whole, representations)), "loss_fn")
         return way.begin(loss) * (samples / rows), loss, fresh
 
-    grad_fn = ms.value_and_grad(differentiated, 0, way.optimizer.parameters, has_aux=True)
+    grad_fn = ms.value_and_grad(differentiated, 0, way.weights, has_aux=True)
 
     def first(once: Tensor, cached: Tensor, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         piece = select_rows(ops.arange(rows), cut, batch)
@@ -190,7 +190,7 @@ def _backward_fn(encode: Callable, way: Way, samples: int, cut: Cut, rows: int) 
         # Not `way.begin`: the loss that these come from was scaled.
         return way.journal.begin((cotangents * _side_by_side(encode(*piece))).sum(-1).sum() * (samples / rows))
 
-    grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters)
+    grad_fn = ms.value_and_grad(differentiated, None, way.weights)
 
     def backward(start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
         indices = start + ops.arange(rows)

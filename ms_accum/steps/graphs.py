@@ -6,7 +6,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from ..tensors import FLOATS, after, as_tensor, as_weight
@@ -34,12 +34,12 @@ class Graph(nn.Cell):
         return self.function(*arguments)
 
 
-def compiled(function: Callable) -> Callable:
-    """Return `function` as a graph of its own, in graph mode and PyNative."""
-    return ms.jit(Graph(function))
+def compiled(function: Callable, **options: str) -> Callable:
+    """Return `function` as a graph of its own, in graph mode and PyNative. `options` of `ms.jit`."""
+    return ms.jit(Graph(function), **options)
 
 
-def straight(function: Callable, mini_step: Parameter) -> Callable:
+def straight(function: Callable, way: Way) -> Callable:
     """Return `function` as a graph without control flow; on CPU with a branch that is never taken.
 
     On CPU, MindSpore 2.10 runs the kernels of a graph one after the other if they are at most 100, there is no branch,
@@ -47,7 +47,8 @@ def straight(function: Callable, mini_step: Parameter) -> Callable:
     forward and backward of an MLP take 1.2 times as long then. The branch is on `mini_step`, which is never negative.
     """
     if not needs_branch():
-        return compiled(function)
+        return compiled(function, **way.exchange.jit_options)
+    mini_step = way.counters.mini_step
 
     def with_branch(*arguments: Any) -> Any:
         result = function(*arguments)
@@ -91,7 +92,7 @@ def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Cal
         total = loss.astype(ms.float32) / divisor(weight) if divides else loss
         return (way.begin(total) if begin else way.scaled(total)), loss, aux
 
-    grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters, has_aux=True)
+    grad_fn = ms.value_and_grad(differentiated, None, way.weights, has_aux=True)
 
     def gradients_of(rows: int, *piece: Any) -> tuple[Tensor, Any, Gradients, Scalar, Optional[float]]:
         weight = weight_of(weight_fn, rows, piece)

@@ -55,7 +55,7 @@ class Program:
         self._pieces: dict[tuple, Callable] = {}
         self.whole: Optional[Callable] = None
         self.alone: Optional[Callable] = None
-        self._nothing = straight(nothing_of(accumulator, 0 if starts else 1), accumulator.mini_step)
+        self._nothing = straight(nothing_of(accumulator, 0 if starts else 1), accumulator.way)
         self._end = compiled(self._end_fn(batch_axis))
 
     def __call__(self, *batch: Any) -> Any:
@@ -89,7 +89,7 @@ class Program:
     def piece(self, *key: Any) -> Callable:
         """Return the graph that adds a piece with this key."""
         if key not in self._pieces:
-            self._pieces[key] = straight(self._piece_of(*key), self._way.counters.mini_step)
+            self._pieces[key] = straight(self._piece_of(*key), self._way)
         return self._pieces[key]
 
     def _ended(self, totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
@@ -123,9 +123,9 @@ def program_of(functions: Functions, accumulator: Accumulator, samples: int, cut
                       has_aux=functions.has_aux, batch_axis=functions.batch_axis)
     if pieces == 1 and samples:
         add, alone = _whole_fns(functions, accumulator, samples)
-        program.whole = straight(add, accumulator.mini_step)
+        program.whole = straight(add, accumulator.way)
         if not accumulator.looks_at_pieces and not way.may_drop:
-            program.alone = straight(alone, accumulator.mini_step)
+            program.alone = straight(alone, accumulator.way)
     return program
 
 

@@ -199,7 +199,7 @@ def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: i
         return way.begin(total), as_vector(losses), aux
 
     # The shares are no parameters.
-    grad_fn = ms.value_and_grad(differentiated, None, way.optimizer.parameters, has_aux=True)
+    grad_fn = ms.value_and_grad(differentiated, None, way.weights, has_aux=True)
 
     def piece(start: Tensor, totals: Tensor, weights: Tensor, window: Tensor, *batch: Any) -> Any:
         inputs = select_rows(start + ops.arange(rows), cut, batch)

@@ -56,7 +56,7 @@ class TrainStep:
     def forget_graphs(self) -> None:
         """Compile everything again from now on."""
         self._programs: dict[tuple, Program] = {}
-        self.keeper = Keeper(self.accumulator, partial(straight, mini_step=self.accumulator.mini_step))
+        self.keeper = Keeper(self.accumulator, partial(straight, way=self.accumulator.way))
 
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """Train on each of `batches`, and yield what each call returns. Apply the incomplete last window.
@@ -86,7 +86,7 @@ class TrainStep:
         """
         optimizer = self.accumulator.optimizer
         require_batched(batches)
-        require_trainable(optimizer.parameters)
+        require_trainable(self.accumulator.weights)
         require_rates(optimizer)
         last = False
         for result, last in self._train_each(map(as_arguments, batches)):

@@ -19,7 +19,7 @@ from .step import TrainStep
 if TYPE_CHECKING:
     from ..core.length import AccumulateStep
     from ..core.stages import Stage
-    from ..distributed.exchange import DataParallel
+    from ..distributed.data_parallel import DataParallel
     from .pieces import Cut
 
 
@@ -194,7 +194,7 @@ def averaging(optimizer: object, accumulate_step: object = None, **options: Any)
         names = ", ".join([*(["accumulate_step"] if accumulate_step is not None else []), *given])
         raise ValueError(f"got an Accumulator and also {names}, which the Accumulator has already; give an optimizer "
                          "with these arguments, or the Accumulator alone")
-    require_trainable(optimizer.optimizer.parameters)
+    require_trainable(optimizer.weights)
     reduction = optimizer.fingerprint()["reduction"]
     if reduction != "mean":
         raise ValueError(f'the accumulator has reduction={reduction!r}, expected "mean": the loss is '

@@ -10,7 +10,7 @@ from support.noisy_samples import FEATURES
 from support.rank_cases import LAUNCHES, NOISE_DECAY, NOISE_RATE, every, noisy_data
 
 from ms_accum import Accumulator, DataParallel
-from ms_accum.distributed import exchange
+from ms_accum.distributed import data_parallel
 from ms_accum.selftest.comparing import difference
 from ms_accum.selftest.networks import MLP
 
@@ -22,7 +22,7 @@ def test_ranks_train_as_one_process(left_by, launch, case):
     """All hold the same bits. A resumed run ends with those of the one that was saved."""
     ranks, results, name, case = LAUNCHES[launch][0], left_by(case, launch), case, case_of(case.split(":")[1])
     print(name, case)
-    inside, size = SYNCS[case.sync](ranks) if "shard" in case.sync else 1, 2 if case.buffer_dtype == "float16" else 4
+    inside, size = SYNCS[case.sync](ranks) if "zero2" in case.sync else 1, 2 if case.buffer_dtype == "float16" else 4
     plain = simulated(case, ranks)
     unknown = "window_weight", "skipped_in_row"  # what a rank has added to a window itself, the simulation has not
     for rank, left in enumerate(results):
@@ -31,8 +31,8 @@ def test_ranks_train_as_one_process(left_by, launch, case):
         comparison.window(left, where)
         comparison.require_motion()
         assert left["parameters"] == results[0]["parameters"]
-        # Padding: at most an element in each bucket.
-        assert 0 <= left["bytes"] - size * sum(left["sizes"]) / inside <= size * len(left["sizes"])
+        # Padding: at most an element of each parameter in each row that this rank keeps.
+        assert 0 <= left["bytes"] - size * sum(left["sizes"]) / inside <= size * len(left["sizes"]) * ranks / inside
         if case.save_at:
             assert (left["position"], left["same"]) == (rank, True)
 
@@ -85,7 +85,8 @@ def test_the_noise_scale_is_that_of_all_ranks_together(left_by, launch, case):
         windows.append(window)
         alone.append(window[:longest])
         weight = sum(w for _, w in window)
-        sizes = NOISE_DECAY * sizes + [weight, len(window) / count if ":window" in case else longest]
+        one_by_one = case.split(":")[1] in ("window", "zero1")
+        sizes = NOISE_DECAY * sizes + [weight, len(window) / count if one_by_one else longest]
         point = point - NOISE_RATE * sum(g * w for g, w in window) / weight
     expected = [*reference.noise_and_signal(windows, NOISE_DECAY), sizes[0] / sizes[1]]
     assert reference.noise_and_signal(alone, NOISE_DECAY)[1] != pytest.approx(expected[1], rel=0.01)
@@ -113,7 +114,12 @@ def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), [
-    (ValueError, r"shard=True with sync=\"window\": .* give sync=\"microbatch\" or \"node\"", {"shard": True}),
+    (ValueError, r"zero=2 with sync=\"window\": .* give zero=1, or sync=\"microbatch\" or \"node\"",
+     {"zero": 2, "sync": "window"}),
+    (ValueError, r"zero=1 with sync=\"node\": .* give zero=2, or sync=\"window\"", {"zero": 1, "sync": "node"}),
+    (ValueError, "zero is 3, expected at most 2; 0, 1 and 2 are the stages", {"zero": 3}),
+    (TypeError, r"DataParallel\(\) got an unexpected argument shard; zero=2 divides the buffers", {"shard": True}),
+    (TypeError, r"DataParallel\(\) got an unexpected argument zer; did you mean zero\?", {"zer": 1}),
     (ValueError, r"got ranks_per_node=2 with sync=\"window\", which knows no nodes; give sync=\"node\"",
      {"ranks_per_node": 2}),
     (ValueError, r"ranks_per_node is 0, expected an int >= 1; None takes those", {"sync": "node", "ranks_per_node": 0}),
@@ -125,6 +131,7 @@ def test_bad_arguments_are_refused(error, message, arguments):
 
 @pytest.mark.parametrize("name", ["float64", "bfloat16"])
 def test_what_cpu_ranks_cannot_exchange_is_refused(name, monkeypatch):
-    monkeypatch.setattr(exchange, "world_size", lambda: 2)
-    with pytest.raises(ValueError, match=rf"DataParallel with buffers of {name}: .* give buffer_dtype=ms\.float32"):
+    monkeypatch.setattr(data_parallel, "world_size", lambda: 2)
+    refused = rf"DataParallel with buffers or slices of {name}: .* give buffer_dtype=ms\.float32"
+    with pytest.raises(ValueError, match=refused):
         Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=getattr(ms, name), reducer=DataParallel())

@@ -84,6 +84,13 @@ def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(shar
         load_checkpoint(path, network, accumulator)
 
 
+def test_buffers_that_mindspore_shards_have_the_dtype_that_was_asked_for(sharding):
+    network = MLP()
+    accumulator = Accumulator(sgd(network), 2, buffer_dtype=ms.float16)
+    assert {p.dtype for p in accumulator.way.buffers.parameters} == {ms.float16}
+    assert {p.dtype for p in network.trainable_params()} == {ms.float32}
+
+
 def test_op_by_op_is_refused_where_mindspore_shards(sharding):
     """Nothing would be sharded, and each rank would train alone. The network's weights have no values here yet."""
     network = MLP()
@@ -178,7 +185,7 @@ def trained(**options):
 
 
 def test_several_ranks_without_a_reducer_are_warned_of_and_train_as_one_device(several, monkeypatch):
-    with pytest.warns(UserWarning, match="^communication is initialised with 2 ranks, but this accumulator has no re"):
+    with pytest.warns(UserWarning, match="^this run has 2 ranks, but this accumulator has no re"):
         train_step, parameters = trained(clip_norm=0.1)
     train_step.accumulator.reset()
     monkeypatch.undo()
@@ -188,6 +195,12 @@ def test_several_ranks_without_a_reducer_are_warned_of_and_train_as_one_device(s
     other.accumulator.reset()
     for got, wanted in zip(parameters, expected):
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_several_ranks_that_forgot_init_are_warned_of(monkeypatch):
+    monkeypatch.setenv("MS_WORKER_NUM", "2")
+    with pytest.warns(UserWarning, match=r"^this run has 2 ranks, .*DataParallel\(\), after .*init\(\)"):
+        Accumulator(sgd(MLP()), 2)
 
 
 def test_no_warning_where_mindspore_shards(several, sharding):

@@ -229,7 +229,7 @@ def test_wrong_input_is_refused_in_one_line_before_training(run, monkeypatch, tm
 
 
 OPTIONS = ["--data", "--batch-size", "--accumulate-step", "--epochs", "--lr", "--optimizer", "--clip-norm", "--seed",
-           "--sync", "--json", "--plot", "--save", "--resume"]
+           "--sync", "--zero", "--json", "--plot", "--save", "--resume"]
 TEXTS = st.one_of(
     st.sampled_from([
         "", "0", "1", "-1", "nan", "inf", "1e400", "1e-300", "9" * 5000, "1_0", "0x10", "2147483648", "~",

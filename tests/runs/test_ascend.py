@@ -41,8 +41,8 @@ def above(least):
     return Expected(branch=None, least={"add": least})
 
 
-def exchange(add, update):
-    return Expected(exchange=[add, update])
+def exchange(*graphs):
+    return Expected(exchange=list(graphs))
 
 
 class Process(NamedTuple):
@@ -59,7 +59,15 @@ CAST, FUSED = Expected(between=[["Cast"]] * LAYERS, fused=[0, 0]), Expected(fuse
 RANKS = {
     "window": exchange([], [("AllReduce", EVERYBODY)]),
     "microbatch": exchange([("AllReduce", EVERYBODY)], []),
-    "shards": exchange([("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY)], [("AllGather", EVERYBODY)])}
+    "zero1": exchange([], [("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY), ("AllGather", EVERYBODY)]),
+    "zero2": exchange([("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY)], [("AllGather", EVERYBODY)])}
+# Whether it is finite, then its norm: of a window's slices, behind them and before the parameters.
+SUMS, SCATTERED = [("AllReduce", EVERYBODY)], [("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY)]
+CLIPPED = {
+    "zero1_clipped": exchange([], SCATTERED + SUMS, SCATTERED + SUMS * 2 + [("AllGather", EVERYBODY)]),
+    "zero2_clipped": exchange(SCATTERED, SUMS, SUMS * 2 + [("AllGather", EVERYBODY)]),
+    "memory_zero0": held(add=8.6, update=20.7), "memory_zero1": held(add=8.6, update=11),
+    "memory_zero2": held(add=7.5, update=7)}
 PROCESSES = {
     "fast": Process({
         # The pass is for 16 bits.
@@ -70,7 +78,8 @@ PROCESSES = {
         "op_by_op": Expected(branch=None), "momentum_groups": held(add=8.6, update=12.1),
         # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
         "copies": Expected(branch=None, least={"add": 11.5, "update": 15.9}), "sgd_in_bfloat16": Expected(branch=None),
-        "probe": Expected(branch=None), "window": RANKS["window"], "shards": RANKS["shards"]}, fusion=True, ranks=2),
+        "probe": Expected(branch=None),
+        **{name: RANKS[name] for name in ("window", "zero1", "zero2")}}, fusion=True, ranks=2),
     "more": Process({
         "float16": CAST, "bfloat16": CAST, **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
         **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",
@@ -88,11 +97,12 @@ PROCESSES = {
             "qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight", "head.weight"))
            for name, between in (("vit", []), ("vit_O2", ["Cast"]))},
         "resnet18": Expected(between=[[]], weights="classifier.weight")}),
-    "8 ranks": Process(RANKS, ranks=8), "sharded": Process(dict.fromkeys(sharding.CASES), ranks=sharding.RANKS),
+    "8 ranks": Process({**RANKS, **CLIPPED}, ranks=8),
+    "sharded": Process(dict.fromkeys(sharding.CASES), ranks=sharding.RANKS),
     "2 nodes": Process({
         "node": exchange([("AllReduce", INSIDE)], [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)]),
-        "node_shards": exchange([("AllReduce", INSIDE), ("ReduceScatter", INSIDE)],
-                                [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)])}, ranks=4),
+        "node_zero2": exchange([("AllReduce", INSIDE), ("ReduceScatter", INSIDE)], [
+            ("AllReduce", ACROSS), ("ReduceScatter", ACROSS), ("AllGather", EVERYBODY)])}, ranks=4),
     # What is held, and little more. In bfloat16 2 + 4, and 4 of the optimizer; in float32 4 + 4, and 4 or 8.
     "memory": Process({
         "memory": held(add=6.6, update=14.1), "memory_backwards": Expected(branch=None, least={"add": 10}),
@@ -198,7 +208,8 @@ def differences(report, expected):
             yield "control flow"
         if len(graphs) < 2 and not expected.branch:
             yield f"{len(graphs)} graphs"
-    exchanged = [[(node.name, node.group) for node in graph if node.group] for graph in report.graphs[:2]]
+    exchanged = [[(node.name, node.group) for node in graph if node.group]
+                 for graph in report.graphs[:len(expected.exchange or ())]]
     for wanted, found in (
             (expected.between, lambda: weight_gradients(report, expected.weights)),
             (expected.fused, lambda: [graph["InplaceMatmulAdd"] for graph in graphs]),

@@ -31,7 +31,7 @@ REFUSALS = {
     "nodes": "ValueError: 2 ranks make no whole number of nodes of 3; start as many ranks on each host",
     "started": DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node",
     "shapes": DIFFER + r"parameters \(names, shapes, dtypes\), the optimizer, its learning rate or state; ",
-    "alone": "UserWarning: communication is initialised with 2 ranks, but this accumulator has no reducer",
+    "alone": "UserWarning: this run has 2 ranks, but this accumulator has no reducer",
     "losses": "ValueError: got losses=2 with a DataParallel whose ranks sum each microbatch"}
 
 
@@ -40,6 +40,19 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
         assert said.keys() == REFUSALS.keys()
         for name, message in REFUSALS.items():
             assert re.match(message, said[name]), said[name]
+
+
+def test_an_exchange_is_refused_where_mindspore_has_come_to_shard(left_by):
+    for said, back in left_by("sharded_later"):
+        assert re.match("ValueError: reducer: .*semi-auto parallel mode", said), said
+        assert back == "accepted"
+
+
+@every("stuck")
+def test_all_ranks_stop_after_too_many_skipped_windows(left_by, launch, case):
+    for windows, said in left_by(case, launch):
+        assert windows == 2
+        assert re.match("NoProgress: more than max_skips=1 windows in a row", said), said
 
 
 def test_ranks_before_init_are_refused(monkeypatch):
@@ -126,6 +139,24 @@ def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, f
         "run.ckpt", "run.json", "run.rank1of2.ckpt"]
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_mnist_with_zero_is_one_process_with_windows_twice_as_long(left_by, folder_of, tmp_path, monkeypatch):
+    """The state of Momentum is in rank 0's file as one process has it, and that goes on from there."""
+    monkeypatch.chdir(tmp_path)
+    options = ["mnist", *MNIST, "--optimizer", "momentum", "--accumulate-step", "4"]
+    assert cli.main(options) == 0
+    assert left_by("mnist_zero") == [0, 0]
+    folder = folder_of("fast") / "mnist-zero"
+    saved = [ms.load_checkpoint(str(path / "run.ckpt")) for path in (folder, tmp_path)]
+    assert saved[0].keys() == saved[1].keys()
+    moments = [name for name in saved[0] if "moments." in name]
+    assert moments
+    for name in (*moments, *(p.name for p in Network(0).trainable_params())):
+        assert difference(*([found[name].asnumpy()] for found in saved)) <= 1e-3, name
+    assert cli.main([*options, "--epochs", "3", "--resume", str(folder / "run.ckpt")]) == 0
+    assert json.loads(Path("run.json").read_text(encoding="utf-8"))["update_step"] == 21
+
+
 def logs_of(folder, count):
     logs = [(folder / "logs" / f"worker_{rank}.log").read_text(encoding="utf-8") for rank in range(count)]
     assert [line for log in logs for line in log.splitlines() if "eliminated by mistake" in line] == []
@@ -138,7 +169,7 @@ def test_selftest_on_two_ranks(left_by):
     whole, half, one = (found[name] for name in ("whole", "half", "one"))
     assert [status for status, _ in (whole, half, one)] == [0, 1, 1]
     assert [other[name][0] for name in ("whole", "half", "one")] == [0, 1, 1]
-    ranks = {f"2 ranks, {sync}" for sync in ("window", "microbatch", "shard")}
+    ranks = {f"2 ranks, {sync}" for sync in ("window", "microbatch", "zero 1", "zero 2")}
     assert {dtype: {row[2] for row in whole[1] if row[1] == dtype} for dtype in ("float32", "float16", "bfloat16")} == {
         "float32": {"holds"}, "float16": {"holds"}, "bfloat16": {"no kernel"}}
     assert {row[0] for row in whole[1]} > ranks

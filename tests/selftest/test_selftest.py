@@ -1,31 +1,37 @@
 """`ms-accum selftest`: it passes, and each row fails when what it checks is broken."""
 import json
+import signal
 import sys
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
+import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import ops
+from mindspore import Tensor, ops
 from support.pages import PAGES, ROOT
 
 from ms_accum import __main__ as cli
 from ms_accum import __version__
 from ms_accum.checkpoint import checkpoint
+from ms_accum.core import stages
 from ms_accum.core import way as ways
 from ms_accum.core.buffers import Buffers
+from ms_accum.core.counters import Counters
 from ms_accum.core.keeper import Keeper
 from ms_accum.core.kernels import InPlace, Portable
 from ms_accum.core.stages import LossScale, SkipWindow
 from ms_accum.core.way import Way
-from ms_accum.selftest import command, figures, kernels, losses, plain, selection
+from ms_accum.selftest import command, figures, kernels, losses, nonfinite, plain, selection
+from ms_accum.selftest.drivers import Driver
 from ms_accum.selftest.modes import running
 from ms_accum.selftest.rows import FAILS, HOLDS, MEASURED, NO_KERNEL, NOT_RUN, Check, Figure, Name, Row, row_of
-from ms_accum.selftest.settings import MEANS, SAMPLES, SUMS
+from ms_accum.selftest.settings import MEANS, ONES, SAMPLES, SUMS
 from ms_accum.selftest.training import BOUNDS, DRIVERS, Training
 from ms_accum.steps import program, several_losses
 from ms_accum.steps.step import TrainStep
-from ms_accum.tensors import global_norm, mapped, weighted
+from ms_accum.tensors import finite_sum, global_norm, mapped, square_sum, weighted
 
 OP_BY_OP = ("by hand, op by op", "cell, PyNative")
 pytestmark = pytest.mark.filterwarnings("ignore:a window of the accumulator")
@@ -68,7 +74,7 @@ def test_op_by_op_holds(dtype):
 def test_the_quick_run_has_each_check_once_and_every_driver():
     quick = [check.name for check in selection.rows_to_be(quick=True)]
     every = [check.name for check in selection.rows_to_be(quick=False)]
-    assert len(quick) == len({(name.check, name.driver) for name in quick}) == 20
+    assert len(quick) == len({(name.check, name.driver) for name in quick}) == 23
     assert {name.check for name in quick} == {name.check for name in every}
     assert {name.driver for name in quick} >= {*DRIVERS}
     assert len(every) == len(set(every))
@@ -100,14 +106,14 @@ def undivided_sum(contributors, unit, weight):
     return unit
 
 
-def unclipped(clip_norm, grad_norm, gradients, factor):
+def unclipped(clip_norm, grad_norm, exchange, gradients, factor):
     if clip_norm is not None:
         ops.assign(grad_norm, global_norm(gradients, factor))
     return factor
 
 
-def norm_of_the_sum(gradients, factor=1.0):
-    return global_norm(gradients)
+def square_of_the_sum(gradients, factor=1.0):
+    return square_sum(gradients)
 
 
 def accepted(self, gradients, sums):
@@ -130,7 +136,7 @@ def not_flushed(self, pieces=1):
     return False, False
 
 
-_add, _add_piece = Way.add, Way.add_piece
+_add, _add_piece, _update_alone, _call = Way.add, Way.add_piece, Way.update_alone, Driver.__call__
 
 
 def weighed_again(self, gradients, weight, counted=None, active=1, factor=None):
@@ -155,9 +161,9 @@ BREAKAGES = {
         "ragged windows", "incomplete window", "clipping", "token weights, means", "loss scale"}),
     "the sum is not divided": (ways, "normalising", undivided_sum, ALL),
     "nothing is clipped": (ways, "clipping", unclipped, {"clipping"}),
-    "the norm is that of the sum": (ways, "global_norm", norm_of_the_sum, {
+    "the norm is that of the sum": (ways, "square_sum", square_of_the_sum, {
         "ragged windows", "clipping", "skipping", "save and resume"}),
-    "NaN is applied": (SkipWindow, "accepts", accepted, {"skipping", "loss scale"}),
+    "NaN is applied": (SkipWindow, "accepts", accepted, {"skipping", "loss scale", "save and resume"}),
     "the loss scale stays in the gradient": (LossScale, "restore", not_restored, {
         "token weights, means", "loss scale"}),
     "the loss scale stays as it is": (LossScale, "on_close", not_adjusted, {"loss scale"}),
@@ -198,6 +204,56 @@ def test_compiled_rows_fail(monkeypatch, driver, owner, attribute, broken, setti
     """Graphs are compiled from what is broken. Control: `test_the_quick_run_passes`."""
     monkeypatch.setattr(owner, attribute, broken)
     assert results(setting, driver)[check].result == FAILS
+
+
+def thrice(self, gradients, weight, factor=None):
+    _update_alone(self, tuple([3 * gradient for gradient in gradients]), weight, factor)
+
+
+def twice_the_loss(self, *batch):
+    loss = _call(self, *batch)
+    return tuple([2 * loss[0], *loss[1:]]) if isinstance(loss, tuple) else 2 * loss
+
+
+def test_windows_of_one_losses_and_counts_fail(monkeypatch):
+    """Windows of one compiled, where they have an update of their own. Control: they hold."""
+    check, = Training(ONES, "train step", "float32").checks()
+    assert row_of(check).result == HOLDS
+    monkeypatch.setattr(Way, "update_alone", thrice)
+    check, = Training(ONES, "train step", "float32").checks()
+    assert row_of(check).result == FAILS
+    monkeypatch.setattr(Driver, "__call__", twice_the_loss)
+    row = results(SAMPLES, "cell, PyNative")["ragged windows"]
+    assert (row.result, row.difference) == (FAILS, pytest.approx(1, rel=1e-3))
+    monkeypatch.undo()
+    monkeypatch.setattr(Counters, "see", lambda self, *counted: None)
+    assert results(SAMPLES, "cell, PyNative")["ragged windows"].message == "0 samples were counted, expected 24"
+
+
+def nan_alone(gradients):
+    found = [ops.isnan(gradient.astype(ms.float32)).any() for gradient in gradients]
+    return ops.where(sum(flag.astype(ms.float32) for flag in found) > 0, Tensor(np.nan), Tensor(1.0))
+
+
+def of_the_first(gradients):
+    return finite_sum(gradients[:1])
+
+
+@pytest.mark.parametrize(("broken", "missed"), [(nan_alone, 8), (of_the_first, 9), (finite_sum, 0)])
+def test_a_bad_element_that_is_not_seen_fails(monkeypatch, uncompiled, broken, missed):
+    """In each of four parameters, and three kinds of numbers."""
+    monkeypatch.setattr(stages, "finite_sum", broken)
+    monkeypatch.setattr(stages, "all_finite", lambda gradients: ops.isfinite(broken(gradients)))
+    for check in nonfinite.checks_of_nonfinite("float32"):
+        row = row_of(check)
+        assert (row.result, row.difference) == (FAILS if missed else HOLDS, missed)
+
+
+def test_leaving_out_what_is_finite_fails(monkeypatch, uncompiled):
+    monkeypatch.setattr(stages, "finite_sum", lambda gradients: Tensor(np.nan))
+    monkeypatch.setattr(stages, "all_finite", lambda gradients: Tensor(False))
+    for check in nonfinite.checks_of_nonfinite("float32"):
+        assert row_of(check).message == "finite gradients were left out, too"
 
 
 def test_pieces_fail_when_the_last_one_counts_as_a_full_one(monkeypatch):
@@ -369,7 +425,7 @@ def test_a_failure_is_in_the_table_the_file_and_the_exit_status(monkeypatch, cap
     assert (found["device"], found["ranks"], found["quick"], found["holds"]) == ("CPU", 1, False, False)
     assert found["flags"]["MS_ALLOC_CONF"] == "enable_vmm:True"
     assert {row["check"]: row["result"] for row in found["rows"]} == {
-        check: FAILS if check == "incomplete window" else HOLDS for check in ALL}
+        check: FAILS if check == "incomplete window" else HOLDS for check in {*ALL, "windows of one"}}
     assert found["figures"] == {}
     assert found["kernels"] == "Portable"
 
@@ -382,12 +438,29 @@ def test_figures_are_in_the_file_by_their_name(uncompiled):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--rows", "no such row"], "no row has 'no such row' in its name; there are ragged windows, incomplete window, "),
+    (["--rows", ""], "no row has '' in its name"),
     (["--device", "GPU"], "MindSpore cannot use GPU here"),
     (["--json", "file.txt"], "does not end in .json"),
 ])
 def test_a_wrong_command_line(capsys, arguments, said):
     assert cli.main(["selftest", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_interrupt_that_mindspore_drops_ends_the_run_behind_its_row(monkeypatch, capsys):
+    run = command.row_of
+
+    def dropping(check):
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return run(check)
+
+    assert cli.main(["selftest", "--rows", "kernels"]) == 1  # negative control: all rows, of which none can be run
+    assert capsys.readouterr().out.count("buffer of") == 5
+    monkeypatch.setattr(command, "row_of", dropping)
+    assert cli.main(["selftest", "--rows", "kernels"]) == 130
+    printed = capsys.readouterr()
+    assert (printed.out.count("buffer of"), printed.err) == (0, "ms-accum: interrupted\n")
 
 
 def test_a_dry_run_is_refused(monkeypatch, capsys):
@@ -423,9 +496,9 @@ def test_help_names_it(capsys):
 
 def test_rows_are_chosen_by_the_beginning_of_a_word():
     name = "ragged windows, by hand, op by op, bfloat16"
-    for text in (None, "", "windows", "op by", "hand, op", "bfloat16", "bf"):
+    for text in ("windows", "op by", "hand, op", "bfloat16", "bf"):
         assert command.begins_a_word(text, name)
-    for text in ("float16", "indows", "(", "op  by"):
+    for text in ("", "float16", "indows", "(", "op  by"):
         assert not command.begins_a_word(text, name)
 
 

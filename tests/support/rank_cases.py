@@ -21,44 +21,71 @@ from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import LearningRateScheduler, Model
 
-from ms_accum import Accumulator, DataParallel, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import (
+    Accumulator,
+    DataParallel,
+    TrainOneStepCell,
+    load_checkpoint,
+    make_train_step,
+    save_checkpoint,
+    shard_parameters,
+)
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core import way
-from ms_accum.distributed import exchange
+from ms_accum.distributed import data_parallel
 from ms_accum.distributed.buckets import Buckets
 from ms_accum.distributed.ranks import wait_for_all
+from ms_accum.distributed.zero import Scatter
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
+from support import zero_cases
 from support.differential.accumulating import Accumulating
 from support.differential.cases import COMPILED, OP_BY_OP
 from support.differential.ranks import DRAWN, NAMED, case_of
 from support.drivers import counters
 from support.noisy_samples import Position, noisy
+from support.zero_cases import (  # noqa: F401
+    zero_defects,
+    zero_interrupted,
+    zero_model,
+    zero_optimizers,
+    zero_refusals,
+    zero_runs,
+)
 
 RANKS = int(os.environ.get("MS_WORKER_NUM", "2"))
 SMALL = 8e-5  # mebibytes, 83 bytes: three buckets for four parameters
 REDUCERS = {
     "window": DataParallel(bucket_mib=SMALL),
     "microbatch": DataParallel(sync="microbatch"),
-    "shard": DataParallel(sync="microbatch", shard=True, bucket_mib=SMALL),
+    "zero1": DataParallel(zero=1, bucket_mib=SMALL),
+    "zero2": DataParallel(zero=2, bucket_mib=SMALL),
+    "zero2-large": DataParallel(sync="microbatch", zero=2),
     "nodes": DataParallel(sync="node", ranks_per_node=RANKS // 2, bucket_mib=SMALL),
-    "nodes-shard": DataParallel(sync="node", ranks_per_node=RANKS // 2, shard=True, bucket_mib=SMALL),
-    "one-node-shard": DataParallel(sync="node", shard=True, bucket_mib=SMALL),
+    "nodes-zero2": DataParallel(sync="node", ranks_per_node=RANKS // 2, zero=2, bucket_mib=SMALL),
+    "one-node-zero2": DataParallel(sync="node", zero=2, bucket_mib=SMALL),
 }
 NOISE_DECAY, NOISE_RATE = 0.95, 1e-3
 COMPILED_OF = dict(zip(OP_BY_OP, COMPILED))
 MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
 _RUNS = [f"trained:{name}" for name in range(DRAWN)]
-_OTHERS = ["damaged", "other_ranks:window", "other_ranks:shard", "noise:window", "noise:shard"]
-_NODES = ["other_ranks:nodes", "noise:nodes-shard"]  # of several ranks
+_OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
+           "noise:zero1", "noise:zero2"]
+_NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
+_ZERO = ["zero_refusals", "zero_defects", "zero_interrupted", "zero_model"]
+_STUCK = [f"stuck:{sync}" for sync in ("window", "microbatch", "zero1", "zero2")]
+_ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
-    "fast": (2, [*_RUNS, *_OTHERS, "logged:window", "logged:microbatch", "traffic:window",
-                 "traffic:microbatch", "refusals", "followed:jit", *(f"trained:{name}:jit" for name in NAMED),
-                 "mnist", "selftest", "failing"]),
+    "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
+                 "traffic:microbatch", "refusals", "sharded_later", "followed:jit",
+                 *(f"trained:{name}:jit" for name in NAMED), "mnist", "mnist_zero", "selftest", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
+    "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
+    "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", "zero_model", *_ZERO_RUNS)]),
+    "zero-optimizers": (2, ["zero_checkpoints:jit", "zero_optimizers:jit"]),
     "left": (2, ["left_alone:jit"]),
 }
 
@@ -77,8 +104,13 @@ def microbatches(rank, uneven=False):
 
 
 def accumulator(network, optimizer=nn.SGD, sync=None, clip_norm=0.5, accumulate_step=2, **settings):
-    return Accumulator(optimizer(network.trainable_params(), 0.1), accumulate_step, clip_norm, reduction="mean",
-                       reducer=REDUCERS.get(sync), **settings)
+    return Accumulator(optimizer(parameters_for(network.trainable_params(), sync), 0.1), accumulate_step, clip_norm,
+                       reduction="mean", reducer=REDUCERS.get(sync), **settings)
+
+
+def parameters_for(parameters, sync):
+    """What the optimizer gets, where ranks exchange in this way."""
+    return shard_parameters(parameters) if "zero" in (sync or "") else parameters
 
 
 def train(step, data):
@@ -116,7 +148,7 @@ def trained(rank, name):
         found["position"] = other.load(path)
         finish(other, data[saved:])
         found["same"] = other.bits() == run.bits()
-    buffers, parameters = run.accumulator.way.buffers.nbytes, run.optimizer.parameters
+    buffers, parameters = run.accumulator.way.buffers.nbytes, run.accumulator.weights
     return {**found, "bytes": buffers, "sizes": [p.size for p in parameters]}
 
 
@@ -137,7 +169,7 @@ def step_of(sync, accumulate_step, seed):
 
 def damaged(rank):
     """What each rank says where one cannot save, or one's file is wrong."""
-    path, (network, step) = FOLDER / "damaged.ckpt", step_of("shard", 2, 0)
+    path, (network, step) = FOLDER / "damaged.ckpt", step_of("zero2", 2, 0)
     for x, y in microbatches(rank)[:3]:
         step(x, y)
         save_checkpoint(path, network, step)
@@ -193,8 +225,8 @@ def noisy_data(rank, ranks):
 def noise(rank, sync):
     """What is measured in windows of 3 microbatches."""
     network, noise_scale = Position("measured"), GradientNoiseScale(NOISE_DECAY)
-    acc = Accumulator(nn.SGD([network.point], NOISE_RATE), 3, reduction="mean", reducer=REDUCERS[sync],
-                      noise_scale=noise_scale)
+    optimizer = nn.SGD(parameters_for([network.point], sync), NOISE_RATE)
+    acc = Accumulator(optimizer, 3, reduction="mean", reducer=REDUCERS[sync], noise_scale=noise_scale)
     for _ in make_train_step(network, acc).epoch((Tensor(x),) for x in noisy_data(rank, get_group_size())):
         pass
     measured = [noise_scale.noise, noise_scale.gradient_squared, noise_scale.microbatch_weight]
@@ -260,7 +292,7 @@ def refusals(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         alone = said_by(Accumulator, nn.SGD(MLP().trainable_params(), 0.1), 2)
-    with patch.object(exchange, "get_local_rank_size", lambda: 1 + rank):
+    with patch.object(data_parallel, "get_local_rank_size", lambda: 1 + rank):
         started = said_by(make, sync="node")
     return {"accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
             "nodes": said_by(make, sync="node", ranks_per_node=3), "started": started, "alone": alone,
@@ -268,6 +300,27 @@ def refusals(rank):
             "rate": said_by(make, rate=0.1 * (1 + rank)), "loss_scaler": said_by(make, scale=2 ** (rank + 1)),
             "shapes": said_by(make, features=6 + rank),
             "losses": said_by(make_train_step, mean_loss(MLP()), accumulator(MLP(), sync="microbatch"), losses=2)}
+
+
+def sharded_later(rank):
+    """What a microbatch says that ranks would exchange, where MindSpore has come to shard since the start."""
+    acc = accumulator(MLP(), sync="microbatch")
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    said = said_by(acc, acc.weights)
+    ms.reset_auto_parallel_context()
+    return said, said_by(acc, acc.weights)
+
+
+def stuck(rank, sync):
+    """After how many windows a run stops whose second to fifth are NaN on rank 1."""
+    network = MLP(seed=0)
+    acc = accumulator(network, sync=sync, on_nonfinite="skip_window", max_skips=1)
+    step = make_train_step(mean_loss(network), acc)
+    for i, (x, y) in enumerate(microbatches(rank)[:2] * 5):
+        said = said_by(step, x * np.float32(np.nan if rank == 1 and i >= 2 else 1), y)
+        if said != "accepted":
+            return i // 2, said
+    return None
 
 
 def mnist(rank):
@@ -279,12 +332,25 @@ def mnist(rank):
         return cli.main(["mnist", *MNIST])
 
 
+def mnist_zero(rank):
+    """The same with ZeRO, in FOLDER/mnist-zero."""
+    folder = FOLDER / "mnist-zero"
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    with redirect_stdout(sys.stdout):
+        return cli.main(["mnist", *MNIST, "--optimizer", "momentum", "--zero", "1"])
+
+
+def zero_checkpoints(rank):
+    return zero_cases.zero_checkpoints(rank, FOLDER)
+
+
 def selftest(rank):
     """Status and rows of `ms-accum selftest`: as it is, with sums that are halved, and wrong on rank 1."""
 
     def half(exchange):
-        def halved(self, gradients, numbers):
-            gradients, numbers = exchange(self, gradients, numbers)
+        def halved(self, gradients, numbers, unit=None):
+            gradients, numbers = exchange(self, gradients, numbers, unit)
             return tuple(g / 2 for g in gradients), numbers
         return halved
 
@@ -295,9 +361,10 @@ def selftest(rank):
         found = json.loads(path.read_text(encoding="utf-8"))["rows"] if rank == 0 else []
         return status, [[row["check"], row["dtype"], row["result"], row["message"]] for row in found]
 
+    scatter = Scatter.__call__
     found = {"whole": run("whole", "by hand, op by op")}
-    both = {name: half(getattr(Buckets, name)) for name in ("all_reduce", "reduce_scatter")}
-    with patch.multiple(Buckets, **both):
+    with patch.object(Buckets, "all_reduce", half(Buckets.all_reduce)), \
+            patch.object(Scatter, "__call__", lambda self, flat: scatter(self, flat) / 2):
         found["half"] = run("half", "by hand, op by op", "float32")
     with patch.object(way, "normalising", (lambda *of: 1.0) if rank == 1 else way.normalising):
         found["one"] = run("one", "token weights, means", "by hand, op by op", "float32")
@@ -318,7 +385,7 @@ def failing(rank):
     """Train until rank 1 raises an error. The last case, for no rank comes back from it."""
     acc = accumulator(MLP(seed=0), sync="window")
     for i in range(10**6):
-        acc(acc.optimizer.parameters)
+        acc(acc.weights)
         if i == 20 and rank == 1:
             raise ValueError("no more digits")
 

@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint, shard_parameters
 from ms_accum.examples.program import OPTIMIZERS
 
 from .data import load, microbatches
@@ -27,10 +27,12 @@ def train(options: Namespace, report: Report, weight_fn: Callable[[Tensor], Tens
     """Train as `ms-accum lm` does, and return the network."""
     text, validation = load(options.text, options.seed)
     network = Network(options.seed)
-    optimizer = OPTIMIZERS[options.optimizer](network.trainable_params(), options.lr)
+    parameters = network.trainable_params()
+    optimizer = OPTIMIZERS[options.optimizer](shard_parameters(parameters) if options.zero else parameters, options.lr)
     # The loss is a mean over bytes, so a microbatch weighs as many as it holds.
     train_step = make_train_step(BitsPerByte(network), optimizer, options.accumulate_step, weight_fn=weight_fn,
-                                 clip_norm=options.clip_norm, reducer=DataParallel(sync=options.sync))
+                                 clip_norm=options.clip_norm,
+                                 reducer=DataParallel(sync=options.sync, zero=options.zero))
     resumed = None if options.resume is None else load_checkpoint(options.resume, network, train_step)
     report.begin(train_step,
                  f"{options.text}: {text.size:,} bytes to train on, {validation.size:,} to validate on; "

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint, shard_parameters
 from ms_accum.examples.program import OPTIMIZERS
 
 from .data import load
@@ -25,9 +25,10 @@ def train(options: Namespace, report: Report) -> Network:
         raise ValueError("--compare trains in float64, which MindSpore's Adam does not take; give --optimizer sgd")
     # Float32 rounds the gradients of 2 x 32 and of 64 digits differently, and from there two trainings drift apart.
     network = Network(options.seed, ms.float64 if options.compare else ms.float32)
-    optimizer = OPTIMIZERS[options.optimizer](network.trainable_params(), options.lr)
+    parameters = network.trainable_params()
+    optimizer = OPTIMIZERS[options.optimizer](shard_parameters(parameters) if options.zero else parameters, options.lr)
     train_step = make_train_step(make_forward(network), optimizer, options.accumulate_step, clip_norm=options.clip_norm,
-                                 reducer=DataParallel(sync=options.sync))
+                                 reducer=DataParallel(sync=options.sync, zero=options.zero))
     resumed = None if options.resume is None else load_checkpoint(options.resume, network, train_step)
     report.begin(train_step,
                  f"{options.data}: {len(mnist.train):,} digits to train on, {len(mnist.test):,} to test on", resumed)

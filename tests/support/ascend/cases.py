@@ -18,7 +18,14 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
 from mindspore.train import Model
 
-from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum import (
+    Accumulator,
+    DataParallel,
+    TrainOneStepCell,
+    make_grad_cache_step,
+    make_train_step,
+    shard_parameters,
+)
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core import accumulator as core_accumulator
 from ms_accum.core import buffers
@@ -190,12 +197,25 @@ def images(network, level):
     train_network(network, optimizer, Tensor(np.zeros((4, 3, 32, 32)), ms.float32), Tensor(np.zeros(4), ms.int32))
 
 
-def ranks(**options):
+def among_ranks(train, optimizer, **options):
+    """What `train` returns in one of several ranks."""
     from mindspore.communication import GlobalComm, init
     if not GlobalComm.INITED:
         init()
     # Whether the ranks are alike is asked of the device, which answers 0.
-    train(ms.float32, momentum, reducer=DataParallel(broadcast=False, **options))
+    reducer = DataParallel(broadcast=False, **options)
+    sharding = shard_parameters if reducer.zero else list
+    return train(lambda parameters: optimizer(sharding(parameters)), reducer)
+
+
+def ranks(**options):
+    among_ranks(lambda optimizer, reducer: train(ms.float32, optimizer, reducer=reducer), momentum, **options)
+
+
+def clipped_ranks(zero):
+    """In bfloat16, where norms and what is skipped are those of all ranks."""
+    among_ranks(lambda optimizer, reducer: train(
+        ms.bfloat16, optimizer, reducer=reducer, clip_norm=1.0, on_nonfinite="skip_window"), decayed, zero=zero)
 
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
@@ -265,6 +285,12 @@ def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, *
     add = peak(lambda: step(data), count)
     update = peak(Keeper(step.accumulator, compiled).close, count)
     return {"add": add - before / count, "update": update - before / count}
+
+
+def memory_of_ranks(zero):
+    """The same in float32 with Adam, in buckets that hold one weight each."""
+    return among_ranks(lambda optimizer, reducer: memory(optimizer, ms.float32, reducer=reducer), adam, zero=zero,
+                       bucket_mib=1)
 
 
 def memory_of_language_model(reduction=None):
@@ -397,8 +423,11 @@ CASES = {
     "cell": partial(driven, "cell-graph"), "sink": sink, "several_losses": several_losses, "grad_cache": grad_cache,
     "language_model": language_model, "vit": vit, "vit_O2": partial(vit, "O2"), "resnet18": resnet18,
     "window": partial(ranks, sync="window"), "microbatch": partial(ranks, sync="microbatch"),
-    "shards": partial(ranks, sync="microbatch", shard=True), "node": partial(ranks, sync="node", ranks_per_node=2),
-    "node_shards": partial(ranks, sync="node", ranks_per_node=2, shard=True),
+    "zero1": partial(ranks, zero=1), "zero2": partial(ranks, zero=2),
+    "zero1_clipped": partial(clipped_ranks, 1), "zero2_clipped": partial(clipped_ranks, 2),
+    "node": partial(ranks, sync="node", ranks_per_node=2),
+    **{f"memory_zero{zero}": partial(memory_of_ranks, zero) for zero in range(3)},
+    "node_zero2": partial(ranks, sync="node", ranks_per_node=2, zero=2),
     **{f"optimizers_{name}": partial(optimizers, dtype) for name, dtype in DTYPES.items()},
     "memory": memory, "memory_backwards": partial(memory, order="backwards"),
     "memory_groups": partial(memory, order="groups"),

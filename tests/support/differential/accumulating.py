@@ -5,8 +5,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import amp, ops
 
-from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint
+from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint, shard_parameters
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.core.optimizers import divided_state
 from ms_accum.selftest.comparing import values
 from support.drivers import Driver, counters
 from support.pages import recipe
@@ -61,7 +62,9 @@ class Accumulating:
         self.case = case
         per_row = case.row_weight if case.loss_reduction == "sum" else None
         self.loss = build_loss(case, seed, per_row)
-        self.optimizer = build_optimizer(case, self.loss.trainable_params())
+        options.setdefault("reducer", DataParallel() if case.seed % 3 else None)  # alike without other ranks
+        zero = getattr(options["reducer"], "zero", 0)
+        self.optimizer = build_optimizer(case, self.loss.trainable_params(), shard_parameters if zero else list)
         self.scaler = None
         if case.scaler is not None:
             kind, exponent, *window = case.scaler
@@ -69,7 +72,6 @@ class Accumulating:
             self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
         self.average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
-        options.setdefault("reducer", DataParallel() if case.seed % 3 else None)  # alike without other ranks
         self.accumulator = Accumulator(
             self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
             buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.average,
@@ -115,15 +117,23 @@ class Accumulating:
         scaler, noise, accumulator = self.scaler, self.noise_scale, self.accumulator
         return {
             "counters": counters(accumulator), "grad_norm": float(accumulator.grad_norm),
-            "parameters": values(self.loss.trainable_params()), "state": values(state_of(self.optimizer)),
+            "parameters": values(self.loss.trainable_params()), "state": self._whole_state(),
             "averages": values(self.average.averages) if self.average else None,
             "noise": noise and [noise.noise, noise.gradient_squared],
             "scaler": scaler and [float(scaler.scale_value), int(getattr(scaler, "counter", 0))]}
 
+    def _whole_state(self):
+        return [np.array(array, np.float64) for array in map(self._whole, state_of(self.optimizer))]
+
+    def _whole(self, state):
+        """State as an array, without what fills up slices."""
+        wholes = divided_state(self.optimizer)
+        return self.accumulator.exchange.joined(state, wholes[id(state)]) if id(state) in wholes else state.asnumpy()
+
     def bits(self):
         """Every bit of state."""
         parameters = (*self.loss.get_parameters(), *state_of(self.optimizer), *self.accumulator.state.values())
-        return {re.sub(r"^accumulator\d*\.", "", p.name): p.asnumpy().tobytes() for p in parameters}
+        return {re.sub(r"^accumulator\d*\.", "", p.name): self._whole(p).tobytes() for p in parameters}
 
     def open_window(self):
         """Every bit of the window."""

@@ -72,7 +72,7 @@ DEFECTS = {
         [("core/buffers.py", "if loaded != self.unit and self.is_allocated else ()", "if False else ()")]),
     "the norm is that of the sum": (
         {"clip_norm": 0.1, "accumulate_step": 2},
-        [("core/way.py", "global_norm(gradients, factor)", "global_norm(gradients)")]),
+        [("core/way.py", "square_sum(gradients, factor)", "square_sum(gradients)")]),
     "a skipped microbatch counts": (
         {"nonfinite_at": 1, "accumulate_step": 2, "pieces": 1, "on_nonfinite": "skip_microbatch"},
         [("core/stages.py", "ops.zeros_like(weight)), taken.astype(ms.int32)", "ops.zeros_like(weight)), 1")]),

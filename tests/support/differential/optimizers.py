@@ -38,7 +38,8 @@ SCALE_FREE = ("nn.Rprop", "nn.AdaFactor", "nn.RMSProp", "optim.Rprop")
 RATES = {"nn.Rprop": 0.01, "optim.Rprop": 0.01, "nn.AdaFactor": 0.02, "nn.RMSProp": 0.02, "nn.FTRL": 0.05}
 
 
-def build_optimizer(case, parameters):
+def build_optimizer(case, parameters, sharded=list):
+    """The optimizer of a Case. `sharded`: what is done to parameters, or groups, before it gets them."""
     size = (10.0 if case.loss == "mse" else 0.1) * case.factor  # about that of a gradient
     if case.optimizer in _LIKE_LINEAR:
         rate = 0.01 / size
@@ -56,7 +57,7 @@ def build_optimizer(case, parameters):
     library, name = case.optimizer.split(".")
     optimizer = getattr({"nn": nn, "optim": optim, "mint": mint_optim}[library], name)
     options = {"learning_rate" if library == "nn" else "lr": rate, **_options(size)[case.optimizer]}
-    return optimizer(parameters, **options)
+    return optimizer(sharded(parameters), **options)
 
 
 def state_of(optimizer):

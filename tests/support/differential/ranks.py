@@ -15,10 +15,11 @@ from .optimizers import COMPILED_ONLY, OPTIMIZERS, SCALE_FREE
 from .plain import Plain
 
 # How many ranks sum each microbatch. Of two ranks, each is a node of its own; of four, two are in each of two nodes.
-SYNCS = {"window": lambda ranks: 1, "nodes": lambda ranks: ranks // 2, "nodes-shard": lambda ranks: ranks // 2,
-         "microbatch": lambda ranks: ranks, "shard": lambda ranks: ranks, "one-node-shard": lambda ranks: ranks}
-# Nine runs each in which (two) ranks sum windows or microbatches.
-KIND, DRAWN = 9, 3 * len(SYNCS)
+SYNCS = {"window": lambda ranks: 1, "zero1": lambda ranks: 1, "nodes": lambda ranks: ranks // 2,
+         "nodes-zero2": lambda ranks: ranks // 2, "microbatch": lambda ranks: ranks, "zero2": lambda ranks: ranks,
+         "zero2-large": lambda ranks: ranks, "one-node-zero2": lambda ranks: ranks}
+# Twelve runs each in which (two) ranks sum windows or microbatches.
+KIND, DRAWN = 12, 3 * len(SYNCS)
 # What each kind meets; the rest is drawn.
 DRIVERS = ("hand", "hand sum", "step", "cell", "model", "ahead")
 NONFINITE = (("apply", None), ("skip_microbatch", None), ("skip_window", None), ("apply", ("static", 10)),
@@ -40,7 +41,7 @@ def case_of(name):
     if name in NAMED:
         return NAMED[name]
     sync, (kind, place) = list(SYNCS)[int(name) // 3], divmod(int(name), KIND)
-    choice, fixed = random.Random(int(name)).choice, _fixed(kind, place)
+    choice, fixed = random.Random(int(name) + DRAWN).choice, _fixed(kind, place)
     if fixed["driver"].startswith("ahead"):  # of four ranks, two would sum each microbatch
         sync = "window"
     return compose(choice, **{**fixed, "sync": sync, "optimizer": choice(STEADY)})

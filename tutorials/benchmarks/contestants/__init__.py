@@ -8,7 +8,7 @@ _MODULES = {
     "mindspore_": (
         "floor", "floor-branch", "ms_accum", "ms_accum-pieces", "ms_accum-by-hand", "ms_accum-again",
         "ms_accum-skip-window", "ms_accum-skip-microbatch", "undivided", "tutorial", "one-buffer", "boost",
-        "parallel-nn", "mindcv", "wrong-denominator", "alone", "window", "microbatch", "shard"),
+        "parallel-nn", "mindcv", "wrong-denominator", "alone", "window", "microbatch", "zero1", "zero2"),
     "pytorch_": ("pytorch-eager", "pytorch-compiled"),
     "jax_": ("jax-multisteps", "jax-scan"),
 }

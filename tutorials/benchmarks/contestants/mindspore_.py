@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, boost, nn, ops
 from mindspore.communication import get_rank
 from mindspore.parallel.nn import GradAccumulation
 
-from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step
+from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step, shard_parameters
 from ms_accum.selftest.tutorial import TwoBuffers, train_step_with
 
 from .contract import Contestant
@@ -57,9 +57,9 @@ class Way(NamedTuple):
 
 
 class MindSpore(Contestant):
-    """A way as a contestant."""
+    """A way as a contestant. `sharded`: what the optimizer gets of the parameters."""
 
-    def __init__(self, way: Callable[[Start], Way], case: Case) -> None:
+    def __init__(self, way: Callable[[Start], Way], case: Case, sharded: Callable = list) -> None:
         super().__init__(case)
         avoid_busy_waiting()
         if "MS_SIMULATION_LEVEL" in os.environ:
@@ -72,7 +72,7 @@ class MindSpore(Contestant):
         def forward_fn(x: Tensor, y: Tensor) -> Tensor:
             return loss_fn(network(x), y)
 
-        optimizer = getattr(nn, case.optimizer)(network.trainable_params(), case.lr)
+        optimizer = getattr(nn, case.optimizer)(sharded(network.trainable_params()), case.lr)
         self.way = way(Start(network, forward_fn, optimizer, case.accumulate_step, case.cut))
         self.trained = network.trainable_params()
         self.whole_window = self.way.whole_window
@@ -163,7 +163,8 @@ class Rank(MindSpore):
     """One of several processes, each with its part of every window: every `case.ranks`-th sample."""
 
     def __init__(self, reducer: DataParallel | None, case: Case) -> None:
-        super().__init__(partial(ms_accum, reducer=reducer), case)
+        sharded = shard_parameters if reducer is not None and reducer.zero else list
+        super().__init__(partial(ms_accum, reducer=reducer), case, sharded)
 
     def samples(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return tuple(array[get_rank()::self.case.ranks] for array in super().samples(count * self.case.ranks))
@@ -279,5 +280,6 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "alone": None,
     "window": DataParallel(),
     "microbatch": DataParallel(sync="microbatch"),
-    "shard": DataParallel(sync="microbatch", shard=True),
+    "zero1": DataParallel(zero=1),
+    "zero2": DataParallel(zero=2),
 }.items()}

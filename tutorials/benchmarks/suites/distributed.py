@@ -20,7 +20,7 @@ from workers import PATIENCE, Unavailable, report, say
 
 # The ranks of this one exchange nothing, and are judged by their own samples.
 ALONE = "alone"
-EXCHANGES = ("window", "microbatch", "shard")
+EXCHANGES = ("window", "microbatch", "zero1", "zero2")
 RANK = Path(__file__).parents[1] / "rank.py"
 
 

@@ -1,0 +1,36 @@
+"""Ctrl-C, also while MindSpore compiles: it drops Python's errors there (2.10), so that an interrupt is noted, too."""
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn, Optional
+
+_noted: list[int] = []
+
+
+@contextmanager
+def noting_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGINT and SIGTERM in the block, and note it for `raise_if_interrupted`.
+
+    Whenever MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM; that of SIGTERM stays.
+    """
+    _noted.clear()
+    before = {number: signal.signal(number, _note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def raise_if_interrupted() -> None:
+    """Raise KeyboardInterrupt if one was raised before, and nobody saw it."""
+    if _noted:
+        raise KeyboardInterrupt
+
+
+def _note(number: int, frame: Optional[FrameType]) -> NoReturn:
+    _noted.append(number)
+    raise KeyboardInterrupt

@@ -1,0 +1,112 @@
+"""Whether an optimizer treats each element by itself, so that it can update slices of parameters."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from ..distributed.ranks import together
+from ..distributed.zero import whole_of
+from .optimizers import state_of
+from .stages import overrides
+
+if TYPE_CHECKING:
+    from .stages import Stage
+
+# What in MindSpore 2.10 looks at norms, factors or sums of a whole parameter.
+_LOOKS_AT_WHOLES = ("LARS", "Lamb", "AdaFactor", "ThorGpu", "ThorAscend", "AdaSumByGradWrapCell",
+                    "AdaSumByDeltaWeightWrapCell")
+_REMEDY = "give an elementwise optimizer such as nn.AdamWeightDecay, or zero=0 with the whole parameters"
+
+
+def require_divisible(optimizer: Callable, stages: tuple[Stage, ...], divides: bool) -> None:
+    """Refuse what would need whole parameters or gradients where ranks `divide` them. ValueError.
+
+    An optimizer that is not MindSpore's own is tried: it updates twice, and gets all of its state back.
+    """
+    if not divides:
+        return
+    for stage in stages:
+        if overrides(stage, "accepts", "on_update") and not stage.takes_slices:
+            raise ValueError(f"{type(stage).__name__} looks at the gradients of a window, of which zero > 0 gives a "
+                             "rank its slices; sum over elements by self.exchange.over_slices and set "
+                             "takes_slices = True, or give zero=0")
+    for held in _optimizers_in(optimizer):
+        name = next((kind.__name__ for kind in type(held).__mro__ if _is_of_mindspore(kind)
+                     and kind.__name__ in _LOOKS_AT_WHOLES), None)
+        if name is not None:
+            raise ValueError(f"{name} looks at whole parameters, of which zero > 0 gives a rank its slices; {_REMEDY}")
+        if any(getattr(held, "grad_centralization_flags", ())) or getattr(held, "grad_centralization", False):
+            raise ValueError("the optimizer has grad_centralization=True, a mean over whole gradients, of which "
+                             "zero > 0 gives a rank its slices; leave it out, or give zero=0")
+    if not _is_of_mindspore(type(optimizer)):
+        together(lambda: require_elementwise(optimizer), ValueError)
+
+
+def require_elementwise(optimizer: Callable) -> None:
+    """Refuse an optimizer whose update of some elements depends on the gradients of others. ValueError.
+
+    Two updates with random gradients, and two where half of the elements have gradients 10,000 times as large: the
+    other half has to move alike. Gradients of 1e-6 to 1e7 cross the threshold of an optimizer that judges by a norm.
+    """
+    held = (*optimizer.parameters, *(p for _, p in state_of(optimizer)))
+    before, rng = _values(held), np.random.default_rng(0)
+    try:
+        has_moved = [_moves_alone(optimizer, held, before, scale, rng) for scale in (1e-6, 1e-3, 1.0, 1e3)]
+    finally:
+        _assign(held, before)
+    if not any(has_moved):
+        raise ValueError(f"{type(optimizer).__name__} moved nothing in two updates, so it was not seen whether it is "
+                         "elementwise, as zero > 0 needs; begin with a learning rate above 0, or give zero=0")
+
+
+def _moves_alone(optimizer: Callable, held: tuple[Parameter, ...], before: list[np.ndarray], scale: float,
+                 rng: np.random.Generator) -> bool:
+    """Return whether anything moved by gradients of this scale. ValueError if an element moved by those of others."""
+    slices, has_moved = tuple(optimizer.parameters), False
+    gradients = [np.float32(scale * rng.normal(size=p.shape)) for p in slices]
+    chosen = [rng.random(p.shape) < 0.5 for p in slices]
+    changed = [np.where(mask, np.float32(1e4) * g, g) for mask, g in zip(chosen, gradients)]
+    one, other = (_moved(optimizer, slices, held, before, of) for of in (gradients, changed))
+    for parameter, mask, a, b, start in zip(slices, chosen, one, other, before):
+        rounding = 1e-5 * np.abs(a - start).max(initial=0)
+        if not np.allclose(a[~mask], b[~mask], rtol=0, atol=rounding, equal_nan=True):
+            name = whole_of(parameter).name
+            raise ValueError(f"{type(optimizer).__name__} updates elements of {name} by the gradients of others, of "
+                             f"which zero > 0 gives a rank its slices; {_REMEDY}")
+        has_moved = has_moved or rounding > 0
+    return has_moved
+
+
+def _moved(optimizer: Callable, slices: tuple[Parameter, ...], held: tuple[Parameter, ...], before: list[np.ndarray],
+           gradients: list[np.ndarray]) -> list[np.ndarray]:
+    """Return the slices after two updates: the first learning rate of a warmup may be 0."""
+    _assign(held, before)
+    for _ in range(2):
+        optimizer(tuple(Tensor(g, p.dtype) for g, p in zip(gradients, slices)))
+    return _values(slices)
+
+
+def _values(parameters: tuple[Parameter, ...]) -> list[np.ndarray]:
+    """Return copies; of bfloat16, which NumPy has not, as float32."""
+    return [(p.astype(ms.float32) if p.dtype == ms.bfloat16 else p).asnumpy().copy() for p in parameters]
+
+
+def _assign(parameters: tuple[Parameter, ...], values: list[np.ndarray]) -> None:
+    for parameter, value in zip(parameters, values):
+        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+        ops.assign(parameter, Tensor(value, parameter.dtype))
+
+
+def _optimizers_in(optimizer: Callable) -> Iterator[object]:
+    """Yield an optimizer, and the Cells in it."""
+    yield optimizer
+    if isinstance(optimizer, nn.Cell):
+        yield from (cell for _, cell in optimizer.cells_and_names() if cell is not optimizer)
+
+
+def _is_of_mindspore(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "mindspore"

@@ -1,0 +1,161 @@
+"""What a user gives an accumulator, so that several ranks update as one."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Optional
+from warnings import warn
+
+import mindspore as ms
+from mindspore.communication import get_local_rank_size
+
+from ..arguments import boolean, number, one_of, spelled, whole_number
+from .buckets import MEBIBYTE
+from .exchange import Exchange, OneDevice
+from .parallel_modes import require_unreduced
+from .ranks import broadcast_parameters, require_alike, world_size
+from .zero import Zero
+
+if TYPE_CHECKING:
+    from mindspore import Parameter
+
+    from .buckets import Accumulated
+
+_SYNC = ("window", "microbatch", "node")
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Train every rank on its own part of the batch, with the same update on all: `reducer=DataParallel()`.
+
+    Start the script with `msrun` and call `mindspore.communication.init()` first. Without that, or with one rank, the
+    same script accumulates on one device.
+
+    With `reduction="mean"`, the sum of the gradients of all ranks is divided by the weights of all ranks, so that they
+    may hold different numbers of samples or tokens; with "sum", it is averaged over the ranks, as PyTorch's
+    DistributedDataParallel does. Ranks may have different numbers of microbatches: `flush` waits for the others, and
+    takes part in their exchanges with weight 0 until every rank has called it, so each rank has to call it at the end
+    of an epoch. Where ranks exchange microbatches, `reset`, `apply` and `close_if` also have to be called on all ranks
+    at the same place; with "window", a rank may close incomplete windows on its own.
+
+    Only the optimizer's parameters are made alike. Frozen parameters and statistics (of BatchNorm, say) stay what each
+    rank built: give every rank the same seed or the same checkpoint for those.
+
+    Args:
+        sync: "window": one exchange for each window, when it closes; adding a microbatch communicates nothing.
+            "microbatch": each microbatch is exchanged. "node": the ranks of a node exchange each microbatch, and nodes
+            exchange once for each window: each rank one part of the gradients, with its counterparts on other nodes.
+            None: "microbatch" with `zero=2`, else "window".
+        zero: What is divided among n ranks. 0: nothing. 1 and 2 need an optimizer of `shard_parameters(...)`: each
+            rank updates 1/n of each parameter and holds the optimizer's state for that alone. 1: gradients are
+            scattered when a window closes, and the parameters gathered after the update, so that a window costs the
+            traffic of `zero=0`. 2: the accumulated gradients are divided, too, and scattered at each microbatch; with
+            `sync="node"`, among the ranks of a node, and once a window across nodes. Where the backend has no
+            ReduceScatter (CPU), an AllReduce of which each rank keeps its part: the same memory, more traffic.
+        broadcast: Whether parameters are copied from rank 0 at the start. If False, they have to be the same already.
+        bucket_mib: Mebibytes of gradients in one collective.
+        ranks_per_node: With `sync="node"`: ranks in each node, which have consecutive numbers. None: as many as msrun
+            started on this host.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or has another name.
+        ValueError: If an argument is out of range, `zero` does not fit `sync`, or, when the Accumulator is made, ranks
+            hold different parameters, settings or optimizers, the optimizer does not fit `zero`, or `ranks_per_node`
+            does not divide the number of ranks.
+        RuntimeError: If msrun started several ranks and `init()` was not called.
+
+    Source: "window" is `no_sync` of PyTorch's DistributedDataParallel (Li et al. 2020,
+    https://arxiv.org/abs/2006.15704) and of Colossal-AI's booster; "microbatch" is Colossal-AI's Gemini; `zero`
+    is ZeRO, stages 1 and 2 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), with accumulation between the
+    two exchanges of "node" (asked for in pytorch #126166).
+
+    Example:
+        >>> from mindspore import nn
+        >>> from ms_accum import Accumulator, DataParallel
+        >>> network = nn.Dense(2, 1)
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> accumulator = Accumulator(optimizer, 4, reduction="mean", reducer=DataParallel())
+        >>> print(accumulator.exchange.rank, "of", accumulator.exchange.ranks)  # of 2, under msrun --worker_num=2
+        0 of 1
+    """
+
+    sync: Optional[str] = None
+    zero: int = 0
+    broadcast: bool = True
+    bucket_mib: float = 32
+    ranks_per_node: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        one_of("sync", self.sync, (None, *_SYNC))
+        whole_number("zero", self.zero, "0, 1 and 2 are the stages of ZeRO", minimum=0, maximum=2)
+        boolean("broadcast", self.broadcast)
+        number("bucket_mib", self.bucket_mib, lambda size: 0 < size < inf, "a finite number of mebibytes > 0")
+        # One field says when ranks exchange, also where it was left out: equal reducers have equal texts.
+        object.__setattr__(self, "sync", self.sync or ("microbatch" if self.zero == 2 else "window"))
+        if self.zero == 1 and self.sync != "window":
+            raise ValueError(f'zero=1 with sync="{self.sync}": where ranks exchange each microbatch, whole buffers '
+                             'gain nothing; give zero=2, or sync="window"')
+        if self.zero == 2 and self.sync == "window":
+            raise ValueError('zero=2 with sync="window": until they are exchanged, the gradients of a rank are whole; '
+                             'give zero=1, or sync="microbatch" or "node"')
+        if self.ranks_per_node is not None:
+            whole_number("ranks_per_node", self.ranks_per_node, "None takes those that msrun started on this host")
+            if self.sync != "node":
+                raise ValueError(f'got ranks_per_node={self.ranks_per_node} with sync="{self.sync}", which knows no '
+                                 'nodes; give sync="node"')
+
+    def bind(self, layout: Accumulated) -> OneDevice:
+        """Return the exchange of one accumulator. Raises ValueError if ranks are not alike."""
+        require_unreduced()
+        ranks = world_size()
+        if ranks == 1:
+            return OneDevice(layout)
+        exchanged = (*layout.dtypes, *(p.dtype for p in layout.slices))
+        refused = [dtype for dtype in (ms.float64, ms.bfloat16) if dtype in exchanged]
+        if refused and ms.get_context("device_target") == "CPU":
+            raise ValueError(f"DataParallel with buffers or slices of {str(refused[0]).lower()}: MindSpore's CPU "
+                             "backend exchanges none; give buffer_dtype=ms.float32 or zero=0")
+        make_alike(layout, repr(self), self.broadcast)
+        self._require_fit(layout.slices)
+        kind = Zero if self.zero else Exchange
+        exchange = kind(layout, self._inside(ranks), ranks, int(self.bucket_mib * MEBIBYTE))
+        exchange.cut_parameters()
+        return exchange
+
+    def _require_fit(self, slices: tuple[Parameter, ...]) -> None:
+        if self.zero and not slices:
+            raise ValueError(f"zero={self.zero} with an optimizer of whole parameters; build it from "
+                             "shard_parameters(network.trainable_params())")
+        if slices and not self.zero:
+            raise ValueError("the optimizer updates this rank's slices, which zero=0 does not gather; give "
+                             "DataParallel(zero=1), or the optimizer network.trainable_params()")
+
+    def _inside(self, ranks: int) -> int:
+        """Return how many ranks sum each microbatch."""
+        if self.sync != "node":
+            return ranks if self.sync == "microbatch" else 1
+        remedy = "start as many ranks on each host, or give ranks_per_node"
+        inside = get_local_rank_size() if self.ranks_per_node is None else int(self.ranks_per_node)
+        require_alike({"the number of ranks on their host": str(inside)}, remedy)
+        if ranks % inside:
+            raise ValueError(f"{ranks} ranks make no whole number of nodes of {inside}; {remedy}")
+        if inside == 1 and self.zero == 2:
+            warn("zero=2 with one rank in each node divides no buffers; give zero=1", UserWarning, stacklevel=2)
+        return inside
+
+
+DataParallel.__init__ = spelled(DataParallel.__init__, shard="zero=2 divides the buffers, with an optimizer of "
+                                "shard_parameters(network.trainable_params()), whose state it divides, too")
+
+
+def make_alike(layout: Accumulated, reducer: str, broadcast: bool = True) -> None:
+    """Give every rank rank 0's parameters, or compare them. ValueError if what ranks are built of is not the same."""
+    described = repr([len(layout.slices), *[(p.name, tuple(p.shape), str(p.dtype), str(dtype))
+                      for p, dtype in zip(layout.parameters, layout.dtypes)]])
+    facts = {"parameters (names, shapes, dtypes)": described, **layout.settings, "the reducer": reducer}
+    require_alike(facts, "give every rank the same network and arguments")
+    if broadcast:
+        broadcast_parameters(layout.parameters)
+    else:
+        require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in layout.parameters},
+                      "give every rank the same seed, or broadcast=True")

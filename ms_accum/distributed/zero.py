@@ -1,0 +1,291 @@
+"""ZeRO: each rank updates its slice of every parameter, and holds the optimizer's state for that slice alone.
+
+    window of all ranks ─ scatter ─► slices of the gradients ─┐
+    whole parameters ─────── cut ──► slices ──────────────────┴─► optimizer ─► slices ─ gather ─► whole parameters
+
+The whole parameters are the truth: slices are cut from them before each update, in the same graph.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from typing import TYPE_CHECKING, Any, Optional
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, ops
+from mindspore.communication import GlobalComm, get_rank
+
+from ..arguments import instance_of
+from ..tensors import as_vector, multiply_no_nan, state_parameter
+from .buckets import gradients_of_bucket
+from .exchange import OneDevice, depth_first, group_of, new_buffers
+from .parallel_modes import require_unreduced
+from .ranks import gather, world_size
+from .rows import Rows, width_of
+
+if TYPE_CHECKING:
+    from ..tensors import Gradients, Numbers, Scalar
+    from .buckets import Accumulated
+
+_exchanges = count()
+
+
+def shard_parameters(parameters: Any) -> Any:
+    """Return this rank's slices of parameters, for an optimizer whose state is divided among the ranks (ZeRO).
+
+        optimizer = nn.AdamWeightDecay(shard_parameters(network.trainable_params()), 1e-3)
+        train_step = make_train_step(forward_fn, optimizer, accumulate_step=4, reducer=DataParallel(zero=1))
+
+    A slice is a flat Parameter of `ceil(size / ranks)` elements with the dtype of the whole parameter, which is its
+    attribute `whole`; what is left over is filled with 0. It has the name of the whole parameter until an Accumulator
+    is made, which puts "slice." before it. Filters by name, weight decay and learning rates of groups work as with
+    whole parameters; filters by shape have to come before. With one rank, or without msrun, the argument is returned,
+    so that the same script runs on one device.
+
+    The optimizer has to treat each element by itself, as SGD, Adam and most others do. Those that look at a whole
+    parameter (LARS, Lamb, AdaFactor) raise an error when the Accumulator is made.
+
+    Args:
+        parameters: What an optimizer takes: Parameters, or groups as dicts with "params", or "order_params".
+
+    Raises:
+        TypeError: If there is anything else among the parameters.
+        RuntimeError: If msrun started several ranks and `init()` was not called.
+
+    Source: ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), stages 1 and 2; Colossal-AI's
+    `LowLevelZeroPlugin`.
+
+    Example:
+        >>> from mindspore import nn
+        >>> from ms_accum import shard_parameters
+        >>> network = nn.Dense(3, 1, has_bias=False)
+        >>> optimizer = nn.Adam(shard_parameters(network.trainable_params()), 1e-3)
+        >>> print(sum(state.size for state in optimizer.moment1))  # 2, under msrun --worker_num=2
+        3
+    """
+    if world_size() == 1:
+        return parameters
+    known: dict[int, Parameter] = {}
+    if isinstance(parameters, dict):
+        return _group(parameters, known)
+    found = [_group(p, known) if isinstance(p, dict) else _slice(p, known) for p in parameters]
+    return ParameterTuple(found) if isinstance(parameters, ParameterTuple) else found
+
+
+def _group(group: dict, known: dict[int, Parameter]) -> dict:
+    """Return a group of parameters with slices in their place; a parameter that stands in two has one slice."""
+    return {key: [_slice(p, known) for p in value] if key in ("params", "order_params") else value
+            for key, value in group.items()}
+
+
+def _slice(parameter: object, known: dict[int, Parameter]) -> Parameter:
+    instance_of("an entry of parameters", parameter, Parameter, "a Parameter, or a group as a dict",
+                "give network.trainable_params()")
+    if getattr(parameter, "whole", None) is not None:
+        raise ValueError(f"{parameter.name} is a slice already; give shard_parameters the network's parameters, once")
+    if id(parameter) not in known:
+        ranks, rank = world_size(), get_rank()
+        width = width_of(parameter.size, ranks)
+        own = _as_array(parameter).reshape(-1)[rank * width:(rank + 1) * width]
+        own = np.concatenate((own, np.zeros(width - own.size, own.dtype)))
+        made = Parameter(Tensor(own, parameter.dtype), name=parameter.name, requires_grad=parameter.requires_grad)
+        made.whole = parameter
+        known[id(parameter)] = made
+    return known[id(parameter)]
+
+
+def whole_of(parameter: Parameter) -> Parameter:
+    """Return what a slice is of; a parameter that is none, as it is."""
+    return getattr(parameter, "whole", parameter)
+
+
+def whole_parameters(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    """Return what slices are of."""
+    return tuple(map(whole_of, parameters))
+
+
+def slices_among(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    """Return an optimizer's parameters if they are slices, () if none is. ValueError if only some are."""
+    parameters = tuple(parameters)
+    missing = [p.name for p in parameters if whole_of(p) is p]
+    if 0 < len(missing) < len(parameters):
+        raise ValueError(f"{missing[0]} is no slice, but other parameters of the optimizer are; give all of them to "
+                         "shard_parameters, or none")
+    return () if missing else parameters
+
+
+@ms.jit_class
+class Scatter:
+    """Sum over a group, of which each rank keeps one of equal parts: ReduceScatter.
+
+    CPU has none (MindSpore 2.10): an AllReduce there, of which each rank keeps its part.
+    """
+
+    def __init__(self, group: str, place: int, parts: int) -> None:
+        self.place, self.parts, self.sum = place, parts, ops.AllReduce(group=group)
+        self.op = ops.ReduceScatter(group=group) if ms.get_context("device_target") != "CPU" else None
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        """Return this rank's part of the sum."""
+        if self.op is not None:
+            return self.op(flat)
+        length = flat.shape[0] // self.parts
+        return self.sum(flat)[self.place * length:(self.place + 1) * length]
+
+
+@ms.jit_class
+class Zero(OneDevice):
+    """Scatter gradients, and gather parameters; see `Exchange` for `inside` and `across`.
+
+    Where each rank is alone inside (stage 1), buffers are whole. Where ranks inside sum (stage 2), each keeps `across`
+    rows of each bucket: its own, and one for each rank with the same place in another node. Of 4 ranks in 2 nodes,
+    rank 2 has row 1.
+
+    Args:
+        layout: What is accumulated, with this rank's slices.
+        inside: How many consecutive ranks sum each microbatch.
+        ranks: How many ranks there are.
+        size: Bytes in a bucket, at most.
+    """
+
+    divides = True
+
+    def __init__(self, layout: Accumulated, inside: int, ranks: int, size: int) -> None:
+        super().__init__(layout)
+        self.rank, self.ranks, self.inside, self.across = get_rank(), ranks, inside, ranks // inside
+        self.sharded, self.shared_unit = inside > 1, 1.0 if inside > 1 else None
+        self.jit_options = depth_first(inside)
+        node, place = divmod(self.rank, inside)
+        self.near = self.far = None
+        if inside > 1:
+            self.near = Scatter(group_of(range(node * inside, (node + 1) * inside)), place, inside)
+        if self.across > 1:
+            self.far = Scatter(group_of(range(place, ranks, inside)), node, self.across)
+        self.row = place * self.across + node
+        self.rows = Rows(layout.parameters, layout.dtypes, size, ranks)
+        self.backwards = self.rows.members[::-1]
+        self.gathered = Rows(layout.parameters, tuple(p.dtype for p in layout.parameters), size, ranks)
+        self.slices = ParameterTuple(layout.slices)
+        for part, whole in zip(layout.slices, layout.parameters):
+            part.name = f"slice.{whole.name}"  # one graph takes no two Parameters of one name
+        self.cuts = tuple(_cut(whole.size, self.row, ranks) for whole in layout.parameters)
+        self.sum, self.gather = ops.AllReduce(group=GlobalComm.WORLD_COMM_GROUP), ops.AllGather()
+        # Always 0. `over_slices` reads and writes it, and `gather_parameters` reads it: so all ranks run these
+        # collectives in one order.
+        self.order_token = state_parameter(f"zero{next(_exchanges)}.order_token", (1,), ms.float32)
+
+    def buffers(self, prefix: str) -> tuple[Parameter, ...]:
+        """See `OneDevice`. Where ranks inside sum, some rows of each bucket."""
+        if not self.sharded:
+            return super().buffers(prefix)
+        rows = [(f"rows{i}", (length * self.across,)) for i, length in enumerate(self.rows.lengths)]
+        return new_buffers(prefix, rows, self.rows.bucket_dtypes)
+
+    def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
+        """See `OneDevice`."""
+        require_unreduced()
+        if not self.sharded:
+            return gradients, numbers
+        sums = self.near.sum(as_vector(numbers))
+        numbers = tuple([sums[i] for i in range(len(numbers))])
+        return self._scattered(self.near, gradients, sums), numbers
+
+    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
+        """See `OneDevice`: the gradients are this rank's slices, in the unit 1."""
+        require_unreduced()
+        rows = buffers
+        if self.across > 1:
+            sums = self.far.sum(as_vector(numbers))
+            numbers = tuple([sums[i] for i in range(len(numbers))])
+            if self.sharded:
+                rows = ()
+                for row in buffers:
+                    sums = self.far(ops.depend(row, sums))
+                    rows = (*rows, sums)
+            else:
+                rows = self._scattered(self.far, buffers, sums, unit)
+        return self.rows.slices(rows), ops.ones_like(numbers[0]), numbers
+
+    def _scattered(self, scatter: Scatter, gradients: Gradients, previous: Tensor, unit: Optional[Scalar] = None
+                   ) -> Gradients:
+        """Return this rank's rows of each bucket of `unit * gradients`, summed over a group, after `previous`.
+
+        The last bucket goes first, whose gradients the backward pass makes first.
+        """
+        rows = ()
+        for members in self.backwards:
+            own = gradients_of_bucket(members, gradients, self.dtypes, previous, unit)
+            row = scatter(ops.depend(self.rows.laid_out(own, members), previous))
+            # Behind a kernel that reads the sum, Ascend frees what was sent: the bare sum would keep it to the end.
+            previous = row[:1]
+            rows = (row, *rows)
+        return rows
+
+    def over_slices(self, number: Tensor) -> Tensor:
+        """See `OneDevice`."""
+        sums = self.sum(number.reshape(1).astype(ms.float32) + self.order_token)
+        ops.assign(self.order_token, multiply_no_nan(sums, ops.zeros_like(sums)))
+        return sums.reshape(())
+
+    def cut_parameters(self) -> None:
+        """See `OneDevice`."""
+        for i in range(len(self.slices)):
+            start, stop, padding = self.cuts[i]
+            if start == stop:
+                part = ops.zeros(padding, self.slices[i].dtype)
+            else:
+                part = self.weights[i].reshape(-1)[start:stop]
+                if padding > 0:
+                    part = ops.concat((part, ops.zeros(padding, part.dtype)))
+            ops.assign(self.slices[i], part)
+
+    def gather_parameters(self) -> None:
+        """See `OneDevice`. Rows are gathered by rank, which is another order where nodes divide them."""
+        gathered = self.order_token + 0.0
+        for members in self.gathered.members:
+            row = ()
+            for i in members:
+                row = (*row, self.slices[i] + 0.0)
+            gathered = self.gather(ops.depend(ops.concat(row), gathered))
+            rows = gathered.reshape(self.ranks, -1)
+            if self.across > 1 and self.inside > 1:
+                rows = gathered.reshape(self.across, self.inside, -1).swapaxes(0, 1).reshape(self.ranks, -1)
+            wholes = self.gathered.wholes(rows, members)
+            for place in range(len(members)):
+                ops.assign(self.weights[members[place]], wholes[place])
+
+    def joined(self, state: Parameter, whole: Parameter) -> np.ndarray:
+        """See `OneDevice`: all ranks have to call it. bfloat16, which NumPy has not, as float32."""
+        own = _as_array(state)
+        data = np.frombuffer(own.tobytes() + bytes(-own.nbytes % 4), np.int32)
+        rows = np.ascontiguousarray(gather(data)).view(np.uint8)[:, :own.nbytes]
+        by_node = np.ascontiguousarray(rows).reshape(self.across, self.inside, -1)
+        flat = np.ascontiguousarray(by_node.swapaxes(0, 1)).reshape(-1).view(own.dtype)
+        return flat[:whole.size].reshape(whole.shape)
+
+    def cut(self, value: Tensor, whole: Parameter) -> Tensor:
+        """See `OneDevice`."""
+        start, stop, padding = _cut(whole.size, self.row, self.ranks)
+        own = _as_array(value).reshape(-1)[start:stop]
+        return Tensor(np.concatenate((own, np.zeros(padding, own.dtype))), value.dtype)
+
+    def total(self, numbers: Numbers) -> Numbers:
+        """See `OneDevice`."""
+        sums = self.sum(as_vector(numbers))
+        return tuple([sums[i] for i in range(len(numbers))])
+
+    def describe(self) -> str:
+        """See `OneDevice`."""
+        return f"{super().describe()}, ZeRO"
+
+
+def _as_array(value: Tensor) -> np.ndarray:
+    return (value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy()
+
+
+def _cut(size: int, row: int, ranks: int) -> tuple[int, int, int]:
+    """Return where a slice begins and ends in a flat parameter, and how many zeros fill it up."""
+    width = width_of(size, ranks)
+    start, stop = min(row * width, size), min((row + 1) * width, size)
+    return start, stop, width - (stop - start)
