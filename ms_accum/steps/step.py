@@ -42,6 +42,8 @@ class TrainStep:
         pieces: Number of pieces that a batch is cut into.
         updated: Whether the microbatch of the last call closed a window with an update, so that none is open: a bool.
             When an epoch yields its last loss, and after it: whether that one or the incomplete window made an update.
+        trained: Microbatches trained since the last epoch began (without epochs: by all calls), an int. It is right
+            where an interrupt stops the loop, too: then it may be one more than the losses that were yielded.
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, program_for: Callable,
@@ -49,6 +51,7 @@ class TrainStep:
         require_unsharded()
         require_plain(cells_of(function), _INSIDE)
         self.accumulator, self.pieces, self.batch_axis, self.updated = accumulator, pieces, batch_axis, False
+        self.trained = 0
         self._function, self._program_for = function, program_for
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self.forget_graphs()
@@ -88,7 +91,7 @@ class TrainStep:
         require_batched(batches)
         require_trainable(self.accumulator.weights)
         require_rates(optimizer)
-        last = False
+        last, self.trained = False, 0
         for result, last in self._train_each(map(as_arguments, batches)):
             if last:
                 self._flush_after_last()
@@ -183,6 +186,7 @@ class TrainStep:
                     turn.updates_itself()
                     program = program.alone
                 result = program(*batch)
+                self.trained += 1
         self.updated = turn.updated
         return result
 

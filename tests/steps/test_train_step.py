@@ -118,6 +118,34 @@ def test_an_error_of_reading_comes_after_the_loss_of_what_was_trained():
 
 
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("losses", [1, 2])
+def test_what_was_trained_is_known_wherever_reading_is_interrupted(losses):
+    """The rest of the data ends where a run ends that was not interrupted. Control: a loop that counts its losses.
+    """
+    data = [tensors(*batch) for batch in batches([6] * 7)]
+
+    def interrupted(after):
+        yield from data[:after]
+        raise KeyboardInterrupt
+
+    def run(after, by_losses=False):
+        step, seen = step_of(2, losses), []
+        with pytest.raises(KeyboardInterrupt):
+            seen.extend(step.epoch(interrupted(after)))
+        done = len(seen) if by_losses else step.trained
+        list(step.epoch(data[done:]))
+        assert step.trained == len(data) - done
+        return values(step.accumulator.weights)
+
+    whole = step_of(2, losses)
+    list(whole.epoch(data))
+    expected = values(whole.accumulator.weights)
+    assert [difference(run(after), expected) for after in range(len(data) + 1)] == [0] * 8
+    counted = max(difference(run(after, by_losses=True), expected) for after in range(len(data) + 1))
+    assert counted > 1e-3 if losses == 1 else counted == 0  # with two, a window is read before it is trained
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_one_batch_is_read_ahead_and_a_loop_that_is_left_leaves_the_window_open():
     train_step, read = step_of(4), []
     accumulator = train_step.accumulator
