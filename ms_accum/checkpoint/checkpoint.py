@@ -243,7 +243,7 @@ class _Run:
         divided = divided_state(optimizer)
         self.divided = {name: divided[id(p)] for name, p in self.entries.items() if id(p) in divided}
         self.copied = {id(p) for _, p in state_of(optimizer)} - set(divided)
-        if exchange.sharded:  # a shard holds parts of parameters by their order alone
+        if exchange.divides_buffers:  # a shard holds parts of parameters by their order alone
             order = repr([(p.name, p.shape) for p in accumulator.weights]).encode()
             self.settings["reducer"] += f", parameters {sha256(order).hexdigest()[:16]}"
         open_state = {id(p) for p in accumulator.way.window_state}

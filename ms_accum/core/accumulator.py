@@ -325,7 +325,7 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, layout: A
         reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
         layout.settings["the optimizer, its learning rate or state"] = describe(optimizer)
         exchange = reducer.bind(layout)
-        require_divisible(optimizer, stages, exchange.divides)
+        require_divisible(optimizer, stages, exchange.divides_parameters)
         return exchange
     if layout.slices:
         raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "

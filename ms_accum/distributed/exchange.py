@@ -52,19 +52,19 @@ class OneDevice:
     Attributes:
         rank, ranks: Which rank this is, of how many.
         inside, across: How many ranks sum each microbatch; how many of such groups sum each window.
-        sharded: Whether a rank keeps a part of the buffers.
-        divides: Whether the optimizer updates slices of the parameters, and so windows return slices of gradients.
+        divides_buffers: Whether a rank keeps a part of the buffers.
+        divides_parameters: Whether the optimizer updates slices of the parameters: windows return slices of gradients.
         weights: The whole parameters, in the optimizer's order.
         shared_unit: The unit of weights, if ranks have to share one; None: each fixes its own.
         jit_options: What graphs that add microbatches are compiled with.
     """
 
     shared_unit = None
-    divides = False
+    divides_parameters = False
     jit_options: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, layout: Accumulated) -> None:
-        self.rank, self.ranks, self.inside, self.across, self.sharded = 0, 1, 1, 1, False
+        self.rank, self.ranks, self.inside, self.across, self.divides_buffers = 0, 1, 1, 1, False
         self.weights, self.dtypes = ParameterTuple(layout.parameters), layout.dtypes
         self.shapes = [(p.name, tuple(p.shape)) for p in layout.parameters]
 
@@ -116,7 +116,7 @@ class OneDevice:
 
     def describe(self) -> str:
         """Return what has to be the same in the run that resumes."""
-        return f"sum inside {self.inside}, across {self.across}{', sharded' if self.sharded else ''}"
+        return f"sum inside {self.inside}, across {self.across}{', sharded' if self.divides_buffers else ''}"
 
 
 @ms.jit_class

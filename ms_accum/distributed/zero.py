@@ -149,12 +149,12 @@ class Zero(OneDevice):
         size: Bytes in a bucket, at most.
     """
 
-    divides = True
+    divides_parameters = True
 
     def __init__(self, layout: Accumulated, inside: int, ranks: int, size: int) -> None:
         super().__init__(layout)
         self.rank, self.ranks, self.inside, self.across = get_rank(), ranks, inside, ranks // inside
-        self.sharded, self.shared_unit = inside > 1, 1.0 if inside > 1 else None
+        self.divides_buffers, self.shared_unit = inside > 1, 1.0 if inside > 1 else None
         self.jit_options = depth_first(inside)
         node, place = divmod(self.rank, inside)
         self.near = self.far = None
@@ -162,14 +162,14 @@ class Zero(OneDevice):
             self.near = Scatter(group_of(range(node * inside, (node + 1) * inside)), place, inside)
         if self.across > 1:
             self.far = Scatter(group_of(range(place, ranks, inside)), node, self.across)
-        self.row = place * self.across + node
-        self.rows = Rows(layout.parameters, layout.dtypes, size, ranks)
-        self.backwards = self.rows.members[::-1]
-        self.gathered = Rows(layout.parameters, tuple(p.dtype for p in layout.parameters), size, ranks)
+        self.row_number = place * self.across + node
+        self.layout = Rows(layout.parameters, layout.dtypes, size, ranks)
+        self.backwards = self.layout.members[::-1]
+        self.gather_layout = Rows(layout.parameters, tuple(p.dtype for p in layout.parameters), size, ranks)
         self.slices = ParameterTuple(layout.slices)
         for part, whole in zip(layout.slices, layout.parameters):
             part.name = f"slice.{whole.name}"  # one graph takes no two Parameters of one name
-        self.cuts = tuple(_cut(whole.size, self.row, ranks) for whole in layout.parameters)
+        self.cuts = tuple(_cut(whole.size, self.row_number, ranks) for whole in layout.parameters)
         self.sum, self.gather = ops.AllReduce(group=GlobalComm.WORLD_COMM_GROUP), ops.AllGather()
         # Always 0. `over_slices` reads and writes it, and `gather_parameters` reads it: so all ranks run these
         # collectives in one order.
@@ -177,15 +177,15 @@ class Zero(OneDevice):
 
     def buffers(self, prefix: str) -> tuple[Parameter, ...]:
         """See `OneDevice`. Where ranks inside sum, some rows of each bucket."""
-        if not self.sharded:
+        if not self.divides_buffers:
             return super().buffers(prefix)
-        rows = [(f"rows{i}", (length * self.across,)) for i, length in enumerate(self.rows.lengths)]
-        return new_buffers(prefix, rows, self.rows.bucket_dtypes)
+        rows = [(f"rows{i}", (length * self.across,)) for i, length in enumerate(self.layout.lengths)]
+        return new_buffers(prefix, rows, self.layout.bucket_dtypes)
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
-        if not self.sharded:
+        if not self.divides_buffers:
             return gradients, numbers
         sums = self.near.sum(as_vector(numbers))
         numbers = tuple([sums[i] for i in range(len(numbers))])
@@ -198,14 +198,14 @@ class Zero(OneDevice):
         if self.across > 1:
             sums = self.far.sum(as_vector(numbers))
             numbers = tuple([sums[i] for i in range(len(numbers))])
-            if self.sharded:
+            if self.divides_buffers:
                 rows = ()
                 for row in buffers:
                     sums = self.far(ops.depend(row, sums))
                     rows = (*rows, sums)
             else:
                 rows = self._scattered(self.far, buffers, sums, unit)
-        return self.rows.slices(rows), ops.ones_like(numbers[0]), numbers
+        return self.layout.slices(rows), ops.ones_like(numbers[0]), numbers
 
     def _scattered(self, scatter: Scatter, gradients: Gradients, previous: Tensor, unit: Optional[Scalar] = None
                    ) -> Gradients:
@@ -216,7 +216,7 @@ class Zero(OneDevice):
         rows = ()
         for members in self.backwards:
             own = gradients_of_bucket(members, gradients, self.dtypes, previous, unit)
-            row = scatter(ops.depend(self.rows.laid_out(own, members), previous))
+            row = scatter(ops.depend(self.layout.laid_out(own, members), previous))
             # Behind a kernel that reads the sum, Ascend frees what was sent: the bare sum would keep it to the end.
             previous = row[:1]
             rows = (row, *rows)
@@ -243,7 +243,7 @@ class Zero(OneDevice):
     def gather_parameters(self) -> None:
         """See `OneDevice`. Rows are gathered by rank, which is another order where nodes divide them."""
         gathered = self.order_token + 0.0
-        for members in self.gathered.members:
+        for members in self.gather_layout.members:
             row = ()
             for i in members:
                 row = (*row, self.slices[i] + 0.0)
@@ -251,7 +251,7 @@ class Zero(OneDevice):
             rows = gathered.reshape(self.ranks, -1)
             if self.across > 1 and self.inside > 1:
                 rows = gathered.reshape(self.across, self.inside, -1).swapaxes(0, 1).reshape(self.ranks, -1)
-            wholes = self.gathered.wholes(rows, members)
+            wholes = self.gather_layout.wholes(rows, members)
             for place in range(len(members)):
                 ops.assign(self.weights[members[place]], wholes[place])
 
@@ -266,7 +266,7 @@ class Zero(OneDevice):
 
     def cut(self, value: Tensor, whole: Parameter) -> Tensor:
         """See `OneDevice`."""
-        start, stop, padding = _cut(whole.size, self.row, self.ranks)
+        start, stop, padding = _cut(whole.size, self.row_number, self.ranks)
         own = _as_array(value).reshape(-1)[start:stop]
         return Tensor(np.concatenate((own, np.zeros(padding, own.dtype))), value.dtype)
 

@@ -120,7 +120,7 @@ def test_on_one_device_nothing_is_cut():
     assert shard_parameters(parameters) is parameters
     accumulator = Accumulator(nn.SGD(shard_parameters(parameters), 0.1), 2, reducer=DataParallel(zero=1))
     assert list(accumulator.weights) == parameters
-    assert not accumulator.exchange.divides
+    assert not accumulator.exchange.divides_parameters
 
 
 @pytest.mark.parametrize("network", [LanguageModel, Digits])
