@@ -265,7 +265,7 @@ class _Run:
         Return what returns the entries, or raises the error that stopped this rank: the others do not wait for it.
         ValueError if other state of the optimizer differs among ranks: it would be saved as rank 0 has it.
         """
-        if self.divided:
+        if self.exchange.divides_parameters:
             require_alike({name: p.asnumpy().tobytes() for name, p in self.entries.items() if id(p) in self.copied},
                           "ms_accum finds state of slices by its name, which has to end in the parameter's")
         found, errors = {}, []

@@ -51,26 +51,27 @@ def require_elementwise(optimizer: Callable) -> None:
 
     Two updates with random gradients, and two where half of the elements have gradients 10,000 times as large: the
     other half has to move alike. Gradients of 1e-6 to 1e7 cross the threshold of an optimizer that judges by a norm.
+    What it does only later, or by the shape of a parameter, is not seen. Parameters and plain numbers are restored.
     """
-    held = (*optimizer.parameters, *(p for _, p in state_of(optimizer)))
-    before, rng = _values(held), np.random.default_rng(0)
+    restore, rng = _restoring(optimizer), np.random.default_rng(0)
     try:
-        has_moved = [_moves_alone(optimizer, held, before, scale, rng) for scale in (1e-6, 1e-3, 1.0, 1e3)]
+        has_moved = [_moves_alone(optimizer, restore, scale, rng) for scale in (1e-6, 1e-3, 1.0, 1e3)]
     finally:
-        _assign(held, before)
+        restore()
     if not any(has_moved):
         raise ValueError(f"{type(optimizer).__name__} moved nothing in two updates, so it was not seen whether it is "
                          "elementwise, as zero > 0 needs; begin with a learning rate above 0, or give zero=0")
 
 
-def _moves_alone(optimizer: Callable, held: tuple[Parameter, ...], before: list[np.ndarray], scale: float,
-                 rng: np.random.Generator) -> bool:
+def _moves_alone(optimizer: Callable, restore: Callable[[], None], scale: float, rng: np.random.Generator) -> bool:
     """Return whether anything moved by gradients of this scale. ValueError if an element moved by those of others."""
     slices, has_moved = tuple(optimizer.parameters), False
     gradients = [np.float32(scale * rng.normal(size=p.shape)) for p in slices]
     chosen = [rng.random(p.shape) < 0.5 for p in slices]
     changed = [np.where(mask, np.float32(1e4) * g, g) for mask, g in zip(chosen, gradients)]
-    one, other = (_moved(optimizer, slices, held, before, of) for of in (gradients, changed))
+    restore()
+    before = _values(slices)
+    one, other = (_moved(optimizer, slices, restore, of) for of in (gradients, changed))
     for parameter, mask, a, b, start in zip(slices, chosen, one, other, before):
         rounding = 1e-5 * np.abs(a - start).max(initial=0)
         if not np.allclose(a[~mask], b[~mask], rtol=0, atol=rounding, equal_nan=True):
@@ -81,24 +82,35 @@ def _moves_alone(optimizer: Callable, held: tuple[Parameter, ...], before: list[
     return has_moved
 
 
-def _moved(optimizer: Callable, slices: tuple[Parameter, ...], held: tuple[Parameter, ...], before: list[np.ndarray],
+def _moved(optimizer: Callable, slices: tuple[Parameter, ...], restore: Callable[[], None],
            gradients: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the slices after two updates: the first learning rate of a warmup may be 0."""
-    _assign(held, before)
+    """Return the slices after two updates from the start: the first learning rate of a warmup may be 0."""
+    restore()
     for _ in range(2):
         optimizer(tuple(Tensor(g, p.dtype) for g, p in zip(gradients, slices)))
     return _values(slices)
 
 
+def _restoring(optimizer: Callable) -> Callable[[], None]:
+    """Return what gives an optimizer back the values of its Parameters, and its plain numbers."""
+    held = (*optimizer.parameters, *(p for _, p in state_of(optimizer)))
+    values = _values(held)
+    numbers = [(vars(holder), {name: value for name, value in vars(holder).items() if isinstance(value, (int, float))})
+               for holder in _optimizers_in(optimizer) if hasattr(holder, "__dict__")]
+
+    def restore() -> None:
+        for parameter, value in zip(held, values):
+            # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+            ops.assign(parameter, Tensor(value, parameter.dtype))
+        for attributes, before in numbers:
+            attributes.update(before)
+
+    return restore
+
+
 def _values(parameters: tuple[Parameter, ...]) -> list[np.ndarray]:
     """Return copies; of bfloat16, which NumPy has not, as float32."""
     return [(p.astype(ms.float32) if p.dtype == ms.bfloat16 else p).asnumpy().copy() for p in parameters]
-
-
-def _assign(parameters: tuple[Parameter, ...], values: list[np.ndarray]) -> None:
-    for parameter, value in zip(parameters, values):
-        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
-        ops.assign(parameter, Tensor(value, parameter.dtype))
 
 
 def _optimizers_in(optimizer: Callable) -> Iterator[object]:

@@ -101,31 +101,38 @@ def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
     if the name is missing or not unique; both are the same in the next process. Plain Python numbers are not found;
     none of MindSpore's optimizers that run on CPU keeps any (2.10).
     """
-    if not isinstance(optimizer, nn.Cell):
-        return []
-    network = {id(p) for p in optimizer.parameters}
-    found = [(place, held) for place, held in _inside(optimizer, network) if isinstance(held, Parameter)]
+    found = _placed_state(optimizer)
     times = Counter(p.name for _, p in found)
     return [(place if times[p.name] > 1 or _GENERATED.fullmatch(p.name) else p.name, p) for place, p in found]
+
+
+def _placed_state(optimizer: object) -> list[tuple[str, Parameter]]:
+    """Return the state with its places. An optimizer that is no Cell holds it in its attributes."""
+    network = {id(p) for p in getattr(optimizer, "parameters", ())}
+    holder = optimizer if isinstance(optimizer, nn.Cell) else dict(getattr(optimizer, "__dict__", {}))
+    return [(place, held) for place, held in _inside(holder, network) if isinstance(held, Parameter)]
 
 
 def divided_state(optimizer: object) -> dict[int, Parameter]:
     """Return the whole parameter of each Parameter of the optimizer's state that is cut like its slice, by `id`.
 
-    Such state is a clone of the slice, or has its shape and its name at the end of its own, or stands in a list of
-    such state in the place of the slice.
+    Such state is a clone of the slice, or has its shape and its name at the end of its own, or stands in a list that
+    has one for each slice, all of their shapes.
     """
     slices = [p for p in getattr(optimizer, "parameters", ()) if whole_of(p) is not p]
     clones = {id(clone): part for part in slices for clone in getattr(part.param_info, "cloned_obj", ())}
-    found = {}
-    for place, state in state_of(optimizer) if slices else ():
+    found, lists = {}, {}
+    for place, state in _placed_state(optimizer) if slices else ():
         named = [p for p in slices if state.name.endswith(f".{whole_of(p).name}")]
         part = clones.get(id(state), max(named, key=lambda p: len(whole_of(p).name), default=None))
-        number = _PLACE.search(place)
-        if part is None and number is not None and int(number[1]) < len(slices):
-            part = slices[int(number[1])]
-        if part is not None and tuple(part.shape) == tuple(state.shape):
+        if part is None:
+            for number in _PLACE.finditer(place):
+                lists.setdefault((place[:number.start()], place[number.end():]), []).append((int(number[1]), state))
+        elif tuple(part.shape) == tuple(state.shape):
             found[id(state)] = whole_of(part)
+    for members in lists.values():
+        if {i: tuple(state.shape) for i, state in members} == {i: tuple(p.shape) for i, p in enumerate(slices)}:
+            found.update((id(state), whole_of(slices[i])) for i, state in members)
     return found
 
 

@@ -44,7 +44,9 @@ def shard_parameters(parameters: Any) -> Any:
     so that the same script runs on one device.
 
     The optimizer has to treat each element by itself, as SGD, Adam and most others do. Those that look at a whole
-    parameter (LARS, Lamb, AdaFactor) raise an error when the Accumulator is made.
+    parameter (LARS, Lamb, AdaFactor) raise an error when the Accumulator is made. One that copies values of parameters
+    when it is built (an average, say) or looks at their shapes cannot be used, and is not noticed: rank 0's values
+    arrive later, and slices are flat.
 
     Args:
         parameters: What an optimizer takes: Parameters, or groups as dicts with "params", or "order_params".

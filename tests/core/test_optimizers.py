@@ -14,7 +14,7 @@ from support.cells import Counting
 from support.differential.optimizers import OPTIMIZERS
 
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
-from ms_accum.core.optimizers import cells_of, describe, require_same_parameters, state_of
+from ms_accum.core.optimizers import cells_of, describe, divided_state, require_same_parameters, state_of
 from ms_accum.selftest.networks import MLP, mean_loss
 
 # Base classes, and wrappers and kernels that CPU has not (MindSpore 2.10). MindSpore 2.7 has no mint.FusedAdamW.
@@ -133,6 +133,37 @@ class Plain:
 
     def __call__(self, grads):
         return True
+
+
+def sliced(parameters):
+    """What `shard_parameters` makes of them on two ranks."""
+    made = []
+    for parameter in parameters:
+        made.append(Parameter(ops.zeros(-(-parameter.size // 2)), name=parameter.name))
+        made[-1].whole = parameter
+    return made
+
+
+@pytest.mark.parametrize("named", ["", "moment.{}"])
+@pytest.mark.parametrize("of", ["cell", "plain"])
+def test_state_of_slices_is_found_by_name_or_place(named, of):
+    """Counters are not, also where a slice has one element as they have, nor state of another shape."""
+    wholes = [Parameter(ops.zeros(shape), name=name) for name, shape in (
+        ("weight", (4, 3)), ("first.weight", (6, 2)), ("scale", (1,)))]
+    slices = sliced(wholes)
+    optimizer = nn.SGD(slices, 0.1) if of == "cell" else Plain(*slices)
+    optimizer.mine = [Parameter(ops.zeros(p.shape), name=named.format(p.name) or f"m{i}") for i, p in enumerate(slices)]
+    optimizer.counts = [Parameter(ops.zeros(1), name=f"count{i}") for i in range(3)]
+    optimizer.norms = [Parameter(ops.zeros(2), name=f"norm.{p.name}") for p in slices[:2]]
+    found = divided_state(optimizer)
+    assert [found.get(id(state)) for state in optimizer.mine] == wholes
+    assert not {id(state) for state in (*optimizer.counts, *optimizer.norms)} & set(found)
+
+
+def test_state_of_an_optimizer_that_is_no_cell_is_found():
+    optimizer = Plain(*nn.Dense(3, 2).trainable_params())
+    optimizer.slots, optimizer.count = [odd(), odd()], Parameter(Tensor(0.0), name="count")
+    assert [name for name, _ in state_of(optimizer)] == ["[slots][0]", "[slots][1]", "count"]
 
 
 def odd(value=(0.0, 0.0), dtype=ms.float32, requires_grad=True):

@@ -36,6 +36,16 @@ def test_zero_trains_as_without_it(left_by, launch, case):
             assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), where
 
 
+def test_a_users_optimizer_is_tried_without_a_trace_and_saved_as_a_whole(left_by):
+    """Its state is found by place, and its plain numbers are restored after the trial. What is not found is refused."""
+    for left in left_by("zero_own"):
+        said = left.pop("hidden")
+        assert re.match(r"ValueError: rank 1 and rank 0 differ in optimizer:first0, optimizer:other0.*; ms_accum finds "
+                        "state of slices by its name, which has to end in the parameter's", said), said
+        for found in left.values():
+            assert found["off"] <= ROUNDING < 1e-2 < found["moved"]
+
+
 @every("zero_model")
 def test_model_and_the_check_take_slices(left_by, launch, case):
     for left in left_by(case, launch):

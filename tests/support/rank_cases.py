@@ -74,7 +74,7 @@ _RUNS = [f"trained:{name}" for name in range(DRAWN)]
 _OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
            "noise:zero1", "noise:zero2"]
 _NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
-_ZERO = ["zero_refusals", "zero_defects", "zero_interrupted", "zero_model"]
+_ZERO = ["zero_refusals", "zero_defects", "zero_interrupted", "zero_model", "zero_own"]
 _STUCK = [f"stuck:{sync}" for sync in ("window", "microbatch", "zero1", "zero2")]
 _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
@@ -343,6 +343,10 @@ def mnist_zero(rank):
 
 def zero_checkpoints(rank):
     return zero_cases.zero_checkpoints(rank, FOLDER)
+
+
+def zero_own(rank):
+    return zero_cases.zero_own(rank, FOLDER)
 
 
 def selftest(rank):

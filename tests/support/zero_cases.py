@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, amp, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
 
@@ -133,7 +133,7 @@ def trained(rank, zero, network=MLP, loss="mean", groups=False, hook=False, chan
     function, more = losses_of(net)[loss]
     step = make_train_step(function, made, accumulate_step, reducer=REDUCERS[zero], after_update=average, **more,
                            **options)
-    dataset = dataset or data(rank)
+    dataset = data(rank) if dataset is None else dataset
     for i, _ in enumerate(step.epoch(dataset) if finish else (step(*batch) for batch in dataset)):
         if change and i == 3:  # between two updates: what the user writes is respected
             ops.assign(parameters[0], parameters[0] * 0.5)
@@ -401,6 +401,86 @@ def zero_checkpoints(rank, folder):
                 found[f"entries of {saved}"] = sorted(f"{name} {tuple(p.shape)}" for name, p in names.items()
                                                       if name != "ms_accum")
     return found
+
+
+class Warmed(nn.Cell):
+    """A user's optimizer: momentum in a list, and two counters by which its rate changes."""
+
+    def __init__(self, parameters):
+        super().__init__(auto_prefix=False)
+        hold(self, parameters)
+
+    def construct(self, gradients):
+        return warmed(self, gradients)
+
+
+class Bare:
+    """The same, but no Cell."""
+
+    def __init__(self, parameters):
+        hold(self, parameters)
+
+    def __call__(self, gradients):
+        return warmed(self, gradients)
+
+
+def hold(optimizer, parameters):
+    optimizer.parameters = ParameterTuple(parameters)
+    optimizer.slots = [Parameter(ops.zeros_like(p), name=f"slot{i}") for i, p in enumerate(parameters)]
+    optimizer.count, optimizer.calls = Parameter(Tensor(0.0), name="count"), 0
+
+
+def warmed(optimizer, gradients):
+    rate = 0.05 / (1 + optimizer.count + optimizer.calls)
+    for parameter, slot, gradient in zip(optimizer.parameters, optimizer.slots, gradients):
+        ops.assign(slot, 0.9 * slot + gradient)
+        ops.assign_sub(parameter, rate * slot)
+    ops.assign_add(optimizer.count, 1.0)
+    optimizer.calls += 1
+    return True
+
+
+class Hidden(Sign):
+    """One whose state cannot be found by name or place."""
+
+    def __init__(self, parameters, rate):
+        super().__init__(parameters, rate)
+        self.slots = None
+        self.first = [Parameter(ops.zeros_like(p), name=f"first{i}") for i, p in enumerate(parameters[:1])]
+        self.others = [Parameter(ops.zeros_like(p), name=f"other{i}") for i, p in enumerate(parameters[1:])]
+
+    def construct(self, gradients):
+        for parameter, slot, gradient in zip(self.parameters, [*self.first, *self.others], gradients):
+            ops.assign_add(slot, gradient)
+            ops.assign_sub(parameter, 0.1 * ops.tanh(slot))
+        return True
+
+
+def zero_own(rank, folder):
+    """A user's optimizers: how far from zero=0, how far that moved, through a checkpoint; what one is told that hides.
+
+    Op by op.
+    """
+    found, path = {}, folder / "own.ckpt"
+    options = {"optimizer": lambda parameters, sharding: Warmed(sharding(parameters))}
+    whole, _, _ = trained(rank, "zero=0", **options)
+    bare, _, _ = trained(rank, "zero=1", optimizer=lambda parameters, sharding: Bare(sharding(parameters)))
+    found["no cell"] = {"off": distance(values_of(bare), values_of(whole)),
+                        "moved": distance(values_of(whole), values_of(MLP(seed=0)))}
+    for zero in ("zero=1", "zero=2"):
+        net, step, _ = trained(rank, zero, **options, dataset=data(rank)[:4], finish=False)
+        save_checkpoint(path, net, step)
+        net, step, _ = trained(1 + rank, "zero=2" if zero == "zero=1" else "zero=1", **options, dataset=[],
+                               finish=False)
+        load_checkpoint(path, net, step)
+        step.accumulator.optimizer.calls = 2  # a plain number is not in a file
+        for batch in data(rank)[4:]:
+            step(*batch)
+        found[zero] = {"off": distance(values_of(net), values_of(whole)),
+                       "moved": distance(values_of(whole), values_of(MLP(seed=0)))}
+    hides = {"optimizer": lambda parameters, sharding: Hidden(sharding(parameters), 0.1)}
+    net, step, _ = trained(rank, "zero=1", **hides, dataset=data(rank)[:2], finish=False)
+    return {**found, "hidden": said_by(save_checkpoint, path, net, step)}
 
 
 def zero_interrupted(rank):
