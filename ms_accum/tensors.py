@@ -10,6 +10,7 @@ from numbers import Real
 from typing import Any, Optional, Union
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops import constexpr
@@ -138,6 +139,16 @@ def as_vector(scalars: Numbers) -> Tensor:
         scalar = scalar if isinstance(scalar, Tensor) else Tensor([scalar], ms.float32)
         elements = (*elements, scalar.reshape(1).astype(ms.float32))
     return ops.concat(elements)
+
+
+def as_numbers(vector: Tensor, count: int) -> Numbers:
+    """Return the first `count` elements, each as a Tensor of shape `()`: what `as_vector` joined."""
+    return tuple([vector[i] for i in range(count)])
+
+
+def as_array(value: Tensor) -> np.ndarray:
+    """Return the values; of bfloat16, which NumPy has not, as float32. For the host."""
+    return (value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy()
 
 
 def checked_gradients(names: tuple[str, ...], expected: tuple, grads: Any) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..distributed.ranks import together
 from ..distributed.zero import whole_of
+from ..tensors import as_array
 from .optimizers import state_of
 from .stages import overrides
 
@@ -25,23 +25,23 @@ _REMEDY = "give an elementwise optimizer such as nn.AdamWeightDecay, or zero=0 w
 def require_divisible(optimizer: Callable, stages: tuple[Stage, ...], divides: bool) -> None:
     """Refuse what would need whole parameters or gradients where ranks `divide` them. ValueError.
 
-    An optimizer that is not MindSpore's own is tried: it updates twice, and gets all of its state back.
+    An optimizer that is not MindSpore's own is tried, see `require_elementwise`.
     """
     if not divides:
         return
     for stage in stages:
         if overrides(stage, "accepts", "on_update") and not stage.takes_slices:
-            raise ValueError(f"{type(stage).__name__} looks at the gradients of a window, of which zero > 0 gives a "
-                             "rank its slices; sum over elements by self.exchange.over_slices and set "
+            raise ValueError(f"{type(stage).__name__} looks at the gradients of a window, but with zero > 0 a rank "
+                             "has slices of them; sum over elements by self.exchange.over_slices and set "
                              "takes_slices = True, or give zero=0")
     for held in _optimizers_in(optimizer):
         name = next((kind.__name__ for kind in type(held).__mro__ if _is_of_mindspore(kind)
                      and kind.__name__ in _LOOKS_AT_WHOLES), None)
         if name is not None:
-            raise ValueError(f"{name} looks at whole parameters, of which zero > 0 gives a rank its slices; {_REMEDY}")
+            raise ValueError(f"{name} looks at whole parameters, but with zero > 0 a rank updates slices; {_REMEDY}")
         if any(getattr(held, "grad_centralization_flags", ())) or getattr(held, "grad_centralization", False):
-            raise ValueError("the optimizer has grad_centralization=True, a mean over whole gradients, of which "
-                             "zero > 0 gives a rank its slices; leave it out, or give zero=0")
+            raise ValueError("the optimizer has grad_centralization=True, a mean over whole gradients, but "
+                             "with zero > 0 a rank has slices of them; leave it out, or give zero=0")
     if not _is_of_mindspore(type(optimizer)):
         together(lambda: require_elementwise(optimizer), ValueError)
 
@@ -51,7 +51,8 @@ def require_elementwise(optimizer: Callable) -> None:
 
     Two updates with random gradients, and two where half of the elements have gradients 10,000 times as large: the
     other half has to move alike. Gradients of 1e-6 to 1e7 cross the threshold of an optimizer that judges by a norm.
-    What it does only later, or by the shape of a parameter, is not seen. Parameters and plain numbers are restored.
+    The trial does not see what an optimizer does only later, or by the shape of a parameter. Parameters and plain
+    numbers are restored.
     """
     restore, rng = _restoring(optimizer), np.random.default_rng(0)
     try:
@@ -59,8 +60,8 @@ def require_elementwise(optimizer: Callable) -> None:
     finally:
         restore()
     if not any(has_moved):
-        raise ValueError(f"{type(optimizer).__name__} moved nothing in two updates, so it was not seen whether it is "
-                         "elementwise, as zero > 0 needs; begin with a learning rate above 0, or give zero=0")
+        raise ValueError(f"{type(optimizer).__name__} moved nothing in two updates, so ms_accum cannot tell whether it "
+                         "is elementwise, which zero > 0 needs; begin with a learning rate above 0, or give zero=0")
 
 
 def _moves_alone(optimizer: Callable, restore: Callable[[], None], scale: float, rng: np.random.Generator) -> bool:
@@ -76,8 +77,8 @@ def _moves_alone(optimizer: Callable, restore: Callable[[], None], scale: float,
         rounding = 1e-5 * np.abs(a - start).max(initial=0)
         if not np.allclose(a[~mask], b[~mask], rtol=0, atol=rounding, equal_nan=True):
             name = whole_of(parameter).name
-            raise ValueError(f"{type(optimizer).__name__} updates elements of {name} by the gradients of others, of "
-                             f"which zero > 0 gives a rank its slices; {_REMEDY}")
+            raise ValueError(f"{type(optimizer).__name__} updates elements of {name} by the gradients of others, but "
+                             f"with zero > 0 a rank has slices of them; {_REMEDY}")
         has_moved = has_moved or rounding > 0
     return has_moved
 
@@ -109,8 +110,8 @@ def _restoring(optimizer: Callable) -> Callable[[], None]:
 
 
 def _values(parameters: tuple[Parameter, ...]) -> list[np.ndarray]:
-    """Return copies; of bfloat16, which NumPy has not, as float32."""
-    return [(p.astype(ms.float32) if p.dtype == ms.bfloat16 else p).asnumpy().copy() for p in parameters]
+    """Return copies."""
+    return [as_array(p).copy() for p in parameters]
 
 
 def _optimizers_in(optimizer: Callable) -> Iterator[object]:

@@ -125,10 +125,10 @@ def divided_state(optimizer: object) -> dict[int, Parameter]:
     for place, state in _placed_state(optimizer) if slices else ():
         named = [p for p in slices if state.name.endswith(f".{whole_of(p).name}")]
         part = clones.get(id(state), max(named, key=lambda p: len(whole_of(p).name), default=None))
-        if part is None:
-            for number in _PLACE.finditer(place):
-                lists.setdefault((place[:number.start()], place[number.end():]), []).append((int(number[1]), state))
-        elif tuple(part.shape) == tuple(state.shape):
+        number = _PLACE.search(place)
+        if part is None and number is not None:
+            lists.setdefault(place[:number.start()], []).append((int(number[1]), state))
+        elif part is not None and tuple(part.shape) == tuple(state.shape):
             found[id(state)] = whole_of(part)
     for members in lists.values():
         if {i: tuple(state.shape) for i, state in members} == {i: tuple(p.shape) for i, p in enumerate(slices)}:

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm
 
-from ..tensors import after, as_vector, mapped, scaled
+from ..tensors import after, as_numbers, as_vector, mapped, scaled
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
@@ -75,11 +75,11 @@ class Buckets:
             last, others = others[0], others[1:]
             own = gradients_of_bucket(last, gradients, self.dtypes, sums, unit)
             sums = self.sum(ops.concat((self._flat(own, last, 0), sums)))
-            numbers = _as_numbers(sums[self.totals[-1]:], len(numbers))
+            numbers = as_numbers(sums[self.totals[-1]:], len(numbers))
             summed = self._split(sums, last)
         else:
             sums = self.sum(sums)
-            numbers = _as_numbers(sums, len(numbers))
+            numbers = as_numbers(sums, len(numbers))
         for members in others:
             own = gradients_of_bucket(members, gradients, self.dtypes, sums, unit)
             sums = self.sum(ops.depend(self._flat(own, members, 0), sums))
@@ -106,7 +106,7 @@ class Buckets:
 
     def sum_numbers(self, numbers: Numbers) -> Numbers:
         """Return the sums over all ranks of numbers alone."""
-        return _as_numbers(self.sum(as_vector(numbers)), len(numbers))
+        return as_numbers(self.sum(as_vector(numbers)), len(numbers))
 
     def _gathered(self, part: Tensor) -> Tensor:
         if self.gather is not None:
@@ -156,7 +156,3 @@ def filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> t
             buckets[-1].append(i)
             room -= sizes[i] * itemsize
     return tuple(map(tuple, buckets))
-
-
-def _as_numbers(sums: Tensor, length: int) -> Numbers:
-    return tuple([sums[i] for i in range(length)])

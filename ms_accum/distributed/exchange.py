@@ -24,7 +24,7 @@ from mindspore import Parameter, ParameterTuple, ops
 from mindspore.communication import GlobalComm, create_group, get_rank
 from mindspore.nn.utils import no_init_parameters
 
-from ..tensors import as_vector, state_parameter
+from ..tensors import as_numbers, as_vector, state_parameter
 from .buckets import Buckets
 from .parallel_modes import require_unreduced
 from .ranks import world_size
@@ -161,7 +161,7 @@ class Exchange(OneDevice):
         if self.across == 1:
             return buffers, ops.ones_like(numbers[0]), numbers
         sums, parts = self.far(as_vector(numbers)), ()
-        numbers = tuple([sums[i] for i in range(len(numbers))])
+        numbers = as_numbers(sums, len(numbers))
         for part in self.near.parts(buffers):
             sums = self.far(ops.depend(part, sums))
             parts = (*parts, sums)

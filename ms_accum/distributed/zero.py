@@ -17,7 +17,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.communication import GlobalComm, get_rank
 
 from ..arguments import instance_of
-from ..tensors import as_vector, multiply_no_nan, state_parameter
+from ..tensors import as_array, as_numbers, as_vector, multiply_no_nan, state_parameter
 from .buckets import gradients_of_bucket
 from .exchange import OneDevice, depth_first, group_of, new_buffers
 from .parallel_modes import require_unreduced
@@ -87,10 +87,7 @@ def _slice(parameter: object, known: dict[int, Parameter]) -> Parameter:
     if getattr(parameter, "whole", None) is not None:
         raise ValueError(f"{parameter.name} is a slice already; give shard_parameters the network's parameters, once")
     if id(parameter) not in known:
-        ranks, rank = world_size(), get_rank()
-        width = width_of(parameter.size, ranks)
-        own = _as_array(parameter).reshape(-1)[rank * width:(rank + 1) * width]
-        own = np.concatenate((own, np.zeros(width - own.size, own.dtype)))
+        own = _part(as_array(parameter), get_rank(), world_size())
         made = Parameter(Tensor(own, parameter.dtype), name=parameter.name, requires_grad=parameter.requires_grad)
         made.whole = parameter
         known[id(parameter)] = made
@@ -190,7 +187,7 @@ class Zero(OneDevice):
         if not self.divides_buffers:
             return gradients, numbers
         sums = self.near.sum(as_vector(numbers))
-        numbers = tuple([sums[i] for i in range(len(numbers))])
+        numbers = as_numbers(sums, len(numbers))
         return self._scattered(self.near, gradients, sums), numbers
 
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
@@ -199,7 +196,7 @@ class Zero(OneDevice):
         rows = buffers
         if self.across > 1:
             sums = self.far.sum(as_vector(numbers))
-            numbers = tuple([sums[i] for i in range(len(numbers))])
+            numbers = as_numbers(sums, len(numbers))
             if self.divides_buffers:
                 rows = ()
                 for row in buffers:
@@ -259,7 +256,7 @@ class Zero(OneDevice):
 
     def joined(self, state: Parameter, whole: Parameter) -> np.ndarray:
         """See `OneDevice`: all ranks have to call it. bfloat16, which NumPy has not, as float32."""
-        own = _as_array(state)
+        own = as_array(state)
         data = np.frombuffer(own.tobytes() + bytes(-own.nbytes % 4), np.int32)
         rows = np.ascontiguousarray(gather(data)).view(np.uint8)[:, :own.nbytes]
         by_node = np.ascontiguousarray(rows).reshape(self.across, self.inside, -1)
@@ -268,22 +265,15 @@ class Zero(OneDevice):
 
     def cut(self, value: Tensor, whole: Parameter) -> Tensor:
         """See `OneDevice`."""
-        start, stop, padding = _cut(whole.size, self.row_number, self.ranks)
-        own = _as_array(value).reshape(-1)[start:stop]
-        return Tensor(np.concatenate((own, np.zeros(padding, own.dtype))), value.dtype)
+        return Tensor(_part(as_array(value), self.row_number, self.ranks), value.dtype)
 
     def total(self, numbers: Numbers) -> Numbers:
         """See `OneDevice`."""
-        sums = self.sum(as_vector(numbers))
-        return tuple([sums[i] for i in range(len(numbers))])
+        return as_numbers(self.sum(as_vector(numbers)), len(numbers))
 
     def describe(self) -> str:
         """See `OneDevice`."""
         return f"{super().describe()}, ZeRO"
-
-
-def _as_array(value: Tensor) -> np.ndarray:
-    return (value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy()
 
 
 def _cut(size: int, row: int, ranks: int) -> tuple[int, int, int]:
@@ -291,3 +281,9 @@ def _cut(size: int, row: int, ranks: int) -> tuple[int, int, int]:
     width = width_of(size, ranks)
     start, stop = min(row * width, size), min((row + 1) * width, size)
     return start, stop, width - (stop - start)
+
+
+def _part(value: np.ndarray, row: int, ranks: int) -> np.ndarray:
+    """Return a slice of a parameter's values."""
+    start, stop, padding = _cut(value.size, row, ranks)
+    return np.concatenate((value.reshape(-1)[start:stop], np.zeros(padding, value.dtype)))
