@@ -440,12 +440,11 @@ def warmed(optimizer, gradients):
     return True
 
 
-class Hidden(Sign):
-    """One whose state cannot be found by name or place."""
+class Hidden(nn.Optimizer):
+    """One of whose state nothing can be found by name or place."""
 
     def __init__(self, parameters, rate):
-        super().__init__(parameters, rate)
-        self.slots = None
+        super().__init__(rate, parameters)
         self.first = [Parameter(ops.zeros_like(p), name=f"first{i}") for i, p in enumerate(parameters[:1])]
         self.others = [Parameter(ops.zeros_like(p), name=f"other{i}") for i, p in enumerate(parameters[1:])]
 
