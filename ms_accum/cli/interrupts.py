@@ -1,4 +1,4 @@
-"""Ctrl-C, also while MindSpore compiles: it drops Python's errors there (2.10), so that an interrupt is noted, too."""
+"""Ctrl-C, also while MindSpore compiles. MindSpore 2.10 drops errors that are raised then, so interrupts are noted."""
 from __future__ import annotations
 
 import signal
@@ -26,7 +26,7 @@ def noting_interrupts() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt if one was raised before, and nobody saw it."""
+    """Raise KeyboardInterrupt if there was an interrupt, which MindSpore may have dropped."""
     if _noted:
         raise KeyboardInterrupt
 

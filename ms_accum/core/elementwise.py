@@ -23,9 +23,9 @@ _REMEDY = "give an elementwise optimizer such as nn.AdamWeightDecay, or zero=0 w
 
 
 def require_divisible(optimizer: Callable, stages: tuple[Stage, ...], divides: bool) -> None:
-    """Refuse what would need whole parameters or gradients where ranks `divide` them. ValueError.
+    """Raise ValueError for what needs whole parameters or gradients, if ranks divide them.
 
-    An optimizer that is not MindSpore's own is tried, see `require_elementwise`.
+    `require_elementwise` tries an optimizer that is not MindSpore's own.
     """
     if not divides:
         return
@@ -47,12 +47,12 @@ def require_divisible(optimizer: Callable, stages: tuple[Stage, ...], divides: b
 
 
 def require_elementwise(optimizer: Callable) -> None:
-    """Refuse an optimizer whose update of some elements depends on the gradients of others. ValueError.
+    """Raise ValueError for an optimizer whose update of some elements depends on the gradients of others.
 
-    Two updates with random gradients, and two where half of the elements have gradients 10,000 times as large: the
-    other half has to move alike. Gradients of 1e-6 to 1e7 cross the threshold of an optimizer that judges by a norm.
-    The trial does not see what an optimizer does only later, or by the shape of a parameter. Parameters and plain
-    numbers are restored.
+    It makes two updates with random gradients, then two from the same start, where half of the elements have gradients
+    10,000 times as large. The other half has to move as before. Gradients from 1e-6 to 1e7 cross the threshold of an
+    optimizer that judges by a norm. The trial does not see what an optimizer does in later updates, or by the shape of
+    a parameter. Parameters and plain numbers are restored.
     """
     restore, rng = _restoring(optimizer), np.random.default_rng(0)
     try:
@@ -93,7 +93,7 @@ def _moved(optimizer: Callable, slices: tuple[Parameter, ...], restore: Callable
 
 
 def _restoring(optimizer: Callable) -> Callable[[], None]:
-    """Return what gives an optimizer back the values of its Parameters, and its plain numbers."""
+    """Return a function that restores an optimizer's Parameters and plain numbers."""
     held = (*optimizer.parameters, *(p for _, p in state_of(optimizer)))
     values = _values(held)
     numbers = [(vars(holder), {name: value for name, value in vars(holder).items() if isinstance(value, (int, float))})

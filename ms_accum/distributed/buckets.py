@@ -135,7 +135,7 @@ def gradients_of_bucket(members: tuple[int, ...], gradients: Gradients, dtypes: 
                         unit: Optional[Scalar] = None) -> Gradients:
     """Return what a bucket holds of `unit * gradients`.
 
-    The products are made after `before`: those of all buckets together would be a copy of all gradients in memory.
+    The products are made after `before`. Without that, those of all buckets would be in memory together.
     """
     own = tuple([gradients[i] for i in members])
     if unit is None:

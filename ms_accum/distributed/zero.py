@@ -44,9 +44,9 @@ def shard_parameters(parameters: Any) -> Any:
     so that the same script runs on one device.
 
     The optimizer has to treat each element by itself, as SGD, Adam and most others do. Those that look at a whole
-    parameter (LARS, Lamb, AdaFactor) raise an error when the Accumulator is made. One that copies values of parameters
-    when it is built (an average, say) or looks at their shapes cannot be used, and is not noticed: rank 0's values
-    arrive later, and slices are flat.
+    parameter (LARS, Lamb, AdaFactor) raise an error when the Accumulator is made. Two kinds of optimizers cannot be
+    used, and raise no error: those that copy values of parameters when they are built (rank 0's values arrive later),
+    and those that look at shapes (slices are flat).
 
     Args:
         parameters: What an optimizer takes: Parameters, or groups as dicts with "params", or "order_params".
@@ -216,7 +216,7 @@ class Zero(OneDevice):
         for members in self.backwards:
             own = gradients_of_bucket(members, gradients, self.dtypes, previous, unit)
             row = scatter(ops.depend(self.layout.laid_out(own, members), previous))
-            # Behind a kernel that reads the sum, Ascend frees what was sent: the bare sum would keep it to the end.
+            # Ascend frees what was sent once a kernel has read the sum. Waiting for the sum itself would not free it.
             previous = row[:1]
             rows = (row, *rows)
         return rows

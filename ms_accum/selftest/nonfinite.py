@@ -1,4 +1,4 @@
-"""One bad element: NaN or an infinity in one gradient, which a window or a microbatch has to be left out for."""
+"""One bad element, NaN or an infinity, in one gradient: its window or its microbatch has to be left out."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def expect(dtype: str) -> plain.Expected:
 
 
 def missed(dtype: str, on_nonfinite: str, _: plain.Expected) -> float:
-    """Return how many of the bad gradients were not left out: in each parameter, each kind of number."""
+    """Return how many bad gradients were not left out. Each parameter gets each kind of bad number once."""
     parameters = MLP(dtype=getattr(ms, dtype)).trainable_params()
     accumulator = Accumulator(plain.optimizer_of(parameters), 1, on_nonfinite=on_nonfinite)
 

@@ -42,8 +42,8 @@ class TrainStep:
         pieces: Number of pieces that a batch is cut into.
         updated: Whether the microbatch of the last call closed a window with an update, so that none is open: a bool.
             When an epoch yields its last loss, and after it: whether that one or the incomplete window made an update.
-        trained: Microbatches trained since the last epoch began (without epochs: by all calls), an int. It is right
-            where an interrupt stops the loop, too: then it may be one more than the losses that were yielded.
+        trained: How many microbatches were trained since the last epoch began (without epochs: by all calls), an int.
+            After an interrupt it may be one more than the losses that were yielded, and is right.
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, program_for: Callable,
