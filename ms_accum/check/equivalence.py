@@ -17,6 +17,7 @@ from ..steps.errors import one_line
 from ..steps.graphs import divisor
 from ..steps.pieces import checked_axis, layout
 from ..steps.several_losses import require_entries
+from ..steps.train_mode import evaluating
 from ..tensors import as_tensor, as_weight
 from . import causes
 from .causes import in_loss
@@ -51,6 +52,7 @@ class Report:
         samples, pieces: Samples in the batch, and pieces that it was cut into.
         notes: How it was compared, if not as usual: in a float32 copy, or compiled.
         losses: With several losses, the report of each; the figures above are then those of the worst.
+        in_evaluation: Whether the network is in evaluation mode and has layers for which that makes a difference.
     """
 
     ok: Optional[bool]
@@ -62,12 +64,14 @@ class Report:
     pieces: int
     notes: tuple[str, ...] = ()
     losses: tuple[Report, ...] = ()
+    in_evaluation: bool = False
 
     @property
     def verdict(self) -> str:
         """The answer in one line."""
+        mode = ", in evaluation mode: call network.set_train() to check how it trains" if self.in_evaluation else ""
         return (f"{_ANSWERS[self.ok]} for this network, loss and batch ({self.samples} samples in {self.pieces} "
-                "pieces).")
+                f"pieces){mode}.")
 
     def __str__(self) -> str:
         if self.losses:
@@ -228,7 +232,8 @@ def _checked(network: nn.Cell, batch: tuple, divided: Callable) -> Report:
     notes = [_COMPILED.format(f"{type(division.error).__name__}: {one_line(division.error)}")] if division.error else []
     notes += [_IN_FLOAT32] * bool(finer)
     return Report(ok, max(relative), dict(zip(names, relative)), dict(zip(names, comparison.tolerances.tolist())),
-                  (*off, *blindly, *found), division.samples, len(division.pieces), tuple(notes))
+                  (*off, *blindly, *found), division.samples, len(division.pieces), tuple(notes),
+                  in_evaluation=evaluating(network) is not None)
 
 
 def _judged(division: Division, comparison: Comparison) -> tuple[Optional[bool], list[Cause]]:

@@ -78,6 +78,7 @@ class Counters:
         counted_sum: What `seen` counts of the open window: `weight_sum`, unless `count_apart` was called.
         saved: For the host: closed windows, and microbatches in the open one, when the last checkpoint was saved.
         reported: For the host: `skipped` when an error about it was last raised.
+        warned: For the host: whether a warning of many skips was given.
         loads: For the host: how many checkpoints were loaded.
         max_skips: For the host: how many skips in a row are no error; None: any.
     """
@@ -86,6 +87,7 @@ class Counters:
         self.max_skips = max_skips
         self.saved: Optional[tuple[int, int]] = None
         self.reported: Optional[int] = None
+        self.warned = False
         self.loads, self.prefix = 0, prefix
         self.mini_step, self.update_step, self.closed_windows, self.skipped, self.skipped_in_row, self.taken = (
             state_parameter(f"{prefix}.{name}", (), ms.int32)

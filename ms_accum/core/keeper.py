@@ -21,12 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Optional
+from warnings import warn
 
 import mindspore as ms
 from mindspore import Tensor, ops
 
 from ..tensors import as_tensor, as_vector
 from .counters import NoProgress, require_whole
+from .optimizers import require_trainable
 from .stages import ACTIVE, TAKEN
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ _CHANGED = ("the open window was closed or dropped in the middle of an epoch tha
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
           "finite, after update {}; look for NaN in the batches since then, lower the learning rate, or load a "
           "checkpoint; another call goes on")
+_SKIPPED = ("{} {} in a row were skipped, because their gradients were not finite, and nothing was trained with them; "
+            "lower the initial loss scale or the learning rate, or look for NaN in the batches; give max_skips={} to "
+            "get an error instead")
+_MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 
 
 class Facts(NamedTuple):
@@ -89,6 +95,7 @@ class Keeper:
         self._run = {function.__name__: compiling(function) for function in (
             *_questions(self._way), *_endings(self._way), end_of(accumulator), nothing_of(accumulator))}
         self._held = 0  # microbatches in the open window of a step, at most
+        self._dropped = 0  # windows dropped in a row
         self._fixed: Optional[int] = None  # the length that `open` gave the window; None: `accumulate_step` decides
         self.before_exchange: Callable[[], object] = lambda: None  # in `flush`: what other ranks do before a window
         self.forget()
@@ -106,11 +113,14 @@ class Keeper:
         Raises:
             RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if somebody else
                 added to it, or closed one that `open` has opened; if more was skipped than `max_skips`.
+            ValueError: If a parameter is frozen, and this microbatch may close the window.
         """
         missing = self._missing
         self.forget()
         if self._way.take_over(self) or missing is None:
             missing = self._settled()
+        if missing <= 1:
+            require_trainable(self._way.weights)
         turn = Turn(missing == 1 and self._held == 0)
         yield turn
         if turn.closed:
@@ -146,7 +156,9 @@ class Keeper:
         else:
             applied = (self.facts("judged").accepted if accepted < 0 else accepted) == 1
             self._run["apply" if applied else "drop"]()
+        self._dropped = 0 if applied else self._dropped + 1
         if not applied:
+            self._warn_of_skips(self._dropped)
             self.require_progress()
         return applied
 
@@ -156,8 +168,11 @@ class Keeper:
         With several ranks, this one takes part in the windows of the others until none has data. `pieces`: in how many
         pieces each rank adds a microbatch.
         """
+        require_trainable(self._way.weights)
         self._way.release()
-        held, exchange, closed, applied = self._whole().mini_step, self._exchange, False, False
+        facts, exchange, closed, applied = self._whole(), self._exchange, False, False
+        self._warn_of_skips(facts.skipped_in_row)
+        held = facts.mini_step
         while exchange.inside > 1 and self._add_nothing(pieces) > 0:
             facts = self._whole()
             held = facts.mini_step
@@ -186,9 +201,17 @@ class Keeper:
         facts = facts or self.facts()
         if facts.skipped_in_row > max_skips and facts.skipped != self._counters.reported:
             self._counters.reported = facts.skipped
-            noun = "windows" if self._way.may_drop else "microbatches or pieces"
-            raise NoProgress(_STUCK.format(max_skips, noun, facts.skipped_in_row, facts.skipped,
+            raise NoProgress(_STUCK.format(max_skips, self._skipped_noun(), facts.skipped_in_row, facts.skipped,
                                            facts.update_step))
+
+    def _warn_of_skips(self, in_row: int) -> None:
+        """Warn of many skips in a row, once, where `max_skips` does not raise an error."""
+        if self._counters.max_skips is None and in_row >= _MANY and not self._counters.warned:
+            self._counters.warned = True
+            warn(_SKIPPED.format(in_row, self._skipped_noun(), _MANY), UserWarning, stacklevel=2)
+
+    def _skipped_noun(self) -> str:
+        return "windows" if self._way.may_drop else "microbatches or pieces"
 
     def _whole(self) -> Facts:
         """Return the facts. RuntimeError if something was stopped in the middle."""
@@ -225,6 +248,7 @@ class Keeper:
         if needed > 0 and self._fixed is not None:
             raise RuntimeError(_CHANGED)
         if needed > 0:  # a microbatch was skipped, or the window waits for its weight
+            self._warn_of_skips(facts.skipped_in_row)
             self.require_progress(facts)
             self._held, self._missing = facts.mini_step, needed
             return False

@@ -81,16 +81,38 @@ def require_same_parameters(function: Callable, optimizer: object) -> None:
 
 
 def cells_of(function: Callable) -> list[nn.Cell]:
-    """Return the Cells that a function uses by name or is given by a `partial`, or itself if it is a Cell."""
-    used: list[object] = []
-    while isinstance(function, partial):
-        used += [*function.args, *function.keywords.values()]
-        function = function.func
-    used.append(getattr(function, "__self__", function))
-    with suppress(TypeError, ValueError):  # no Python function, or one with a name that has no value yet
-        names = getclosurevars(unwrap(function))
-        used += [*names.nonlocals.values(), *names.globals.values()]
-    return [value for value in used if isinstance(value, nn.Cell)]
+    """Return the Cells that a function uses, or itself if it is a Cell.
+
+    They are found by the names in its code: variables, attributes of the object that it is a method of, arguments of a
+    `partial`; and so for the functions that it names, but for MindSpore's.
+    """
+    found, waiting, seen = [], [function], set()
+    while waiting:
+        value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Cell):
+            found.append(value)
+        elif isinstance(value, partial):
+            waiting += [*value.args, *value.keywords.values(), value.func]
+        elif callable(value) and not str(getattr(value, "__module__", "")).startswith("mindspore."):
+            waiting += _named_in(value)
+    return found
+
+
+def _named_in(function: Callable) -> list[object]:
+    """Return the values that a function names: none of one that is no Python function, or that has none yet."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Cell):
+        return [owner]
+    with suppress(TypeError, ValueError):
+        function = unwrap(function)
+        names = getclosurevars(function)
+        code = getattr(function, "__func__", function).__code__
+        held = [getattr(owner, name) for name in code.co_names if name in getattr(owner, "__dict__", {})]
+        return [*names.nonlocals.values(), *names.globals.values(), *held]
+    return []
 
 
 def state_of(optimizer: object) -> list[tuple[str, Parameter]]:

@@ -18,6 +18,7 @@ from ..steps.errors import explaining_errors
 from ..steps.graphs import Functions, compiled, make_gradients_of
 from ..steps.pieces import checked_axis, layout
 from ..steps.program import program_of
+from ..steps.train_mode import TrainMode
 from ..steps.train_step import averaging, fix_unit_of_sums, require_functions
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class TrainOneStepCell(nn.Cell):
         functions = Functions(network, positional("weight_fn", weight_fn), reduction=loss_reduction)
         self._gradients_of = make_gradients_of(functions, self._way, begin=False)
         self._nothing = program_of(functions, accumulator, 0, (), 1)
+        self._mode: Optional[TrainMode] = None
         # In graph mode, everything is compiled, the end of a window as well.
         self._keepers = {ms.GRAPH_MODE: Keeper(accumulator, compiled), ms.PYNATIVE_MODE: Keeper(accumulator)}
 
@@ -144,6 +146,7 @@ class TrainOneStepCell(nn.Cell):
             raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
                             "in the order of the network's, or use make_train_step")
         samples = self._settle_unit(batch)
+        self._settle_mode()
         with self._forgetting_graphs():
             if samples == 0:
                 return self._count_nothing(batch)
@@ -165,6 +168,15 @@ class TrainOneStepCell(nn.Cell):
         """Compile the cell for a microbatch, as any Cell."""
         self._settle_unit(batch)
         return super().compile(*batch, **named)
+
+    def _settle_mode(self) -> None:
+        """Warn at the first call of a network in evaluation mode, and compile again if the mode has changed."""
+        if self._mode is None:
+            self._mode = TrainMode(self.network, self.accumulator.weights)
+            self._mode.warn_if_evaluating()
+        elif self._mode.flags() != self._train_flags:
+            self.compile_cache.clear()
+        self._train_flags = self._mode.flags()
 
     def _settle_unit(self, batch: tuple) -> int:
         """Return how many samples there are; the first ones are the unit of weights, which graphs hold."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 from ..core.keeper import Keeper
 from ..core.optimizers import cells_of, require_rates, require_same_parameters, require_trainable
@@ -18,6 +18,7 @@ from .batch import as_arguments, as_tensors, named_values, ordered, require_batc
 from .errors import explaining_errors
 from .graphs import straight
 from .pieces import layout
+from .train_mode import TrainMode
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator, Status
@@ -54,6 +55,7 @@ class TrainStep:
         self.trained = 0
         self._function, self._program_for = function, program_for
         self._orders: dict[frozenset, tuple[str, ...]] = {}
+        self._mode: Optional[TrainMode] = None
         self.forget_graphs()
 
     def forget_graphs(self) -> None:
@@ -166,15 +168,20 @@ class TrainStep:
         return (*layout(batch, self.batch_axis), names), batch
 
     def program(self, key: tuple) -> Program:
-        """Return the program for batches with this key. The first one fixes the unit of weights."""
-        if key not in self._programs:
+        """Return the program for batches with this key, in the network's mode. The first one fixes the unit of weights.
+        """
+        if self._mode is None:
+            self._mode = TrainMode(self._function, self.accumulator.weights)
+            self._mode.warn_if_evaluating()
+        compiled_for = key, self._mode.flags()
+        if compiled_for not in self._programs:
             require_unsharded()
             way, samples = self.accumulator.way, key[0]
             require_same_parameters(self._function, way.optimizer)
             if samples:
                 way.buffers.fix_unit(float(-(-samples // self.pieces)))
-            self._programs[key] = self._program_for(*key)
-        return self._programs[key]
+            self._programs[compiled_for] = self._program_for(*key)
+        return self._programs[compiled_for]
 
     def train(self, key: tuple, batch: tuple) -> Any:
         """Train on a microbatch, and close the window if it is full. Return what the program returned."""

@@ -1,15 +1,18 @@
 """The keeper: how often it reads the device. When windows close is in tests/runs/, by every driver."""
+import warnings
+
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import nn
+from mindspore import amp, nn
 
-from ms_accum import make_train_step, until_weight
+from ms_accum import TrainOneStepCell, make_train_step, until_weight
 from ms_accum.checkpoint.checkpoint import loading
 from ms_accum.selftest.networks import MLP, mean_loss, tensors
 from ms_accum.selftest.reads import counted_reads
 
 pytestmark = pytest.mark.core
+
 
 @pytest.fixture
 def reads():
@@ -73,3 +76,44 @@ def test_a_load_that_is_interrupted_is_refused_by_the_next_call(accumulate_step)
         train_step(*batch)
     train_step.accumulator.reset()
     train_step(*batch)
+
+
+def skipping_step(driver, loss_scale=None, **options):
+    """A step or a cell that skips what is not finite."""
+    network = MLP()
+    if loss_scale is not None:
+        options["loss_scaler"] = amp.StaticLossScaler(loss_scale)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    if driver == "cell":
+        return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 1, **options)
+    return make_train_step(mean_loss(network), optimizer, 1, **options)
+
+
+@pytest.mark.parametrize(("driver", "options", "noun"), [
+    ("step", {"on_nonfinite": "skip_window"}, "windows"), ("step", {"on_nonfinite": "skip_microbatch"}, "microbatches"),
+    ("step", {"loss_scale": 2.0}, "windows"),
+    ("cell", {"on_nonfinite": "skip_window"}, "windows")])
+def test_many_skips_in_a_row_are_warned_of_once(driver, options, noun):
+    """After ten: a cell, which does not read the device, says it in its flush. Not after nine, nor with `max_skips`."""
+    batch = tensors(np.full((6, 6), np.nan), np.zeros(6))
+    step = skipping_step(driver, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(9):
+            step(*batch)
+        step.flush()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", UserWarning)
+        for _ in range(12 if driver == "step" else 1):
+            step(*batch)
+        step.flush()
+    said, = [str(warning.message) for warning in warned if warning.category is UserWarning]
+    assert said.startswith(f"10 {noun}")
+    assert "in a row were skipped" in said
+    assert "give max_skips=10" in said
+    step = skipping_step(driver, max_skips=100, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(12):
+            step(*batch)
+        step.flush()

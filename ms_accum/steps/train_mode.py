@@ -1,0 +1,68 @@
+"""The training mode of a network: warn of one that is in evaluation mode, and notice when the mode changes."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from inspect import isfunction
+from typing import Any, Optional
+from warnings import warn
+
+from mindspore import Parameter, nn
+
+from ..core.optimizers import cells_of
+
+_EVALUATING = ("{} is in evaluation mode, so {} ({}) computes as in evaluation: no Dropout, fixed statistics of "
+               "BatchNorm; call set_train() on the network before you train it. If that is what you want, call "
+               "set_train() on the network, and set_train(False) on that layer")
+
+
+class TrainMode:
+    """The layers of a step's networks that compute one thing in training and another one in evaluation.
+
+    Args:
+        function: The function that is differentiated: a Cell, or a function that names Cells.
+        weights: The parameters that are trained.
+    """
+
+    def __init__(self, function: Callable, weights: Iterable[Parameter]) -> None:
+        self._networks, self._trained = cells_of(function), {id(p) for p in weights}
+        self._layers = [layer for network in self._networks for _, layer in _that_know(network)]
+
+    def flags(self) -> tuple[bool, ...]:
+        """Return `training` of each layer; a graph that was compiled with other flags computes something else."""
+        return tuple([layer.training for layer in self._layers])
+
+    def warn_if_evaluating(self) -> None:
+        """Warn of a trained network in evaluation mode. One that is in training mode may hold layers that are not."""
+        for network in self._networks:
+            name, layer = evaluating(network) or ("", None)
+            if layer is not None and any(id(p) in self._trained for p in network.get_parameters()):
+                place = f"its layer {name}" if name else "it"
+                warn(_EVALUATING.format(type(network).__name__, place, type(layer).__name__), UserWarning, stacklevel=2)
+                return
+
+
+def evaluating(network: nn.Cell) -> Optional[tuple[str, nn.Cell]]:
+    """Return name and layer of the first layer that knows the mode, if network and layers are in evaluation mode."""
+    layers = list(_that_know(network))
+    if not layers or network.training or any(layer.training for _, layer in layers):
+        return None
+    return layers[0]
+
+
+def _that_know(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+    """Yield the layers of a network whose own code reads `self.training`, with their names."""
+    for name, cell in network.cells_and_names():
+        is_off = getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1
+        is_fixed = getattr(cell, "use_batch_statistics", None) is not None
+        if not (is_off or is_fixed) and _reads_training(type(cell)):
+            yield name, cell
+
+
+def _reads_training(kind: type) -> bool:
+    return any("training" in method.__code__.co_names for method in _own_methods(kind))
+
+
+def _own_methods(kind: type) -> Iterator[Any]:
+    """Yield the methods that a Cell does not have by itself."""
+    for base in kind.__mro__[:kind.__mro__.index(nn.Cell)]:
+        yield from filter(isfunction, vars(base).values())

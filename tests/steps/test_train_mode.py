@@ -1,0 +1,153 @@
+"""Training mode: a warning of a network in evaluation mode, and graphs of the mode that the network is in."""
+import warnings
+
+import numpy as np
+import pytest
+from mindspore import nn
+from support.modes import compiled_graphs
+from support.training import LOSS, sgd
+
+from ms_accum import TrainOneStepCell, check_equivalence, make_grad_cache_step, make_train_step
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import MLP, mean_loss, tensors
+
+BATCH = tensors(np.random.default_rng(0).normal(size=(6, 6)), np.arange(6) % 3)
+
+
+class Doubled(nn.Cell):
+    """A layer of a user's own, which asks for the mode in a method of its own."""
+
+    def construct(self, x):
+        return self.factor() * x
+
+    def factor(self):
+        return 2.0 if self.training else 1.0
+
+
+class Scaled(nn.Cell):
+    """A layer without a mode. `training` in its docstring changes nothing."""
+
+    def construct(self, x):
+        return 2.0 * x
+
+
+def with_layer(layer):
+    return nn.SequentialCell(MLP(hidden=3), layer, nn.Dense(3, 3))
+
+
+def cell_call(network, optimizer, **options):
+    return TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, 1, **options)
+
+
+def step_call(network, optimizer, **options):
+    return make_train_step(mean_loss(network), optimizer, 1, **options)
+
+
+def of_a_cell(network, optimizer):
+    return make_train_step(nn.WithLossCell(network, LOSS), optimizer, 1)
+
+
+def several(network, optimizer):
+    one = mean_loss(network)
+
+    def pair(x, y):
+        return one(x, y), one(x, y)
+    return make_train_step(pair, optimizer, 1, losses=2)
+
+
+def cached(network, optimizer):
+    def loss_fn(representations):
+        return (representations ** 2).mean()
+
+    def encode(x, y):
+        return network(x)
+    return make_grad_cache_step(encode, loss_fn, optimizer, 1, pieces=2)
+
+
+DRIVERS = [step_call, of_a_cell, several, cached, cell_call]
+
+
+@pytest.mark.parametrize(("layer", "name"), [
+    (nn.BatchNorm1d(3), "1 (BatchNorm1d)"), (nn.Dropout(p=0.5), "1 (Dropout)"), (Doubled(), "1 (Doubled)"),
+    (nn.MultiheadAttention(3, 1, dropout=0.1), "1 (MultiheadAttention)")])
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.filterwarnings("error:.*is in evaluation mode")
+def test_evaluation_mode_is_warned_of_before_anything_is_compiled(driver, layer, name):
+    """By each driver. Here the warning is an error, behind which nothing runs. With two losses, a graph has asked
+    whether a window is open.
+    """
+    network = with_layer(layer).set_train(False)
+    step, graphs = driver(network, sgd(network)), compiled_graphs()
+    with pytest.raises(UserWarning) as warned:
+        step(*BATCH)
+    assert f"is in evaluation mode, so its layer {name}" in str(warned.value).replace("_backbone.", "")
+    assert compiled_graphs() <= graphs + (driver is several)
+
+
+@pytest.mark.parametrize(("layer", "change"), [
+    (nn.BatchNorm1d(3), lambda network: network.set_train()),
+    (nn.BatchNorm1d(3), lambda network: (network.set_train(), network[1].set_train(False))),  # frozen on purpose
+    (nn.BatchNorm1d(3, use_batch_statistics=False), lambda network: None),
+    (nn.Dropout(p=0.0), lambda network: None), (Scaled(), lambda network: None)])
+def test_nothing_is_said_where_the_mode_is_right_or_makes_no_difference(layer, change):
+    """A network that is not trained, as a teacher, may be in evaluation mode, too. A second call says nothing."""
+    network, teacher = with_layer(layer), with_layer(nn.Dropout(p=0.5))
+    change(network)
+    teacher.update_parameters_name("teacher.")
+
+    def forward_fn(x, y):
+        return LOSS(network(x) + teacher(x), y)
+    step = make_train_step(forward_fn, sgd(network), 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        step(*BATCH)
+        step(*BATCH)
+
+
+@pytest.mark.parametrize(("driver", "context"), [*((driver, "jit") for driver in DRIVERS), (cell_call, "graph")])
+@pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
+def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):
+    """Losses are those of the mode of each call; parameters do not move. Control: the two modes differ."""
+    mode_named(context)
+    network = with_layer(Doubled())
+    step = driver(network, nn.SGD(network.trainable_params(), 0.0))
+    found, expected = [], []
+    for mode in (True, False, True):
+        logits = network.set_train(mode)(BATCH[0])
+        expected.append(float((logits ** 2).mean() if driver is cached else LOSS(logits, BATCH[1])))
+        loss = step(*BATCH)
+        found.append(float(loss[0] if isinstance(loss, tuple) else loss))
+    assert abs(expected[0] - expected[1]) > 1e-3
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_the_check_says_that_it_ran_in_evaluation_mode():
+    """Where BatchNorm is exact. Control: in training mode it is not, and in neither where there is no such layer."""
+    network = with_layer(nn.BatchNorm1d(3)).set_train(False)
+    report = check_equivalence(mean_loss(network), network, BATCH, 2)
+    assert report.ok
+    assert report.in_evaluation
+    assert "in evaluation mode: call network.set_train()" in report.verdict
+    report = check_equivalence(mean_loss(network), network.set_train(), BATCH, 2)
+    assert not report.ok
+    assert not report.in_evaluation
+    plain = MLP()
+    assert "evaluation" not in str(check_equivalence(mean_loss(plain), plain, BATCH, 2))
+
+
+@pytest.mark.parametrize(("driver", "context"), [(step_call, "jit"), (several, "jit"), (cell_call, "jit"),
+                                                 (cell_call, "graph")])
+def test_a_parameter_that_is_frozen_between_calls_is_an_error(mode_named, driver, context):
+    """Before the update, which leaves all as it is; after it is trainable again, training goes on."""
+    mode_named(context)
+    network = MLP()
+    step = driver(network, sgd(network))
+    step(*BATCH)
+    before = values(network.trainable_params())
+    network.first.weight.requires_grad = False
+    with pytest.raises(ValueError, match=r"first\.weight has requires_grad=False"):
+        step(*BATCH)
+    network.first.weight.requires_grad = True
+    assert all((a == b).all() for a, b in zip(before, values(network.trainable_params())))
+    step(*BATCH)
+    assert not (before[0] == values(network.trainable_params())[0]).all()
