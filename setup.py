@@ -29,7 +29,7 @@ setup(
         "ecosystem": ["mindcv", "mindone", "mindyolo", "opencv-python-headless", "pycocotools", "setuptools<81"],
         "tutorials": ["ipykernel", "matplotlib", "mindcv", "nbclient"],
         "test": [*DOCS, "mindcv", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "nbclient", "nbformat",
-                 "ipykernel", "ruff"],
+                 "ipykernel", "ruff", "mypy"],
         "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],
     },
     entry_points={"console_scripts": ["ms-accum = ms_accum.__main__:main"]},

@@ -10,17 +10,17 @@ from math import inf
 from numbers import Real
 from operator import index
 from textwrap import dedent
-from typing import Any, Optional, TypeVar, Union
+from typing import Any, Optional, ParamSpec, TypeVar, overload
 
 import mindspore as ms
 import numpy as np
 
+P = ParamSpec("P")
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable)
 LARGEST_INT32 = 2**31 - 1  # counters are int32, and a larger constant would wrap around in a comparison with them
 
 
-def whole_number(name: str, value: object, remedy: str = "", *, minimum: int = 1, maximum: Optional[int] = None) -> int:
+def whole_number(name: str, value: Any, remedy: str = "", *, minimum: int = 1, maximum: Optional[int] = None) -> int:
     """Return an int, an integer of NumPy or a Tensor of one element as an int. Refuse bools and floats."""
     expected = f"an int >= {minimum}"
     try:
@@ -43,7 +43,7 @@ def number(name: str, value: object, accepts: Callable[[float], bool], expected:
     try:
         converted = float(value)
     except OverflowError:
-        converted = inf if value > 0 else -inf
+        converted = -inf if value < 0 else inf
     if not accepts(converted):
         raise ValueError(_message(name, value, expected, remedy))
     return converted
@@ -63,14 +63,22 @@ def one_of(name: str, value: object, choices: tuple[Optional[str], ...], remedy:
     return value
 
 
-def instance_of(name: str, value: T, kinds: Union[type, tuple[type, ...]], expected: str, remedy: str = "") -> T:
+@overload
+def instance_of(name: str, value: object, kinds: type[T], expected: str, remedy: str = "") -> T: ...
+
+
+@overload
+def instance_of(name: str, value: object, kinds: Any, expected: str, remedy: str = "") -> Any: ...
+
+
+def instance_of(name: str, value: object, kinds: Any, expected: str, remedy: str = "") -> Any:
     """Return `value`, an instance of one of `kinds` (`collections.abc.Callable` for anything that can be called)."""
     if not isinstance(value, kinds):
         raise TypeError(_message(name, f"of type {type(value).__name__}", expected, remedy))
     return value
 
 
-def spelled(function: F, **gone: str) -> F:
+def spelled(function: Callable[P, T], **gone: str) -> Callable[P, T]:
     """Answer an unknown keyword of `function` with the one that was probably meant: TypeError.
 
     `gone`: what to do instead of keywords that there were once.
@@ -78,7 +86,7 @@ def spelled(function: F, **gone: str) -> F:
     known = tuple(name for name in inspect.signature(function).parameters if name != "self")
 
     @wraps(function)
-    def checked(*arguments: Any, **named: Any) -> Any:
+    def checked(*arguments: P.args, **named: P.kwargs) -> T:
         for name in (name for name in named if name not in known):
             close = get_close_matches(name, known, 1)
             hint = gone.get(name) or (f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}")
@@ -97,7 +105,7 @@ def require_callable(name: str, function: object) -> None:
                         "define it with def, or write `name = lambda ...` as a statement of its own")
 
 
-def _is_readable(function: Callable) -> bool:
+def _is_readable(function: Any) -> bool:
     """Return whether the lambda is the whole right-hand side of its statement."""
     try:
         statement = ast.parse(dedent(inspect.getsource(function))).body[0]

@@ -41,7 +41,7 @@ def free_memory(device_target: str) -> int:
     """Return 90 % of the bytes that a device has, or that are free on this machine and left to this cgroup."""
     if device_target == "CPU":
         meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-        available = 1024 * int(re.search(r"^MemAvailable:\s+(\d+)", meminfo, re.MULTILINE)[1])
+        available = 1024 * int(re.findall(r"^MemAvailable:\s+(\d+)", meminfo, re.MULTILINE)[0])
         return int(_USED * min([available, *cgroups_leave(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
     if is_dry_run(device_target):
         return int(_USED * _SIMULATED)
@@ -68,6 +68,6 @@ def cgroups_leave(membership: Path, root: Path) -> list[int]:
                 with suppress(OSError, ValueError):  # it is not a cgroup, or one without a limit
                     limit, used = [int((group / name).read_text(encoding="ascii")) for name in names]
                     # The kernel drops inactive files from memory before it ends a process.
-                    files = re.search(rf"^{inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-                    left.append(max(limit - used + int(files[1]), 0))
+                    files = re.findall(rf"^{inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                    left.append(max(limit - used + int(files[0]), 0))
     return left

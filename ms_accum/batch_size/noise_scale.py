@@ -124,7 +124,7 @@ class GradientNoiseScale(Stage):
     def on_update(self, gradients: Gradients, unit: Scalar, sums: Numbers, measured: Numbers) -> None:
         """See `Stage`."""
         (spread, count), weight = measured, sums[WEIGHT]
-        others = count - 1.0
+        others = count - 1.0  # type: Tensor
         squared = ops.square(norm_of(self.exchange.over_slices(square_sum(gradients, unit / weight))))
         noise = spread - weight * squared
         window = as_vector((noise, others * squared - noise / weight, others))

@@ -125,6 +125,7 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         raise PlanError(f"not even a microbatch of 1 fits into {size(memory_limit)}; allow more memory, or make the "
                         f"network smaller\n{table(trials)}", trials)
     found = next(trial for trial in trials if trial.microbatch == descending[index])
+    assert found.peak is not None  # it was completed
     return Plan(batch_size, found.microbatch, found.accumulate_step, found.peak, memory_limit, tuple(trials))
 
 

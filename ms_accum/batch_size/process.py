@@ -50,7 +50,7 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
         # Values are 0 in a dry run, which proves no kernel: portable ones are planned with, unless the user chooses.
         dry = {_LEVEL: "1", SWITCH: os.environ.get(SWITCH, "0"), "MS_DEV_SAVE_GRAPHS_PATH": folder}
         variables = dry if is_dry_run(device_target) else {}
-        process = get_context("spawn").Process(target=_child, args=(sender, log, variables, function, arguments))
+        process: Any = get_context("spawn").Process(target=_child, args=(sender, log, variables, function, arguments))
         process.start()
         sender.close()
         seen, end = None, monotonic() + (timeout or inf)

@@ -277,7 +277,9 @@ def _schedule(updates: int, learning_rate: object, accumulate_step: int, maximum
     length = whole_number("accumulate_step", accumulate_step, "give the length of a window of the plain run")
     maximum = whole_number("maximum", maximum, "give the largest length of a window, at least accumulate_step",
                            minimum=length, maximum=LARGEST_INT32)
-    times, p, lengths, merged = factors(rates, maximum // length), 0, {}, []
+    times, p = factors(rates, maximum // length), 0
+    lengths: dict[int, int] = {}
+    merged: list[float] = []
     while p < updates:
         if not merged or times[p] != lengths[max(lengths)] // length:
             lengths[len(merged)] = times[p] * length

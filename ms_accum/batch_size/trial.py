@@ -90,7 +90,7 @@ def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -
         return ms.runtime.max_memory_allocated() if dry else ms.runtime.max_memory_reserved()
     # Not resource.ru_maxrss, which starts from the value of the process that started this one.
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    return 1024 * int(re.search(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)[1])
+    return 1024 * int(re.findall(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)[0])
 
 
 def _update_with(accumulator: Accumulator) -> None:

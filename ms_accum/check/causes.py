@@ -166,7 +166,7 @@ def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:
         if one.shape != other.shape:
             return np.inf
         a, b = (np.nan_to_num(t.astype(ms.float32).asnumpy().astype(np.float64), nan=1e30) for t in (one, other))
-        distances.append(np.linalg.norm(a - b) / (max(np.linalg.norm(a), np.linalg.norm(b)) or 1.0))
+        distances.append(float(np.linalg.norm(a - b) / (max(np.linalg.norm(a), np.linalg.norm(b)) or 1.0)))
     return max(distances)
 
 
@@ -244,9 +244,9 @@ def _two_means(division: Division, comparison: Comparison) -> list[Cause]:
     if not np.isfinite(gradients).all():  # a part has no token: counts of them explain nothing
         return []
     split = np.split(gradients, [-1], axis=1)  # gradients, losses
-    split = [np.linalg.qr(values.T, mode="r").T for values in split]  # all that norms and sums need
+    split = [np.asarray(np.linalg.qr(values.T, mode="r")).T for values in split]  # all that norms and sums need
     inside = np.array([[part in some for part in range(len(parts))] for some in sets[len(parts):]])
-    means = {}
+    means: dict[bytes, tuple[str, np.ndarray]] = {}
     for code, weight in _usual_weights(division, inputs[:len(parts)]):
         if (weight > 0).all():
             shares = inside * weight / (inside @ weight)[:, None]

@@ -68,7 +68,8 @@ class Division:
                  weight_fn: Optional[Callable], batch_axis: int = 0, names: tuple[str, ...] = (),
                  loss_scale: float = 1.0, is_sum: bool = False) -> None:
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
-        self.names, self.error, self.loss_scale, self.is_sum = names, None, loss_scale, is_sum
+        self.names, self.loss_scale, self.is_sum = names, loss_scale, is_sum
+        self.error: Optional[Exception] = None
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
         self._ends = np.cumsum([p.size for p in self.parameters])

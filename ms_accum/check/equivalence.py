@@ -81,7 +81,8 @@ class Report:
         worst = next(name for name, difference in figures.items() if not difference < 0.999 * most)
         lines = [self.verdict, f"largest relative difference: {most:.1e} in {worst} (rounding: up to "
                  f"{self.tolerances[worst]:.1e})", *self.notes]
-        beyond = sorted((name for name in figures if not figures[name] <= self.tolerances[name]), key=figures.get)
+        beyond = [name for name in figures if not figures[name] <= self.tolerances[name]]
+        beyond.sort(key=lambda name: figures[name])
         if beyond:
             shown = _listed([f"{name} {figures[name]:.1e}" for name in beyond[::-1]])
             lines.append(f"beyond rounding: {len(beyond)} of {len(figures)} parameters: {shown}")
@@ -178,7 +179,7 @@ def check_equivalence(
     divided, reports = partial(Division, network=network, pieces=pieces, batch_axis=batch_axis, names=names,
                                loss_scale=loss_scale, is_sum=loss_reduction == "sum"), []
     for t in range(losses):
-        functions = {name: function and _wrapped(name, function, batch, names, t, losses)
+        functions: dict[str, Any] = {name: function and _wrapped(name, function, batch, names, t, losses)
                      for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
         if loss_reduction == "sum":
             functions["forward_fn"] = _mean_of(**functions, batch_axis=batch_axis)

@@ -28,7 +28,9 @@ class Layers:
     def __init__(self, network: nn.Cell) -> None:
         self.names: dict[nn.Cell, str] = {}
         self.inside: dict[nn.Cell, set[nn.Cell]] = {}  # what each has called
-        self._found, self._kept = [], []  # their state as they were found, and as it is restored during the check
+        # Their state as they were found, and as it is restored during the check.
+        self._found: list[Any] = []
+        self._kept: list[Any] = []
         self._add("", network)
 
     def _add(self, prefix: str, root: nn.Cell) -> None:
@@ -65,7 +67,8 @@ class Layers:
 
         What the code of a layer casts by itself stays.
         """
-        before, copies = self._kept, {}
+        before = self._kept
+        copies: dict[int, Any] = {}
         with ExitStack() as afterwards:
             for cell in self.names:
                 flags = {flag: cell.get_flags().get(flag, False) for flag in _TO_FLOAT}
@@ -90,7 +93,9 @@ class Layers:
     @contextmanager
     def watched(self) -> Iterator[Calls]:
         """Yield what each cell that runs within the block is given, and returns; also one outside of the network."""
-        call, calls, running = nn.Cell.__call__, {}, []
+        call = nn.Cell.__call__
+        calls: Calls = {}
+        running: list[nn.Cell] = []
 
         def watching(cell: nn.Cell, *arguments: Any, **keywords: Any) -> Any:
             self._add(type(cell).__name__, cell)
@@ -138,8 +143,10 @@ def untouched(network: nn.Cell) -> Iterator[Layers]:
     with ExitStack() as afterwards:
         afterwards.enter_context(patch.dict(KERNEL_SEEDS))
         afterwards.callback(ms.set_context, mode=ms.get_context("mode"))
-        for restore, state in ((_set_jit, os.environ.get("MS_JIT")), (ms.set_rng_state, ms.get_rng_state()),
-                               (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state())):
+        kept: tuple[tuple[Callable, Any], ...] = (
+            (_set_jit, os.environ.get("MS_JIT")), (ms.set_rng_state, ms.get_rng_state()),
+            (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()))
+        for restore, state in kept:
             afterwards.callback(restore, state)
         ms.set_context(mode=ms.PYNATIVE_MODE)
         _set_jit("0")

@@ -230,7 +230,8 @@ class _Run:
         named += [(f"optimizer:{own_name(optimizer, name)}", p)
                   for name, p in (*((p.name, p) for p in accumulator.weights), *state_of(optimizer))]
         named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
-        self.entries, once = {}, {id(p): (name, p) for name, p in reversed(named)}  # each by the first of its names
+        self.entries: dict[str, Parameter] = {}
+        once = {id(p): (name, p) for name, p in reversed(named)}  # each by the first of its names
         for name, parameter in reversed(once.values()):
             if name in (ABOUT, *self.entries):
                 raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
@@ -268,7 +269,8 @@ class _Run:
         if self.exchange.divides_parameters:
             require_alike({name: p.asnumpy().tobytes() for name, p in self.entries.items() if id(p) in self.copied},
                           "ms_accum finds state of slices by its name, which has to end in the parameter's")
-        found, errors = {}, []
+        found: dict[str, Any] = {}
+        errors: list[Exception] = []
         for name, whole in self.divided.items():
             value = self.exchange.joined(self.entries[name], whole)
             if self.exchange.rank == 0 and not errors:
@@ -338,5 +340,5 @@ def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], 
             raise CheckpointError(f"{path}: in {_SCALE}, {error}") from error
 
 
-def _described(entry: Optional[Tensor], shaped: Optional[Tensor]) -> str:
+def _described(entry: Optional[Tensor], shaped: Any) -> str:
     return "missing" if entry is None else f"of {entry.dtype} {tuple(shaped.shape)}"

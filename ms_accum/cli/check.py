@@ -47,8 +47,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.case} returned {got}, expected (forward_fn, network, batch) or "
                          "(forward_fn, network, batch, weight_fn)")
     with refusing(options.case):
-        report = check_equivalence(*case[:3], options.pieces, weight_fn=case[3] if len(case) == 4 else None,
-                                   losses=options.losses)
+        forward_fn, network, batch, *weight_fn = case
+        report = check_equivalence(forward_fn, network, batch, options.pieces,
+                                   weight_fn=weight_fn[0] if weight_fn else None, losses=options.losses)
     print(report, flush=True)
     if options.json:
         write_json(options.json, {"case": options.case, "verdict": report.verdict, **asdict(report)})

@@ -5,7 +5,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, Optional
@@ -22,10 +22,10 @@ class Parser(argparse.ArgumentParser):
         """Exit with status 2 and `message` in one line on stderr."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
-    def parse_known_args(self, *arguments: Any) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but refuse "--" as a value, and one file for two options."""
-        options, others = super().parse_known_args(*arguments)
-        written = {}
+        options, others = super().parse_known_args(args, namespace)
+        written: dict[Path, str] = {}
         for name, value in vars(options).items():
             if value == []:  # up to Python 3.12, argparse drops "--" from "--json=--" and gives an empty list
                 self.error(f"argument --{name.replace('_', '-')}: expected one argument, got '--'")
@@ -68,14 +68,15 @@ def _run(commands: Sequence[ModuleType], argv: Optional[Sequence[str]]) -> int:
         command.add_parser(subcommands)
     try:
         options = parser.parse_args(argv)
-        run, parser = (vars(options).pop(name) for name in ("run", "parser"))
+        run: Callable[[argparse.Namespace], Optional[int]] = vars(options).pop("run")
+        chosen: Parser = vars(options).pop("parser")
         avoid_busy_waiting()
         try:
             return run(options) or 0
         except BrokenPipeError:
             raise
         except (ValueError, OSError) as error:
-            parser.error(str(error))
+            chosen.error(str(error))
     except SystemExit as stop:
         if isinstance(stop.code, str):  # as Python does: a user's module may end the process so
             print(stop.code, file=sys.stderr)

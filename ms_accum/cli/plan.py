@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         write_json(options.json, {
             "function": options.function, "batch_size": batch_size, "device": device, "dry_run": is_dry_run(device),
             "memory_limit": options.memory_limit, "noise_scale": noise,
-            "worth": None if noise is None else longest_within(plan, noise), **planned,
+            "worth": None if plan is None or noise is None else longest_within(plan, noise), **planned,
             "trials": [asdict(trial) for trial in trials]})
     if options.plot:
         write_file(options.plot, draw(trials, plan).savefig)

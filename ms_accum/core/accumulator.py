@@ -158,7 +158,7 @@ class Accumulator:
     @spelled
     def __init__(
         self,
-        optimizer: Callable,
+        optimizer: nn.Optimizer,
         accumulate_step: AccumulateStep,
         clip_norm: Optional[float] = None,
         *,
@@ -319,7 +319,7 @@ class Accumulator:
         return dict(self._settings)
 
 
-def _exchange_of(reducer: Optional[DataParallel], optimizer: Callable, layout: Accumulated,
+def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, layout: Accumulated,
                  features: tuple[str, ...], stages: tuple[Stage, ...]) -> OneDevice:
     if reducer is not None:
         reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
@@ -352,7 +352,7 @@ def checked_hook(after_update: object) -> Optional[Callable]:
     return instance_of("after_update", after_update, Callable, "a function without arguments, a Cell, or None")
 
 
-def _state_of_hook(hook: Optional[Callable], optimizer: Callable) -> tuple[Parameter, ...]:
+def _state_of_hook(hook: Optional[Callable], optimizer: nn.Optimizer) -> tuple[Parameter, ...]:
     """Return the Parameters of a hook that is a Cell or a method of one, without the network's and the optimizer's."""
     cell = getattr(hook, "__self__", hook)
     if not isinstance(cell, nn.Cell):

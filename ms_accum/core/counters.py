@@ -5,7 +5,7 @@ from math import nan
 from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, ops
 
 from ..tensors import as_tensor, as_vector, state_parameter
 
@@ -97,7 +97,9 @@ class Counters:
         self.seen, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.int64)
                                      for name in ("seen", "seen_rest"))
         self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
-        self.counted_sum, self.apart, self.measured = self.weight_sum, (), ()
+        self.counted_sum = self.weight_sum
+        self.apart: tuple[Parameter, ...] = ()
+        self.measured: tuple[Parameter, ...] = ()
         self.run_state = (self.update_step, self.seen, self.seen_rest, self.grad_norm, self.closed_windows,
                           self.skipped, self.skipped_in_row, self.window_weight)
 

@@ -64,10 +64,10 @@ def require_elementwise(optimizer: Callable) -> None:
                          "is elementwise, which zero > 0 needs; begin with a learning rate above 0, or give zero=0")
 
 
-def _moves_alone(optimizer: Callable, restore: Callable[[], None], scale: float, rng: np.random.Generator) -> bool:
+def _moves_alone(optimizer: nn.Optimizer, restore: Callable[[], None], scale: float, rng: np.random.Generator) -> bool:
     """Return whether anything moved by gradients of this scale. ValueError if an element moved by those of others."""
     slices, has_moved = tuple(optimizer.parameters), False
-    gradients = [np.float32(scale * rng.normal(size=p.shape)) for p in slices]
+    gradients = [np.asarray(scale * rng.normal(size=p.shape), np.float32) for p in slices]
     chosen = [rng.random(p.shape) < 0.5 for p in slices]
     changed = [np.where(mask, np.float32(1e4) * g, g) for mask, g in zip(chosen, gradients)]
     restore()
@@ -83,7 +83,7 @@ def _moves_alone(optimizer: Callable, restore: Callable[[], None], scale: float,
     return has_moved
 
 
-def _moved(optimizer: Callable, slices: tuple[Parameter, ...], restore: Callable[[], None],
+def _moved(optimizer: nn.Optimizer, slices: tuple[Parameter, ...], restore: Callable[[], None],
            gradients: list[np.ndarray]) -> list[np.ndarray]:
     """Return the slices after two updates from the start: the first learning rate of a warmup may be 0."""
     restore()
@@ -92,7 +92,7 @@ def _moved(optimizer: Callable, slices: tuple[Parameter, ...], restore: Callable
     return _values(slices)
 
 
-def _restoring(optimizer: Callable) -> Callable[[], None]:
+def _restoring(optimizer: nn.Optimizer) -> Callable[[], None]:
     """Return a function that restores an optimizer's Parameters and plain numbers."""
     held = (*optimizer.parameters, *(p for _, p in state_of(optimizer)))
     values = _values(held)

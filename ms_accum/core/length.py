@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Union
+from typing import Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -59,7 +59,9 @@ class WindowLength:
     """
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
-        self.schedule, self.budget, self.stages = None, None, ((0, 1),)
+        self.schedule: Optional[Callable[[Tensor], Union[int, Tensor]]] = None
+        self.budget: Optional[float] = None
+        self.stages: tuple[tuple[int, int], ...] = ((0, 1),)
         if isinstance(accumulate_step, UntilWeight):
             self.stages, self.budget = ((0, accumulate_step.at_most),), accumulate_step.budget
             self.description = f"until_weight({accumulate_step.budget:.9g}, at_most={accumulate_step.at_most})"
@@ -93,7 +95,7 @@ class WindowLength:
             left = microbatches
             while left > 0:
                 length, ends = self.host_length(updates), [start for start, _ in self.stages if start > updates]
-                alike = 1 if self.schedule else min(ends, default=inf) - updates
+                alike = 1 if self.schedule else min(ends, default=updates + left) - updates
                 windows = min(-(-left // length), alike)
                 updates, left = updates + windows, left - windows * length
         return updates
@@ -128,7 +130,7 @@ class WindowLength:
 
     def is_full_of(self, microbatches: int, update_step: int, weight: np.float32) -> bool:
         """Return whether a window is full, as `is_full` would, from what the host knows."""
-        reached = self.budget is not None and weight >= np.float32(self.budget)
+        reached = self.budget is not None and bool(weight >= np.float32(self.budget))
         return reached or microbatches >= self.host_length(update_step)
 
 

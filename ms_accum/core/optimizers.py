@@ -54,7 +54,7 @@ def require_trainable(parameters: Iterable[Parameter]) -> None:
                          "after freezing")
 
 
-def require_rates(optimizer: object) -> None:
+def require_rates(optimizer: nn.Optimizer) -> None:
     """Refuse a list of learning rates that has none for the next update. ValueError. It waits for the device."""
     for _, cell in optimizer.cells_and_names() if isinstance(optimizer, nn.Cell) else ():
         rates = getattr(cell, "learning_rate", None) if isinstance(cell, LearningRateSchedule) else None
@@ -64,7 +64,7 @@ def require_rates(optimizer: object) -> None:
                                  "each update; give ceil(microbatches / accumulate_step) rates for each epoch")
 
 
-def require_same_parameters(function: Callable, optimizer: object) -> None:
+def require_same_parameters(function: Callable, optimizer: nn.Optimizer) -> None:
     """Refuse an optimizer of another network with the same names, whose parameters would never get a gradient.
 
     Args:
@@ -143,7 +143,8 @@ def divided_state(optimizer: object) -> dict[int, Parameter]:
     """
     slices = [p for p in getattr(optimizer, "parameters", ()) if whole_of(p) is not p]
     clones = {id(clone): part for part in slices for clone in getattr(part.param_info, "cloned_obj", ())}
-    found, lists = {}, {}
+    found: dict[int, Parameter] = {}
+    lists: dict[str, list[tuple[int, Parameter]]] = {}
     for place, state in _placed_state(optimizer) if slices else ():
         named = [p for p in slices if state.name.endswith(f".{whole_of(p).name}")]
         part = clones.get(id(state), max(named, key=lambda p: len(whole_of(p).name), default=None))
@@ -168,12 +169,12 @@ def name_state(optimizer: object, prefix: str) -> None:
             state.name = f"{prefix}.{name}"
 
 
-def cell_prefix(optimizer: object) -> str:
+def cell_prefix(optimizer: nn.Optimizer) -> str:
     """Return what begins the names of an accumulator's Parameters in a cell: the same in every process."""
     return f"accumulator.{whole_of(optimizer.parameters[0]).name}."
 
 
-def own_name(optimizer: object, name: str) -> str:
+def own_name(optimizer: nn.Optimizer, name: str) -> str:
     """Return the name of an optimizer's state without what an accumulator or a cell has put before it."""
     return INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
 

@@ -248,7 +248,7 @@ def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: 
               others: tuple[Stage, ...], counters: Counters, owner: object) -> tuple[Stage, ...]:
     """Return the stages of an accumulator, in the order of the way."""
     scaling = () if scaler is None else (LossScale(scaler, owner),)
-    skipping = ()
+    skipping: tuple[Stage, ...] = ()
     if on_nonfinite == "skip_microbatch":
         skipping = (SkipMicrobatch(counters),)
     elif on_nonfinite == "skip_window" or scaler is not None:
@@ -277,9 +277,9 @@ def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:
     """Return `stages` as a tuple. TypeError if one of them, or `noise_scale`, is no stage."""
     if noise_scale is not None:
         instance_of("noise_scale", noise_scale, Stage, "a GradientNoiseScale, or None")
-    instance_of("stages", stages, (tuple, list), "a tuple of stages")
+    given = instance_of("stages", stages, (tuple, list), "a tuple of stages")
     return tuple(instance_of(f"stages[{i}]", stage, Stage, "a ms_accum.core.stages.Stage")
-                 for i, stage in enumerate(stages))
+                 for i, stage in enumerate(given))
 
 
 def checked_loss_scaler(scaler: object, ranks: int) -> Optional[amp.LossScaler]:

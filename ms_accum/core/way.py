@@ -78,7 +78,8 @@ class Way:
         self.length, self.exchange, self.buffers, self.weights = length, exchange, buffers, exchange.weights
         self.counters, self.journal, self.is_driven = counters, journal, False
         self.buffered, self.copied = kernels
-        self.contributors, self.clip_norm, self.hooks, self._driver = contributors, clip_norm, hooks, None
+        self.contributors, self.clip_norm, self.hooks = contributors, clip_norm, hooks
+        self._driver: Optional[tuple[object, int]] = None
         self.measuring, self.judging, self.closing = (
             tuple(stage for stage in stages if overrides(stage, method))
             for method in ("measure", "accepts", "on_close"))
@@ -116,11 +117,11 @@ class Way:
         gradients.
         """
         gradients = checked_gradients(*self.expected, gradients)
-        taken = 1
+        taken = 1  # type: Scalar
         for stage in self.stages:
             weight, took = stage.weigh(gradients, weight)
             taken = taken * took
-        sums = (weight, taken * active, active, weight if counted is None else counted)
+        sums = (weight, taken * active, active, weight if counted is None else counted)  # type: Numbers
         if self.measuring:
             restored = self.restored(gradients)
             for stage in self.measuring:
@@ -168,7 +169,7 @@ class Way:
 
     def window(self, active: Scalar = 1.0) -> Window:
         """Return the window of all ranks, for `update_with`. `active`: 1 from a rank that closes one."""
-        counters, measured = self.counters, ()
+        counters, measured = self.counters, ()  # type: Counters, Numbers
         for sums in counters.measured:
             for i in range(sums.shape[0]):
                 measured = (*measured, sums[i])

@@ -97,7 +97,7 @@ class Buckets:
 
     def parts(self, gradients: Gradients) -> Gradients:
         """Return this rank's part of gradients that all ranks hold, without an exchange."""
-        found = ()
+        found = ()  # type: Gradients
         for members, length, padding in zip(self.members, self.lengths, self.padding):
             share = length // self.ranks
             flat = self._flat(tuple([gradients[i] for i in members]), members, padding)
@@ -123,7 +123,7 @@ class Buckets:
         return ops.concat(tuple(parts))
 
     def _split(self, flat: Tensor, members: tuple[int, ...]) -> Gradients:
-        gradients = ()
+        gradients = ()  # type: Gradients
         start = 0
         for i in members:
             gradients = (*gradients, flat[start:start + self.sizes[i]].reshape(self.shapes[i]))

@@ -16,7 +16,7 @@ large buckets, with a few numbers to be summed: the weight, how many microbatche
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Optional
 
 import mindspore as ms
 import numpy as np
@@ -59,7 +59,7 @@ class OneDevice:
         jit_options: What graphs that add microbatches are compiled with.
     """
 
-    shared_unit = None
+    shared_unit: Optional[float] = None
     divides_parameters = False
     jit_options: Mapping[str, str] = MappingProxyType({})
 
@@ -133,7 +133,8 @@ class Exchange(OneDevice):
         self.jit_options = depth_first(inside)
         node, place = divmod(self.rank, inside)
         self.all = Buckets(layout.parameters, layout.dtypes, size, self.rank, ranks)
-        self.near = self.far = None
+        self.near: Any = None  # Buckets, if ranks inside sum
+        self.far: Any = None  # an AllReduce, if ranks across do
         if inside > 1:
             group = range(node * inside, (node + 1) * inside)
             self.near = self.all if inside == ranks else Buckets(layout.parameters, layout.dtypes, size, place, inside,
@@ -160,7 +161,7 @@ class Exchange(OneDevice):
             return gradients, ops.ones_like(numbers[0]), numbers
         if self.across == 1:
             return buffers, ops.ones_like(numbers[0]), numbers
-        sums, parts = self.far(as_vector(numbers)), ()
+        sums, parts = self.far(as_vector(numbers)), ()  # type: Tensor, Gradients
         numbers = as_numbers(sums, len(numbers))
         for part in self.near.parts(buffers):
             sums = self.far(ops.depend(part, sums))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any, Union
 
@@ -27,7 +27,7 @@ def world_size() -> int:
     return 1
 
 
-def require_alike(facts: dict[str, Union[str, bytes]], remedy: str) -> None:
+def require_alike(facts: Mapping[str, Union[str, bytes]], remedy: str) -> None:
     """Raise ValueError on every rank if the facts are not the same on all of them, naming those that differ."""
     rows = gather(np.array([_digest(fact) for fact in facts.values()], np.int32))
     differs = rows != rows[0]

@@ -53,7 +53,7 @@ class Rows:
 
     def laid_out(self, gradients: Gradients, members: tuple[int, ...]) -> Tensor:
         """Return all rows of a bucket, one after the other, as a flat Tensor, given the gradients of its members."""
-        columns = ()
+        columns = ()  # type: Gradients
         for i, gradient in zip(members, gradients):
             flat, padding = gradient.reshape(-1), self.widths[i] * self.ranks - self.sizes[i]
             if padding > 0:
@@ -63,7 +63,7 @@ class Rows:
 
     def slices(self, rows: Gradients) -> Gradients:
         """Return the slice of each parameter, in their order, given one row of each bucket."""
-        found = ()
+        found = ()  # type: Gradients
         for members, row in zip(self.members, rows):
             start = 0
             for i in members:
@@ -73,7 +73,7 @@ class Rows:
 
     def wholes(self, rows: Tensor, members: tuple[int, ...]) -> Gradients:
         """Return the parameters of a bucket, given all of its rows: `(ranks, length)`."""
-        found = ()
+        found = ()  # type: Gradients
         start = 0
         for i in members:
             flat = (rows[:, start:start + self.widths[i]] if len(members) > 1 else rows).reshape(-1)

@@ -81,7 +81,7 @@ def _group(group: dict, known: dict[int, Parameter]) -> dict:
             for key, value in group.items()}
 
 
-def _slice(parameter: object, known: dict[int, Parameter]) -> Parameter:
+def _slice(parameter: Any, known: dict[int, Parameter]) -> Parameter:
     instance_of("an entry of parameters", parameter, Parameter, "a Parameter, or a group as a dict",
                 "give network.trainable_params()")
     if getattr(parameter, "whole", None) is not None:
@@ -156,7 +156,8 @@ class Zero(OneDevice):
         self.divides_buffers, self.shared_unit = inside > 1, 1.0 if inside > 1 else None
         self.jit_options = depth_first(inside)
         node, place = divmod(self.rank, inside)
-        self.near = self.far = None
+        self.near: Any = None  # a Scatter, if ranks inside sum
+        self.far: Any = None  # a Scatter, if ranks across do
         if inside > 1:
             self.near = Scatter(group_of(range(node * inside, (node + 1) * inside)), place, inside)
         if self.across > 1:
@@ -212,7 +213,7 @@ class Zero(OneDevice):
 
         The last bucket goes first, whose gradients the backward pass makes first.
         """
-        rows = ()
+        rows = ()  # type: Gradients
         for members in self.backwards:
             own = gradients_of_bucket(members, gradients, self.dtypes, previous, unit)
             row = scatter(ops.depend(self.layout.laid_out(own, members), previous))
@@ -243,7 +244,7 @@ class Zero(OneDevice):
         """See `OneDevice`. Rows are gathered by rank, which is another order where nodes divide them."""
         gathered = self.order_token + 0.0
         for members in self.gather_layout.members:
-            row = ()
+            row = ()  # type: Gradients
             for i in members:
                 row = (*row, self.slices[i] + 0.0)
             gathered = self.gather(ops.depend(ops.concat(row), gathered))

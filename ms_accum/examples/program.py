@@ -44,7 +44,8 @@ def adam(parameters: list[Parameter], learning_rate: float) -> nn.Adam:
 
 
 # Not nn.SGD, which takes no float64; without momentum, nn.Momentum trains bit-identically.
-OPTIMIZERS = {"sgd": partial(nn.Momentum, momentum=0.0), "momentum": partial(nn.Momentum, momentum=0.9), "adam": adam}
+OPTIMIZERS: dict[str, Callable[..., nn.Optimizer]] = {
+    "sgd": partial(nn.Momentum, momentum=0.0), "momentum": partial(nn.Momentum, momentum=0.9), "adam": adam}
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,11 @@ class Report:
     """
 
     def __init__(self, program: Program, label: str, options: Namespace) -> None:
-        self.program, self.label, self.options, self.epochs = program, label, options, []
+        self.program, self.label, self.options = program, label, options
+        self.epochs: list[dict[str, Any]] = []
         self.trained = 0.0  # when the training of the last epoch ended
         run = {"command": program.name, **{name: v for name, v in vars(options).items() if name not in _FREE}}
-        self.state = {"run": run, "epochs": self.epochs}
+        self.state: dict[str, Any] = {"run": run, "epochs": self.epochs}
         if options.compare:
             print(f"\n{label}")
 

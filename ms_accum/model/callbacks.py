@@ -245,7 +245,7 @@ class WindowLog(_OfOneCell):
     def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]]) -> None:
         super().__init__()
         instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
-        self._to = to if callable(to) else os.path.abspath(to)
+        self._to: Any = to if callable(to) else os.path.abspath(to)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and begin the file."""
@@ -307,7 +307,8 @@ class WindowLog(_OfOneCell):
         counted = [(loss, weight) for loss, weight in self._losses if weight != 0]
         total, weight = sum(loss * weight for loss, weight in counted), sum(weight for _, weight in counted)
         accumulator, status = self._accumulator, self._accumulator.status()
-        exchange, scaler, noise_scale = accumulator.exchange, accumulator.loss_scaler, accumulator.noise_scale
+        exchange, scaler = accumulator.exchange, accumulator.loss_scaler
+        noise_scale: Any = accumulator.noise_scale  # a GradientNoiseScale
         row = {"epoch": self._place[0], "microbatch": self._place[1],
                "update_step": status.update_step - of_others, "loss": total / (weight or 1.0),
                "weight": status.window_weight, "grad_norm": status.grad_norm, "skipped": status.skipped,

@@ -35,7 +35,7 @@ class Driver:
 
     def build(self) -> None:
         """Compile everything again from now on."""
-        self.steps = [self._step(weight_fn) for weight_fn in self.weight_fns]
+        self.steps: list[Any] = [self._step(weight_fn) for weight_fn in self.weight_fns]
         self._flush_by_hand = self._as_it_runs(self._close)
         self._empty_by_hand = self._as_it_runs(self._add_nothing)
 
@@ -44,7 +44,7 @@ class Driver:
         self._context.__enter__()
         return self
 
-    def __exit__(self, *raised: object) -> Optional[bool]:
+    def __exit__(self, *raised: Any) -> Optional[bool]:
         return self._context.__exit__(*raised)
 
     def __call__(self, *batch: np.ndarray) -> Any:

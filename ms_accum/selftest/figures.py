@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from statistics import median, quantiles
 from time import perf_counter
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -89,7 +89,7 @@ class Memory:
     def measure(self, call: str) -> Callable[[], tuple[float, str]]:
         """Return what measures an add or an update."""
         def measured() -> tuple[float, str]:
-            planned = PLAN[self.dtype][call]
+            planned: Optional[float] = PLAN[self.dtype][call]
             if call == "add" and self.dtype == "bfloat16" and fusion_is_switched_on():
                 planned = FUSED_ADD
             if self.width != WIDTH or not isinstance(kernels(), InPlace):

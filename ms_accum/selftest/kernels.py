@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -56,7 +57,7 @@ def fusion_is_switched_on() -> bool:
 def microbatches() -> list[tuple[np.ndarray, np.ndarray]]:
     """Return two microbatches of equal size."""
     rng = np.random.default_rng(3)
-    return [(np.float32(rng.normal(size=(16, 64))), np.int32(rng.integers(0, 32, 16))) for _ in range(2)]
+    return [(rng.normal(size=(16, 64)).astype(np.float32), rng.integers(0, 32, 16).astype(np.int32)) for _ in range(2)]
 
 
 def gradients_by_numpy(dtype: str) -> Sequence[np.ndarray]:
@@ -68,7 +69,9 @@ def gradients_by_numpy(dtype: str) -> Sequence[np.ndarray]:
     network = MLP(64, 64, 32, dtype=getattr(ms, dtype))
     gradients_of = ms.grad(TargetLoss(network), None, ms.ParameterTuple(network.trainable_params()))
     with running("pynative"):
-        return [sum(parts) for parts in zip(*(values(gradients_of(*map(Tensor, batch))) for batch in microbatches()))]
+        gradients = [values(gradients_of(*map(Tensor, batch))) for batch in microbatches()]
+    sums: list[Any] = [sum(parts) for parts in zip(*gradients)]
+    return sums
 
 
 def fused(dtype: str, expected: Sequence[np.ndarray]) -> float:

@@ -38,7 +38,7 @@ def counts(x: Tensor, y: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
 def marked_texts() -> list[list[tuple[np.ndarray, ...]]]:
     """Return windows of texts, of which some are marked, in other shares than their targets."""
     marks = ([[1, 0, 0], [1, 1, 1]], [[1, 1, 1], [0, 1, 0]])
-    return [[(x, y, np.float32(marked)) for (x, y), marked in zip(texts((12, 2), seed), window)]
+    return [[(x, y, np.asarray(marked, np.float32)) for (x, y), marked in zip(texts((12, 2), seed), window)]
             for seed, window in enumerate(marks)]
 
 
@@ -66,7 +66,8 @@ def two_losses(dtype: str, expected: plain.Expected) -> float:
 def pairs() -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Return windows of one batch of 5 pairs."""
     rng = np.random.default_rng(1)
-    return [[tuple(np.float32(rng.normal(size=(5, 6))) for _ in range(2))] for _ in range(2)]
+    return [[(rng.normal(size=(5, 6)).astype(np.float32), rng.normal(size=(5, 6)).astype(np.float32))]
+            for _ in range(2)]
 
 
 def expect_contrastive(dtype: str) -> plain.Expected:

@@ -71,7 +71,7 @@ def dropped(training: Training, expected: Expected, windows: Sequence) -> float:
     same = all(np.array_equal(a, b) for a, b in zip(before, values(training.state)))
     require(same, "a window with NaN changed the parameters or the optimizer's state")
     require(int(accumulator.skipped) == skipped + 1, "a window with NaN was not counted as skipped")
-    if scaler is not None:
+    if scaler is not None and scale is not None:
         require(float(scaler.scale_value) == scale / 2, f"the loss scale is {float(scaler.scale_value):g} after an "
                 f"overflow, expected {scale / 2:g}")
     training.learn(windows)

@@ -17,7 +17,7 @@ def samples(sizes: Sequence[int], seed: int, loud: bool = False) -> list[tuple[n
     rng, microbatches = np.random.default_rng(seed), []
     for size in sizes:
         x, y = rng.normal(size=(size, 6)), rng.integers(0, 3, size)
-        microbatches.append((np.float32(2 * x if loud else x), np.int32(0 * y + 1 if loud else y)))
+        microbatches.append(((2 * x if loud else x).astype(np.float32), (0 * y + 1 if loud else y).astype(np.int32)))
     return microbatches
 
 
@@ -27,7 +27,7 @@ def texts(counts: Sequence[int], seed: int) -> list[tuple[np.ndarray, np.ndarray
     for count in counts:
         y = rng.integers(0, 3, 12)
         y[rng.permutation(12)[count:]] = NO_TARGET
-        microbatches.append((np.float32(rng.normal(size=(3, 4, 6))), np.int32(y.reshape(3, 4))))
+        microbatches.append((rng.normal(size=(3, 4, 6)).astype(np.float32), y.reshape(3, 4).astype(np.int32)))
     return microbatches
 
 

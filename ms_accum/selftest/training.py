@@ -105,7 +105,7 @@ class Training:
         """What feeds it."""
         setting, (name, pieces) = self.setting, DRIVERS[self.name]
         loss = TargetLoss(self.network, setting.reduction)
-        options = {} if name.startswith("hand") else {"loss_reduction": setting.reduction}
+        options: dict[str, Any] = {} if name.startswith("hand") else {"loss_reduction": setting.reduction}
         if setting.by_hand is not None and name.startswith("hand"):
             return Driver(name, self.accumulator, loss, (once,), setting.by_hand)
         if name.startswith("step"):
@@ -130,6 +130,7 @@ class Training:
         loss, weight = TargetLoss(network, self.setting.reduction), self.setting.weight_fn
         if self.setting.reduction == "mean":
             return plain.train(loss, network.trainable_params(), phase.windows, clip_norm)
+        assert weight is not None  # of a sum
         return plain.train(lambda *batch: loss(*batch) / weight(*batch), network.trainable_params(), phase.windows)
 
     def run(self, phase: Phase, expected: plain.Expected) -> float:

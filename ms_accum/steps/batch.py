@@ -4,7 +4,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, overload
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -94,6 +94,14 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
                 "named": inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD)}
 
 
+@overload
+def positional(name: str, function: None, count: int = 0, names: tuple[str, ...] = ()) -> None: ...
+
+
+@overload
+def positional(name: str, function: Callable, count: int = 0, names: tuple[str, ...] = ()) -> Callable: ...
+
+
 def positional(
     name: str,
     function: Optional[Callable],
@@ -121,7 +129,7 @@ def positional(
         return function
     arguments, fixed = (), {}
     if isinstance(function, partial):
-        function, arguments, fixed = function.func, function.args, function.keywords
+        arguments, fixed, function = function.args, function.keywords, function.func
 
     def call(*batch: Any) -> Any:
         first = len(batch) - len(names)

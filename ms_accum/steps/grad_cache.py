@@ -211,7 +211,7 @@ def _encoder(encode_fn: Callable) -> Callable:
 
 def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
     """Return them as columns of one float32 Tensor, `(m, columns)`."""
-    columns = ()
+    columns = ()  # type: tuple[Tensor, ...]
     for representation in representations:
         columns = (*columns, representation.reshape(representation.shape[0], -1).astype(ms.float32))
     return ops.concat(columns, 1)
@@ -219,7 +219,7 @@ def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
 
 def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return what `_side_by_side` joined, with the shapes (but for the rows) and dtypes of `like`."""
-    parts = ()
+    parts = ()  # type: tuple[Tensor, ...]
     start = 0
     for representation in like:
         columns = representation.size // representation.shape[0]

@@ -78,7 +78,7 @@ def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
 
 def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
     """Return the arguments of one piece: `rows` (int Tensor) of those that are cut, the others whole."""
-    inputs = ()
+    inputs = ()  # type: tuple
     for argument, axis in zip(batch, cut):
         inputs = (*inputs, argument if axis is None else ops.gather(argument, rows, axis))
     return inputs
@@ -104,7 +104,7 @@ def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor, batch_ax
     if pieces == 1:
         return tuple(results[1:])
     values = len(results) // pieces
-    joined = ()
+    joined = ()  # type: tuple[Tensor, ...]
     for place in range(1, values):
         parts = results[place::values]
         if parts[0].ndim:

@@ -105,7 +105,7 @@ class Program:
 
         def end(totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
             way.end_microbatch(pieces + absent)
-            means = ()
+            means = ()  # type: tuple[Tensor, ...]
             for t in range(losses):
                 means = (*means, totals[t] / divisor(totals[losses + t]))
             if not results:

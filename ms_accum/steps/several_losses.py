@@ -146,7 +146,9 @@ class SeveralLossesStep(TrainStep):
         arguments = tuple(value.copy() if isinstance(value, Tensor) else value for value in arguments)
         window.batches.append((key, arguments))
         with self.forgetting_graphs():
-            window.weights.append(self.program(key).weigh(*arguments))
+            program = self.program(key)
+            assert isinstance(program, WeighedProgram)
+            window.weights.append(program.weigh(*arguments))
         first = np.add.accumulate(np.concatenate(window.weights)[:, 0], dtype=np.float32)  # as the device adds
         return self._way.length.is_full_of(len(window.batches), window.updates, first[-1])
 
@@ -220,7 +222,7 @@ def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: i
 def _weigh_fn(weight_fn: Optional[Callable], starts: list[tuple[int, int]], cut: Cut, losses: int) -> Callable:
     """Return `(*batch) -> weights`, float32 `(pieces, losses)`."""
     def weigh(*batch: Any) -> Tensor:
-        weights = ()
+        weights = ()  # type: tuple[Tensor, ...]
         for start, rows in starts:
             inputs = select_rows(ops.arange(start, start + rows), cut, batch)
             of_piece = (float(rows),) * losses if weight_fn is None else weight_fn(*inputs)

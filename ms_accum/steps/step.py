@@ -156,7 +156,8 @@ class TrainStep:
 
     def prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
         """Return the key of the graphs that a batch needs, and its arguments by position."""
-        batch, names = as_tensors(batch), ()
+        batch = as_tensors(batch)
+        names: tuple[str, ...] = ()
         if named:
             # One order for each set of names, so that it is compiled once.
             named = named_values(self._function, dict(zip(named, as_tensors(named.values()))))
@@ -188,11 +189,12 @@ class TrainStep:
         self.updated = False
         with self.forgetting_graphs():
             program = self.program(key)
+            run: Callable = program
             with self.keeper.microbatch() as turn:
                 if turn.is_alone and program.alone is not None:
                     turn.updates_itself()
-                    program = program.alone
-                result = program(*batch)
+                    run = program.alone
+                result = run(*batch)
                 self.trained += 1
         self.updated = turn.updated
         return result

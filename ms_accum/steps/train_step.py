@@ -181,7 +181,7 @@ def require_functions(**functions: Optional[Callable]) -> None:
             require_callable(name, function)
 
 
-def averaging(optimizer: object, accumulate_step: object = None, **options: Any) -> Accumulator:
+def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None, **options: Any) -> Accumulator:
     """Return an accumulator with `reduction="mean"`: the given one, or one built for the given optimizer."""
     given = {name: value for name, value in options.items() if value not in (None, "apply", ())}
     if not isinstance(optimizer, Accumulator):

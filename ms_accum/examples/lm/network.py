@@ -99,7 +99,8 @@ def generate(logits: Callable[[Tensor], Tensor], length: int, seed: int, tempera
 
     `logits` is a `Network`, compiled or not. It is always called with one row of the same shape.
     """
-    rng, generated = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    generated: list[int] = []
     for _ in range(length):
         recent = generated[1 - WIDTHS[-1]:]
         tokens = np.full((1, WIDTHS[-1]), PADDING, np.int32)

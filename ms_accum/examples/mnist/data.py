@@ -8,7 +8,7 @@ import zlib
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO
+from typing import IO, Union
 
 import numpy as np
 
@@ -92,7 +92,7 @@ def read_idx(path: Path, item_shape: tuple[int, ...]) -> np.ndarray:
         raise ValueError(f"{path} is not a complete gzip file ({error}); fetch it again") from error
 
 
-def parse_idx(file: IO[bytes], item_shape: tuple[int, ...], name: object) -> np.ndarray:
+def parse_idx(file: Union[IO[bytes], gzip.GzipFile], item_shape: tuple[int, ...], name: object) -> np.ndarray:
     """Parse an idx file of uint8 into an array `(n, *item_shape)`, 1 <= n <= `MOST_ITEMS`; ValueError if it is damaged.
 
     No more of the file is read than its header says. Source of the format: http://yann.lecun.com/exdb/mnist/ (header:
@@ -107,7 +107,7 @@ def parse_idx(file: IO[bytes], item_shape: tuple[int, ...], name: object) -> np.
     expected = count * prod(item_shape)
     data = file.read(expected + 1)  # one more byte shows that the file is too long, without unpacking the rest
     if len(data) != expected:
-        size = f"more than {expected}" if len(data) > expected else str(len(data))
-        raise ValueError(f"{name} holds {size} bytes after its header, expected {expected} for {count} items; fetch it "
+        held = f"more than {expected}" if len(data) > expected else str(len(data))
+        raise ValueError(f"{name} holds {held} bytes after its header, expected {expected} for {count} items; fetch it "
                          "again")
     return np.frombuffer(data, np.uint8).reshape(count, *item_shape)
