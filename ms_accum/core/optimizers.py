@@ -10,7 +10,7 @@ from hashlib import sha256
 from inspect import getclosurevars, unwrap
 from math import prod
 from numbers import Real
-from typing import Union
+from typing import Any, Union
 from weakref import ref
 
 from mindspore import Parameter, nn
@@ -86,7 +86,9 @@ def cells_of(function: Callable) -> list[nn.Cell]:
     They are found by the names in its code: variables, attributes of the object that it is a method of, arguments of a
     `partial`; and so for the functions that it names, but for MindSpore's.
     """
-    found, waiting, seen = [], [function], set()
+    found: list[nn.Cell] = []
+    waiting: list[object] = [function]
+    seen: set[int] = set()
     while waiting:
         value = waiting.pop(0)
         if id(value) in seen:
@@ -101,7 +103,7 @@ def cells_of(function: Callable) -> list[nn.Cell]:
     return found
 
 
-def _named_in(function: Callable) -> list[object]:
+def _named_in(function: Any) -> list[object]:
     """Return the values that a function names: none of one that is no Python function, or that has none yet."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Cell):

@@ -137,6 +137,7 @@ class TrainOneStepCell(nn.Cell):
         self._gradients_of = make_gradients_of(functions, self._way, begin=False)
         self._nothing = program_of(functions, accumulator, 0, (), 1)
         self._mode: Optional[TrainMode] = None
+        self._train_flags: tuple[bool, ...] = ()
         # In graph mode, everything is compiled, the end of a window as well.
         self._keepers = {ms.GRAPH_MODE: Keeper(accumulator, compiled), ms.PYNATIVE_MODE: Keeper(accumulator)}
 
