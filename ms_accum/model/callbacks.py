@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partialmethod
 from math import nan
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
+import mindspore as ms
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
 
@@ -15,6 +16,10 @@ from ..arguments import instance_of
 from ..core.optimizers import require_rates, require_trainable
 from ..steps.batch import require_batched
 from .cell import TrainOneStepCell
+
+if TYPE_CHECKING:
+    from ..core.accumulator import Accumulator, Status
+    from ..steps.step import TrainStep
 
 
 class FlushCallback(Callback):
@@ -203,12 +208,20 @@ class PerUpdate(_OfOneCell):
 class WindowLog(_OfOneCell):
     """Log each window when it closes, as a row of a CSV file or by calling a function.
 
+    It is a callback of `Model`, and works in a loop of your own:
+
+        log = WindowLog("windows.csv")
+        for loss in train_step.epoch(data):
+            log(train_step, loss)
+
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
-    mean over the window's microbatches; `weight`, the sum of their weights; `grad_norm`, before clipping (NaN without
-    `clip_norm`); `skipped` and `seen`, so far (see `Accumulator`); with a loss scaler `loss_scale`; and with a noise
-    scale `noise_scale`. For a window that was open when the training began, the loss is the mean over the microbatches
-    that the callback has seen. It reads a few numbers before and after each microbatch, which waits for the device. Put
-    it after `FlushCallback` and whatever else flushes.
+    mean over the window's microbatches; `weight`, the sum of their weights; `learning_rate`, that of this window's
+    update (`optimizer.get_lr()` is that of the next one; with groups, `learning_rate_0` and so on; NaN before the first
+    update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, so far (see `Accumulator`);
+    with a loss scaler `loss_scale`; and with a noise scale `noise_scale`. A window that was dropped has a row, too:
+    `update_step` stands still in it, and `skipped` grows. For a window that was open when the training began, the loss
+    is the mean over the microbatches that the log has seen. It reads a few numbers at each microbatch, which waits for
+    the device. Put it after `FlushCallback` and whatever else flushes, and before what changes the learning rate.
 
     On several ranks, losses and weights are those of this rank, but with `sync="microbatch"` and "node" weights are
     sums over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A
@@ -247,14 +260,56 @@ class WindowLog(_OfOneCell):
         instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
         self._to: Any = to if callable(to) else os.path.abspath(to)
 
+        self._followed: Optional[Accumulator] = None  # in a loop of a user's own
+
+    def __call__(self, train_step: TrainStep, loss: Any = None) -> None:
+        """Take the loss of a microbatch, behind the call that trained it, and log its window if that was closed.
+
+        Call it without a loss after a flush of your own, to log what that closed; and before the first microbatch, if
+        you go on with an open window. The next epoch begins when `train_step.trained` does.
+
+        Args:
+            train_step: A step of `make_train_step` or a `TrainOneStepCell`, the same in all calls.
+            loss: What it returned: the loss, or a tuple whose first entry is the loss.
+
+        Raises:
+            OSError: At the first call, if the file cannot be written.
+        """
+        accumulator = train_step.accumulator
+        if self._followed is not accumulator:
+            self._begin(accumulator)
+            self._followed = accumulator
+            self._place = (1, 0)
+            if loss is not None:
+                self._came_late(accumulator.status())
+        elif loss is not None and self._losses and int(accumulator.mini_step) == 1:
+            self._losses, self._weight = [], 0.0  # the window was reset since
+        if loss is not None:
+            trained = getattr(train_step, "trained", self._trained + 1)
+            self._place = self._place[0] + (trained <= self._trained), self._place[1] + 1
+            self._trained = trained
+            self._count(loss)
+        self._log_closed()
+
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and begin the file."""
         super().on_train_begin(run_context)
+        self._begin(self._accumulator)
+
+    def _begin(self, accumulator: Accumulator) -> None:
+        self._accumulator, self._optimizer = accumulator, accumulator.optimizer
         self._losses: list[tuple[float, float]] = []  # of each microbatch: its loss and weight
-        self._weight, self._closed = float(self._accumulator.weight_sum), int(self._accumulator.closed_windows)
-        self._taken, self._place = True, (0, 0)
+        self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
+        self._taken, self._place, self._trained = True, (0, 0), 0
         if not callable(self._to):
             self._write("w", self._row(0))
+
+    def _came_late(self, status: Status) -> None:
+        """Set what the log would know if it had begun one microbatch before."""
+        if status.mini_step == 0:  # it closed a window
+            self._weight, self._closed = 0.0, self._closed - 1
+        else:  # others may be in the window: of their weights, only the sum is known
+            self._weight -= self._weight / status.mini_step
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Log the window if something else closed it since, and forget it if something else reset it."""
@@ -270,16 +325,21 @@ class WindowLog(_OfOneCell):
         flush, this microbatch's weight is unknown.
         """
         if not self._taken:
-            self._taken, context, accumulator = True, run_context.original_args(), self._accumulator
-            self._place, loss = (context.cur_epoch_num, context.cur_step_num), context.net_outputs
-            windows = int(accumulator.closed_windows) - self._closed
-            weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
-            if windows == 0 and weight < self._weight:  # a callback in front of this one has reset the window
-                self._losses = []
-            else:
-                self._losses.append((float(loss[0] if isinstance(loss, tuple) else loss), weight - self._weight))
-            self._weight = weight
+            self._taken, context = True, run_context.original_args()
+            self._place = context.cur_epoch_num, context.cur_step_num
+            self._count(context.net_outputs)
         self._log_closed()
+
+    def _count(self, loss: Any) -> None:
+        """Add the loss of a microbatch to those of its window."""
+        accumulator = self._accumulator
+        windows = int(accumulator.closed_windows) - self._closed
+        weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
+        if windows == 0 and weight < self._weight:  # somebody has reset the window since this microbatch
+            self._losses = []
+        else:
+            self._losses.append((float(loss[0] if isinstance(loss, tuple) else loss), weight - self._weight))
+        self._weight = weight
 
     on_train_step_end = on_train_epoch_end = on_train_end = take
 
@@ -311,8 +371,8 @@ class WindowLog(_OfOneCell):
         noise_scale: Any = accumulator.noise_scale  # a GradientNoiseScale
         row = {"epoch": self._place[0], "microbatch": self._place[1],
                "update_step": status.update_step - of_others, "loss": total / (weight or 1.0),
-               "weight": status.window_weight, "grad_norm": status.grad_norm, "skipped": status.skipped,
-               "seen": status.seen}
+               "weight": status.window_weight, **_rates_of_last_update(self._optimizer), "grad_norm": status.grad_norm,
+               "skipped": status.skipped, "seen": status.seen}
         if of_others:
             row.update(weight=self._weight if exchange.inside == 1 else nan, grad_norm=nan)
         if scaler is not None:
@@ -337,3 +397,23 @@ def _learning_rate(optimizer: nn.Cell) -> Optional[bytes]:
     """Return the learning rate if it is a number that a callback can change."""
     rate = getattr(optimizer, "learning_rate", None)
     return rate.asnumpy().tobytes() if isinstance(rate, Tensor) else None
+
+
+def _rates_of_last_update(optimizer: nn.Cell) -> dict[str, float]:
+    """Return the learning rate of the last update by column: of each group, if there are groups; none if unknown."""
+    groups = getattr(optimizer, "param_groups", None)  # of `mindspore.mint.optim`
+    rates = [group["lr"] for group in groups] if groups else getattr(optimizer, "learning_rate", None)
+    if rates is None:
+        return {}
+    rates = rates if isinstance(rates, (list, tuple, nn.CellList)) else [rates]
+    # MindSpore's own optimizers list the rate of a group once for each of its parameters.
+    values = [_last_of(rate, optimizer) for rate in {id(rate): rate for rate in rates}.values()]
+    return {f"learning_rate{f'_{i}' * (len(values) > 1)}": value for i, value in enumerate(values)}
+
+
+def _last_of(rate: Any, optimizer: nn.Cell) -> float:
+    """Return what a number, or a schedule of the count of updates, was at the last update."""
+    if not isinstance(rate, nn.Cell):
+        return float(rate)
+    updates = int(optimizer.global_step)
+    return float(rate(Tensor([updates - 1], ms.int32)).reshape(())) if updates else nan

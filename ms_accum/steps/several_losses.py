@@ -56,7 +56,7 @@ class SeveralLossesStep(TrainStep):
     """A train step whose `forward_fn` returns several losses; see `make_train_step`."""
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
-                 losses: int, batch_axis: int) -> None:
+                 losses: int, batch_axis: int, counts: str) -> None:
         self._way, self._losses = accumulator.way, losses
         way = self._way
         if way.exchange.inside > 1:
@@ -75,7 +75,7 @@ class SeveralLossesStep(TrainStep):
 
         way.counters.count_apart()  # an update counts in `seen` what the first loss weighs
         way.buffers.fix_unit(1.0)
-        super().__init__(function, accumulator, pieces, program_for, batch_axis)
+        super().__init__(function, accumulator, pieces, program_for, batch_axis, counts)
 
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """See `TrainStep`: it reads the batches of a window before it trains the first of them.

@@ -37,6 +37,7 @@ class TrainStep:
         pieces: Number of pieces that a batch is cut into.
         program_for: Called as `program_for(samples, cut, names)`, once for each layout of a batch; returns a `Program`.
         batch_axis: Which axis counts the samples.
+        counts: What `seen` counts, in the plural.
 
     Attributes:
         accumulator: The accumulator that it feeds.
@@ -48,12 +49,12 @@ class TrainStep:
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, program_for: Callable,
-                 batch_axis: int = 0) -> None:
+                 batch_axis: int = 0, counts: str = "samples") -> None:
         require_unsharded()
         require_plain(cells_of(function), _INSIDE)
         self.accumulator, self.pieces, self.batch_axis, self.updated = accumulator, pieces, batch_axis, False
         self.trained = 0
-        self._function, self._program_for = function, program_for
+        self._function, self._program_for, self._counts = function, program_for, counts
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self._mode: Optional[TrainMode] = None
         self.forget_graphs()
@@ -137,13 +138,15 @@ class TrainStep:
     def __repr__(self) -> str:
         """Return what it does and where it stands. It waits for the device."""
         accumulator, status = self.accumulator, self.status()
-        length = accumulator.fingerprint()["accumulate_step"]
+        length, held = accumulator.fingerprint()["accumulate_step"], str(status.mini_step)
+        if accumulator.way.length.budget is None:
+            held += f" of {status.mini_step + status.needed}"
         length = f"{length} microbatch{'es' * (length != '1')} a window" if length.isdecimal() else length
         pieces = [f"{self.pieces} pieces"] if self.pieces > 1 else []
         return "{}({})".format(type(self).__name__, ", ".join([
             length, *pieces, type(accumulator.optimizer).__name__,
-            f"{status.mini_step} of {status.mini_step + status.needed} in the open window",
-            f"{status.update_step} updates", f"{status.seen} seen"]))
+            f"{held} in the open window", f"{status.update_step:,} update{'s' * (status.update_step != 1)}",
+            f"{status.seen:,} {self._counts}"]))
 
     def flush(self) -> bool:
         """Apply the incomplete window, if one is open. Return whether a window was closed: applied or dropped.

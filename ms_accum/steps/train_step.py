@@ -152,6 +152,7 @@ def make_train_step(
         stages=stages, buffer_dtype=buffer_dtype)
 
     fix_unit_of_sums(accumulator, loss_reduction)
+    counts = "samples" if weight_fn is None else "counted by weight_fn"
 
     def functions_for(count: int, names: tuple[str, ...]) -> Functions:
         return Functions(positional("forward_fn", forward_fn, count, names),
@@ -160,12 +161,12 @@ def make_train_step(
     if losses > 1:
         from .several_losses import SeveralLossesStep  # an optional kind of step, which imports what is below this
 
-        return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, batch_axis)
+        return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, batch_axis, counts)
 
     def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Program:
         return program_of(functions_for(len(cut), names), accumulator, samples, cut, pieces)
 
-    return TrainStep(forward_fn, accumulator, pieces, program_for, batch_axis)
+    return TrainStep(forward_fn, accumulator, pieces, program_for, batch_axis, counts)
 
 
 def fix_unit_of_sums(accumulator: Accumulator, loss_reduction: str) -> None:

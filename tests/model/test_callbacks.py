@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mindspore import amp, nn
+from mindspore import ParameterTuple, amp, mint, nn
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import LambdaCallback, LearningRateScheduler, Model, ModelCheckpoint, ReduceLROnPlateau
 from support import reference
-from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, train, trained_oracle
+from support.cells import Counting as Unrated
+from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, momentum, train, trained_oracle
 
-from ms_accum import FlushCallback, PerUpdate, WindowLog
+from ms_accum import FlushCallback, PerUpdate, WindowLog, make_train_step
 from ms_accum.selftest.comparing import difference, values
-from ms_accum.selftest.networks import MLP, batches, tensors
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
-COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped", "seen"]
+COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "learning_rate", "grad_norm", "skipped",
+           "seen"]
 
 
 class Oracle(reference.Accumulation):
@@ -61,7 +63,7 @@ def expected_rows(oracle, epochs, acts):
             if oracle(gradients, len(x)) or (act == "flush" and oracle.flush()):
                 losses, weights = zip(*seen or [(0, 1)])
                 rows.append([epoch, microbatch, oracle.update_step, np.average(losses, weights=weights), oracle.weight,
-                             oracle.grad_norm, oracle.skipped, oracle.seen])
+                             0.1, oracle.grad_norm, oracle.skipped, oracle.seen])
                 seen = []
             elif act == "reset":
                 oracle.reset()
@@ -125,9 +127,75 @@ def test_a_file_has_the_rows_that_a_function_is_given():
     assert len({row["loss"] for row in rows}) == len({row["grad_norm"] for row in rows}) == 6
 
 
+def half(parameters, rate):
+    """An optimizer with a rate, which may be a list or a schedule, for each of two groups."""
+    return nn.Momentum([{"params": parameters[:2], "lr": rate}, {"params": parameters[2:], "lr": 0.5}], 0.1, 0.9)
+
+
+RATES = [0.4, 0.3, 0.2, 0.1, 0.05, 0.025, 0.0125]
+
+
+@pytest.mark.parametrize(("optimizer", "columns"), [
+    (lambda parameters: nn.Momentum(parameters, RATES, 0.9), {"learning_rate": RATES}),
+    (lambda parameters: nn.Momentum(parameters, nn.ExponentialDecayLR(0.5, 0.5, 1), 0.9),
+     {"learning_rate": [0.5 ** (i + 1) for i in range(6)]}),
+    (lambda parameters: half(parameters, RATES), {"learning_rate_0": RATES, "learning_rate_1": [0.5] * 6}),
+    (lambda parameters: mint.optim.SGD(parameters, 0.25), {"learning_rate": [0.25] * 6}),
+    (lambda parameters: Unrated(ParameterTuple(parameters)), {})])
+def test_a_loop_of_ones_own_writes_the_rows_of_model(optimizer, columns):
+    """By a train step and by a cell, in two epochs; the rates are those of the update, not of the next one.
+
+    A window that somebody has flushed or reset, and one that was open before, is told as it is by `Model`.
+    """
+    rows = {"model": [], "step": [], "cell": []}
+    data = [tensors(x, y) for x, y in batches(SIZES)]
+    for driver, found in rows.items():
+        network, cell = make_cell(optimizer=optimizer)
+        step = cell if driver != "step" else make_train_step(mean_loss(network), cell.accumulator)
+        if driver == "model":
+            train(cell, FlushCallback(), WindowLog(found.append), epochs=2)
+            continue
+        log = WindowLog(found.append)
+        for _ in range(2):
+            for loss in step.epoch(data) if driver == "step" else map(lambda batch: cell(*batch), data):
+                log(step, loss)
+            cell.flush()
+            log(step)
+    names = {"model": rows["model"][0].keys(), "step": rows["step"][0].keys()}
+    assert names["model"] == names["step"]
+    assert all(name in names["step"] for name in columns)
+    for row in [row for found in rows.values() for row in found]:
+        assert {name: row[name] for name in columns} == pytest.approx(
+            {name: of_updates[row["update_step"] - 1] for name, of_updates in columns.items()})
+    table = {driver: np.array([list(row.values()) for row in found]) for driver, found in rows.items()}
+    np.testing.assert_allclose(table["step"], table["model"], rtol=1e-5)
+    table["cell"][:, 0] = table["model"][:, 0]  # a cell knows no epochs
+    assert len(table["model"]) == 6
+
+
+def test_a_loop_that_goes_on_with_an_open_window():
+    """Its row has the whole weight, and the mean loss of what the log has seen. So after a reset and a flush."""
+    network, cell = make_cell(accumulate_step=4)
+    step, rows = make_train_step(mean_loss(network), cell.accumulator), []
+    (x, y), log = tensors(*batches([6])[0]), WindowLog(rows.append)
+    step(x, y)
+    losses = []
+    for i in range(9):
+        losses.append(float(step(x, y)))
+        log(step, losses[-1])
+        if i == 4:  # the second window holds two microbatches
+            cell.accumulator.reset()
+        if i == 7:
+            step.flush()
+            log(step)
+    assert [row["microbatch"] for row in rows] == [3, 8]
+    assert [row["weight"] for row in rows] == [24, 18]
+    np.testing.assert_allclose([row["loss"] for row in rows], [np.mean(losses[:3]), np.mean(losses[5:8])], rtol=1e-5)
+
+
 def test_per_update_shows_the_optimizer():
     """At the end of an epoch, too. Control: MindSpore's callbacks alone do not find it, and FlushCallback says so."""
-    _, cell = make_cell(learning_rate=0.5)
+    _, cell = make_cell(optimizer=partial(momentum, rate=0.5))
 
     def halving():
         return ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=100.0)
@@ -247,7 +315,7 @@ def test_what_does_not_fit_is_refused():
         calls += [
             (partial(train, TwoCells(one, other), makers[name]()), f"{name} found 2 TrainOneStepCells, whose updates"),
             (partial(makers[name]().on_train_begin, Sunk(one)), f"{name} with dataset_sink_mode=True: single microbat")]
-    two_rates = make_cell(learning_rate=[0.3, 0.1])[1]  # the third update is the flush's
+    two_rates = make_cell(optimizer=partial(momentum, rate=[0.3, 0.1]))[1]  # the third update is the flush's
     calls += [
         (partial(train, two_rates, FlushCallback()), "list of 2 learning rates is used up"),
         (partial(train, one, FlushCallback(), data=samples), r"yields samples of NumpySlicesDataset one by one"),

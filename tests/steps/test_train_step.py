@@ -14,7 +14,7 @@ from support.modes import compiled_graphs, warned
 from support.processes import MEMORY, run_python
 from support.training import LOSS, sgd, step_of
 
-from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step, until_weight
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -23,6 +23,10 @@ BATCHES = [tensors(x, y) for x, y in batches([6, 6, 6, 4, 0, 6, 2])]
 
 def rows(x, y):
     return (y >= 0).sum()
+
+
+def thousand_each(x, y):
+    return 1_000 * (y >= 0).sum()
 
 
 def rows_and_some(x, y):
@@ -163,11 +167,16 @@ def test_single_calls_take_arrays_and_repr_says_where_it_stands():
     losses = [float(train_step(*batch)) for batch in (tensors(x, y), (x.astype(np.float32), y.astype(np.int32)))]
     assert losses[0] == losses[1]
     assert repr(train_step) == (
-        "TrainStep(4 microbatches a window, 2 pieces, SGD, 2 of 4 in the open window, 0 updates, 0 seen)")
+        "TrainStep(4 microbatches a window, 2 pieces, SGD, 2 of 4 in the open window, 0 updates, 0 samples)")
     train_step.flush()
-    assert repr(train_step).endswith("SGD, 0 of 4 in the open window, 1 updates, 12 seen)")
+    assert repr(train_step).endswith("SGD, 0 of 4 in the open window, 1 update, 12 samples)")
     scheduled = step_of({0: 1, 5: 8})
-    assert repr(scheduled) == "TrainStep({0: 1, 5: 8}, SGD, 0 of 1 in the open window, 0 updates, 0 seen)"
+    assert repr(scheduled) == "TrainStep({0: 1, 5: 8}, SGD, 0 of 1 in the open window, 0 updates, 0 samples)"
+    budget = step_of(until_weight(6_000), weight_fn=thousand_each)
+    for _ in range(3):
+        budget(*tensors(x, y))
+    assert repr(budget) == ("TrainStep(until_weight(6000, at_most=2147483647), SGD, 0 in the open window, 3 updates, "
+                            "18,000 counted by weight_fn)")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")

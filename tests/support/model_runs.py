@@ -28,10 +28,14 @@ def train(cell, *callbacks, epochs=1, data=None):
     Model(cell).train(epochs, data or dataset(), callbacks=list(callbacks), dataset_sink_mode=False)
 
 
-def make_cell(accumulate_step=2, clip_norm=0.7, learning_rate=0.1, **options):
+def momentum(parameters, rate=0.1):
+    return nn.Momentum(parameters, rate, 0.9)
+
+
+def make_cell(accumulate_step=2, clip_norm=0.7, optimizer=momentum, **options):
     network = MLP()
-    optimizer = nn.Momentum(network.trainable_params(), learning_rate, 0.9)
-    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, accumulate_step, clip_norm=clip_norm, **options)
+    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer(network.trainable_params()), accumulate_step,
+                            clip_norm=clip_norm, **options)
     return network, cell
 
 
