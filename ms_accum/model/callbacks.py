@@ -261,12 +261,14 @@ class WindowLog(_OfOneCell):
         self._to: Any = to if callable(to) else os.path.abspath(to)
 
         self._followed: Optional[Accumulator] = None  # in a loop of a user's own
+        self._losses: list[tuple[float, float]] = []  # of each microbatch: its loss and weight
+        self._weight, self._trained = 0.0, 0
 
     def __call__(self, train_step: TrainStep, loss: Any = None) -> None:
         """Take the loss of a microbatch, behind the call that trained it, and log its window if that was closed.
 
-        Call it without a loss after a flush of your own, to log what that closed; and before the first microbatch, if
-        you go on with an open window. The next epoch begins when `train_step.trained` does.
+        Call it without a loss after a flush or reset of your own, so that it notices, and before the first microbatch,
+        if you go on with an open window. The next epoch begins when `train_step.trained` does.
 
         Args:
             train_step: A step of `make_train_step` or a `TrainOneStepCell`, the same in all calls.
@@ -282,14 +284,14 @@ class WindowLog(_OfOneCell):
             self._place = (1, 0)
             if loss is not None:
                 self._came_late(accumulator.status())
-        elif loss is not None and self._losses and int(accumulator.mini_step) == 1:
-            self._losses, self._weight = [], 0.0  # the window was reset since
-        if loss is not None:
+        if loss is None:
+            self._catch_up()
+        else:
             trained = getattr(train_step, "trained", self._trained + 1)
             self._place = self._place[0] + (trained <= self._trained), self._place[1] + 1
             self._trained = trained
             self._count(loss)
-        self._log_closed()
+            self._log_closed()
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and begin the file."""
@@ -298,7 +300,7 @@ class WindowLog(_OfOneCell):
 
     def _begin(self, accumulator: Accumulator) -> None:
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer
-        self._losses: list[tuple[float, float]] = []  # of each microbatch: its loss and weight
+        self._losses = []
         self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
         self._taken, self._place, self._trained = True, (0, 0), 0
         if not callable(self._to):
@@ -313,8 +315,12 @@ class WindowLog(_OfOneCell):
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Log the window if something else closed it since, and forget it if something else reset it."""
+        self._taken = False
+        self._catch_up()
+
+    def _catch_up(self) -> None:
         self._log_closed()
-        self._taken, weight = False, float(self._accumulator.weight_sum)
+        weight = float(self._accumulator.weight_sum)
         if weight != self._weight:
             self._losses, self._weight = [], weight
 

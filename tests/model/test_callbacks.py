@@ -185,6 +185,7 @@ def test_a_loop_that_goes_on_with_an_open_window():
         log(step, losses[-1])
         if i == 4:  # the second window holds two microbatches
             cell.accumulator.reset()
+            log(step)
         if i == 7:
             step.flush()
             log(step)
