@@ -63,8 +63,9 @@ def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
 def part_of(path: Path) -> Iterator[Path]:
     """Yield where to write a file that will be `path`: in a folder of its own, which the end of the block removes.
 
-    MindSpore and safetensors write beside it first, under names that only they know. What processes of this host left
-    that were killed in such a block is removed as well; others may be writing now.
+    MindSpore and safetensors write beside it first, under names that only they know, and MindSpore removes an old file
+    before it writes. What processes of this host left that were killed in such a block is removed as well; others may
+    be writing now.
     """
     start = f".{path.stem.lstrip('.')}.part-{_HERE}-"
     name = re.compile(rf"{re.escape(start)}(\d{{1,7}})-[0-9a-f]{{8}}")

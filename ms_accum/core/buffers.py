@@ -78,6 +78,7 @@ class Buffers:
 
     def add(self, gradients: Gradients) -> None:
         """Add what `weighed` returned, or what an exchange made of it."""
+        # Not `add`: a graph would take a function of that name for this method.
         add_each(self.small, self.allocated(), gradients)
 
     def empty(self, zero: Tensor) -> None:

@@ -166,6 +166,7 @@ class Way:
         return self.length.is_full(counters.mini_step, counters.update_step, counters.counted_sum)
 
     # --- a window -----------------------------------------------------------------------------------------------------
+    # No method has the name of a dict's: a graph takes `update` and `clear` of a local name for a dict's methods.
 
     def window(self, active: Scalar = 1.0) -> Window:
         """Return the window of all ranks, for `update_with`. `active`: 1 from a rank that closes one."""
