@@ -10,7 +10,7 @@ from math import inf
 from numbers import Real
 from operator import index
 from textwrap import dedent
-from typing import Any, Optional, ParamSpec, TypeVar, overload
+from typing import Any, NoReturn, Optional, ParamSpec, SupportsIndex, TypeVar, overload
 
 import mindspore as ms
 import numpy as np
@@ -103,6 +103,16 @@ def require_callable(name: str, function: object) -> None:
     if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
         raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function; "
                         "define it with def, or write `name = lambda ...` as a statement of its own")
+
+
+class Uncopied:
+    """Base of what cannot be copied or pickled: a copy would share compiled graphs and Parameters with the first."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise TypeError: `copy` and `pickle` call it."""
+        name = type(self).__name__
+        raise TypeError(f"{name} holds compiled graphs and Parameters of its own, and cannot be copied or pickled; "
+                        f"keep its state with save_checkpoint, and build a new {name} for another network")
 
 
 def _is_readable(function: Any) -> bool:

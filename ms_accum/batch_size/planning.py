@@ -12,7 +12,7 @@ import mindspore as ms
 from ..arguments import instance_of, number, one_of, whole_number
 from .devices import DEVICES, free_memory, require_cann
 from .process import is_dry_run, pickled
-from .trial import run_trial
+from .trial import idle_memory, run_trial
 
 if TYPE_CHECKING:
     from .trial import MakeStep, Trial
@@ -84,8 +84,8 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         TypeError: If an argument is of the wrong kind.
         ValueError: If one is out of range, `make_step` cannot be imported, or the device (in a dry run, CANN) is not
             there.
-        PlanError: If not even one sample fits, with the table; or with the trial's error, if a trial takes longer than
-            `timeout` or fails for another reason than memory.
+        PlanError: If not even one sample fits, with the table, and (on CPU) with what the process takes without a step;
+            or with the trial's error, if a trial takes longer than `timeout` or fails for another reason than memory.
 
     Source: PyTorch Lightning's batch size finder and HF Accelerate's `find_executable_batch_size`, which try sizes in
     the training process itself until one raises.
@@ -122,11 +122,21 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
     descending = candidates(batch_size)[::-1]
     index = bisect_left(descending, True, key=fits)
     if index == len(descending):
-        raise PlanError(f"not even a microbatch of 1 fits into {size(memory_limit)}; allow more memory, or make the "
-                        f"network smaller\n{table(trials)}", trials)
+        idle = idle_memory(make_step) if device_target == "CPU" else 0
+        raise PlanError(f"{_nothing_fits(memory_limit, idle)}\n{table(trials)}", trials)
     found = next(trial for trial in trials if trial.microbatch == descending[index])
     assert found.peak is not None  # it was completed
     return Plan(batch_size, found.microbatch, found.accumulate_step, found.peak, memory_limit, tuple(trials))
+
+
+def _nothing_fits(memory_limit: int, idle: int) -> str:
+    """Return what to do if `idle` bytes of the limit are taken without a step; 0 if they are not known."""
+    if idle >= memory_limit:
+        return (f"memory_limit is {size(memory_limit)}, but a process that has imported MindSpore and the module of "
+                f"make_step takes {size(idle)} without a step; give a limit above that")
+    taken = f", of which the process takes {size(idle)} without a step" if idle else ""
+    return (f"not even a microbatch of 1 fits into {size(memory_limit)}{taken}; allow more memory, or make the network "
+            "smaller")
 
 
 def candidates(batch_size: int) -> list[int]:

@@ -88,6 +88,21 @@ def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -
     ms.runtime.synchronize()
     if device_target != "CPU":
         return ms.runtime.max_memory_allocated() if dry else ms.runtime.max_memory_reserved()
+    return _peak_of_process()
+
+
+def idle_memory(make_step: MakeStep) -> int:
+    """Return the bytes that the process of a trial on CPU takes without a step: 0 if it fails."""
+    return in_a_process("CPU", _idle, pickled(make_step)).result or 0
+
+
+def _idle(make_step: bytes) -> int:
+    pickle.loads(make_step)  # imports its module
+    (ms.Tensor(1.0) + 1.0).asnumpy()  # starts MindSpore's runtime
+    return _peak_of_process()
+
+
+def _peak_of_process() -> int:
     # Not resource.ru_maxrss, which starts from the value of the process that started this one.
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return 1024 * int(re.findall(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)[0])

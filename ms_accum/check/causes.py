@@ -43,6 +43,9 @@ _BATCH_STATISTICS = (
     "batchnorm_to_groupnorm(network), or freeze the statistics: use_batch_statistics=False in the layer")
 _COUPLING = ("couples samples: its output for one sample depends on the others in the microbatch",
              "a layer that sees one sample at a time, such as LayerNorm or GroupNorm")
+_COMPARING = ("compares samples with each other: its output for one sample grows with the microbatch",
+              "for a contrastive loss, make_grad_cache_step, whose encode_fn returns what this layer compares, and "
+              "whose loss_fn compares it; else a layer that sees one sample at a time")
 _NO_MEAN = ("no weighted mean: no weights make the gradients of the pieces into that of the batch; the loss is a sum "
             "of means with different denominators, or it couples samples, as a contrastive loss does",
             "return the means as a tuple, with losses=2 and as many weights from weight_fn; a contrastive loss needs "
@@ -134,7 +137,8 @@ def causes_of(division: Division, comparison: Comparison) -> list[Cause]:
     if not rest.exact:
         (_, batch), (_, piece) = division.run(division.batch), division.run(division.pieces[0])
         coupled = _differing(division, batch, piece, np.sqrt(division.roundoff))
-        found += in_layers(division, [cell for cell in coupled if cell not in moved], *_COUPLING)
+        for cell in [cell for cell in coupled if cell not in moved]:
+            found += in_layers(division, [cell], *(_COMPARING if _grows(batch[cell], piece[cell]) else _COUPLING))
         found += [] if coupled else (_wrong_normalisation(division, rest)
                                      or _not_scaled(division, rest, called)
                                      or _nonlinear_backward(division, rest, called) or _two_means(division, rest))
@@ -155,6 +159,11 @@ def _differing(division: Division, some: Calls, others: Calls, limit: float, agr
         if _distance(outputs) > limit and _distance(inputs) <= min(agree, CONFIDENCE * division.eps):
             found.append(cell)
     return [cell for cell in found if not division.layers.inside.get(cell, set()) & {*found} - {cell}]
+
+
+def _grows(batch: tuple, piece: tuple) -> bool:
+    """Return whether an output has more than one axis of samples, given a layer's calls on the batch and a piece."""
+    return any(sum(m != n for m, n in zip(a.shape, b.shape)) > 1 for a, b in zip(batch[1], piece[1]))
 
 
 def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:

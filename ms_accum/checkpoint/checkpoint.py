@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -39,10 +40,31 @@ from .file import (
 if TYPE_CHECKING:
     from ..core.way import Way
 
+F = TypeVar("F", bound=Callable)
 _OF_WINDOW = ("reducer", "accumulate_step")  # settings that a closed window does not depend on
 _UNIT, _TORN, _SCALE = (f"accumulator:{name}" for name in ("weight_unit", "unfinished", "loss_scaler.scale_value"))
 
 
+def _in_order(function: F) -> F:
+    """Name the order of the arguments where it is another one, or where one is missing: TypeError."""
+    name, called = function.__name__, f"{function.__name__}(path, network, train_step)"
+
+    @wraps(function)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        path = arguments[0] if arguments else named.get("path", "")
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path is of type {type(path).__name__}, expected a str or a path; give {called}, with the "
+                            "path first, unlike mindspore.save_checkpoint")
+        missing = [key for key in ("path", "network", "accumulator")[len(arguments):] if key not in named]
+        if missing:
+            raise TypeError(f"{name} got no {' and no '.join(missing)}, expected all that training consists of; give "
+                            f"{called}, or the network alone to mindspore.{name}")
+        return function(*arguments, **named)
+
+    return checked
+
+
+@_in_order
 def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any, *, extra: Any = None) -> None:
     """Save all state, also in the middle of a window, so that resumed training is bit-identical.
 
@@ -114,6 +136,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     way.counters.note_saved()
 
 
+@_in_order
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any) -> Any:
     """Load what `save_checkpoint` saved into a network and an accumulator that are built with the same arguments.
 

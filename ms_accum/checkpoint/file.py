@@ -189,7 +189,13 @@ def rename_file(part: Path, path: Path) -> None:
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """Return the entries of a complete file, and what it says about them; else raise CheckpointError."""
+    """Return the entries of a complete file, and what it says about them; else raise CheckpointError.
+
+    FileNotFoundError if there is none.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}; give a file that save_checkpoint (in a shell: --save) "
+                                "wrote, or begin without one")
     with path.open("rb") as file:
         place, digest = _digest_in(file)
         if place < 0:

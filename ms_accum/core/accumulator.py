@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Optional
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
 
-from ..arguments import instance_of, number, one_of, spelled
+from ..arguments import Uncopied, instance_of, number, one_of, spelled
 from ..distributed.buckets import Accumulated
 from ..distributed.data_parallel import DataParallel
 from ..distributed.exchange import OneDevice
@@ -50,7 +50,7 @@ class Status(NamedTuple):
 
 
 @ms.jit_class
-class Accumulator:
+class Accumulator(Uncopied):
     """Add up the gradients of microbatches and update once per window; inside `ms.jit` and in PyNative.
 
         buffer += weight * gradient                              # every microbatch

@@ -146,4 +146,7 @@ def buffer_dtype_of(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -
         return ms.float32 if parameter_dtype in HALF else parameter_dtype
     if buffer_dtype not in FLOATS:
         raise ValueError(f"buffer_dtype is {buffer_dtype}, expected a float dtype such as ms.float32, or None")
+    if buffer_dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
+        raise ValueError("buffer_dtype is BFloat16, in which MindSpore's CPU backend cannot add (2.10), expected "
+                         "ms.float32 or None on CPU; leave buffer_dtype out")
     return buffer_dtype

@@ -178,8 +178,13 @@ class Report:
         print(f"resumed    {printable(path)}, saved after epoch {len(self.epochs)}")
 
     def epochs_left(self) -> range:
-        """Return the numbers of the epochs to train, from 1."""
-        return range(len(self.epochs) + 1, self.options.epochs + 1)
+        """Return the numbers of the epochs to train, from 1. If there is none, say so."""
+        left = range(len(self.epochs) + 1, self.options.epochs + 1)
+        if not left:
+            last = self.epochs[-1]
+            print(f"finished   epoch {last['epoch']}/{self.options.epochs}  loss {last['loss']:.4f}  {self.score()}; "
+                  f"to train on, give --epochs {last['epoch'] + 1} or more", flush=True)
+        return left
 
     def progress(self, losses: Iterable[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Return the losses of an epoch, whose microbatches hold `sizes` units, and show how far it is.

@@ -56,14 +56,9 @@ class FlushCallback(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Raise ValueError if there is no cell to flush, or what follows cannot work."""
-        _train_cells(run_context)
+        _cells_to_train(run_context)
         context = run_context.original_args()
         require_batched(context.train_dataset)
-        for callback in context.list_callback:
-            if isinstance(callback, (LearningRateScheduler, ReduceLROnPlateau)):
-                name = type(callback).__name__
-                raise ValueError(f"{name} needs the optimizer, which Model does not know, and counts updates; give "
-                                 f"PerUpdate({name}(...))")
         before = context.list_callback[:context.list_callback.index(self)] if self in context.list_callback else []
         if any(isinstance(callback, ModelCheckpoint) for callback in before):
             raise ValueError("ModelCheckpoint stands before FlushCallback, expected it behind: at the end of an epoch "
@@ -103,7 +98,7 @@ class _OfOneCell(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Find the cell. ValueError if there is not exactly one, or in data sink mode."""
-        cells, name = _train_cells(run_context), type(self).__name__
+        cells, name = _cells_to_train(run_context), type(self).__name__
         if len(cells) > 1:
             raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, whose updates differ in number; expected "
                              "one")
@@ -396,6 +391,21 @@ def _train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
         raise ValueError(f"the model trains a {type(network).__name__} without a TrainOneStepCell of ms_accum in it; "
                          "give Model(TrainOneStepCell(network_with_loss, optimizer, accumulate_step=4)), without an "
                          "optimizer")
+    return cells
+
+
+def _cells_to_train(run_context: RunContext) -> list[TrainOneStepCell]:
+    """Return the same before the training. ValueError if the Model or another callback cannot work with a cell."""
+    cells, context = _train_cells(run_context), run_context.original_args()
+    if context.get("loss_fn") is not None and isinstance(context.network, TrainOneStepCell):
+        raise ValueError("Model got a loss_fn and a TrainOneStepCell, whose network computes the loss itself, expected "
+                         "the cell alone: the cell would get the data without the labels; give "
+                         "Model(TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)) without a loss_fn")
+    for callback in context.list_callback:
+        if isinstance(callback, (LearningRateScheduler, ReduceLROnPlateau)):
+            name = type(callback).__name__
+            raise ValueError(f"{name} needs the optimizer, which Model does not know, and counts updates; give "
+                             f"PerUpdate({name}(...))")
     return cells
 
 

@@ -3,19 +3,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
+from mindspore.ops import constexpr
 
-from ..arguments import instance_of, one_of, spelled
+from ..arguments import Uncopied, instance_of, one_of, spelled
 from ..core.accumulator import REDUCTIONS
 from ..core.keeper import Keeper
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
 from ..distributed.parallel_modes import require_plain
-from ..steps.batch import positional
+from ..steps.batch import positional, positions_of
 from ..steps.errors import explaining_errors
-from ..steps.graphs import Functions, compiled, make_gradients_of
+from ..steps.graphs import NETWORK, Functions, compiled, make_gradients_of
 from ..steps.pieces import checked_axis, layout
 from ..steps.program import program_of
 from ..steps.train_mode import TrainMode
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..distributed.data_parallel import DataParallel
 
 
-class TrainOneStepCell(nn.Cell):
+class TrainOneStepCell(Uncopied, nn.Cell):
     """Train `network` on one microbatch, and update when the window closes: `mindspore.nn.TrainOneStepCell` with
     accumulation.
 
@@ -133,7 +134,8 @@ class TrainOneStepCell(nn.Cell):
         self.batch_axis = checked_axis(batch_axis)
         self._way = accumulator.way
         fix_unit_of_sums(accumulator, one_of("loss_reduction", loss_reduction, REDUCTIONS))
-        functions = Functions(network, positional("weight_fn", weight_fn), reduction=loss_reduction)
+        functions = Functions(network, positional("weight_fn", weight_fn), reduction=loss_reduction, name=NETWORK)
+        self._takes = (type(network).__name__, *positions_of(network))
         self._gradients_of = make_gradients_of(functions, self._way, begin=False)
         self._nothing = program_of(functions, accumulator, 0, (), 1)
         self._mode: Optional[TrainMode] = None
@@ -146,6 +148,7 @@ class TrainOneStepCell(nn.Cell):
         if named:
             raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
                             "in the order of the network's, or use make_train_step")
+        require_arguments(*self._takes, len(batch))
         samples = self._settle_unit(batch)
         self._settle_mode()
         with self._forgetting_graphs():
@@ -188,6 +191,7 @@ class TrainOneStepCell(nn.Cell):
 
     def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class."""
+        require_arguments(*self._takes, len(batch))  # another Cell's graph does not run `__call__`
         accumulator, way, scaler = self.accumulator, self._way, self.accumulator.loss_scaler
         if scaler is None:
             loss = self._add(batch)
@@ -213,6 +217,12 @@ class TrainOneStepCell(nn.Cell):
                              "trained by another step; give Model(TrainOneStepCell(...)) without an optimizer")
         return super().set_grad(False)
 
+    def to_float(self, dst_type: ms.Type) -> NoReturn:
+        """Refuse to be cast: the optimizer and the buffers would be cast, too. Mixed precision is the network's."""
+        raise ValueError("a TrainOneStepCell of ms_accum was given to auto_mixed_precision or to_float, or to a Model "
+                         f"with amp_level, expected its network: all that the cell does would compute in {dst_type}; "
+                         'call network = auto_mixed_precision(network, "O2") before you build the cell')
+
     def status(self) -> Status:
         """Return where the accumulator stands, in one read, which waits for the device; see `Accumulator`."""
         return self.accumulator.status()
@@ -227,6 +237,19 @@ class TrainOneStepCell(nn.Cell):
 
     def _keeper(self) -> Keeper:
         return self._keepers[ms.get_context("mode")]
+
+
+@constexpr
+def require_arguments(network: str, names: str, least: int, most: int, given: int) -> bool:
+    """Refuse a microbatch that the network does not take, before MindSpore does."""
+    if not least <= given <= most:
+        remedy = ("leave loss_fn out of Model(TrainOneStepCell(...), loss_fn), which gives the cell the data alone"
+                  if given < least else
+                  "if it computes no loss, give TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)")
+        limit = f"at least {least}" if given < least else f"at most {most}"
+        raise TypeError(f"the network {network} does not take the microbatch: it got {given} argument"
+                        f"{'s' * (given != 1)}, expected {most if least == most else limit} ({names}); {remedy}")
+    return True
 
 
 def _name_for_a_cell(accumulator: Accumulator) -> None:

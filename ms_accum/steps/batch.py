@@ -18,6 +18,8 @@ from mindspore.dataset.engine.datasets import (
 )
 from mindspore.dataset.engine.iterators import Iterator
 
+from ..arguments import LARGEST_INT32
+
 _BATCHED = BatchDataset, BucketBatchByLengthDataset, PaddedBatchDataset
 _UNBATCHED = ("the dataset yields samples of {} one by one, expected batches: each sample would be a microbatch that "
               "counts as many samples as it has rows; give dataset.batch(32), say, or, if each item is a batch "
@@ -92,6 +94,15 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
     except (TypeError, ValueError):  # a builtin, or a compiled function
         return {"batch": inspect.Parameter("batch", inspect.Parameter.VAR_POSITIONAL),
                 "named": inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD)}
+
+
+def positions_of(cell: nn.Cell) -> tuple[str, int, int]:
+    """Return the names that `construct` takes by position, as text; how many it needs, and how many it takes."""
+    parameters = _parameters(cell).values() if type(cell).__call__ is nn.Cell.__call__ else ()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_all = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return (", ".join(p.name for p in named), sum(p.default is p.empty for p in named),
+            LARGEST_INT32 if takes_all else len(named))
 
 
 @overload

@@ -3,9 +3,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
+from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 _PAIR = "(loss, aux) because of has_aux=True; aux may be a tuple"
 _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
                "return model(..., return_dict=False)[0]")
+_A_TENSOR = "; return the loss itself, without float(), .item() or .asnumpy()"
+NETWORK = "the network"  # what messages call the function of a cell
+_WITH_LOSS = "; if it computes no loss, give TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)"
 
 
 class Graph(nn.Cell):
@@ -64,6 +69,20 @@ def needs_branch() -> bool:
     return ms.get_context("device_target") == "CPU"
 
 
+def _raise_inside(called: str) -> None:
+    raise RuntimeError(f"{called} was called inside a compiled function, expected a call from Python: it compiles its "
+                       "graphs itself, and closes windows between them; leave out the @ms.jit around it (or the Cell "
+                       "in graph mode), or compute gradients there and give them to an Accumulator")
+
+
+class _OutsideGraphs(constexpr(_raise_inside, get_instance=False)):
+    def __call__(self, called: str) -> None:
+        """Do nothing in Python."""
+
+
+require_python = _OutsideGraphs()  # `require_python(called)` raises RuntimeError while MindSpore compiles it
+
+
 class Functions(NamedTuple):
     """What a train step does with a piece; see `make_train_step`. Functions are by position: `batch.positional`."""
 
@@ -72,6 +91,7 @@ class Functions(NamedTuple):
     has_aux: bool = False
     batch_axis: int = 0
     reduction: str = "mean"
+    name: str = "forward_fn"  # what messages call it
 
 
 def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Callable:
@@ -82,13 +102,13 @@ def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Cal
     gradients are made. Where a stage looks at gradients, a sum is divided by its weight before the backward pass: a
     stage sees those of a mean.
     """
-    (forward_fn, weight_fn, has_aux, _, reduction) = functions  # a graph cannot read a named tuple
+    (forward_fn, weight_fn, has_aux, _, reduction, name) = functions  # a graph cannot read a named tuple
     divides = reduction == "sum" and way.looks_at_gradients
     is_sum = reduction == "sum" and not divides
 
     def differentiated(weight: Tensor, *piece: Any) -> tuple:
         returned, aux = parted(forward_fn(*piece), has_aux)
-        loss = checked_loss(returned)
+        loss = checked_loss(returned, name)
         total = loss.astype(ms.float32) / divisor(weight) if divides else loss
         return (way.begin(total) if begin else way.scaled(total)), loss, aux
 
@@ -142,7 +162,7 @@ def parted(result: Any, has_aux: bool) -> tuple:
     if isinstance(result, tuple):
         require_aux(len(result))
         return result[0], result[1]
-    refuse(result, "forward_fn", _PAIR)
+    refuse(result, result is None, "forward_fn", _PAIR)
     return result, ()
 
 
@@ -151,7 +171,7 @@ def checked_loss(loss: Any, name: str = "forward_fn") -> Tensor:
     if isinstance(loss, Tensor):
         require_loss(loss.shape, loss.dtype, name)
     else:
-        refuse(loss, name, "the loss alone")
+        refuse(loss, loss is None, name, "the loss alone")
     return loss
 
 
@@ -161,7 +181,7 @@ def require_loss(shape: tuple, dtype: ms.Type, name: str) -> bool:
     require_readable(shape, name, "the loss alone")
     if tuple(shape) != ():
         raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); return the mean over the "
-                         "samples")
+                         f"samples{_WITH_LOSS if name == NETWORK else ''}")
     if dtype not in FLOATS:
         raise TypeError(f"{name} returned a loss of {dtype}, expected a float dtype; do not cast the network's loss")
     return True
@@ -179,22 +199,29 @@ def require_aux(length: int) -> bool:
 def require_readable(fact: Any, name: str, expected: str) -> None:
     """Refuse the shape or length of a Python object that a graph cannot read: MindSpore gives it as a Tensor."""
     if isinstance(fact, Tensor):
-        raise TypeError(f"{name} returned a Python object that no graph can read, such as a ModelOutput or a "
-                        f"dataclass, or a part of one, expected {expected}{_OF_A_MODEL}")
+        raise TypeError(f"{name} returned a Python object that no graph can read, expected {expected}{_A_TENSOR}; of a "
+                        f"ModelOutput or a dataclass{_OF_A_MODEL.replace(';', ',', 1)}")
 
 
 @constexpr
-def refuse(returned: Any, name: str, expected: str) -> None:
-    """Refuse what is not a Tensor, or not a tuple, and say what it is. TypeError."""
-    got, remedy = "None" if returned is None else f"a value of type {type(returned).__name__}", ""
+def refuse(returned: Any, is_none: bool, name: str, expected: str) -> None:
+    """Refuse what is not a Tensor, or not a tuple, and say what it is. TypeError.
+
+    `is_none`: a number that is computed in a graph is None here, too.
+    """
+    kind, remedy = type(returned).__name__, ""
+    got = "None" if is_none else "a number" if returned is None else f"a value of type {kind}"
     if isinstance(returned, tuple):
-        got = f"{len(returned)} values"
-        remedy = "; give has_aux=True if it returns (loss, aux), losses=2 if it returns two losses"
+        got, remedy = f"{len(returned)} values", _WITH_LOSS
+        if name != NETWORK:
+            remedy = "; give has_aux=True if it returns (loss, aux), losses=2 if it returns two losses"
     elif type(returned) is dict:
         remedy = '; return its entry for the loss, e.g. outputs["loss"]'
     elif isinstance(returned, Mapping) or is_dataclass(returned):
         remedy = _OF_A_MODEL
-    raise TypeError(f"{name} returned {got}, expected {expected}" + (remedy if name == "forward_fn" else ""))
+    elif not is_none and (returned is None or isinstance(returned, (Number, np.ndarray))):
+        remedy = _A_TENSOR
+    raise TypeError(f"{name} returned {got}, expected {expected}{remedy if name in ('forward_fn', NETWORK) else ''}")
 
 
 @constexpr

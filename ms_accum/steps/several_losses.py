@@ -20,7 +20,7 @@ from mindspore.ops import constexpr
 from ..core.counters import require_whole
 from ..core.stages import overrides
 from ..tensors import as_vector, as_weight
-from .graphs import checked_loss, compiled, divisor, parted, refuse, require_readable
+from .graphs import checked_loss, compiled, divisor, parted, refuse, require_python, require_readable
 from .pieces import checked_aux, counted, select_rows, starts_of
 from .program import Program
 from .step import TrainStep, next_or_error
@@ -77,13 +77,13 @@ class SeveralLossesStep(TrainStep):
         way.buffers.fix_unit(1.0)
         super().__init__(function, accumulator, pieces, program_for, batch_axis, counts)
 
-    def epoch(self, batches: Iterable) -> Iterator[Any]:
-        """See `TrainStep`: it reads the batches of a window before it trains the first of them.
+    def _epoch(self, batches: Iterable) -> Iterator[Any]:
+        """See `TrainStep.epoch`: it reads the batches of a window before it trains the first of them.
 
         After an error of reading, those of the same window that were read before are not trained.
         """
         self._require_closed()
-        yield from super().epoch(batches)
+        yield from super()._epoch(batches)
 
     def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
         """See `TrainStep`."""
@@ -100,6 +100,7 @@ class SeveralLossesStep(TrainStep):
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """See `TrainStep`: the batch is a window of its own. RuntimeError unless `accumulate_step=1`."""
+        require_python("a train step")
         if not self._way.length.is_one:
             step = self.accumulator.fingerprint()["accumulate_step"]
             raise RuntimeError(_SINGLE.format(self._losses, step))
@@ -111,6 +112,7 @@ class SeveralLossesStep(TrainStep):
 
     def flush(self) -> bool:
         """See `TrainStep`. RuntimeError if a window is open."""
+        require_python("flush of a train step")
         self._require_closed()
         return super().flush()
 
@@ -188,7 +190,7 @@ class WeighedProgram(Program):
 def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: int, rows: int,
               present: tuple[bool, ...]) -> Callable:
     """Return what adds a piece. A loss that has no weight in it is left out: as a mean over nothing it is 0/0."""
-    (forward_fn, _, has_aux, axis, reduction), way = functions, accumulator.way
+    (forward_fn, _, has_aux, axis, reduction, _), way = functions, accumulator.way
     is_sum = reduction == "sum"
     counts = [t for t in range(count) if present[t]]
 
@@ -241,7 +243,7 @@ def _checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:
     if isinstance(returned, tuple):
         require_losses(len(returned), count)
         return tuple([checked_loss(loss) for loss in returned])
-    refuse(returned, "forward_fn", f"a tuple of {count} because of losses={count}")
+    refuse(returned, returned is None, "forward_fn", f"a tuple of {count} because of losses={count}")
     return (returned,)
 
 

@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
+from ..arguments import Uncopied
 from ..core.keeper import Keeper
 from ..core.optimizers import cells_of, require_rates, require_same_parameters, require_trainable
 from ..distributed.parallel_modes import require_plain, require_unsharded
 from .batch import as_arguments, as_tensors, named_values, ordered, require_batched
 from .errors import explaining_errors
-from .graphs import straight
+from .graphs import require_python, straight
 from .pieces import layout
 from .train_mode import TrainMode
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _INSIDE = "train it with a TrainOneStepCell in AutoParallel(cell), or without AutoParallel and with DataParallel()"
 
 
-class TrainStep:
+class TrainStep(Uncopied):
     """A step over a batch, scheduled by the host. What `make_train_step` returns.
 
     Args:
@@ -88,8 +89,12 @@ class TrainStep:
         Raises:
             ValueError: If a `mindspore.dataset` of samples has no batch operation, if a parameter was frozen since the
                 optimizer was built, or if its list of learning rates has no rate for the next update.
-            RuntimeError: With several losses, if the last loop left a window open.
+            RuntimeError: With several losses, if the last loop left a window open. In a compiled function.
         """
+        require_python("epoch of a train step")
+        return self._epoch(batches)
+
+    def _epoch(self, batches: Iterable) -> Iterator[Any]:
         optimizer = self.accumulator.optimizer
         require_batched(batches)
         require_trainable(self.accumulator.weights)
@@ -126,8 +131,10 @@ class TrainStep:
         Raises:
             TypeError: If an argument is a tuple, list or dict, or `forward_fn` has no parameter of that name.
             ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
-            RuntimeError: If an error left a part of a batch in the open window, or stopped an update.
+            RuntimeError: If an error left a part of a batch in the open window, or stopped an update. In a compiled
+                function (`ms.jit`).
         """
+        require_python("a train step")
         key, batch = self.prepared(batch, named)
         return self.train(key, batch)
 
@@ -153,6 +160,7 @@ class TrainStep:
 
         On several ranks, take part in the windows of the others until none has data: every rank has to call it.
         """
+        require_python("flush of a train step")
         with self.forgetting_graphs():
             closed, self.updated = self.keeper.flush(self.pieces)
         return closed

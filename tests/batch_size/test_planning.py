@@ -32,8 +32,12 @@ def test_the_largest_that_fits_is_found_in_few_trials(batch_size, base, slope, l
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "run_trial", modelled(base, slope))
+        patch.setattr(planning, "idle_memory", lambda make_step: base)
         if not fits(1):
-            with pytest.raises(PlanError, match=r"not even a microbatch of 1 fits into \d+ MiB; allow more") as refused:
+            said = (r"^memory_limit is \d+ MiB, but a process .* takes \d+ MiB without a step; give a limit above that"
+                    if base >= limit else
+                    r"^not even a microbatch of 1 fits into \d+ MiB, of which the process takes \d+ MiB without")
+            with pytest.raises(PlanError, match=said) as refused:
                 plan_micro_batch(min, batch_size, memory_limit=limit)
             assert refused.value.trials[-1].microbatch == 1
             return
@@ -65,6 +69,13 @@ def test_the_plan_reads_well(monkeypatch):
         "         4                2     300 MiB       1.2  fits",
         "         8                1  > 1.50 GiB       2.0  beyond the limit",
         "batch 8 = accumulate_step 2 x microbatch 4: 300 MiB of 500 MiB"]
+
+
+def test_what_a_process_takes_is_known_on_cpu_alone(monkeypatch):
+    monkeypatch.setattr(planning, "run_trial", modelled(9 * MIB, 1))
+    monkeypatch.setattr(planning, "idle_memory", lambda make_step: pytest.fail("it is of this machine"))
+    with pytest.raises(PlanError, match="not even a microbatch of 1 fits into 8 MiB; allow more memory, or"):
+        plan_micro_batch(min, 4, memory_limit=8 * MIB, device_target="GPU")
 
 
 def test_a_failing_trial_ends_the_planning_with_its_error(monkeypatch):

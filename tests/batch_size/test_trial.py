@@ -1,5 +1,6 @@
 """Trials: peaks on CPU; and dry runs for Ascend, whose bytes are those counted by hand."""
 import json
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from ms_accum import Accumulator, TrainOneStepCell, make_train_step
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import planning, trial
 from ms_accum.batch_size.process import Outcome, is_dry_run, pickled
-from ms_accum.batch_size.trial import made_step, run_trial
+from ms_accum.batch_size.trial import idle_memory, made_step, run_trial
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 with_stand_ins = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -107,6 +108,20 @@ def test_a_peak_is_measured_past_an_update():
     before = int(line.split()[1]) * 1024
     assert found.ended == "completed"
     assert found.peak - before == pytest.approx(300 * MIB, rel=0.1)
+
+
+def test_what_a_process_takes_without_a_step_is_less_than_with_one():
+    """And most of a small one's. Control: a module that ends the process; then it is not known."""
+    idle, peak = idle_memory(partial(holding, 300, os.devnull)), run_trial(op_by_op, 1, 1, "CPU").peak
+    assert 50 * MIB < peak / 2 < idle < peak
+    assert idle_memory(Unreadable()) == 0
+
+
+class Unreadable:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
 
 
 def test_what_is_no_step_or_chooses_a_device_is_refused(monkeypatch):

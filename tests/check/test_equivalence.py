@@ -200,6 +200,24 @@ def off_by(off):
     return lambda x, y: x.shape[0] * (1 + off * (y[0] == 0).astype(ms.float32))
 
 
+class Similarities(nn.Cell):
+    """Logits of a contrastive loss: as many as there are samples, for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = MLP(), MLP(seed=1)
+
+    def construct(self, x, y):
+        return ops.matmul(self.left(x), self.right(y).T)
+
+
+def matrix_loss(network):
+    def forward_fn(x, y):
+        logits = network(x, y)
+        return ops.cross_entropy(logits, ops.arange(len(logits)))
+    return forward_fn
+
+
 # Two equal columns in the first six rows.
 KINKS = Tensor(np.where(np.arange(24)[:, None] < 6, normal(24, 1).asnumpy(), normal(24, 2, seed=1).asnumpy()))
 MOVING = layers.SpectralNorm, layers.ScaleBefore, layers.Counter, layers.PythonCounter
@@ -225,6 +243,9 @@ CASES = {
     **{f"{samples} samples of a contrastive loss": Case(
         MLP, info_nce, False, CONTRASTIVE, ("make_grad_cache_step",),
         (normal(samples, 6).abs(), normal(samples, 6, seed=1).abs()), pieces=2) for samples in (2, 3, 24)},
+    "a network that compares two views": Case(
+        Similarities, matrix_loss, False, [("network", "Similarities", "compares samples")],
+        ("for a contrastive loss, make_grad_cache_step",), (normal(8, 6), normal(8, 6, seed=1))),
     # Random layers: one that is switched off leaves the rest to be judged.
     "Dropout": Case(
         lambda: at_rest(around(nn.Dropout(p=0.5), nn.ReLU(), nn.Dropout(p=0.0), nn.Dropout(p=0.5)), 4),

@@ -252,12 +252,23 @@ def test_bad_arguments_and_foreign_files_are_refused():
     for error, message, call, *arguments in (
             *((TypeError, r"accumulator is of type \w+, expected an", call, network, acc.optimizer) for call in both),
             *((TypeError, r"network is of type Accumulator, expected a mind", call, acc, network) for call in both),
-            (FileNotFoundError, r"c\.ckpt", load_checkpoint, network, acc),
+            (FileNotFoundError, r"^there is no checkpoint \S+c\.ckpt; give a file that save_checkpoint .*wrote",
+             load_checkpoint, network, acc),
             (TypeError, "the optimizer is of type function, exp", save_checkpoint, network, Accumulator(function, 2)),
             (ValueError, "two Parameters of the accumulator's state have the same", save_checkpoint, network, hooked),
             (ValueError, "two entries of the checkpoint would be called ms_accum", save_checkpoint, renamed, acc)):
         with pytest.raises(error, match=message):
             call("c.ckpt", *arguments)
+    for call in both:  # MindSpore's order, and its number of arguments
+        for arguments, message in (
+                ((network, "c.ckpt"), r"^path is of type MLP, .*; give {}\(path, network, train_step\), with the path"),
+                ((network, "c.ckpt", acc), r"^path is of type MLP, expected a str or a path; give {}\(path, network, "),
+                ((acc, "c.ckpt"), "^path is of type Accumulator, expected a str or a path"),
+                (("c.ckpt", network), r"^{} got no accumulator, .*; give {}\(path, network, train_step\), or the "
+                                      r"network alone to mindspore\.{}"),
+                (("c.ckpt",), "^{} got no network and no accumulator"), ((), "^{} got no path and no network and no ")):
+            with pytest.raises(TypeError, match=message.replace("{}", call.__name__)):
+                call(*arguments)
     for error, message, call, path in (
             (ValueError, r"c\.npz ends in '\.npz', expected one of \.ckpt, \.safetensors", save_checkpoint, "c.npz"),
             (ValueError, r"c ends in '', expected one of \.ckpt, \.safetensors", load_checkpoint, "c"),

@@ -46,6 +46,17 @@ def test_dtypes_of_parameters_and_buffers(mode):
         assert accumulator.optimizer.seen[2].asnumpy().item() == pytest.approx(0.05, rel=1e-7)
 
 
+def test_buffers_that_the_cpu_cannot_add_to_are_refused():
+    """By the name of the argument. Control: float16, and parameters in bfloat16 with buffers in float32."""
+    def built(dtype, **options):
+        return Accumulator(Counting(ParameterTuple([Parameter(Tensor([1.0], dtype), name="w")])), 2, **options)
+
+    with pytest.raises(ValueError, match=r"^buffer_dtype is BFloat16, .*; leave buffer_dtype out$"):
+        built(ms.float32, buffer_dtype=ms.bfloat16)
+    built(ms.float32, buffer_dtype=ms.float16)
+    assert built(ms.bfloat16).way.buffers.parameters[0].dtype == ms.float32
+
+
 def test_windows_of_one_microbatch_have_no_buffers(tmp_path):
     """Not in training, not in a checkpoint, not after it was loaded; a longer window makes them."""
     def trained(schedule, calls, path=None):

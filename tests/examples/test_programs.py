@@ -165,12 +165,16 @@ def test_a_run_is_resumed_bit_identically(run, name):
     status, out, err = run(name, "--resume", "c.ckpt", "--save", "c.ckpt", "--json", "c.json")
     assert (status, err) == (0, [])
     assert "resumed    c.ckpt, saved after epoch 1" in out
-    assert run(name, "--save", "whole.ckpt", "--json", "whole.json")[0] == 0
+    status, whole, _ = run(name, "--save", "whole.ckpt", "--json", "whole.json")
+    assert status == 0
     assert untimed(read("c.json")["epochs"]) == untimed(read("whole.json")["epochs"])
     assert entries("c.ckpt") == entries("whole.ckpt") != before
     assert any("wrote c.ckpt" in line for line in out)
     status, out, _ = run(name, "--resume", "c.ckpt", "--save", "other.ckpt")
     assert (status, [line for line in out if "wrote" in line]) == (0, []), "nothing was left to train"
+    score, = re.findall(r"^epoch 2/2  (loss .*?)  train ", "\n".join(whole), re.MULTILINE)
+    assert f"finished   epoch 2/2  {score}; to train on, give --epochs 3 or more" in out
+    assert not any(line.startswith("finished") for line in run(name, "--resume", "c.ckpt", "--epochs", "3")[1])
 
 
 def test_what_cannot_be_resumed_is_refused(run):
@@ -204,6 +208,7 @@ def test_what_cannot_be_resumed_is_refused(run):
     ("mnist --save run", r"argument --save: run does not end in \.ckpt or \.safetensors; name the file run\.ckpt"),
     ("mnist --compare --save c.ckpt", "argument --compare: trains twice; leave out --save and --resume"),
     ("mnist --resume=", r"\S+ ends in '', expected one of \.ckpt, \.safetensors"),
+    ("mnist --resume missing.ckpt", r"there is no checkpoint \S+missing\.ckpt; give a file that .*--save\) wrote"),
     ("mnist --compare --optimizer adam", "--compare trains in float64, which MindSpore's Adam does not take; give"),
     ("mnist --data nowhere", r"nowhere/train/train-images-idx3-ubyte .* is missing; expected a folder"),
     ("mnist --data full", "could not fetch MNIST .*--data embedded.*--data DIR"),

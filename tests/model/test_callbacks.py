@@ -205,8 +205,13 @@ def test_per_update_shows_the_optimizer():
         with pytest.raises(AttributeError):
             train(cell, callback)
         cell.accumulator.reset()
-        with pytest.raises(ValueError, match=rf"needs the optimizer, .* give PerUpdate\({type(callback).__name__}\("):
-            train(cell, FlushCallback(), callback)
+        name = type(callback).__name__
+        for ours in (FlushCallback(), WindowLog(print), PerUpdate(Recorder())):
+            for order in ((ours, callback), (callback, ours)):
+                message = rf"^{name} needs the optimizer, .* give PerUpdate\({name}\("
+                with pytest.raises(ValueError, match=message):
+                    train(cell, *order)
+        assert int(cell.accumulator.mini_step) == 0
     train(cell, FlushCallback(), PerUpdate(halving()), epochs=3)
     assert float(cell.optimizer.learning_rate) == 0.125
 
@@ -316,6 +321,10 @@ def test_what_does_not_fit_is_refused():
         calls += [
             (partial(train, TwoCells(one, other), makers[name]()), f"{name} found 2 TrainOneStepCells, whose updates"),
             (partial(makers[name]().on_train_begin, Sunk(one)), f"{name} with dataset_sink_mode=True: single microbat")]
+    labelled = Model(one, nn.CrossEntropyLoss())
+    calls += [(partial(labelled.train, 1, dataset(), [make()], dataset_sink_mode=False),
+               r"^Model got a loss_fn and a TrainOneStepCell, .*; give Model\(TrainOneStepCell\(nn\.WithLossCell\(")
+              for make in makers.values()]
     two_rates = make_cell(optimizer=partial(momentum, rate=[0.3, 0.1]))[1]  # the third update is the flush's
     calls += [
         (partial(train, two_rates, FlushCallback()), "list of 2 learning rates is used up"),

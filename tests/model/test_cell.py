@@ -6,8 +6,9 @@ test_callbacks.py.
 import mindspore as ms
 import pytest
 from mindspore import Tensor, nn
-from mindspore.train import CheckpointConfig, Model, ModelCheckpoint
+from mindspore.train import CheckpointConfig, Model, ModelCheckpoint, amp
 from support.model_runs import TwoCells, dataset, make_cell, train
+from support.modes import compiled_graphs
 from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
@@ -105,3 +106,88 @@ def test_what_does_not_fit_is_refused(mode_named):
         with pytest.raises(error, match=message):
             call()
         assert int(acc.mini_step) == 0
+
+
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_a_microbatch_that_the_network_does_not_take_is_refused(mode, mode_named):
+    """As of a Model with a loss_fn, or of a network without one. The window stays as it is.
+
+    Before anything is compiled, except for a Model with a loss_fn: its own graph holds the cell's.
+    """
+    mode_named(mode)
+    network = MLP()
+    acc = Accumulator(sgd(network), 2, reduction="mean")
+    bare, cell = TrainOneStepCell(network, acc), TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
+    x, y = tensors(*batches([4])[0])
+    graphs = compiled_graphs()
+    too_few = r"^the network WithLossCell does not take .*got 1 argument, expected 2 \(data, label\); leave loss_fn out"
+    too_many = r"^the network MLP does not take .*got 2 arguments, expected 1 \(x\); .*give TrainOneStepCell\(nn\.With"
+    for message, call in (
+            (too_few, lambda: cell(x)), (too_many, lambda: bare(x, y)), (too_many, lambda: train(bare)),
+            (too_few, lambda: Model(cell, LOSS).train(1, dataset(), dataset_sink_mode=False))):
+        assert compiled_graphs() == graphs
+        with pytest.raises(TypeError, match=message):
+            call()
+        assert int(acc.mini_step) == 0
+    train(cell)
+    assert int(acc.update_step) == 2
+
+
+def test_a_cell_is_not_cast():
+    """But its network is: see below."""
+    _, cell = make_cell()
+    message = r'^a TrainOneStepCell .* call network = auto_mixed_precision\(network, "O2"\) before you build the cell'
+    for call in (lambda: amp.auto_mixed_precision(cell, "O2"), lambda: amp.auto_mixed_precision(cell, "O3"),
+                 lambda: cell.to_float(ms.float16),
+                 lambda: Model(cell, optimizer=cell.optimizer, amp_level="O2", loss_scale_manager=None)):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+class Defaults(nn.Cell):
+    """A loss whose construct takes one to two arguments; or, as `AnyNumber`, any number."""
+
+    def __init__(self, network):
+        super().__init__(auto_prefix=False)
+        self.network = network
+
+    def construct(self, x, y=None):
+        return self.network(x).mean()
+
+
+class AnyNumber(Defaults):
+    def construct(self, *batch):
+        return self.network(batch[0]).mean()
+
+
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_a_network_with_defaults_takes_fewer_arguments(mode, mode_named):
+    mode_named(mode)
+    x, y = tensors(*batches([4])[0])
+    for kind, counts in ((Defaults, (1, 2)), (AnyNumber, (1, 2, 3))):
+        network = MLP()
+        cell = TrainOneStepCell(kind(network), sgd(network), 9)
+        for count in counts:
+            cell(*(x, y, y)[:count])
+        assert int(cell.accumulator.mini_step) == len(counts)
+    cell = TrainOneStepCell(Defaults(network), sgd(network), 9)
+    with pytest.raises(TypeError, match=r"Defaults does not take .*got 3 arguments, expected at most 2 \(x, y\)"):
+        cell(x, y, y)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_mixed_precision_is_the_networks(level, mode_named):
+    """Losses in 16 bits; parameters and buffers stay as they are. Control: without it, the loss is not in 16 bits."""
+    mode_named("graph")
+    network = MLP()
+    cell = TrainOneStepCell(nn.WithLossCell(amp.auto_mixed_precision(network, level), nn.CrossEntropyLoss()),
+                            sgd(network), 2)
+    before = values(network.trainable_params())
+    for x, y in batches([4, 4]):
+        loss = float(cell(*tensors(x, y)))
+    buffers = cell.accumulator.way.buffers.parameters
+    assert {p.dtype for p in (*network.trainable_params(), *buffers)} == {ms.float32}
+    assert difference(values(network.trainable_params()), before) > 0
+    logits = network(tensors(x, y)[0]).asnumpy()
+    assert (logits == logits.astype("float16")).all() == (level == "O2")
+    assert loss > 0

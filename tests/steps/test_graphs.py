@@ -23,6 +23,9 @@ vector = lambda x: NETWORK(x).mean(0)
 mixed = lambda x: (NETWORK(x), NETWORK(x).astype(ms.float16))
 scalar = lambda x: NETWORK(x).mean()
 count = lambda x: (NETWORK(x) > 0).sum()
+as_number = lambda x: float(NETWORK(x).mean())
+as_item = lambda x: NETWORK(x).mean().item()
+as_numpy = lambda x: float(NETWORK(x).mean().asnumpy())
 three_values = lambda x: (NETWORK(x).mean(), x, x)
 loss_and_vector = lambda x: (NETWORK(x).mean(), NETWORK(x).mean(0))
 loss_and_number = lambda x: (NETWORK(x).mean(), (NETWORK(x), 3))
@@ -42,6 +45,8 @@ ROWS = "return a Tensor with a row per sample, or a tuple of such Tensors of one
 WEIGHT = "give the number of samples or unmasked tokens in the microbatch$"
 MEAN = r"expected shape \(\); return the mean over the samples$"
 CUT = {"has_aux": True, "pieces": 2}
+NO_NUMBER = r"expected the loss alone; return the loss itself, without float\(\), \.item\(\) or \.asnumpy\(\)"
+A_NUMBER = "a (number|Python object that no graph can read|value of type float)"
 ACCEPTED = "accepted and changed the window$"
 
 
@@ -57,6 +62,10 @@ def cached(encode_fn, loss_fn):
 CASES = [
     (step(scalar, has_aux=True), f"TypeError forward_fn returned a value of type Tensor, {AUX}$"),
     (step(nothing), "TypeError forward_fn returned None, expected the loss alone$"),
+    (step(as_number), f"TypeError forward_fn returned {A_NUMBER}, {NO_NUMBER}$"),
+    (step(as_item), f"TypeError forward_fn returned {A_NUMBER}, {NO_NUMBER}$"),
+    (step(as_numpy), f"TypeError forward_fn returned {A_NUMBER}, {NO_NUMBER}"),
+    ({"cell": as_numpy}, f"TypeError the network returned {A_NUMBER}, {NO_NUMBER}"),
     (step(three_values, has_aux=True), f"TypeError forward_fn returned 3 values, {AUX}$"),
     (step(three_values), "TypeError forward_fn returned 3 values, expected the loss alone; give has_aux=True if "),
     (step(rows), rf"ValueError forward_fn returned a loss of shape \(4, 3\), {MEAN}"),
@@ -75,7 +84,9 @@ CASES = [
     (cached(mixed, mean), f"TypeError encode_fn returned Tensors of Float32, Float16; {ROWS}"),
     (cached(rows, mean_rows), rf"ValueError loss_fn returned a loss of shape \(3,\), {MEAN}"),
     (cached(rows, pair), "TypeError loss_fn returned 2 values, expected the loss alone$"),
-    ({"cell": rows}, rf"ValueError forward_fn returned a loss of shape \(4, 3\), {MEAN}"),
+    ({"cell": rows}, r"ValueError the network returned a loss of shape \(4, 3\), expected shape \(\); return the mean "
+                     r"over the samples; if it computes no loss, give TrainOneStepCell\(nn\.WithLossCell\("),
+    ({"cell": three_values}, r"TypeError the network returned 3 values, .*give TrainOneStepCell\(nn\.WithLossCell\("),
     (step(scalar), ACCEPTED),  # the control
 ]
 
@@ -125,12 +136,13 @@ def cases_of_models(mode):
     """A graph cannot read a Python object, nor take a part of it. The last one, the control, is the remedy."""
     for returns in ("CausalLMOutput", "Outputs", "dict"):
         (model, first), unreadable = model_of(returns), mode == "graph" and returns != "dict"
-        got = "a Python object that no graph can read, .* part of one" if unreadable else f"a value of type {returns}"
+        got = "a Python object that no graph can read" if unreadable else f"a value of type {returns}"
         remedy = "return its entry for the loss" if returns == "dict" else "take the loss from a tuple, .*return_dict=F"
         for functions, expected in [
                 (step(model), "the loss alone"), ({"cell": model}, "the loss alone"), (step(model, losses=2), TWO),
                 (step(model, has_aux=True), r"\(loss, aux\) because"), *[(step(first), "the loss alone")] * unreadable]:
-            yield functions, f"TypeError forward_fn returned {got}, expected {expected}.*; {remedy}"
+            name = "the network" if "cell" in functions else "forward_fn"
+            yield functions, f"TypeError {name} returned {got}, expected {expected}.*[;,] {remedy}"
     yield step(model_of("a tuple")[1]), ACCEPTED
 
 

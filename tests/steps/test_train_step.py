@@ -2,14 +2,16 @@
 
 That its updates are exact is drawn in test_differential.py, in any order of calls in test_machine.py.
 """
+import pickle
 import sys
 from contextlib import nullcontext
+from copy import copy, deepcopy
 from functools import partial
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import amp, nn
+from mindspore import amp, nn, ops
 from support.modes import compiled_graphs, warned
 from support.processes import MEMORY, run_python
 from support.training import LOSS, sgd, step_of
@@ -257,6 +259,64 @@ def test_a_network_that_was_built_again_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=said):
         TrainOneStepCell(nn.WithLossCell(new, LOSS), sgd(old), 2)
     assert compiled_graphs() == graphs
+
+
+def info_nce(x, y):
+    return ops.cross_entropy(ops.matmul(x, y.T), ops.arange(len(x)))
+
+
+def cached_step():
+    network = MLP()
+    return make_grad_cache_step(lambda x, y: (network(x), network(x)), info_nce, sgd(network), 1, pieces=2)
+
+
+def trained(train_step, batches):
+    sums = batches[0][0].sum()
+    for loss in train_step.epoch(batches):
+        sums = sums + loss
+    return sums
+
+
+@pytest.mark.parametrize("built", [step_of, partial(step_of, 1, losses=2), cached_step])
+@pytest.mark.parametrize(("called", "call"), [
+    ("a train step", lambda step, x, y: step(x, y)), ("flush", lambda step, x, y: step.flush()),
+    ("epoch", lambda step, x, y: trained(step, [(x, y)]))])
+def test_a_compiled_function_around_a_step_is_refused(mode, built, called, call):
+    """Nothing has changed. Control: the same call from Python trains."""
+    train_step = built()
+
+    @ms.jit
+    def compiled(x, y):
+        return call(train_step, x, y)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"^{called}.* was called inside a compiled function, .*leave out the"):
+            compiled(*BATCHES[0])
+        assert train_step.status()[:2] == (0, 0)
+    call(train_step, *BATCHES[0])
+    assert (sum(train_step.status()[:2]) > 0) == (called != "flush")
+
+
+COPIES = {"copy": copy, "deepcopy": deepcopy, "in a list": lambda step: deepcopy([step]), "pickle": pickle.dumps}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.usefixtures("uncompiled")
+def test_what_holds_graphs_is_not_copied(copied, has_run):
+    """Control: it goes on to train, and its network can be copied."""
+    network = MLP()
+    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), sgd(network), 2)
+    for driver in (step_of(), step_of(1, losses=2), cached_step(), cell):
+        for _ in range(has_run):
+            driver(*BATCHES[0])
+        for held in (driver, driver.accumulator, *[nn.CellList([cell])] * (driver is cell and copied != "copy")):
+            with pytest.raises(TypeError, match=r"^\w+ holds compiled graphs and Parameters of its own, and cannot be "
+                                                r"copied or pickled; keep its state with save_checkpoint, and build a"):
+                COPIES[copied](held)
+        driver(*BATCHES[0])
+        assert int(driver.accumulator.update_step) + int(driver.accumulator.mini_step) >= 1
+    assert COPIES[copied](network) is not network
 
 
 @pytest.mark.usefixtures("uncompiled")
