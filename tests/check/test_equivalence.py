@@ -244,7 +244,7 @@ CASES = {
         MLP, info_nce, False, CONTRASTIVE, ("make_grad_cache_step",),
         (normal(samples, 6).abs(), normal(samples, 6, seed=1).abs()), pieces=2) for samples in (2, 3, 24)},
     "a network that compares two views": Case(
-        Similarities, matrix_loss, False, [("network", "Similarities", "compares samples")],
+        Similarities, matrix_loss, False, [("network", "Similarities", "compares samples with each other")],
         ("for a contrastive loss, make_grad_cache_step",), (normal(8, 6), normal(8, 6, seed=1))),
     # Random layers: one that is switched off leaves the rest to be judged.
     "Dropout": Case(

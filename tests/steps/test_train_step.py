@@ -307,26 +307,27 @@ def test_a_compiled_function_around_a_step_is_refused(mode, built, name, call):
     assert (sum(train_step.status()[:2]) > 0) == (call is not flushed)
 
 
-COPIES = {"copy": copy, "deepcopy": deepcopy, "in a list": lambda step: deepcopy([step]), "pickle": pickle.dumps}
+COPIES = {"copy": copy, "deepcopy": deepcopy, "deepcopy in a list": lambda step: deepcopy([step]),
+          "pickle": pickle.dumps}
 
 
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.usefixtures("uncompiled")
 def test_what_holds_graphs_is_not_copied(copied, has_run):
-    """Control: it goes on to train, and its network can be copied."""
+    """Control: it goes on to train, and its network can be copied; MindSpore pickles no Cell with an operator."""
     network = MLP()
     cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), sgd(network), 2)
     for driver in (step_of(), step_of(1, losses=2), cached_step(), cell):
         for _ in range(has_run):
             driver(*BATCHES[0])
-        for held in (driver, driver.accumulator, *[nn.CellList([cell])] * (driver is cell and copied != "copy")):
+        for held in (driver, driver.accumulator, *[nn.CellList([cell])] * (driver is cell and "deepcopy" in copied)):
             with pytest.raises(TypeError, match=r"^\w+ holds compiled graphs and Parameters of its own, and cannot be "
                                                 r"copied or pickled; keep its state with save_checkpoint, and build a"):
                 COPIES[copied](held)
         driver(*BATCHES[0])
         assert int(driver.accumulator.update_step) + int(driver.accumulator.mini_step) >= 1
-    assert COPIES[copied](network) is not network
+    assert copied == "pickle" or COPIES[copied](network) is not network
 
 
 @pytest.mark.usefixtures("uncompiled")
