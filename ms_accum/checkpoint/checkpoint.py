@@ -13,7 +13,7 @@ from functools import wraps
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Optional, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Optional, ParamSpec, TypeVar, Union
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -40,17 +40,18 @@ from .file import (
 if TYPE_CHECKING:
     from ..core.way import Way
 
-F = TypeVar("F", bound=Callable)
+P = ParamSpec("P")
+T = TypeVar("T")
 _OF_WINDOW = ("reducer", "accumulate_step")  # settings that a closed window does not depend on
 _UNIT, _TORN, _SCALE = (f"accumulator:{name}" for name in ("weight_unit", "unfinished", "loss_scaler.scale_value"))
 
 
-def _in_order(function: F) -> F:
+def _in_order(function: Callable[P, T]) -> Callable[P, T]:
     """Name the order of the arguments where it is another one, or where one is missing: TypeError."""
     name, called = function.__name__, f"{function.__name__}(path, network, train_step)"
 
     @wraps(function)
-    def checked(*arguments: Any, **named: Any) -> Any:
+    def checked(*arguments: P.args, **named: P.kwargs) -> T:
         path = arguments[0] if arguments else named.get("path", "")
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path is of type {type(path).__name__}, expected a str or a path; give {called}, with the "

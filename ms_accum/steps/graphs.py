@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from mindspore.ops import constexpr
+from mindspore.ops import PrimitiveWithInfer, constexpr
 
 from ..tensors import FLOATS, after, as_tensor, as_weight
 
@@ -69,15 +69,21 @@ def needs_branch() -> bool:
     return ms.get_context("device_target") == "CPU"
 
 
-def _raise_inside(called: str) -> None:
-    raise RuntimeError(f"{called} was called inside a compiled function, expected a call from Python: it compiles its "
-                       "graphs itself, and closes windows between them; leave out the @ms.jit around it (or the Cell "
-                       "in graph mode), or compute gradients there and give them to an Accumulator")
+class _OutsideGraphs(PrimitiveWithInfer):
+    """Raise an error while MindSpore compiles a call, and do nothing in Python."""
 
+    def __init__(self) -> None:
+        super().__init__("require_python")
+        self.set_const_prim(True)
+        self.add_prim_attr("constexpr_prim", True)
 
-class _OutsideGraphs(constexpr(_raise_inside, get_instance=False)):
+    def __infer__(self, called: dict[str, Any]) -> NoReturn:
+        raise RuntimeError(f"{called['value']} was called inside a compiled function, expected a call from Python: it "
+                           "compiles its graphs itself, and closes windows between them; leave out the @ms.jit around "
+                           "it (or the Cell in graph mode), or compute gradients there and give them to an Accumulator")
+
     def __call__(self, called: str) -> None:
-        """Do nothing in Python."""
+        """Do nothing."""
 
 
 require_python = _OutsideGraphs()  # `require_python(called)` raises RuntimeError while MindSpore compiles it
