@@ -250,9 +250,9 @@ def read(record):
     return json.loads((BENCHMARKS / "records" / f"{record}.json").read_text(encoding="utf-8"))
 
 
-def row_of(page, start):
-    """The cells of the row of a page that starts so."""
-    text = (BENCHMARKS.parent / "guide" / page).read_text(encoding="utf-8")
+def row_of_notes(start):
+    """The cells of the row that starts so."""
+    text = (BENCHMARKS / "NOTES.md").read_text(encoding="utf-8")
     (row,) = (line for line in text.splitlines() if line.startswith(start))
     return row.strip("| ").split(" | ")
 
@@ -267,8 +267,8 @@ def test_the_report_is_made_of_the_records(tmp_path):
     assert "fused" not in text
 
 
-def test_readme_and_the_page_on_ascend_have_the_records_figures():
-    """README: those that its figure shows. The page: the memory of the dry run."""
+def test_readme_and_the_notes_have_the_records_figures():
+    """README: those that its figure shows. The notes: the memory of the dry run."""
     groups = records.read(BENCHMARKS / "records" / "strategies.json")["groups"]
     panels = [panel for panel in map(report.points, groups) if panel]
     readme = " ".join((BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8").replace("\u00d7", "x").split())
@@ -285,12 +285,12 @@ def test_readme_and_the_page_on_ascend_have_the_records_figures():
         found = [group["contestants"][name] for name in names]
         shares = [f"{of['per_sample'] / found[0]['per_sample']:.2f}" for of in found[1:]]
         expected = [f"{of['per_parameter']:.1f}, {share}" for of, share in zip(found, ["1", *shares])]
-        assert row_of("accelerators.md", start)[1:] == expected, start
+        assert row_of_notes(start)[1:] == expected, start
     ours, tutorials = (f"{found[i]['per_parameter']:.1f}" for i in (4, 1))
     assert f"takes {ours} bytes per parameter, with the tutorial's class {tutorials}." in readme
 
 
-def test_the_page_on_batch_sizes_has_the_records_figures():
+def test_the_notes_on_batch_sizes_have_the_records_figures():
     for problem in read("batch_size")["problems"].values():
         for name, found in problem["contestants"].items():
             if name == "adaptive":  # is gone, and lost to windows of one in this record
@@ -298,17 +298,17 @@ def test_the_page_on_batch_sizes_has_the_records_figures():
             ends, peak = [run["curve"][-1] for run in found["runs"]], found["runs"][0]["peak"]
             losses = [end[2] for end in ends]
             label = f"| {f'N = {name}' if name.isdigit() else name} | {peak:g} | "
-            _, _, updates, _, told = row_of("batch-size.md", label)
+            _, _, updates, _, told = row_of_notes(label)
             assert updates.split()[0] == f"{mean(end[1] for end in ends):.0f}"
             assert told == f"{mean(losses):.3f} ({min(losses):.3f}\u2013{max(losses):.3f})"
 
 
-def test_the_page_on_many_ranks_has_the_records_figures():
+def test_the_notes_on_many_ranks_have_the_records_figures():
     rows = read("hosts")["rows"]
     ways = dict.fromkeys(row[1] for row in rows)
     assert len(rows) == 3 * len(ways)
     for way in ways:
         mine = [row for row in rows if row[1] == way]
-        _, sent, *times = row_of("many-ranks.md", f"| {way} | ")
+        _, sent, *times = row_of_notes(f"| {way} | ")
         assert sent == f"{median(row[5] for row in mine) / 1e6:.1f}"
         assert times == [f"{1e6 * row[2]:,.0f}" for row in mine]
