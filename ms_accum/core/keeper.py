@@ -11,7 +11,7 @@ should be full. It reads at each microbatch with `until_weight`, or in a cell wi
     close:       may a stage drop it? ─ no ─► update
                      │ yes
                      ▼
-                  accepted? ─ yes ─► update            flush:  take part in the windows of ranks that have data,
+                  accepted? ─ yes ─► update            flush:  take part in the windows of ranks that still have data,
                      │ no                                      with weight 0; then close what is open
                      ▼
                     drop
@@ -178,7 +178,7 @@ class Keeper:
             held = facts.mini_step
             if facts.full:
                 closed, applied, held = True, self.close() or applied, 0
-        active = 1.0  # ranks that have data or close a window
+        active = 1.0  # ranks that still have data
         while exchange.across > 1 and active > 0:
             self.before_exchange()
             was_open, updated, active = self._close_together(0.0)
@@ -259,7 +259,7 @@ class Keeper:
         return applied
 
     def _add_nothing(self, pieces: int) -> float:
-        """Take part in a microbatch of the ranks inside. Return how many of them have data."""
+        """Take part in a microbatch of the ranks inside. Return how many of them still have data."""
         active = max(float(self._run["nothing"]()) for _ in range(pieces))
         self._run["end"](Tensor(pieces, ms.int32))
         return active
@@ -267,7 +267,7 @@ class Keeper:
     def _close_together(self, active: float) -> tuple[bool, bool, float]:
         """Exchange, and close the window of all ranks if there is one.
 
-        Return whether there was one, whether it was applied, and how many ranks are active.
+        Return whether there was one, whether it was applied, and how many ranks still have data.
         """
         accepted, sums, *gradients = self._run["reduce"](Tensor(active))
         accepted, microbatches, active = accepted.asnumpy().tolist()
@@ -334,9 +334,9 @@ def end_of(accumulator: Accumulator) -> Callable:
 
 
 def nothing_of(accumulator: Accumulator, active: int = 0) -> Callable:
-    """Return `() -> ranks that have data`, which takes part in the exchange of a piece and adds nothing.
+    """Return `() -> ranks that still have data`, which takes part in the exchange of a piece and adds nothing.
 
-    `active`: 1 if this rank counts its microbatch by this piece.
+    `active`: 1 if this rank still has data, and counts its microbatch by this piece.
     """
     way = accumulator.way
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Places in the sums that travel with gradients: a plain tuple, for graphs read no named one.
 WEIGHT = 0  # of a piece, or of a window
 TAKEN = 1  # what was taken: a piece counts 1 or 0, a window its microbatches
-ACTIVE = 2  # ranks that have data
+ACTIVE = 2  # ranks that still have data
 COUNTED = 3  # what `seen` counts: the weight, unless a step says otherwise
 MEASURED = 4  # and all behind it: what stages measured
 

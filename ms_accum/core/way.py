@@ -148,7 +148,7 @@ class Way:
                   factor: Optional[Scalar] = None) -> Scalar:
         """Add a piece of a microbatch, after `begin`; `end_microbatch` follows the last one. Arguments as of `add`.
 
-        Return the sum of `active` over the ranks that exchange microbatches: how many of them have data.
+        Return the sum of `active` over the ranks that exchange microbatches: how many of them still have data.
         """
         sums = self.add(gradients, weight, counted, active, factor)
         self.counters.take(sums[TAKEN])
@@ -169,7 +169,7 @@ class Way:
     # No method has the name of a dict's: a graph takes `update` and `clear` of a local name for a dict's methods.
 
     def window(self, active: Scalar = 1.0) -> Window:
-        """Return the window of all ranks, for `update_with`. `active`: 1 from a rank that closes one."""
+        """Return the window of all ranks, for `update_with`. `active`: 1 from a rank that still has data."""
         counters, measured = self.counters, ()  # type: Counters, Numbers
         for sums in counters.measured:
             for i in range(sums.shape[0]):

@@ -11,7 +11,8 @@
 
 Two groups describe every exchange: the ranks *inside* sum each microbatch ("window": each rank alone; "microbatch":
 all), and their counterparts *across* sum each window ("window": all; "microbatch": nobody). The gradients travel in few
-large buckets, with a few numbers to be summed: the weight, how many microbatches there are, who has data, and others.
+large buckets, with a few numbers to be summed: the weight, how many microbatches there are, which ranks still have
+data, and others.
 """
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class OneDevice:
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """Return what to add to the buffers, and the numbers, summed over the ranks inside.
 
-        Numbers: the weight, whether it is taken, whether the rank has data, others.
+        Numbers: the weight, whether it is taken, whether the rank still has data, others.
         """
         return gradients, numbers
 
