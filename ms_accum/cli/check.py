@@ -10,12 +10,13 @@ from .files import write_json
 from .options import add_command, count, imported, number, output, refusing
 
 DESCRIPTION = """\
-Is accumulation exact for a network? Computes the gradient of a batch, undivided and accumulated over its pieces, prints
-the largest difference, and names each layer or loss that makes the two differ, with a remedy.
+Check whether accumulation is exact for a network. The command computes the gradient of a batch twice, undivided and
+accumulated over its pieces, and prints the largest difference. It names each layer or loss that causes a difference,
+with a remedy.
 
-MODULE:FUNCTION names a function without arguments in a module that can be imported from the current folder. It returns
-(forward_fn, network, batch) or (forward_fn, network, batch, weight_fn), as for ms_accum.make_train_step; batch is a
-tuple or a dict of Tensors.
+MODULE:FUNCTION names a function without arguments, in a module that can be imported from the current folder. The
+function returns (forward_fn, network, batch) or (forward_fn, network, batch, weight_fn), as for
+ms_accum.make_train_step; batch is a tuple or a dict of Tensors.
 
 Exit status: 0 if accumulation is exact up to rounding, 1 if it is not, 2 if the check cannot tell or could not run."""
 
@@ -27,13 +28,13 @@ examples:
 
 def add_parser(subcommands: argparse._SubParsersAction) -> None:
     """Add `check` to the commands of `ms-accum`."""
-    add = add_command(subcommands, "check", run, "is accumulation exact for your network?", DESCRIPTION,
+    add = add_command(subcommands, "check", run, "check whether accumulation is exact for your network", DESCRIPTION,
                       EXAMPLES).add_argument
     add("case", metavar="MODULE:FUNCTION", help="a function that returns forward_fn, network and batch")
     add("--pieces", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4, metavar="K",
         help="number of pieces that the batch is cut into (default: %(default)s)")
     add("--losses", type=count, default=1, metavar="N",
-        help="number of losses that forward_fn returns, each with a weight of its own (default: 1)")
+        help="number of losses that forward_fn returns, each with its own weight (default: 1)")
     add("--json", type=output(), metavar="FILE", help="write the report")
 
 

@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from ..batch_size.trial import Trial
 
 DESCRIPTION = """\
-Find the largest microbatch whose memory fits. FUNCTION takes the size of a microbatch and returns a function that runs
-one train step on it. Each trial runs in its own process, past an update, and measures the peak memory; a trial that
-runs out of memory does no harm. Few trials are needed: they bisect the divisors of the batch.
+Find the largest microbatch that fits in memory. FUNCTION takes the size of a microbatch, and returns a function that
+trains on one microbatch of this size. Each trial runs in its own process, includes an update, and measures the peak
+memory. A trial that runs out of memory does no harm. Only a few divisors of the batch are tried, by bisection.
 
---device ascend on a machine without an NPU (a login node, a laptop) is a dry run: MindSpore's Ascend backend compiles
-the step and plans its memory, and launches nothing. It needs CANN, but no device. Times are not measured. For a dry
-run, FUNCTION returns (step, train_step): also the train step, cell or Accumulator that it built.
+On a machine without an NPU (a login node, a laptop), --device ascend starts a dry run: MindSpore's Ascend backend
+compiles the step and plans its memory, but runs nothing. This needs CANN, but no device, and measures no times. For a
+dry run, FUNCTION returns (step, train_step); the second is the train step, cell or Accumulator that it built.
 
-With --noise-scale, FUNCTION also takes accumulate_step= and noise_scale=, and gives them to make_train_step. A table
-says what windows of 1, 2, 4, ... microbatches are worth, and names the largest one whose batch is not beyond the noise
-scale. That is measured while FUNCTION's network trains on FUNCTION's data. A network that was just initialised has a
-small noise scale, which grows while the loss falls, so FUNCTION may load a checkpoint. The noise scale is an
-approximation, and whether it is the critical batch size is disputed (arXiv 2505.23971)."""
+With --noise-scale, FUNCTION also takes accumulate_step= and noise_scale=, and passes them to make_train_step. A table
+compares windows of 1, 2, 4, ... microbatches. The last line names the largest window whose batch is within the noise
+scale. The noise scale is measured while FUNCTION's network trains on FUNCTION's data. It is small for a new network
+and grows while the loss falls, so FUNCTION may load a checkpoint. It only approximates the critical batch size, and
+whether it does so is disputed (arXiv 2505.23971)."""
 
 EXAMPLES = """\
 examples:
   ms-accum plan train:make_step --total-batch-size 1024                # what fits into the free memory of this machine
   ms-accum plan train:make_step --total-batch-size 1024 --memory-limit 4GiB --plot memory.png --json plan.json
-  ms-accum plan train:make_step --total-batch-size 1024 --noise-scale  # and which window is worth it
-  ms-accum plan train:make_step --total-batch-size 1024 --device ascend  # without an NPU: what fits into one of 64 GB
+  ms-accum plan train:make_step --total-batch-size 1024 --noise-scale  # and how long windows should be
+  ms-accum plan train:make_step --total-batch-size 1024 --device ascend  # without an NPU: what fits into 64 GB
 
 exit status: 0 if a microbatch was found, 1 if none fits or a process fails, 2 for a bad command line"""
 
@@ -55,18 +55,18 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
     add = add_command(subcommands, "plan", run, "find the largest microbatch that fits into memory", DESCRIPTION,
                       EXAMPLES).add_argument
     add("function", metavar="MODULE:FUNCTION",
-        help="the function make_step(microbatch), in a module that can be imported from here")
+        help="the function make_step(microbatch), in a module that can be imported from the current folder")
     add("--total-batch-size", type=count, required=True, metavar="N",
-        help="samples that one update is made of: those of all microbatches of a window")
+        help="samples in an update: those of all microbatches of a window")
     add("--memory-limit", type=size_in_bytes, metavar="SIZE",
         help="e.g. 4GiB, 500MB or a number of bytes (default: 90 %% of the free memory, or in a dry run of 64 GiB)")
     add("--device", "--device-target", choices=DEVICES, default="CPU",
         type=lambda text: {device.lower(): device for device in DEVICES}.get(text.lower(), text),
-        help="in any case of letters (default: %(default)s)")
+        help="upper or lower case (default: %(default)s)")
     add("--timeout", metavar="SECONDS", help="stop with an error if a trial takes longer (default: never)",
         type=partial(number, float, lambda seconds: 0 < seconds < inf, "a number of seconds > 0"))
     add("--noise-scale", type=count, nargs="?", const=32, metavar="WINDOWS",
-        help="also find the window that is worth it, from the noise scale of so many windows (default: %(const)s)")
+        help="also recommend a window length, from the noise scale of this many windows (default: %(const)s)")
     add("--plot", type=output(".png"), metavar="FILE.png", help="draw the peak memory of each trial; needs matplotlib")
     add("--json", type=output(), metavar="FILE", help="write the plan, every trial and the noise scale")
 

@@ -67,7 +67,7 @@ def add_options(parser: ArgumentParser, compare: str, **defaults: Any) -> None:
     seed = partial(number, int, lambda n: n >= 0, "a whole number from 0")
     add("--epochs", type=count, default=3, metavar="N", help="passes over the training data (default: %(default)s)")
     add("--accumulate-step", type=count, default=2, metavar="N",
-        help="microbatches in a window, which one update follows (default: %(default)s)")
+        help="microbatches in a window, between two updates (default: %(default)s)")
     add("--optimizer", choices=OPTIMIZERS, help="(default: %(default)s)")
     add("--lr", type=rate, metavar="RATE", help="learning rate (default: %(default)s)")
     add("--clip-norm", type=float, metavar="NORM",
@@ -75,15 +75,15 @@ def add_options(parser: ArgumentParser, compare: str, **defaults: Any) -> None:
     add("--seed", type=seed, default=42, metavar="N",
         help="seed of the initial weights and the order of the data (default: %(default)s)")
     add("--sync", choices=("window", "microbatch", "node"),
-        help="when several ranks exchange gradients, see DataParallel (default: window, with --zero 2 microbatch)")
+        help="how often ranks exchange gradients, see DataParallel (default: window; microbatch with --zero 2)")
     add("--zero", type=int, choices=(0, 1, 2), default=0,
-        help="what several ranks divide: the optimizer's state (1), and the buffers (2) (default: %(default)s)")
+        help="divide among ranks: 1 the optimizer's state, 2 also the buffers (default: %(default)s)")
     add("--compare", action="store_true", help=compare)
     add("--save", type=output(*SUFFIXES), metavar="FILE.ckpt", help="write a checkpoint after each epoch")
     add("--resume", metavar="FILE.ckpt",
         help="continue from a checkpoint as if the run had never stopped; --epochs, --accumulate-step and the number "
-             "of ranks may be others")
-    add("--json", type=output(), metavar="FILE", help="write all figures and options")
+             "of ranks may differ")
+    add("--json", type=output(), metavar="FILE", help="write all results and options")
     add("--plot", type=output(".png"), metavar="FILE.png", help="draw loss and score; needs matplotlib")
     parser.set_defaults(**defaults)
 

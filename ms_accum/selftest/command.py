@@ -24,12 +24,13 @@ from .rows import FAILS, HOLDS, MEASURED, NO_KERNEL, NOT_RUN, Check, Figure, Nam
 from .selection import rows_to_be
 
 DESCRIPTION = """\
-Test on the device at hand whether accumulation is exact: each driver in float32, float16 and bfloat16, against plain
-MindSpore on the undivided batch, on the same device. Then Ascend's own kernels against the portable ones, and what
-accumulation costs in memory and time. Under msrun, also what the ranks exchange.
+Test on this device whether accumulation is exact. Each driver is compared with plain MindSpore, which trains on the
+undivided batch on the same device, in float32, float16 and bfloat16. Ascend's own kernels are compared with the
+portable ones. The memory and time of accumulation are measured. Under msrun, the exchanges between ranks are tested,
+too.
 
-Each row "holds" or "FAILS", by a difference relative to how far the parameters move. What plain MindSpore cannot do on
-the device either is a row with "no kernel", not a failure."""
+Each row of the table "holds" or "FAILS". Differences are relative to the change of the parameters in training. If plain
+MindSpore fails on this device, too, the row says "no kernel", which is not a failure."""
 
 EXAMPLES = """\
 examples:
@@ -56,9 +57,9 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
     add = add_command(subcommands, "selftest", run, "test on this device whether accumulation is exact", DESCRIPTION,
                       EXAMPLES).add_argument
     add("--device", choices=("CPU", "GPU", "Ascend"), help="where to run (default: what MindSpore finds)")
-    add("--quick", action="store_true", help="float32 only, and each check by one driver: half a minute on 2 cores")
+    add("--quick", action="store_true", help="float32 only, and each check with one driver: half a minute on 2 cores")
     add("--rows", metavar="TEXT",
-        help='run only rows of this check, driver or dtype, e.g. "clipping": TEXT begins a word of their name')
+        help='run only the rows of this check, driver or dtype, e.g. "clipping"; TEXT is the beginning of a word')
     add("--json", type=output(".json"), metavar="FILE", help="write versions, device, flags, rows and figures")
 
 

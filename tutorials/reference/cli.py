@@ -10,9 +10,10 @@ PAGE = Path(__file__).with_name("cli.md")
 INTRODUCTION = """\
 # Command line
 
-`ms-accum` trains the [reference runs](../guide/benchmarks.md#the-reference-runs), [checks](../guide/check.md) whether
-accumulation is exact for a network, [plans](../guide/batch-size.md) a microbatch, and [tests](../guide/selftest.md) \
-itself on your device. This page is what its `--help` prints.
+The command `ms-accum` trains the [reference runs](../guide/benchmarks.md#the-reference-runs), \
+[checks](../guide/check.md) whether accumulation is exact for a network, \
+[plans](../guide/batch-size.md) a microbatch, and [tests](../guide/selftest.md) \
+itself on your device. This page shows the output of its `--help`.
 """
 COMMANDS = ((), ("mnist",), ("lm",), ("check",), ("plan",), ("selftest",))
 
