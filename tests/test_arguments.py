@@ -28,8 +28,10 @@ ACCEPTED = {
     (Accumulator, "reduction"): set(),
     (Accumulator, "buffer_dtype"): {"None", "dtype"},
     (Accumulator, "on_nonfinite"): set(),
+    (Accumulator, "max_skips"): WHOLE | {"None", "0", "2**31", "10**400"},
     (Accumulator, "reducer"): {"None"},
     (Accumulator, "noise_scale"): {"None"},
+    (Accumulator, "stages"): {"list"},
     (Accumulator, "loss_scaler"): {"None"},
     (Accumulator, "after_update"): {"None", "class", "function"},
     (make_train_step, "forward_fn"): {"class", "function"},
@@ -49,6 +51,8 @@ def refusal(function, **changed):
     """What `function` says when it refuses an argument beside others that fit, None if it takes it."""
     optimizer = nn.SGD([Parameter(Tensor(np.zeros(3), ms.float32), name="w")], 0.1)
     fitting = {"optimizer": optimizer, "accumulate_step": 2}
+    if "max_skips" in changed:
+        fitting["on_nonfinite"] = "skip_window"
     if function is make_train_step:
         fitting["forward_fn"] = nn.CrossEntropyLoss()
     elif function is not Accumulator:
@@ -66,7 +70,7 @@ def test_an_argument_is_taken_or_refused_by_its_name(function, argument):
     messages = {name: refusal(function, **{argument: junk}) for name, junk in JUNK.items()}
     assert {name for name, message in messages.items() if message is None} == ACCEPTED[function, argument]
     for message in filter(None, messages.values()):
-        assert re.match(rf"(?s){argument}( is .*, expected .|=.*; (give|define it) )", message)
+        assert re.match(rf"(?s){argument}(\[0\])?( is .*, expected .|=.*; (give|define it) )", message)
 
 
 def good(value=1.0):

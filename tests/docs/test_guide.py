@@ -1,15 +1,18 @@
 """README, the guide and docstrings: their code prints what they say, and what they say of the repository is true."""
+import ast
 import importlib
 import inspect
 import pkgutil
 import re
 import runpy
 import sys
+from collections import Counter
 from pathlib import Path
 from textwrap import dedent
 
 import matplotlib
 import pytest
+import yaml
 from support.pages import (
     EXCEPTIONS,
     PAGES,
@@ -25,7 +28,7 @@ from support.pages import (
 from support.processes import run_python
 
 import ms_accum
-from ms_accum import Accumulator
+from ms_accum import Accumulator, TrainOneStepCell, make_train_step
 from ms_accum.core import keeper, way
 from ms_accum.steps import step
 
@@ -212,3 +215,54 @@ def test_ci_runs_the_readmes_test_command_on_the_versions_of_the_matrix():
     workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
     pairs = runpy.run_path(str(ROOT / "tests" / "matrix"))["PAIRS"]
     assert re.findall(r'mindspore: "(.+?)", python: "(.+?)"', workflow) == pairs
+
+
+def test_the_scheduled_job_runs_every_slow_test_once_the_whole_matrix_and_mutations():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "slow.yml").read_text(encoding="utf-8"))["jobs"]
+    paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    parts = {part: part.replace("--ignore=", "").split() for part in jobs["slow"]["strategy"]["matrix"]["part"]}
+    runs = Counter(path for root, *ignored in parts.values() for path in paths
+                   if path.is_relative_to(root) and not any(map(path.is_relative_to, ignored)))
+    assert runs == Counter(paths)
+    assert all((ROOT / path).exists() for named in parts.values() for path in named)
+    commands = {name: job["steps"][-1]["run"] for name, job in jobs.items()}
+    assert "pytest -n 1 -m slow ${{ matrix.part }}" in commands["slow"]
+    assert commands["matrix"] == "tests/matrix --only ${{ matrix.mindspore }}"
+    pairs = runpy.run_path(str(ROOT / "tests" / "matrix"))["PAIRS"]
+    assert set(jobs["matrix"]["strategy"]["matrix"]["mindspore"]) == {mindspore for mindspore, _ in pairs}
+    pythons = next(step["with"]["python-version"] for step in jobs["matrix"]["steps"] if "with" in step)
+    assert set(pythons.split()) == {python for _, python in pairs}
+    assert "tests/mutate --seed ${{ github.run_number }}" in commands["mutate"]
+
+
+def places_of_an_option():
+    """The places that contributing.md lists, but for the last two, each with its text."""
+    listed = re.search(r"^An option of `Accumulator`.*\n\n((?:- .*\n)+)", PAGES["contributing"], re.MULTILINE)[1]
+    places = [re.match(r"- `(.+?)`", line)[1] for line in listed.splitlines()][:-2]
+    return {place: "\n".join(path.read_text(encoding="utf-8") for path in (
+        sorted((ROOT / place).glob("*.md")) if place.endswith("/") else [ROOT / place])) for place in places}
+
+
+def places_without(option, places):
+    return [place for place, text in places.items() if not re.search(rf"\b{option}\b", text)]
+
+
+def test_each_option_of_an_accumulator_is_in_the_places_that_the_checklist_names():
+    places = places_of_an_option()
+    assert len(places) == 6
+    options = list(inspect.signature(Accumulator).parameters)
+    missing = {option: places_without(option, places) for option in options}
+    assert {option: where for option, where in missing.items() if where} == {}
+    assert places_without("seed_of_the_buffers", places) == list(places)  # an option that nobody has written about
+
+
+def test_a_train_step_and_a_cell_take_each_option_of_an_accumulator_and_hand_it_on():
+    theirs = inspect.signature(Accumulator).parameters
+    for function, path in ((make_train_step, "steps/train_step.py"), (TrainOneStepCell, "model/cell.py")):
+        own = inspect.signature(function).parameters
+        calls = [node for node in ast.walk(ast.parse((ROOT / "ms_accum" / path).read_text(encoding="utf-8")))
+                 if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "averaging"]
+        handed = {keyword.arg for call in calls for keyword in call.keywords}
+        options = theirs.keys() - {"optimizer", "accumulate_step", "reduction"}  # a mean, always
+        assert {name: own[name].default for name in options} == {name: theirs[name].default for name in options}
+        assert handed == options
