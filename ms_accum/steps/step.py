@@ -68,7 +68,11 @@ class TrainStep(Uncopied):
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """Train on each of `batches`, and yield what each call returns. Apply the incomplete last window.
 
-        That is done before the last loss is yielded, so it happens in `zip(data, train_step.epoch(data))`, too, and
+        The next batch is read when a microbatch is trained, *before* its loss is yielded: a batch may be made with the
+        current weights, but it does not see what the body of the loop has just done. Where it has to (reinforcement
+        learning), call the step directly, and `flush()` at the end.
+
+        The incomplete window is applied before the last loss is yielded, so it happens in `zip(data, train_step.epoch(data))`, too, and
         `updated` is true then. To know which batch is the last, each is read before the loss of the one before it is
         yielded. So an iterator whose loop is left early has been read one batch further: give `islice(iterator, n)` to
         train on n of its batches. A generator must not wait for what the loop does, and the position of a loader is one
