@@ -101,7 +101,7 @@ def test_the_check_names_the_loss_that_is_no_mean():
         check_equivalence(pair_of(network), network, microbatches()[0], 4, weight_fn=counts, losses=2)
 
 
-# --- what a bprop adds -------------------------------------------------------------------------------------------------
+# --- what a bprop adds ------------------------------------------------------------------------------------------------
 
 
 ADDED = 0.3
