@@ -89,7 +89,7 @@ def buffers(figures):
 @pytest.mark.parametrize(("suite", "names"), [
     ("mlp", "ms_accum-pieces,ms_accum-by-hand,undivided,tutorial,one-buffer,boost,parallel-nn"),
     ("memory", "ms_accum"), ("strategies", "undivided,ms_accum,ms_accum-pieces"), ("scaling", "ms_accum"),
-    ("skipping", "ms_accum-skip-window,ms_accum-skip-microbatch"),
+    ("skipping", "ms_accum-skip-window,ms_accum-skip-microbatch"), ("first_calls", "ms_accum,wrong-denominator"),
     ("distributed", "window,microbatch,zero2,wrong-denominator")])
 def test_every_suite(tmp_path, suite, names):
     """All agree, but for a wrong divisor; the parts of the other suites are tested above."""
@@ -111,6 +111,12 @@ def test_every_suite(tmp_path, suite, names):
         assert all(figures["first_window"] > figures["samples"][0] > 0 for figures in weighed.values())
         assert all(figures["growth_spread"]["median"] == figures["growth"][0] for figures in weighed.values())
         assert weighed["undivided"]["growth"][0] > weighed["undivided"]["data_bytes"] == 4 * 512 * 784 * 4
+    elif suite == "first_calls":
+        ours = last["ms_accum"]
+        assert len(ours["samples"]) == len(ours["wall"]) == len(ours["growth"]) == 1
+        assert ours["samples"][0] > 0.1
+        assert ours["growth_spread"]["median"] == ours["growth"][0] > 2**20
+        assert "|processor time, s|" in report.section(record)
     elif suite == "scaling":
         ratios = "|".join(f"{group['contestants']['ms_accum']['ratio']['median']:.2f}" for group in record["groups"])
         assert f"|ms_accum|{ratios}|" in report.section(record)

@@ -73,10 +73,12 @@ def section(record: dict) -> str:
 
 def table(group: dict, suite: str) -> str:
     """A group as Markdown: who was measured, in order of the median, then who was not, and why."""
-    # A sample is seconds for a microbatch; of the suite memory, it is bytes.
+    # A sample is seconds for a microbatch; of the suite memory, bytes; of first calls, seconds of two windows.
     unit, factor, digits = "ms per microbatch", 1e3, 3
     if suite == "memory":
         unit, factor, digits = "growth of peak RSS, MiB", 1 / MEBIBYTE, 0
+    elif suite == "first_calls":
+        unit, factor, digits = "processor time, s", 1, 1
     measured = {name: figures for name, figures in group["contestants"].items() if "spread" in figures}
     rounds = max((len(figures["samples"]) for figures in measured.values()), default=0)
     columns = {
@@ -98,7 +100,8 @@ def table(group: dict, suite: str) -> str:
     used = [i for i, title in enumerate(columns) if any(cells[i] for _, cells in rows)]
     lines = [["contestant", *(list(columns)[i] for i in used)]]
     lines += [[bold(name), *(cells[i] for i in used)] for name, cells in rows]
-    what = ", ".join(f"{key} {value}" for key, value in group["case"].items())
+    case = {**group["case"], "network": group["case"]["network"] if suite != "first_calls" else group["name"]}
+    what = ", ".join(f"{key} {value}" for key, value in case.items())
     return under(group, f"{what}; {rounds} rounds.", lines)
 
 
