@@ -100,8 +100,7 @@ def table(group: dict, suite: str) -> str:
     used = [i for i, title in enumerate(columns) if any(cells[i] for _, cells in rows)]
     lines = [["contestant", *(list(columns)[i] for i in used)]]
     lines += [[bold(name), *(cells[i] for i in used)] for name, cells in rows]
-    case = {**group["case"], "network": group["case"]["network"] if suite != "first_calls" else group["name"]}
-    what = ", ".join(f"{key} {value}" for key, value in case.items())
+    what = ", ".join(f"{key} {value}" for key, value in group["case"].items())
     return under(group, f"{what}; {rounds} rounds.", lines)
 
 
