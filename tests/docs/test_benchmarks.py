@@ -296,6 +296,20 @@ def test_readme_and_the_notes_have_the_records_figures():
     assert f"takes {ours} bytes per parameter, with the tutorial's class {tutorials}." in readme
 
 
+def test_first_calls_take_at_most_half_as_much_again_as_the_tutorials_class():
+    """In the record, with every number of tensors; the page has its figures: time round by round, memory by medians."""
+    groups = read("first_calls")["groups"]
+    assert [group["name"] for group in groups] == ["100 tensors", "200 tensors", "400 tensors"]
+    for name, label in (("ms_accum", "train step"), ("ms_accum-by-hand", "by hand")):
+        ours = [(group["contestants"][name], group["contestants"]["tutorial"]) for group in groups]
+        assert {figures["status"] for pair in ours for figures in pair} == {"agreed"}
+        times = [mine["ratio"]["median"] for mine, _ in ours]
+        sizes = [mine["growth_spread"]["median"] / tutorials["growth_spread"]["median"] for mine, tutorials in ours]
+        assert max(*times, *sizes) <= 1.5
+        assert row_of("benchmarks.md", f"| {label} | ")[1:] == [
+            " / ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (times, sizes)]
+
+
 def test_the_notes_on_batch_sizes_have_the_records_figures():
     for problem in read("batch_size")["problems"].values():
         for name, found in problem["contestants"].items():

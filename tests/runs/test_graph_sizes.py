@@ -43,11 +43,11 @@ def stepping(count):
 class Alone(Buckets):
     """Buckets without ranks, of 16 bits and 32 in turn if mixed: a sum over ranks is twice what it sums."""
 
-    def __init__(self, weights, mixed):
+    def __init__(self, weights, mixed, size):
         dtypes = tuple([(ms.float32, ms.float16)[i % 2 if mixed else 0] for i in range(len(weights))])
         with patch.object(buckets.ops, "AllReduce", lambda group: None), patch.object(
                 buckets.ops, "AllGather", lambda group: None):
-            Buckets.__init__(self, weights, dtypes, 100, 0, 2)
+            Buckets.__init__(self, weights, dtypes, size, 0, 2)
         self.sum = double
 
 
@@ -57,7 +57,7 @@ def double(values):
 
 def exchanging(count, mixed):
     """Sum gradients of all ranks, in units of the weight."""
-    of_ranks = Alone(parameters(count), mixed)
+    of_ranks = Alone(parameters(count), mixed, 2**20)
 
     def step(weight, *grads):
         return finite_sum(of_ranks.all_reduce(grads, (weight,), weight)[0])
@@ -107,7 +107,7 @@ def test_each_gradient_adds_as_many_operands(graphs, tmp_path, monkeypatch):
 def test_buckets_hold_each_gradient(mixed, mode):
     """In the order of the parameters."""
     grads = [Tensor(np.arange(4).reshape(2, 2) + 10 * i, ms.float32) for i in range(9)]
-    of_ranks = Alone(parameters(9), mixed)
+    of_ranks = Alone(parameters(9), mixed, 100)
 
     def step(weight, *grads):
         return of_ranks.all_reduce(grads, (weight, weight + 1), weight)
