@@ -12,7 +12,7 @@ from support.modes import compiled
 from support.processes import MEMORY, run_python
 
 from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint, until_weight
-from ms_accum.core.buffers import LONGEST_SUM, Buffers
+from ms_accum.core.buffers import LONGEST_SUM, Buffers, warn_of_lost_gradients
 from ms_accum.tensors import state_parameter
 
 pytestmark = pytest.mark.core
@@ -173,12 +173,13 @@ def test_windows_too_long_for_16_bits_are_warned_of_once(accumulate_step, pieces
 
 
 def test_windows_too_long_for_bfloat16_are_warned_of():
+    """The function alone: CPU has no such buffers."""
     for longest, warns in ((65, pytest.warns(UserWarning, match="may hold 65 gradients, expected at most 64")),
                            (64, nullcontext())):
         with warns, warnings.catch_warnings() if longest == 64 else nullcontext():
             if longest == 64:
                 warnings.simplefilter("error")
-            Accumulator(nn.SGD(nn.Dense(2, 1).trainable_params(), 0.1), longest, buffer_dtype=ms.bfloat16)
+            warn_of_lost_gradients(ms.bfloat16, longest)
 
 
 # --- the unit of weights ----------------------------------------------------------------------------------------------
