@@ -29,7 +29,7 @@ from .way import Way, note_closed, note_filled
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
-    from .length import AccumulateStep
+    from .length import AccumulateStep, WindowLength
     from .stages import Stage
 
 REDUCTIONS = ("sum", "mean")
@@ -180,8 +180,7 @@ class Accumulator(Uncopied):
         clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
         max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
         one_of("reduction", reduction, REDUCTIONS)
-        length = length_of(accumulate_step)
-        warn_of_lost_gradients(buffer_dtype, length.longest)
+        length = _warned_length(accumulate_step, buffer_dtype)
         self._settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
                           "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
         layout = Accumulated(weights, tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes),
@@ -339,6 +338,13 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, layou
         return OneDevice(layout)
     require_whole_gradients(features)
     return Slices(layout, features)
+
+
+def _warned_length(accumulate_step: AccumulateStep, buffer_dtype: Optional[ms.Type]) -> WindowLength:
+    """Return the length of windows. Warn if they are too long for the buffers."""
+    length = length_of(accumulate_step)
+    warn_of_lost_gradients(buffer_dtype, length.longest)
+    return length
 
 
 def checked_clip_norm(clip_norm: object) -> Optional[float]:
