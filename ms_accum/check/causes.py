@@ -52,6 +52,12 @@ _NO_MEAN = ("no weighted mean: no weights make the gradients of the pieces into 
             "make_grad_cache_step")
 _NONLINEAR = ("nonlinear backward pass: its gradient is not proportional to the one it gets, as where a bprop clips it",
               "clip relative to the norm of the gradient, or clip the accumulated gradient with clip_norm=")
+_ADDED = ("nonlinear backward pass: a part of the gradient does not grow with the loss, as one that a bprop adds",
+          "add the loss of that part to the one that forward_fn returns")
+_ADDED_TO_SEVERAL = (
+    _ADDED[0] + "; the weights of several losses multiply them before the backward pass, so that part is not weighted",
+    "return the loss of that part as one more loss; or, if all losses divide by the same count, return their sum and "
+    "leave out losses=: the weight of one loss multiplies the gradients after the backward pass")
 _NOT_SCALED = ("not scaled: a part of the gradient does not grow with the loss, as one that a bprop adds; with a loss "
                "scaler it vanishes, in plain MindSpore as well",
                "add its loss to the one that forward_fn returns, or give the layer "
@@ -60,6 +66,8 @@ _MEAN = ('wrong normalisation: the loss is a mean, expected a sum because of los
          "return the sum, or leave loss_reduction out")
 _PACKED = ("; if documents are packed, the first token of each is no target: set its label to -100, so that "
            "(labels[:, 1:] != -100).sum() leaves it out")
+
+_FEW = 2.0 ** -12  # times the loss
 
 # What is counted in labels or a mask, as code.
 _COUNTS = ("({} != -100).sum()", "({} != -1).sum()", "({} != 0).sum()", "{}.sum()")
@@ -276,7 +284,10 @@ def _nonlinear_backward(division: Division, comparison: Comparison, called: list
     In the mean over a piece, samples get larger gradients than in the mean over the batch.
     """
     scale = float(2.0 ** np.ceil(np.log2(len(division.pieces))))  # by a power of two: exact in any dtype
-    return [] if _scales(division, comparison, scale) else _backward_of(division, called, _NONLINEAR)
+    if _scales(division, comparison, scale):
+        return []
+    added = _ADDED_TO_SEVERAL if division.several else _ADDED
+    return _backward_of(division, called, added if _adds(division, comparison) else _NONLINEAR)
 
 
 def _not_scaled(division: Division, comparison: Comparison, called: list[nn.Cell]) -> list[Cause]:
@@ -289,6 +300,13 @@ def _not_scaled(division: Division, comparison: Comparison, called: list[nn.Cell
 def _scales(division: Division, comparison: Comparison, times: float) -> bool:
     other = division.gradients(division.batch, times=times)
     return bool((division.norms(other - comparison.whole) <= comparison.explained).all())
+
+
+def _adds(division: Division, comparison: Comparison) -> bool:
+    """Return whether the gradient of t times the loss is a * t + b. Between these t, a clip begins to bind."""
+    small, one, large = (division.gradients(division.batch, times=t) for t in (_FEW, 1.0, 1 / _FEW))  # a + b / t
+    left = _FEW * small - (1 + _FEW) * one + large
+    return bool((division.norms(left) <= 4 * comparison.explained).all())
 
 
 def _backward_of(division: Division, cells: Iterable[nn.Cell], cause: tuple[str, str]) -> list[Cause]:

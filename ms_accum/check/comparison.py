@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
@@ -58,6 +59,7 @@ class Division:
         cut: The axis that counts the samples in each argument; None for one that is not cut.
         loss_scale: What the loss is multiplied by before the backward pass.
         is_sum: Whether `forward_fn` divides by the weight what should be a sum.
+        several: Whether it is one of several losses, which their weights multiply before the backward pass.
         names: Names of the last arguments of `forward_fn`, if they were given by name.
         weights: What `weight_fn` gave the pieces.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
@@ -66,9 +68,9 @@ class Division:
 
     def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
                  weight_fn: Optional[Callable], batch_axis: int = 0, names: tuple[str, ...] = (),
-                 loss_scale: float = 1.0, is_sum: bool = False) -> None:
+                 loss_scale: float = 1.0, is_sum: bool = False, several: bool = False) -> None:
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
-        self.names, self.loss_scale, self.is_sum = names, loss_scale, is_sum
+        self.names, self.loss_scale, self.is_sum, self.several = names, loss_scale, is_sum, several
         self.error: Optional[Exception] = None
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
@@ -170,7 +172,9 @@ class Division:
         whole = self._undivided()
         total, magnitudes, sketches = np.zeros(whole.shape), np.zeros(len(self.parameters)), [self.sketch(whole)]
         for place, share in enumerate(self.shares):
-            gradients = self._on_piece(place, self.gradients, restored or place == 0)
+            # Several losses are multiplied by their share of the window, in units of one piece.
+            times = float(share) * len(self.pieces) if self.several and share > 0 else 1.0
+            gradients = self._on_piece(place, partial(self.gradients, times=times), restored or place == 0)
             sketches.append(self.sketch(gradients))
             if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
                 magnitudes += share * self.norms(gradients)

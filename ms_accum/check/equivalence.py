@@ -129,7 +129,8 @@ def check_equivalence(
         weight_fn: `(*piece) -> weight`, as for `make_train_step`. None: the number of samples.
         loss_reduction: "sum" if `forward_fn` returns a sum, as for `make_train_step`. The check compares the sum
             divided by the weight.
-        losses: Number of losses that `forward_fn` returns, as for `make_train_step`; each is checked by itself.
+        losses: Number of losses that `forward_fn` returns, as for `make_train_step`; each is checked by itself, and
+            weighted before the backward pass, as in the train step.
         loss_scaler: As for `make_train_step`. Gradients are those of the scaled loss then, divided by the scale, and
             have to equal those of the loss itself.
 
@@ -177,7 +178,7 @@ def check_equivalence(
     loss_scaler = checked_loss_scaler(loss_scaler, ranks=1)
     loss_scale = 1.0 if loss_scaler is None else float(loss_scaler.scale_value)
     divided, reports = partial(Division, network=network, pieces=pieces, batch_axis=batch_axis, names=names,
-                               loss_scale=loss_scale, is_sum=loss_reduction == "sum"), []
+                               loss_scale=loss_scale, is_sum=loss_reduction == "sum", several=losses > 1), []
     for t in range(losses):
         functions: dict[str, Any] = {name: function and _wrapped(name, function, batch, names, t, losses)
                      for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}

@@ -16,7 +16,7 @@ from ..distributed.parallel_modes import may_shard, require_whole_gradients, war
 from ..distributed.slices import Slices
 from ..distributed.zero import slices_among, whole_parameters
 from ..tensors import as_weight, require_condition
-from .buffers import Buffers, buffer_dtype_of
+from .buffers import Buffers, buffer_dtype_of, warn_of_lost_gradients
 from .counters import Counters, Journal
 from .elementwise import require_divisible
 from .keeper import Keeper
@@ -29,7 +29,7 @@ from .way import Way, note_closed, note_filled
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
-    from .length import AccumulateStep
+    from .length import AccumulateStep, WindowLength
     from .stages import Stage
 
 REDUCTIONS = ("sum", "mean")
@@ -82,7 +82,10 @@ class Accumulator(Uncopied):
         reduction: "sum" or "mean".
         buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16
             buffer overflows if the sum of weight * gradient exceeds 65504; a train step or a cell divides the weights
-            by the samples of its first piece, except with `loss_reduction="sum"`.
+            by the samples of its first piece, except with `loss_reduction="sum"`. In long windows, 16-bit buffers stop
+            growing without an overflow: with gradients of one sign, the update is 0.04 % too small after 1,000
+            microbatches in float16, 24 % after 5,000 and 60 % after 10,000; in bfloat16 50 % after 1,000 and 95 % after
+            10,000. Windows that may hold more than 512 (bfloat16: 64) are warned of.
         on_nonfinite: What to do with NaN and infinity. "apply": apply them like other values. "skip_microbatch": give
             the microbatch (in pieces: the piece) the weight 0, and do not count a microbatch of which nothing is left
             (a piece whose own weight is 0 counts as left), so that the window stays open for another one
@@ -177,7 +180,7 @@ class Accumulator(Uncopied):
         clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
         max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
         one_of("reduction", reduction, REDUCTIONS)
-        length = length_of(accumulate_step)
+        length = _warned_length(accumulate_step, buffer_dtype)
         self._settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
                           "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
         layout = Accumulated(weights, tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes),
@@ -335,6 +338,13 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, layou
         return OneDevice(layout)
     require_whole_gradients(features)
     return Slices(layout, features)
+
+
+def _warned_length(accumulate_step: AccumulateStep, buffer_dtype: Optional[ms.Type]) -> WindowLength:
+    """Return the length of windows. Warn if they are too long for the buffers."""
+    length = length_of(accumulate_step)
+    warn_of_lost_gradients(buffer_dtype, length.longest)
+    return length
 
 
 def checked_clip_norm(clip_norm: object) -> Optional[float]:

@@ -51,6 +51,8 @@ class WindowLength:
     Attributes:
         description: The same text for the same lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
         is_one: Whether each window holds one microbatch.
+        longest: The most microbatches in a window, as far as it is known: of a function, of what `description` says;
+            None for `until_weight` without `at_most`.
 
     Raises:
         TypeError: If `accumulate_step`, or a key or value of it, is not an integer (bool and float included), or the
@@ -70,11 +72,14 @@ class WindowLength:
             self.description = str(dict(self.stages))
         elif callable(accumulate_step):
             self.schedule = accumulate_step
-            self.description = f"a function with lengths {_sampled(accumulate_step)}"
+            lengths = _sampled(accumulate_step)
+            self.description = f"a function with lengths {lengths}"
         else:
             self.stages = ((0, _length("accumulate_step", accumulate_step, _REMEDY)),)
             self.description = str(self.stages[0][1])
         self.is_one = self.schedule is None and self.stages == ((0, 1),)
+        longest = max(lengths) if self.schedule else max(length for _, length in self.stages)
+        self.longest = None if self.budget is not None and longest == LARGEST_INT32 else longest
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""

@@ -9,6 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm
+from mindspore.ops import constexpr
 
 from ..tensors import after, as_numbers, as_vector, mapped, scaled
 
@@ -49,6 +50,8 @@ class Buckets:
         self.members = filled(self.sizes, dtypes, size)
         places = [i for members in self.members for i in members]
         self.order = tuple(places.index(i) for i in range(len(places)))
+        before = {i: sum(self.sizes[j] for j in members[:k]) for members in self.members for k, i in enumerate(members)}
+        self.starts = tuple(before[i] for i in range(len(places)))  # in their buckets
         self.backwards = self.members[::-1]  # in the order of the backward pass: an exchanged bucket can be freed first
         self.carries_numbers = dtypes[self.members[-1][0]] == ms.float32
         self.totals = tuple(sum(self.sizes[i] for i in members) for members in self.members)
@@ -84,7 +87,7 @@ class Buckets:
             own = gradients_of_bucket(members, gradients, self.dtypes, sums, unit)
             sums = self.sum(ops.depend(self._flat(own, members, 0), sums))
             summed = (*self._split(sums, members), *summed)
-        return tuple([summed[i] for i in self.order]), numbers
+        return taken(summed, self.order), numbers
 
     def all_gather(self, parts: Gradients) -> Gradients:
         """Return whole gradients from the parts of all ranks."""
@@ -93,14 +96,14 @@ class Buckets:
         for members, part in zip(self.members, parts):
             whole = self._gathered(ops.depend(part, whole))
             gathered = (*gathered, *self._split(whole, members))
-        return tuple([gathered[i] for i in self.order])
+        return taken(gathered, self.order)
 
     def parts(self, gradients: Gradients) -> Gradients:
         """Return this rank's part of gradients that all ranks hold, without an exchange."""
         found = ()  # type: Gradients
         for members, length, padding in zip(self.members, self.lengths, self.padding):
             share = length // self.ranks
-            flat = self._flat(tuple([gradients[i] for i in members]), members, padding)
+            flat = self._flat(taken(gradients, members), members, padding)
             found = (*found, flat[self.rank * share:(self.rank + 1) * share])
         return found
 
@@ -117,18 +120,13 @@ class Buckets:
         return self.sum(ops.concat((ops.zeros(before, part.dtype), part, ops.zeros(after, part.dtype))))
 
     def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
-        parts = [gradient.reshape(-1) for gradient in gradients]
+        parts = mapped(_flattened, None, gradients)
         if padding:
-            parts.append(ops.zeros(padding, self.dtypes[members[0]]))
-        return ops.concat(tuple(parts))
+            parts = (*parts, ops.zeros(padding, self.dtypes[members[0]]))
+        return ops.concat(parts)
 
     def _split(self, flat: Tensor, members: tuple[int, ...]) -> Gradients:
-        gradients = ()  # type: Gradients
-        start = 0
-        for i in members:
-            gradients = (*gradients, flat[start:start + self.sizes[i]].reshape(self.shapes[i]))
-            start += self.sizes[i]
-        return gradients
+        return mapped(_member, (flat, self.starts, self.sizes, self.shapes), members)
 
 
 def gradients_of_bucket(members: tuple[int, ...], gradients: Gradients, dtypes: tuple[ms.Type, ...], before: Tensor,
@@ -137,10 +135,34 @@ def gradients_of_bucket(members: tuple[int, ...], gradients: Gradients, dtypes: 
 
     The products are made after `before`. Without that, those of all buckets would be in memory together.
     """
-    own = tuple([gradients[i] for i in members])
+    own = taken(gradients, members)
     if unit is None:
         return own
-    return mapped(scaled, unit, mapped(after, before, own), tuple([dtypes[i] for i in members]))
+    return mapped(scaled, unit, mapped(after, before, own), (dtypes[members[0]],) * len(members))
+
+
+def taken(items: tuple, places: tuple[int, ...]) -> tuple:
+    """Return the items at some places. Not a list comprehension: its graph grows with the square of its length."""
+    return items[places[0]:places[-1] + 1] if in_order(places) else mapped(_item, items, places)
+
+
+@constexpr
+def in_order(places: tuple[int, ...]) -> bool:
+    """Return whether places follow one another."""
+    return places == tuple(range(places[0], places[0] + len(places)))
+
+
+def _item(items: tuple, place: int) -> Tensor:
+    return items[place]
+
+
+def _flattened(_: None, gradient: Tensor) -> Tensor:
+    return gradient.reshape(-1)
+
+
+def _member(bucket: tuple, i: int) -> Tensor:
+    flat, starts, sizes, shapes = bucket[0], bucket[1], bucket[2], bucket[3]
+    return flat[starts[i]:starts[i] + sizes[i]].reshape(shapes[i])
 
 
 def filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:

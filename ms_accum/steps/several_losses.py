@@ -78,7 +78,8 @@ class SeveralLossesStep(TrainStep):
         super().__init__(function, accumulator, pieces, program_for, batch_axis, counts)
 
     def _epoch(self, batches: Iterable) -> Iterator[Any]:
-        """See `TrainStep.epoch`: it reads the batches of a window before it trains the first of them.
+        """See `TrainStep.epoch`: it reads the batches of a window before it trains the first of them, and after the
+        update of the window before.
 
         After an error of reading, those of the same window that were read before are not trained.
         """
@@ -94,8 +95,10 @@ class SeveralLossesStep(TrainStep):
                 if isinstance(batch, Exception):
                     raise batch
                 full = self._read(window, *batch)
-                batch = next_or_error(batches)
+                batch = None if full else next_or_error(batches)
             for left, result in zip(range(len(window.batches))[::-1], self._train_window(window)):
+                if full and left == 0:  # after the update: the next batch may be made with the new weights
+                    batch = next_or_error(batches)
                 yield result, batch is None and left == 0
 
     def __call__(self, *batch: Any, **named: Any) -> Any:

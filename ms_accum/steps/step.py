@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
 from ..arguments import Uncopied
+from ..core.buffers import warn_of_lost_gradients
 from ..core.keeper import Keeper
 from ..core.optimizers import cells_of, require_rates, require_same_parameters, require_trainable
 from ..distributed.parallel_modes import require_plain, require_unsharded
@@ -53,6 +54,9 @@ class TrainStep(Uncopied):
                  batch_axis: int = 0, counts: str = "samples") -> None:
         require_unsharded()
         require_plain(cells_of(function), _INSIDE)
+        way = accumulator.way
+        if pieces > 1:
+            warn_of_lost_gradients(way.buffers.parameters[0].dtype, way.length.longest, pieces)
         self.accumulator, self.pieces, self.batch_axis, self.updated = accumulator, pieces, batch_axis, False
         self.trained = 0
         self._function, self._program_for, self._counts = function, program_for, counts
@@ -68,12 +72,16 @@ class TrainStep(Uncopied):
     def epoch(self, batches: Iterable) -> Iterator[Any]:
         """Train on each of `batches`, and yield what each call returns. Apply the incomplete last window.
 
-        That is done before the last loss is yielded, so it happens in `zip(data, train_step.epoch(data))`, too, and
-        `updated` is true then. To know which batch is the last, each is read before the loss of the one before it is
-        yielded. So an iterator whose loop is left early has been read one batch further: give `islice(iterator, n)` to
-        train on n of its batches. A generator must not wait for what the loop does, and the position of a loader is one
-        ahead. An error of reading a batch is raised after the loss of the one before it, and not at all if the loop is
-        left with that loss.
+        The next batch is read when a microbatch is trained, *before* its loss is yielded: a batch may be made with the
+        current weights, but it does not see what the body of the loop has just done. Where it has to (reinforcement
+        learning), call the step directly, and `flush()` at the end.
+
+        The incomplete window is applied before the last loss is yielded, so it happens in
+        `zip(data, train_step.epoch(data))`, too, and `updated` is true then. To know which batch is the last, each is
+        read before the loss of the one before it is yielded. So an iterator whose loop is left early has been read one
+        batch further: give `islice(iterator, n)` to train on n of its batches. A generator must not wait for what the
+        loop does, and the position of a loader is one ahead. An error of reading a batch is raised after the loss of
+        the one before it, and not at all if the loop is left with that loss.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
         applies it, `accumulator.reset()` drops it. With several ranks, the data may be uneven: a rank at its end takes

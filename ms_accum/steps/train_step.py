@@ -81,7 +81,9 @@ def make_train_step(
         losses: How many losses `forward_fn` returns, in a tuple, each a mean over a count of its own: tokens for one,
             images or routed tokens for another. `weight_fn` returns a tuple of as many weights. The gradient is that of
             the sum of their means over the window, on all ranks. A window is weighed before it is trained: `epoch`
-            reads its batches ahead, and a single call has to be a window (`accumulate_step=1`).
+            reads its batches ahead, and a single call has to be a window (`accumulate_step=1`). The weights multiply
+            the losses, before the backward pass, so this has to be linear: what a `bprop` adds or clips is wrong where
+            microbatches differ. Return the loss of what it adds as one more loss (see the page on language models).
         clip_norm: With an optimizer; see `Accumulator`. So are the following.
         loss_scaler: See `Accumulator`. Return the loss in float32 then: a float16 loss overflows from a scale
             of 2**16 on.

@@ -237,7 +237,7 @@ CASES = {
         mean_loss, False, [("1.1.0", "Centred", COUPLES)], ("a layer that sees one sample at a time",)),
     **{f"clipped to {bound}": Case(
         lambda bound=bound: around(nn.SequentialCell(nn.Dense(16, 16), Clip(bound)), nn.Tanh()),
-        mean_loss, not clipped, clipped, ("a bprop", "clip_norm=") * bool(clipped))
+        mean_loss, not clipped, clipped, ("a bprop clips", "clip_norm=") * bool(clipped))
        for bound, clipped in ((0.02, CLIPPED), (1e-4, CLIPPED), (0.5, []))},
     # No sum of two means over arguments whose sums are weights.
     **{f"{samples} samples of a contrastive loss": Case(
@@ -315,6 +315,9 @@ CASES = {
         lambda added=added: around(layers.Adds(added)), mean_loss, not found, found,
         ("accumulator.scaled",) * len(found), options=options)
        for added, options, found in ((0.01, SCALED, [("1", "Adds", "not scaled")]), (0.01, {}, []), (0.0, SCALED, []))},
+    # A sum over the samples, where a mean is expected: it is no clip.
+    "a sum added by a bprop": Case(lambda: around(layers.Adds(0.01, mean=False)), mean_loss, False, [
+        ("1", "Adds", "nonlinear backward pass")], ("one that a bprop adds", "add the loss of that part to the one")),
     "underflow, with a scaler": Case(lambda: amp_at(around(nn.Tanh()), "to_float"), small_loss(1e-6), True, [],
                                      options=SCALED),
     "no token, and another mean": Case(

@@ -1,21 +1,27 @@
 """The buffers: their dtypes, their unit of weights, and how they are emptied."""
 import sys
+import warnings
+from contextlib import nullcontext
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, ParameterTuple, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from support.cells import Counting
 from support.modes import compiled
 from support.processes import MEMORY, run_python
 
-from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint
-from ms_accum.core.buffers import Buffers
+from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint, until_weight
+from ms_accum.core.buffers import LONGEST_SUM, Buffers, warn_of_lost_gradients
 from ms_accum.tensors import state_parameter
 
 pytestmark = pytest.mark.core
 
 INF, NAN = float("inf"), float("nan")
+
+
+def lengthening(update_step):
+    return ops.minimum(update_step // 64 + 1, 1024)
 
 
 def test_dtypes_of_parameters_and_buffers(mode):
@@ -91,6 +97,89 @@ def test_windows_of_one_microbatch_have_no_buffers(tmp_path):
     _, train_step, again = trained({0: 1, 7: 2}, (), path)  # the open window of a file makes them, too
     assert again.is_allocated
     assert again.parameters[0].asnumpy().any()
+
+
+# --- long sums --------------------------------------------------------------------------------------------------------
+
+BITS = {ms.float16: 11, ms.bfloat16: 8}  # significant ones
+
+
+def rounded(values, bits):
+    """float64 values with so many significant bits; half to even."""
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.round(np.ldexp(mantissa, bits)), exponent - bits)
+
+
+def sums(dtype, count, spread, add=lambda gradient: None):
+    """The sum of gradients of one sign, each 1 - spread to 1 + spread times their mean: in this dtype, and exact."""
+    rng = np.random.default_rng(1)
+    mean, total, exact = rng.uniform(0.01, 0.02, 500), np.zeros(500), np.zeros(500)
+    for _ in range(count):
+        gradient = rounded(mean * rng.uniform(1 - spread, 1 + spread, 500), BITS[dtype])
+        total, exact = rounded(total + gradient, BITS[dtype]), exact + gradient
+        add(gradient)
+    return total, exact
+
+
+def off(total, exact):
+    return np.linalg.norm(total - exact) / np.linalg.norm(exact)
+
+
+def test_a_float16_buffer_stops_growing_as_numpys_sum_does():
+    """And a float32 buffer does not."""
+    buffers = [Buffers(f"long{i}", (state_parameter(f"long{i}.w", (500,), dtype),), (dtype,))
+               for i, dtype in enumerate((ms.float16, ms.float32))]
+
+    def add(gradient):
+        for one in buffers:
+            one.add(one.weighed((Tensor(gradient, ms.float32),), 1))
+
+    total, exact = sums(ms.float16, 3000, 0.5, add)
+    short, good = (one.parameters[0].asnumpy().astype(np.float64) for one in buffers)
+    assert short.tolist() == total.tolist()
+    assert off(good, exact) < 1e-5
+    assert off(short, exact) > 0.03
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_windows_that_are_warned_of_lose_gradients(dtype):
+    """The figures at `LONGEST_SUM`, equal gradients first; from eight times as many on, sums are much too small."""
+    limit = LONGEST_SUM[dtype]
+    assert limit == 2 ** BITS[dtype] / 4
+    for spread, most in ((0, 0.035), (0.5, 0.008)):
+        assert off(*sums(dtype, limit, spread)) < most
+        total, exact = sums(dtype, 8 * limit, spread)
+        assert np.linalg.norm(total) < 0.9 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(("accumulate_step", "pieces", "most"), [
+    (513, 1, "513"), ({0: 2, 9: 600, 12: 4}, 1, "600"), (lengthening, 1, "1024"),
+    (until_weight(9, at_most=700), 1, "700"), (200, 3, "200 x 3"), (512, 1, None), (until_weight(9), 1, None),
+    (128, 4, None), (600, 2, "600")])
+def test_windows_too_long_for_16_bits_are_warned_of_once(accumulate_step, pieces, most):
+    """Once also in pieces. Control: float32 buffers."""
+    def forward_fn(x):
+        return x.mean()
+
+    for dtype in (ms.float16, None, ms.float32):
+        optimizer = nn.SGD(nn.Dense(2, 1).trainable_params(), 0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_train_step(forward_fn, optimizer, accumulate_step, pieces=pieces, buffer_dtype=dtype)
+        said = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+        assert len(said) == (dtype == ms.float16 and most is not None)
+        assert all(f"buffer_dtype is Float16 and windows may hold {most} gradients, expected at most 512" in text
+                   and "leave out buffer_dtype" in text for text in said)
+
+
+def test_windows_too_long_for_bfloat16_are_warned_of():
+    """The function alone: CPU has no such buffers."""
+    for longest, warns in ((65, pytest.warns(UserWarning, match="may hold 65 gradients, expected at most 64")),
+                           (64, nullcontext())):
+        with warns, warnings.catch_warnings() if longest == 64 else nullcontext():
+            if longest == 64:
+                warnings.simplefilter("error")
+            warn_of_lost_gradients(ms.bfloat16, longest)
 
 
 # --- the unit of weights ----------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def buffers(figures):
 @pytest.mark.parametrize(("suite", "names"), [
     ("mlp", "ms_accum-pieces,ms_accum-by-hand,undivided,tutorial,one-buffer,boost,parallel-nn"),
     ("memory", "ms_accum"), ("strategies", "undivided,ms_accum,ms_accum-pieces"), ("scaling", "ms_accum"),
-    ("skipping", "ms_accum-skip-window,ms_accum-skip-microbatch"),
+    ("skipping", "ms_accum-skip-window,ms_accum-skip-microbatch"), ("first_calls", "ms_accum,wrong-denominator"),
     ("distributed", "window,microbatch,zero2,wrong-denominator")])
 def test_every_suite(tmp_path, suite, names):
     """All agree, but for a wrong divisor; the parts of the other suites are tested above."""
@@ -111,6 +111,12 @@ def test_every_suite(tmp_path, suite, names):
         assert all(figures["first_window"] > figures["samples"][0] > 0 for figures in weighed.values())
         assert all(figures["growth_spread"]["median"] == figures["growth"][0] for figures in weighed.values())
         assert weighed["undivided"]["growth"][0] > weighed["undivided"]["data_bytes"] == 4 * 512 * 784 * 4
+    elif suite == "first_calls":
+        ours = last["ms_accum"]
+        assert len(ours["samples"]) == len(ours["wall"]) == len(ours["growth"]) == 1
+        assert ours["samples"][0] > 0.1
+        assert ours["growth_spread"]["median"] == ours["growth"][0] > 2**20
+        assert "|processor time, s|" in report.section(record)
     elif suite == "scaling":
         ratios = "|".join(f"{group['contestants']['ms_accum']['ratio']['median']:.2f}" for group in record["groups"])
         assert f"|ms_accum|{ratios}|" in report.section(record)
@@ -288,6 +294,21 @@ def test_readme_and_the_notes_have_the_records_figures():
         assert row_of_notes(start)[1:] == expected, start
     ours, tutorials = (f"{found[i]['per_parameter']:.1f}" for i in (4, 1))
     assert f"takes {ours} bytes per parameter, with the tutorial's class {tutorials}." in readme
+
+
+def test_first_calls_take_at_most_half_as_much_again_as_the_tutorials_class():
+    """In the record, with every number of tensors; the page has its figures: time round by round, memory by medians."""
+    groups = read("first_calls")["groups"]
+    page = (BENCHMARKS.parent / "guide" / "benchmarks.md").read_text(encoding="utf-8")
+    assert [group["name"] for group in groups] == ["100 tensors", "200 tensors", "400 tensors"]
+    for name, label in (("ms_accum", "train step"), ("ms_accum-by-hand", "by hand")):
+        ours = [(group["contestants"][name], group["contestants"]["tutorial"]) for group in groups]
+        assert {figures["status"] for pair in ours for figures in pair} == {"agreed"}
+        times = [mine["ratio"]["median"] for mine, _ in ours]
+        sizes = [mine["growth_spread"]["median"] / tutorials["growth_spread"]["median"] for mine, tutorials in ours]
+        assert max(*times, *sizes) <= 1.5
+        cells = [" / ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (times, sizes)]
+        assert f"| {label} | {' | '.join(cells)} |" in page
 
 
 def test_the_notes_on_batch_sizes_have_the_records_figures():

@@ -2,10 +2,12 @@
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from support.layers import Adds
 from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
-from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.comparing import difference, relative, values
+from ms_accum.selftest.modes import running
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = pytest.mark.core
@@ -97,6 +99,89 @@ def test_the_check_names_the_loss_that_is_no_mean():
     assert [cause.layer for cause in report.causes] == ["forward_fn, loss 2"]
     with pytest.raises(ValueError, match="loss 2: weight_fn gave the pieces the weights"):
         check_equivalence(pair_of(network), network, microbatches()[0], 4, weight_fn=counts, losses=2)
+
+
+# --- what a bprop adds ------------------------------------------------------------------------------------------------
+
+
+ADDED = 0.3
+RAGGED = [tensors(*batch) for batch in batches((6, 2, 4, 1))]
+
+
+class OnTheLoss(nn.Cell):
+    """The loss, whose backward pass adds a multiple of the gradient that it gets."""
+
+    def construct(self, loss, other):
+        return loss + 0
+
+    def bprop(self, loss, other, out, dout):
+        return dout, dout * ADDED
+
+
+class Hidden(MLP):
+    """What is added to the gradient of the hidden layer, by a bprop or by a loss."""
+
+    def __init__(self, added):
+        super().__init__()
+        self.adds, self.on_the_loss = Adds(added), OnTheLoss()
+
+    def construct(self, x, y):
+        hidden = self.adds(ops.tanh(self.first(x)))
+        logits = self.second(hidden)
+        return LOSS(logits, y), ops.square(logits).mean(), hidden.sum(-1).mean()
+
+
+def moved(way, data):
+    """How an update moves the parameters."""
+    network = Hidden(ADDED if way.startswith("bprop") else 0.0)
+
+    def forward_fn(x, y):
+        one, two, added = network(x, y)
+        if way == "bprop, their sum":
+            return one + two
+        if way == "one more loss":
+            return one, two, added * ADDED
+        return (network.on_the_loss(one, added) if way == "on the loss" else one), two
+
+    losses = {"bprop, their sum": 1, "one more loss": 3}.get(way, 2)
+
+    def weight_fn(x, y):
+        return x.shape[0] if losses == 1 else (x.shape[0],) * losses
+
+    before = values(network.trainable_params())
+    step = make_train_step(forward_fn, sgd(network, 1.0), len(data), losses=losses, weight_fn=weight_fn)
+    assert len(list(step.epoch(data))) == len(data)
+    return [new - old for new, old in zip(values(network.trainable_params()), before)]
+
+
+@pytest.mark.parametrize("mode", ["jit", "pynative"])
+def test_what_a_bprop_adds_has_to_be_a_loss(mode):
+    """Against the undivided batch in plain training. Control: a bprop, of which the weights know nothing."""
+    with running(mode):
+        expected = moved("bprop, their sum", [tuple(ops.cat(column) for column in zip(*RAGGED))])
+        for way in ("one more loss", "on the loss", "bprop, their sum"):
+            assert relative(moved(way, RAGGED), expected) < 1e-6, way
+        assert relative(moved("bprop", RAGGED), expected) > 0.05
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("samples", [10, 8])
+def test_the_check_finds_what_a_bprop_adds_where_pieces_differ(samples):
+    """10 samples are 3, 3, 3 and 1. Control: a loss instead of a bprop, and equal pieces."""
+    data, = [tensors(*batch) for batch in batches((samples,))]
+    for added, options in ((ADDED, {}), (0.0, {}), (ADDED, {"losses": 1})):
+        network = Hidden(added).set_train()
+
+        def forward_fn(x, y, network=network, options=options):
+            one, two, _ = network(x, y)
+            return one + two if options else (one, two)
+
+        report = check_equivalence(forward_fn, network, data, 4, **(options or {"losses": 2}))
+        wrong = samples == 10 and added > 0 and not options
+        assert report.ok is not wrong
+        assert {cause.layer for cause in report.causes} == ({"adds"} if wrong else set())
+        assert ("one that a bprop adds; the weights of several losses" in str(report)) is wrong
+        assert ("return the loss of that part as one more loss" in str(report)) is wrong
 
 
 def weighing(first):

@@ -97,6 +97,28 @@ def test_a_loop_that_does_not_exhaust_the_epoch_loses_no_update(losses):
     assert difference(wrong, right) > 1e-3, "control: the rows of the last batch"
 
 
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize("accumulate_step", [3, {0: 2, 1: 3}, until_weight(13)])
+def test_a_batch_is_asked_for_when_all_windows_before_it_have_updated(losses, accumulate_step):
+    """So it may be made with the current weights; the body of the loop comes after the next batch was asked for."""
+    train_step, asked, closed = step_of(accumulate_step, losses), [], [0]
+
+    def made():
+        for batch in batches([6] * 7):
+            asked.append(int(train_step.accumulator.update_step))
+            yield tensors(*batch)
+
+    in_body = []
+    for _ in train_step.epoch(made()):
+        in_body.append(len(asked))
+        closed.append(closed[-1] + train_step.updated)
+    assert asked == closed[:7]
+    assert len({*asked}) == 3
+    assert in_body == [2, 3, 4, 5, 6, 7, 7] if losses == 1 else in_body[-1] == 7
+    assert int(train_step.accumulator.update_step) == 3
+
+
 def broken(after, error=OSError):
     """Batches, and then an error of reading."""
     yield from [tensors(*batch) for batch in batches([6] * after)]

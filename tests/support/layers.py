@@ -193,15 +193,15 @@ def info_nce(network):
 class Adds(nn.Cell):
     """A layer whose backward pass adds to the gradient, as the balancing loss of a mixture of experts does."""
 
-    def __init__(self, added):
+    def __init__(self, added, mean=True):
         super().__init__()
-        self.added = added
+        self.added, self.mean = added, mean
 
     def construct(self, x):
         return x + 0
 
     def bprop(self, x, out, dout):
-        return (dout + self.added / x.shape[0],)
+        return (dout + (self.added / x.shape[0] if self.mean else self.added),)
 
 
 class Block(nn.Cell):

@@ -18,7 +18,8 @@ class Case:
 
     Attributes:
         network: "mlp-784-512-512-10": layer sizes. "cnn-64x2": channels and blocks of a first stage.
-            "transformer-384x6", "vit-192x6": width and blocks.
+            "transformer-384x6", "vit-192x6": width and blocks. "heads-16x50": width of a sample and linear layers,
+            whose results are added.
         batch: Samples in a microbatch.
         accumulate_step: Microbatches in a window.
         lr: Learning rate.
@@ -39,7 +40,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """"mlp", "cnn", "transformer" or "vit"."""
+        """"mlp", "cnn", "transformer", "vit" or "heads"."""
         return self.network.split("-")[0]
 
     @property
@@ -55,7 +56,8 @@ class Case:
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one sample."""
-        return {"mlp": (self.sizes[0],), "transformer": (TOKENS, self.sizes[0])}.get(self.kind, IMAGE)
+        return {"mlp": (self.sizes[0],), "heads": (self.sizes[0],), "transformer": (TOKENS, self.sizes[0])}.get(
+            self.kind, IMAGE)
 
 
 def samples(case: Case, count: int) -> tuple[np.ndarray, np.ndarray]:

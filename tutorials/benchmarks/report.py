@@ -73,10 +73,12 @@ def section(record: dict) -> str:
 
 def table(group: dict, suite: str) -> str:
     """A group as Markdown: who was measured, in order of the median, then who was not, and why."""
-    # A sample is seconds for a microbatch; of the suite memory, it is bytes.
+    # A sample is seconds for a microbatch; of the suite memory, bytes; of first calls, seconds of two windows.
     unit, factor, digits = "ms per microbatch", 1e3, 3
     if suite == "memory":
         unit, factor, digits = "growth of peak RSS, MiB", 1 / MEBIBYTE, 0
+    elif suite == "first_calls":
+        unit, factor, digits = "processor time, s", 1, 1
     measured = {name: figures for name, figures in group["contestants"].items() if "spread" in figures}
     rounds = max((len(figures["samples"]) for figures in measured.values()), default=0)
     columns = {

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -89,12 +89,25 @@ class Contestant(ABC):
         return {"state_bytes": self.state_bytes(), "parameter_bytes": sum(p.nbytes for p in self.parameters()),
                 "first_window": self.first_window}
 
+    def first_calls(self, windows: int) -> dict[str, float]:
+        """What the first windows of this process take.
+
+        Samples: seconds of all its threads on processors; wall: seconds; growth: bytes, of peak RSS.
+        """
+        self.load(self.case.batch, distinct=True)
+        before, processor, wall = peak_rss(), process_time(), perf_counter()
+        self.run(windows * self.case.accumulate_step)
+        return {"samples": process_time() - processor, "wall": perf_counter() - wall, "growth": peak_rss() - before}
+
     def peak(self, batch: int, windows: int) -> dict[str, int]:
         """Bytes of peak RSS of this process after training on microbatches of `batch` samples, and of its data."""
         self.load(batch, distinct=False)
         self.run(windows * self.case.accumulate_step)
-        # Of this program alone; `ru_maxrss` starts with the peak of the process that launched it.
-        with open("/proc/self/status", encoding="ascii") as status:
-            resident = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
         pieces = self.case.accumulate_step if self.whole_window else 1
-        return {"peak": resident, "data": pieces * batch * int(np.prod(self.case.input_shape)) * 4}
+        return {"peak": peak_rss(), "data": pieces * batch * int(np.prod(self.case.input_shape)) * 4}
+
+
+def peak_rss() -> int:
+    """Bytes, of this program alone; `ru_maxrss` starts with the peak of the process that launched it."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
