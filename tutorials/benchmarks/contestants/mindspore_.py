@@ -14,7 +14,8 @@ from mindspore import Parameter, Tensor, boost, nn, ops
 from mindspore.communication import get_rank
 from mindspore.parallel.nn import GradAccumulation
 
-from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step, shard_parameters
+from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step, shard_parameters, until_weight
+from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.selftest.tutorial import TwoBuffers, train_step_with
 
 from .contract import Contestant
@@ -140,6 +141,57 @@ def floor(start: Start, branch: bool = False) -> Way:
 
 def ms_accum(start: Start, **options: object) -> Way:
     return _ours(start, start.pieces, 1, **options)
+
+
+def ms_accum_weights(start: Start, is_sum: bool) -> Way:
+    """With the number of labels as weight; `is_sum`: of the sum over the labels."""
+    forward_fn = start.forward_fn
+
+    def count(x: Tensor, y: Tensor) -> Tensor:
+        return (y >= 0).sum()
+
+    def summed(x: Tensor, y: Tensor) -> Tensor:
+        return forward_fn(x, y) * count(x, y)
+
+    acc = Accumulator(start.optimizer, start.pieces, reduction="mean")
+    step = make_train_step(summed if is_sum else forward_fn, acc, weight_fn=count,
+                           loss_reduction="sum" if is_sum else "mean")
+    return Way(step, tuple(acc.parameters))
+
+
+def ms_accum_budget(start: Start) -> Way:
+    """Windows by their number of samples."""
+    forward_fn, optimizer = start.forward_fn, start.optimizer
+    steps: list[Callable] = []
+
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        if not steps:
+            steps.append(make_train_step(forward_fn, optimizer, until_weight(start.pieces * len(x))))
+        return steps[0](x, y)
+
+    return Way(call)
+
+
+def ms_accum_losses(start: Start) -> Way:
+    """As two losses, each half of it. A window is known before it is trained: a call trains a whole one."""
+    forward_fn = start.forward_fn
+
+    def halves(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss = forward_fn(x, y)
+        return loss * 0.5, loss * 0.5
+
+    acc, held = Accumulator(start.optimizer, start.pieces, reduction="mean"), []
+    step = make_train_step(halves, acc, losses=2)
+
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        held.append((x, y))
+        if len(held) < start.pieces:
+            return Tensor(0.0)
+        *_, losses = step.epoch(held)
+        held.clear()
+        return losses[0]
+
+    return Way(call, tuple(acc.parameters))
 
 
 def ms_accum_pieces(start: Start) -> Way:
@@ -270,6 +322,12 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "one-buffer": one_buffer,
     "ms_accum": ms_accum,
     "ms_accum-again": ms_accum,
+    "ms_accum-sums": partial(ms_accum_weights, is_sum=True),
+    "ms_accum-weights": partial(ms_accum_weights, is_sum=False),
+    "ms_accum-budget": ms_accum_budget,
+    "ms_accum-losses": ms_accum_losses,
+    "ms_accum-noise-scale": lambda start: ms_accum(start, noise_scale=GradientNoiseScale()),
+    "ms_accum-clip": partial(ms_accum, clip_norm=1e9),
     "ms_accum-skip-window": partial(ms_accum, on_nonfinite="skip_window"),
     "ms_accum-skip-microbatch": partial(ms_accum, on_nonfinite="skip_microbatch"),
     "ms_accum-pieces": ms_accum_pieces,
