@@ -103,7 +103,7 @@ REFUSALS = {
     "own": r"ValueError: Normed updates elements of first\.weight by the gradients of others, .*; give an elementwise",
     "careful": r"ValueError: Careful updates elements of first\.weight by the gradients of others",
     "frozen": r"ValueError: Frozen moved nothing in two updates, .*; begin with a learning rate above 0, or give",
-    "one in a node": "zero=2 with one rank in each node divides no buffers; give zero=1",
+    "one in a node": "zero=2 divides no buffers if each node has one rank; give zero=1",
     "stage": r"ValueError: Measuring looks at the gradients of a window, .*; sum over elements by self\.exchange",
     "twice": r"ValueError: first\.weight is a slice already; give shard_parameters the network's parameters, once",
     "float": r"TypeError: an entry of parameters is of type float, expected a Parameter, or a group as a dict; give",

@@ -28,7 +28,7 @@ REFUSALS = {
     "loss_scaler": DIFFER + "the loss_scaler; give every rank the same one", "alike": "accepted",
     "accumulate_step": DIFFER + "accumulate_step; give every rank the same network and arguments",
     "seed": DIFFER + "the values of first.weight, the .*; give every rank the same seed, or broadcast=True",
-    "nodes": "ValueError: 2 ranks make no whole number of nodes of 3; start as many ranks on each host",
+    "nodes": "ValueError: 2 ranks cannot be divided into nodes of 3; start as many ranks on each host",
     "started": DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node",
     "shapes": DIFFER + r"parameters \(names, shapes, dtypes\), the optimizer, its learning rate or state; ",
     "alone": "UserWarning: this run has 2 ranks, but this accumulator has no reducer",
@@ -110,7 +110,7 @@ def test_callbacks_where_ranks_have_uneven_data(left_by, sync):
             np.testing.assert_array_equal(rows[:, :2], np.array(expected)[:, :2])
         refused = [said for said in left["said"] if said != "accepted"]
         assert len(refused) == rank
-        changed = "RuntimeError: the learning rate was changed after 3 updates, which this rank made"
+        changed = "RuntimeError: the learning rate was changed after 3 updates that this rank made"
         assert all(said.startswith(changed) for said in refused)
 
 

@@ -243,9 +243,9 @@ CELL = nn.WithLossCell(MLP(), LOSS)
 STEP, CACHED = partial(make_train_step, LOSS), partial(make_grad_cache_step, MLP(), LOSS)
 DOOR = partial(TrainOneStepCell, CELL)
 IN_ANY_DOOR = [
-    (ValueError, "got an Accumulator and also accumulate_step, which the Accumulator has already", (READY, 2), {}),
+    (ValueError, "got an Accumulator and also accumulate_step, which the Accumulator already has", (READY, 2), {}),
     (ValueError, "also clip_norm, loss_scaler,", (READY,), {"clip_norm": 1.0, "loss_scaler": amp.StaticLossScaler(8)}),
-    (TypeError, "accumulate_step is missing, expected it with an .* give accumulate_step=4", (SGD,), {}),
+    (TypeError, "accumulate_step is missing, expected the number of .* give e.g. accumulate_step=4", (SGD,), {}),
     (TypeError, "optimizer is of type int, expected a MindSpore optimizer", (3, 2), {}),
     (ValueError, r"reduction='sum', expected \"mean\": .* N times too large", (SUM,), {}),
     (TypeError, r"unexpected argument clipnorm; did you mean clip_norm\?", (READY,), {"clipnorm": 1.0}),
