@@ -75,13 +75,13 @@ class TrainStep(Uncopied):
         The incomplete last window is applied before the last loss is yielded, so that it also happens in
         `zip(data, train_step.epoch(data))`, and `updated` is true then.
 
-        Batches are read one ahead: when a microbatch is trained, the next batch is read *before* the loss is yielded, to
-        know which batch is the last. So a batch may be made with the current weights, but not with results of the loop
-        body; a generator must not wait for these. If batches depend on the loop body (reinforcement learning), call the
-        step directly, and `flush()` at the end. If you leave the loop early, the iterator has been read one batch
-        further; use `islice(iterator, n)` to train on n batches. The position of a data loader is one ahead, too. An
-        error while reading a batch is raised after the loss of the previous batch was yielded; it is not raised if you
-        leave the loop at that loss.
+        Batches are read one ahead: when a microbatch is trained, the next batch is read *before* the loss is yielded,
+        to know which batch is the last. So a batch may be made with the current weights, but not with results of the
+        loop body; a generator must not wait for these. If batches depend on the loop body (reinforcement learning),
+        call the step directly, and `flush()` at the end. If you leave the loop early, the iterator has been read one
+        batch further; use `islice(iterator, n)` to train on n batches. The position of a data loader is one ahead, too.
+        An error while reading a batch is raised after the loss of the previous batch was yielded; it is not raised if
+        you leave the loop at that loss.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch continues it, `flush()`
         applies it, `accumulator.reset()` drops it. With several ranks, the numbers of batches may differ: a rank that
