@@ -71,7 +71,7 @@ def test_a_window_that_is_closed_inside_the_loop_ends_it(method):
     for _ in range(4):
         next(epoch)
     getattr(step.accumulator, method)()
-    with pytest.raises(RuntimeError, match=r"closed or dropped in the middle of an epoch .*leave the loop and call"):
+    with pytest.raises(RuntimeError, match=r"closed or dropped inside the loop, .*leave the loop and call"):
         list(epoch)
 
 
