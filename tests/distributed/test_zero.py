@@ -96,7 +96,7 @@ REFUSALS = {
     "whole": r"ValueError: zero=1 with an optimizer of whole parameters; build it from shard_parameters\(",
     "no zero": r"ValueError: the optimizer updates this rank's slices, which zero=0 does not gather; give DataParallel",
     "no reducer": r"ValueError: the optimizer updates this rank's slices, but there is no reducer to gather them; give",
-    "some": r"ValueError: first\.bias is no slice, but other parameters of the optimizer are; give all of them",
+    "some": r"ValueError: first\.bias is not a slice, but other parameters of the optimizer are slices; give all",
     "Lamb": WHOLE_LOOKING.format("Lamb"), "AdaFactor": WHOLE_LOOKING.format("AdaFactor"),
     "LARS": WHOLE_LOOKING.format("LARS"),
     "centralized": r"ValueError: the optimizer has grad_centralization=True, .*; leave it out, or give zero=0",
@@ -105,7 +105,7 @@ REFUSALS = {
     "frozen": r"ValueError: Frozen moved nothing in two updates, .*; begin with a learning rate above 0, or give",
     "one in a node": "zero=2 divides no buffers if each node has one rank; give zero=1",
     "stage": r"ValueError: Measuring looks at the gradients of a window, .*; sum over elements by self\.exchange",
-    "twice": r"ValueError: first\.weight is a slice already; give shard_parameters the network's parameters, once",
+    "twice": r"ValueError: first\.weight is already a slice; call shard_parameters only once, with the network's",
     "float": r"TypeError: an entry of parameters is of type float, expected a Parameter, or a group as a dict; give",
     "whole gradients": r"ValueError: the gradient of first\.weight has shape \(15,\), expected \(5, 6\); .* with ZeRO",
     "accepted": "accepted"}

@@ -20,7 +20,7 @@ from ms_accum.steps.errors import explaining_errors
 
 pytest_plugins = ["support.launch"]
 DIFFER = "ValueError: rank 1 and rank 0 differ in "
-OTHER_RANK = "CheckpointError: rank 1 failed, and so nothing was done on this one; see its message"
+OTHER_RANK = "CheckpointError: rank 1 failed, so nothing was done on this rank; see its message"
 
 
 REFUSALS = {
@@ -187,7 +187,7 @@ def test_a_rank_that_fails_ends_the_run(folder_of):
 
 
 ALONE = ("RuntimeError: another rank does not take part in an exchange: it left its epoch early, ended, or is late; "
-         "expected")
+         "let every rank")
 
 
 @pytest.mark.slow
