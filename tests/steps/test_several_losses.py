@@ -180,7 +180,7 @@ def test_the_check_finds_what_a_bprop_adds_where_pieces_differ(samples):
         wrong = samples == 10 and added > 0 and not options
         assert report.ok is not wrong
         assert {cause.layer for cause in report.causes} == ({"adds"} if wrong else set())
-        assert ("one that a bprop adds; the weights of several losses" in str(report)) is wrong
+        assert ("because a bprop adds it; the weights of several losses" in str(report)) is wrong
         assert ("return the loss of that part as one more loss" in str(report)) is wrong
 
 
