@@ -78,7 +78,7 @@ CASES = [
     (step(scalar, weight_fn=two_weights), "ValueError weight_fn returned a tuple of 2, .*; give losses=2 to"),
     (step(scalar, losses=2), f"TypeError forward_fn returned a value of type Tensor, expected {TWO}$"),
     (step(losses, losses=2), f"TypeError forward_fn returned 3 losses, expected {TWO}; with has_aux=True, "),
-    (step(losses, losses=2, weight_fn=minus_one), f"ValueError weight is no tuple, expected {TWO}, an "),
+    (step(losses, losses=2, weight_fn=minus_one), f"ValueError weight is no tuple, expected {TWO}; let "),
     (cached(nothing, mean), f"TypeError encode_fn returned neither a Tensor nor .*; {ROWS}"),
     (cached(vector, mean), rf"ValueError encode_fn .* of shape \(3,\) for 2 samples; {ROWS}"),
     (cached(mixed, mean), f"TypeError encode_fn returned Tensors of Float32, Float16; {ROWS}"),
