@@ -13,7 +13,7 @@ from .process import in_a_process, is_dry_run
 DEVICES = ("CPU", "GPU", "Ascend")
 _USED = 0.9  # of the free memory; the rest is left to other processes
 _SIMULATED = 2**36  # bytes: the memory of the device that MindSpore simulates, and of an NPU of 64 GB
-# Both versions of cgroups: a line of a process's membership; files of its limit, usage and what the kernel can drop.
+# For both versions of cgroups: a line of a process's membership; files of its limit, usage and droppable memory.
 _CGROUPS = ((r"0::/(.*)", "", "memory.max", "memory.current", "inactive_file"),
             (r"\d+:memory:/(.*)", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
 

@@ -32,9 +32,9 @@ class GradientNoiseScale(Stage):
     doubling the batch halves the number of updates; far above it, more samples change almost nothing. Its unit is that
     of the weights: samples or tokens. Tokens are treated as independent of the others in their sequence.
 
-    A microbatch is here what is added to the accumulator in one step: with `make_train_step(pieces=...)`, one piece.
-    With several ranks, the microbatches of all ranks count. Skipped microbatches, those of weight 0, and windows of one
-    microbatch are ignored: a single microbatch cannot be compared.
+    Here, a microbatch is what the accumulator adds at once: with `make_train_step(pieces=...)`, one piece. With several
+    ranks, the microbatches of all ranks count. Skipped microbatches, those of weight 0, and windows of one microbatch
+    are ignored: a single microbatch cannot be compared.
 
     Args:
         decay: Factor on all earlier windows in the means when a window closes, 0 < decay <= 1. With 1, the means are

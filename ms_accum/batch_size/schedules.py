@@ -163,7 +163,7 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
     """Return a schedule whose windows grow linearly with the microbatches seen, with learning rates scaled to them.
 
         factor(p) = min(1 + (largest - 1) * p // ramp, largest)    # largest = maximum // accumulate_step
-        # length and rate of a window follow from factor(p) as in `seesaw`, of which all else here holds, too
+        # length and rate of a window follow from factor(p) as in `seesaw`; everything else is as in `seesaw`, too
 
     The critical batch size is small early in training: there, small batches reach the same loss with fewer samples.
 

@@ -77,10 +77,10 @@ def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -
     """
     (step, built), dry = made_step(make_step, device_target, microbatch), is_dry_run(device_target)
     if dry:
-        instance_of("what make_step returns behind the step", getattr(built, "accumulator", built), Accumulator,
+        instance_of("what make_step returns after the step", getattr(built, "accumulator", built), Accumulator,
                     "the train step, cell or Accumulator that it built", "for a dry run, return step, train_step")
     step()
-    if dry and not getattr(built, "updated", False):  # as it is after a window of one microbatch
+    if dry and not getattr(built, "updated", False):  # it is true after a window of one microbatch
         # Before the other steps: the optimizer's state is in memory from the first update on.
         _update_with(getattr(built, "accumulator", built))
     for _ in range(steps - 1):

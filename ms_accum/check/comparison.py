@@ -39,7 +39,7 @@ _SKETCHED = 4096  # elements of a gradient that tell the pieces apart
 
 
 class Comparison(NamedTuple):
-    """The undivided and the accumulated gradient of a batch. Arrays hold a number for each parameter."""
+    """Hold the comparison of the undivided and the accumulated gradient. Arrays hold a number for each parameter."""
 
     relative: np.ndarray  # norm of the difference, relative to the undivided gradient; 0 if both are only rounding
     tolerances: np.ndarray  # the part that rounding explains
@@ -59,7 +59,8 @@ class Division:
         cut: The axis that counts the samples in each argument; None for an argument that is not cut.
         loss_scale: The factor on the loss before the backward pass.
         is_sum: Whether the loss should be a sum, so that `forward_fn` divides it by the weight.
-        several: Whether it is one of several losses, which their weights multiply before the backward pass.
+        several: Whether the loss is one of several losses, which are multiplied by their weights before the backward
+            pass.
         names: Names of the last arguments of `forward_fn`, if these were given by name.
         weights: The results of `weight_fn` for the pieces.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.

@@ -77,7 +77,7 @@ class Report:
         if self.losses:
             return "\n".join([self.verdict, *(f"loss {i}: {report}" for i, report in enumerate(self.losses, 1))])
         figures, most = self.per_parameter, self.max_relative_difference
-        # With a sum loss, all are almost equal, and rounding would choose another one each time: the first counts.
+        # With a sum loss, all are almost equal, and rounding would choose a different one each time: use the first.
         worst = next(name for name, difference in figures.items() if not difference < 0.999 * most)
         lines = [self.verdict, f"largest relative difference: {most:.1e} in {worst} (rounding: up to "
                  f"{self.tolerances[worst]:.1e})", *self.notes]

@@ -28,7 +28,7 @@ class Layers:
     def __init__(self, network: nn.Cell) -> None:
         self.names: dict[nn.Cell, str] = {}
         self.inside: dict[nn.Cell, set[nn.Cell]] = {}  # the Cells that each has called
-        # Their state as they were found, and as it is restored during the check.
+        # Their state at the begin, and the state to restore during the check.
         self._found: list[Any] = []
         self._kept: list[Any] = []
         self._add("", network)

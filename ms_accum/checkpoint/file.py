@@ -41,7 +41,7 @@ class CheckpointError(ValueError):
 
 def checked_path(path: Union[str, os.PathLike]) -> Path:
     """Return the absolute path. Raise ValueError unless it ends in one of `SUFFIXES`."""
-    path = Path(path).resolve()  # a link stays one, and what it points to is replaced
+    path = Path(path).resolve()  # a link is kept, and its target is replaced
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, MindSpore's formats")
     return path
@@ -210,7 +210,7 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
         about = json.loads(text[len(_BLANK) + 2:])
         about["extra"] = json.loads(about["extra"])
         version = about["version"]
-    # A file with a right checksum and wrong contents was forged, so any error refuses it.
+    # A file with a right checksum and wrong contents was forged, so any error means that it cannot be read.
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {one_line(error)})") from error
     if version != _VERSION:

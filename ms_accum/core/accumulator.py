@@ -349,7 +349,7 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, layou
 
 
 def _warned_length(accumulate_step: AccumulateStep, buffer_dtype: Optional[ms.Type]) -> WindowLength:
-    """Return the length of windows. Warn if they are too long for the buffers."""
+    """Return the length of windows, and warn if windows are too long for the buffers."""
     length = length_of(accumulate_step)
     warn_of_lost_gradients(buffer_dtype, length.longest)
     return length

@@ -7,7 +7,7 @@ after each microbatch.
     microbatch:  count down ─ some missing ─► nothing to read
                      │ none missing: read the facts
                      ▼
-                   full? ─ no (one was skipped, or the window waits for its weight) ─► count anew
+                   full? ─ no (one was skipped, or the window waits for its weight) ─► count again
                      │ yes
                      ▼
     close:       may a stage drop it? ─ no ─► update
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from .accumulator import Accumulator
     from .way import Way
 
-_ADDED = ("the open window holds {} microbatches, of which only {} came from this train step, but an accumulator must "
-          "be filled by one train step or by hand; give the other one an accumulator of its own, and call "
-          "accumulator.reset(), which drops the open window")
+_ADDED = ("the open window holds {} microbatches, but only {} came from this train step: an accumulator must be filled "
+          "by one train step or by hand; give the other one an accumulator of its own, and call accumulator.reset(), "
+          "which drops the open window")
 _CHANGED = ("the open window was closed or dropped inside the loop, but its weights were already summed for all of its "
             "batches; leave the loop and call accumulator.reset(). Call flush(), apply() and reset() only outside of "
             "the loop")

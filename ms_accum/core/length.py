@@ -51,8 +51,8 @@ class WindowLength:
     Attributes:
         description: A text that is equal for equal lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
         is_one: Whether each window holds one microbatch.
-        longest: The most microbatches in a window, as far as it is known: of a function, of what `description` says;
-            None for `until_weight` without `at_most`.
+        longest: Largest number of microbatches in a window; for a function, the largest of the lengths in
+            `description`. None for `until_weight` without `at_most`.
 
     Raises:
         TypeError: If `accumulate_step`, or a key or value of it, is not an integer (a bool and a float are not), or the

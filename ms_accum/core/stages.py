@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 # Places in the sums that travel with gradients: a plain tuple, because graphs cannot read a named tuple.
 WEIGHT = 0  # of a piece, or of a window
-TAKEN = 1  # what was taken: a piece counts 1 or 0, a window its microbatches
+TAKEN = 1  # for a piece, 1 if it was taken, else 0; for a window, its number of microbatches
 ACTIVE = 2  # ranks that still have data
-COUNTED = 3  # what `seen` counts: the weight, unless a step says otherwise
-MEASURED = 4  # and all behind it: what stages measured
+COUNTED = 3  # the number that `seen` counts: the weight, unless a step says otherwise
+MEASURED = 4  # and all places after it: values that stages measured
 
 _owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 

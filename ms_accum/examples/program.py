@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, Callable[..., nn.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """Describe a program, and its names of what it counts and measures."""
+    """Describe a program, with its names of units and results."""
 
     name: str  # its command
     ways: dict[str, Callable[[Namespace, Report], nn.Cell]]  # training functions by label; the second is for --compare

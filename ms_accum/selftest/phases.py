@@ -40,7 +40,7 @@ def reported(training: Training, expected: Expected, windows: Sequence) -> float
 
 
 def incomplete(training: Training, expected: Expected, windows: Sequence) -> float:
-    """Train on windows of which the last must be applied before it is full."""
+    """Train on windows, and apply the last one before it is full."""
     require_small(training, expected)
     training.learn(windows)
     require(training.driver.flush(), "flush() closed no window")

@@ -66,7 +66,7 @@ def of_all_ranks(row: Row, ranks: int) -> Row:
     if result == numbers[0] and result != _RESULTS.index(FAILS):
         return row if np.isinf(difference) else replace(row, difference=float(difference))
     failed = [rank for rank in range(ranks) if rows[rank][0] == result]
-    said = row.message if row.result == _RESULTS[int(result)] else "see what it wrote to stderr"
+    said = row.message if row.result == _RESULTS[int(result)] else "see its output on stderr"
     message = f"rank {', '.join(map(str, failed))}{': ' * bool(said)}{said}"
     return replace(row, result=_RESULTS[int(result)], message=message,
                    difference=None if np.isinf(difference) else float(difference))

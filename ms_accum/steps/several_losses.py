@@ -74,7 +74,7 @@ class SeveralLossesStep(TrainStep):
         def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> WeighedProgram:
             return WeighedProgram(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
 
-        way.counters.count_apart()  # an update counts in `seen` what the first loss weighs
+        way.counters.count_apart()  # `seen` counts the weights of the first loss
         way.buffers.fix_unit(1.0)
         super().__init__(function, accumulator, pieces, program_for, batch_axis, counts)
 

@@ -166,7 +166,7 @@ def make_train_step(
                          positional("weight_fn", weight_fn, count, names), has_aux, batch_axis, loss_reduction)
 
     if losses > 1:
-        from .several_losses import SeveralLossesStep  # an optional kind of step, which imports what is below this
+        from .several_losses import SeveralLossesStep  # an optional kind of step, which imports from this room
 
         return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, batch_axis, counts)
 

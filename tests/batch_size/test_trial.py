@@ -233,7 +233,7 @@ def test_a_dry_run_updates_after_the_first_step(kind, accumulate_step, updates):
 def test_a_dry_run_of_a_step_alone_is_refused_with_the_remedy():
     """Before it runs. Control: what it built is nothing that updates."""
     for built, found in ((partial(counted_step, "step", 2, False), "NoneType"), (no_accumulator, "int")):
-        said = (f"what make_step returns behind the step is of type {found}, expected the train step, cell or "
+        said = (f"what make_step returns after the step is of type {found}, expected the train step, cell or "
                 "Accumulator that it built; for a dry run, return step, train_step")
         with pytest.raises(TypeError, match=said):
             trial.peak_of(pickled(built), "CPU", 4, 3)
