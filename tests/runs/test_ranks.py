@@ -174,7 +174,7 @@ def test_selftest_on_two_ranks(left_by):
         "float32": {"holds"}, "float16": {"holds"}, "bfloat16": {"no kernel"}}
     assert {row[0] for row in whole[1]} > ranks
     assert {(row[0], row[3]) for row in half[1] if row[2] == "FAILS"} == {(check, "rank 0, 1") for check in ranks}
-    assert one[1] == [["token weights, means", "float32", "FAILS", "rank 1: see what it wrote to stderr"]]
+    assert one[1] == [["token weights, means", "float32", "FAILS", "rank 1: see its output on stderr"]]
 
 
 def test_a_rank_that_fails_ends_the_run(folder_of):

@@ -365,7 +365,7 @@ def test_an_accumulator_is_filled_by_one_step_or_by_hand():
         accumulator.add(accumulator.optimizer.parameters)
     accumulator.way.add_unmarked(accumulator.optimizer.parameters, 1.0)
     train_step(*batch)
-    with pytest.raises(RuntimeError, match="holds 4 microbatches, of which only 3 came from this train step"):
+    with pytest.raises(RuntimeError, match="holds 4 microbatches, but only 3 came from this train step"):
         train_step(*batch)
     accumulator.reset()
     other_network = MLP()
