@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @ms.jit_class
 class GradientNoiseScale(Stage):
-    """Estimate the critical batch size: up to which more samples in an update help.
+    """Estimate the critical batch size, beyond which more samples in an update help little.
 
         spread = sum of w_i * |g_i|^2                     # over the k microbatches of a window, each with weight w_i
         S   = (spread - W * |g|^2) / (k - 1)              # g: the window's gradient before clipping, W: sum of the w_i

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class FlushCallback(Callback):
-    """Apply the incomplete last window of each epoch and of the training. Always give it with a `TrainOneStepCell`.
+    """Apply the incomplete last window of each epoch and of the training. Give it to each `Model` with a
+    `TrainOneStepCell`.
 
     Put it before callbacks that save or read the weights. It flushes every `TrainOneStepCell` of the run after
     microbatch number `dataset.get_dataset_size()` of an epoch, so that the evaluation of `Model.fit` uses the updated
@@ -118,8 +119,8 @@ class PerUpdate(_OfOneCell):
     which `LearningRateScheduler` and `ReduceLROnPlateau` need. It is called before the first microbatch of a window
     (`on_train_step_begin`), after the update (`on_train_step_end`), and at the begin and end of epochs and of the
     training. `batch_num` still counts microbatches. So the position in the epoch that `LossMonitor` prints and
-    `ModelCheckpoint` puts into file names is `update_step` modulo the number of microbatches. `update_step` is read
-    after each microbatch, which waits for the device.
+    `ModelCheckpoint` puts into file names is `update_step` modulo the number of microbatches in an epoch. `update_step`
+    is read after each microbatch, which waits for the device.
 
     With several ranks, the learning rate must be equal on all of them. A rank that runs out of data makes the remaining
     updates of the others in one flush, and the inner callback is called only after the last of them. So give every rank
@@ -228,8 +229,8 @@ class WindowLog(_OfOneCell):
     last window, `grad_norm` of its last window is NaN, and so are weights that are sums.
 
     Args:
-        to: Path of a CSV file, which is overwritten, or a function of a dict, e.g. for TensorBoard `lambda row:
-            writer.add_scalar("loss", row["loss"], row["update_step"])`.
+        to: Path of a CSV file, which is overwritten, or a function of a dict. For TensorBoard:
+            `lambda row: writer.add_scalar("loss", row["loss"], row["update_step"])`.
 
     Raises:
         TypeError: If `to` is neither a path nor a function.
