@@ -5,8 +5,8 @@
                                                 ▼
        exchange ─► restore ─► accept? ─► normalise ─► clip ─► optimizer ─► clear
 
-`core.way` is that way on the device, `core.keeper` decides for the host when a window closes, `steps` lead batches to
-it; `distributed` is the exchange. All other rooms are optional, and do not know each other.
+`core.way` holds these steps on the device; `core.keeper` decides on the host when a window closes; `steps` bring
+batches to them; `distributed` holds the exchange. All other packages are optional, and do not import each other.
 """
 from .check.equivalence import check_equivalence as check_equivalence
 from .check.groupnorm import batchnorm_to_groupnorm as batchnorm_to_groupnorm

@@ -1,4 +1,4 @@
-"""The command `ms-accum`, and `python -m ms_accum`: the door where its subcommands come together."""
+"""The command `ms-accum`, and `python -m ms_accum`: it combines the subcommands."""
 import sys
 from collections.abc import Sequence
 from typing import Optional

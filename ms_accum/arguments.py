@@ -1,4 +1,4 @@
-"""Argument checks. Each returns the checked value, or raises an error that says what, got, expected and remedy."""
+"""Argument checks. Each returns the checked value, or raises an error: what is wrong, got, expected, and remedy."""
 from __future__ import annotations
 
 import ast
@@ -21,7 +21,7 @@ LARGEST_INT32 = 2**31 - 1  # counters are int32, and a larger constant would wra
 
 
 def whole_number(name: str, value: Any, remedy: str = "", *, minimum: int = 1, maximum: Optional[int] = None) -> int:
-    """Return an int, an integer of NumPy or a Tensor of one element as an int. Refuse bools and floats."""
+    """Return an int, a NumPy integer or a Tensor of one element as an int. Raise an error for bools and floats."""
     expected = f"an int >= {minimum}"
     try:
         if isinstance(value, bool) or getattr(value, "dtype", None) in (np.bool_, ms.bool_):
@@ -37,7 +37,7 @@ def whole_number(name: str, value: Any, remedy: str = "", *, minimum: int = 1, m
 
 
 def number(name: str, value: object, accepts: Callable[[float], bool], expected: str, remedy: str = "") -> float:
-    """Return a real number that `accepts` takes as a float; infinity if it is too large for one. Refuse bools."""
+    """Return a real number as a float (infinity if it is too large). Raise an error for bools and if not `accepts`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(_message(name, _typed(value), expected, remedy))
     try:
@@ -50,14 +50,14 @@ def number(name: str, value: object, accepts: Callable[[float], bool], expected:
 
 
 def boolean(name: str, value: object, remedy: str = "") -> bool:
-    """Return `value`, True or False."""
+    """Return `value`. Raise TypeError unless it is True or False."""
     if not isinstance(value, bool):
         raise TypeError(_message(name, _typed(value), "True or False", remedy))
     return value
 
 
 def one_of(name: str, value: object, choices: tuple[Optional[str], ...], remedy: str = "") -> Any:
-    """Return `value`, one of `choices`."""
+    """Return `value`. Raise ValueError unless it is one of `choices`."""
     if not (value is None or isinstance(value, str)) or value not in choices:
         raise ValueError(_message(name, repr(value), f"one of {', '.join(map(repr, choices))}", remedy))
     return value
@@ -72,16 +72,16 @@ def instance_of(name: str, value: object, kinds: Any, expected: str, remedy: str
 
 
 def instance_of(name: str, value: object, kinds: Any, expected: str, remedy: str = "") -> Any:
-    """Return `value`, an instance of one of `kinds` (`collections.abc.Callable` for anything that can be called)."""
+    """Return `value`. Raise TypeError unless it is an instance of `kinds` (or can be called, for `abc.Callable`)."""
     if not isinstance(value, kinds):
         raise TypeError(_message(name, f"of type {type(value).__name__}", expected, remedy))
     return value
 
 
 def spelled(function: Callable[P, T], **gone: str) -> Callable[P, T]:
-    """Answer an unknown keyword of `function` with the one that was probably meant: TypeError.
+    """Raise TypeError for an unknown keyword of `function`, and name the one that was probably meant.
 
-    `gone`: what to do instead of keywords that there were once.
+    `gone`: for each removed keyword, what to use instead.
     """
     known = tuple(name for name in inspect.signature(function).parameters if name != "self")
 
@@ -98,7 +98,7 @@ def spelled(function: Callable[P, T], **gone: str) -> Callable[P, T]:
 
 
 def require_callable(name: str, function: object) -> None:
-    """Refuse what cannot be called, or cannot be compiled: a lambda whose source MindSpore cannot read."""
+    """Raise TypeError if a function cannot be called, or is a lambda whose source MindSpore cannot read."""
     instance_of(name, function, Callable, "a function of the batch")
     if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
         raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function; "
@@ -106,10 +106,10 @@ def require_callable(name: str, function: object) -> None:
 
 
 class Uncopied:
-    """Base of what cannot be copied or pickled: a copy would share compiled graphs and Parameters with the first."""
+    """Prevent copying and pickling: a base class. A copy would share compiled graphs and Parameters."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Raise TypeError: `copy` and `pickle` call it."""
+        """Raise TypeError; `copy` and `pickle` call this method."""
         name = type(self).__name__
         raise TypeError(f"{name} holds compiled graphs and Parameters of its own, and cannot be copied or pickled; "
                         f"keep its state with save_checkpoint, and build a new {name} for another network")

@@ -1,6 +1,6 @@
-"""Functions on tensors and tuples of tensors, and checks of what a graph is given, that every room may use.
+"""Functions on tensors and tuples of tensors, and checks of the arguments of graphs. Every room may use them.
 
-The checks are a `constexpr`: graph mode runs them while it compiles, so they cost nothing afterwards.
+The checks are `constexpr` functions: graph mode runs them while it compiles, so they cost nothing afterwards.
 """
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ _map, _partial = ops.HyperMap(), ops.Partial()
 def state_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
     """Return a Parameter that is state and not trained, filled with `value`.
 
-    A number has its value at once, where MindSpore would leave it out until a graph is compiled (semi-auto parallel).
+    A scalar has its value at once; in semi-auto parallel mode, MindSpore would set it only when a graph is compiled.
     """
     data = initializer(value, shape, dtype) if shape else Tensor(value, dtype)
     return Parameter(data, name=name, requires_grad=False)
 
 
 def mapped(function: Callable, shared: Any, *tuples: Union[tuple, list]) -> tuple:
-    """Return `function(shared, *entries)` for the entries of some tuples, one after the other.
+    """Return `function(shared, *entries)` for each place of some tuples.
 
-    MindSpore compiles this 5 times as fast as a list comprehension (98 gradients: 1.1 s instead of 5.5), but refuses
-    functions with free variables, which is why there is `shared`.
+    MindSpore compiles this 5 times as fast as a list comprehension (98 gradients: 1.1 s instead of 5.5), but not for
+    functions with free variables: give these as `shared`.
     """
     return _map(_partial(function, shared), *tuples)
 
 
 def global_norm(gradients: Gradients, factor: Scalar = 1.0) -> Tensor:
-    """Return the Euclidean norm of `factor * gradients`, all together: float32 `()`. See `square_sum`."""
+    """Return the Euclidean norm of all `factor * gradients` together: float32 `()`. See `square_sum`."""
     return norm_of(square_sum(gradients, factor))
 
 
 def norm_of(squares: Tensor) -> Tensor:
-    """Return the norm of which `square_sum` returned the square, or parts of it that were summed."""
+    """Return the norm, given a result of `square_sum` or a sum of such results."""
     return ops.sqrt(squares) / _ENLARGED
 
 
 def square_sum(gradients: Gradients, factor: Scalar = 1.0) -> Tensor:
-    """Return the squared norm of `factor * gradients`, enlarged, for `norm_of`: float32 `()`.
+    """Return the squared norm of `factor * gradients`, times a constant, for `norm_of`: float32 `()`.
 
-    The norm is exact where elements of the product are at least 1e-25, and their norm is at most 8e12. Each gradient is
-    read once, enlarged by a power of two: squares below 1e-38 leave float32.
+    The norm is exact if elements of the product are at least 1e-25 and their norm is at most 8e12. Each gradient is
+    read once and multiplied by a power of two, because float32 holds no squares below 1e-38.
     """
     squares = Tensor(0.0, ms.float32)
     for gradient in gradients:
@@ -84,9 +84,9 @@ def all_finite(gradients: Gradients) -> Tensor:
 def finite_sum(gradients: Gradients) -> Tensor:
     """Return a number that is finite if all elements of all gradients are: float32 `()`.
 
-    It is their sum, in float32 at least: one NaN or infinity makes the sum NaN or infinite. Finite gradients fail
-    only if their sum overflows (they are of about 1e35 then, and no update survives them). On CPU this takes 3 % of the
-    time that a test of each element would take.
+    It is the sum of all elements, in float32 at least: one NaN or infinity makes the sum NaN or infinite. Finite
+    gradients give an infinite sum only if the sum overflows (elements of about 1e35, with which no update is useful).
+    On CPU this takes 3 % of the time of a test of each element.
     """
     total = 0.0
     for gradient in gradients:
@@ -114,7 +114,7 @@ def after(token: Tensor, gradient: Tensor) -> Tensor:
 
 
 def weighted(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
-    """As `scaled`, but 0 for the factor 0, also where the gradient is NaN (a mean over no token)."""
+    """Return what `scaled` returns, but 0 if the factor is 0, also where the gradient is NaN (a mean over no token)."""
     if not isinstance(factor, Tensor) and factor != 0:
         return scaled(factor, gradient, dtype)
     gradient = gradient.astype(wider(gradient.dtype, dtype))
@@ -128,7 +128,7 @@ def wider(one: ms.Type, other: ms.Type) -> ms.Type:
 
 
 def as_tensor(scalar: Scalar) -> Tensor:
-    """Return a number as a float32 Tensor of shape `()`; a Tensor as it is."""
+    """Return a number as a float32 Tensor of shape `()`; return a Tensor unchanged."""
     return scalar if isinstance(scalar, Tensor) else Tensor(scalar, ms.float32)
 
 
@@ -142,17 +142,17 @@ def as_vector(scalars: Numbers) -> Tensor:
 
 
 def as_numbers(vector: Tensor, count: int) -> Numbers:
-    """Return the first `count` elements, each as a Tensor of shape `()`: what `as_vector` joined."""
+    """Return the first `count` elements of a vector of `as_vector`, each as a Tensor of shape `()`."""
     return tuple([vector[i] for i in range(count)])
 
 
 def as_array(value: Tensor) -> np.ndarray:
-    """Return the values; of bfloat16, which NumPy has not, as float32. For the host."""
+    """Return the values as an array; bfloat16, which NumPy lacks, becomes float32. For the host."""
     return (value.astype(ms.float32) if value.dtype == ms.bfloat16 else value).asnumpy()
 
 
 def checked_gradients(names: tuple[str, ...], expected: tuple, grads: Any) -> Any:
-    """Return gradients that belong to parameters of these names and shapes. TypeError or ValueError if they do not."""
+    """Return `grads`. Raise TypeError or ValueError unless they fit parameters of these names and shapes."""
     if isinstance(grads, (tuple, list)):
         # Not list comprehensions: in a graph, the time to compile them grows with the square of their length.
         require_gradients(names, expected, mapped(_shape_of, None, grads), mapped(_dtype_of, None, grads))
@@ -171,14 +171,13 @@ def _dtype_of(_: None, gradient: Any) -> Any:
 
 @constexpr
 def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tuple], dtypes: tuple) -> bool:
-    """Refuse gradients that do not belong to the optimizer's parameters, before anything is changed.
+    """Raise an error for gradients that do not fit the optimizer's parameters, before anything is changed.
 
     Args:
         names: Names of the parameters.
         expected: Their shapes.
-        got: Shapes of the gradients, None in the place of an entry that is not a Tensor; None if there is no tuple at
-            all.
-        dtypes: Their dtypes, with None in the same places.
+        got: Shapes of the gradients, with None for an entry that is not a Tensor; None if `grads` is not a tuple.
+        dtypes: Their dtypes, with None for the same entries.
     """
     if got is None:
         raise TypeError("grads is not a tuple of Tensors, expected one gradient for each of the optimizer's "
@@ -189,14 +188,14 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
                          "optimizer; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
     for name, parameter_shape, shape, dtype in zip(names, expected, got, dtypes):
         if shape is None:
-            raise TypeError(f"the gradient of {name} is not a Tensor, expected one of shape {parameter_shape}; "
-                            "is the parameter part of the loss?")
+            raise TypeError(f"the gradient of {name} is not a Tensor, expected one of shape {parameter_shape}; check "
+                            "that the loss depends on this parameter")
         if tuple(shape) != tuple(parameter_shape):
             raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
                              "give the gradients in the order of `optimizer.parameters`, with ZeRO those of "
                              "`accumulator.weights`")
         if dtype in COMPLEX:
-            raise TypeError(f"the gradient of {name} is of {dtype}, expected real numbers; its imaginary part would be "
+            raise TypeError(f"the gradient of {name} is of {dtype}, expected a real dtype; its imaginary part would be "
                             "lost")
     return True
 
@@ -205,7 +204,7 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
 
 
 def as_weight(weight: Scalar) -> Scalar:
-    """The weight of a microbatch as a float, or as a float32 Tensor of shape `()`: NaN if it is negative or infinite.
+    """Return a weight as a float, or as a float32 Tensor of shape `()` that is NaN if the weight is < 0 or infinite.
 
     Raises:
         TypeError: If it is neither a number nor a Tensor.
@@ -226,7 +225,7 @@ _WEIGHT_REMEDY = "give the number of samples or unmasked tokens in the microbatc
 
 @constexpr
 def require_weight_tensor(shape: tuple, dtype: ms.Type) -> bool:
-    """Refuse a Tensor of more than one element or of complex numbers as a weight."""
+    """Raise an error for a weight that is a Tensor of more than one element or of complex numbers."""
     if tuple(shape) not in ((), (1,)):
         raise ValueError(f"weight is a Tensor of shape {tuple(shape)}, expected shape (); {_WEIGHT_REMEDY}")
     if dtype in COMPLEX:
@@ -236,10 +235,10 @@ def require_weight_tensor(shape: tuple, dtype: ms.Type) -> bool:
 
 @constexpr
 def require_weight_number(is_none: bool, weight: object) -> bool:
-    """Refuse a weight that is not a finite number >= 0 in float32.
+    """Raise an error for a weight that is not a finite number >= 0 in float32.
 
     Args:
-        is_none: Whether it is None, which is also what a constexpr sees of a number that changes from call to call.
+        is_none: Whether it is None. A constexpr also gets None for a number that changes from call to call.
         weight: The weight.
     """
     if weight is None and not is_none:
@@ -253,7 +252,7 @@ def require_weight_number(is_none: bool, weight: object) -> bool:
 
 @constexpr
 def require_condition(is_bool: bool, shape: Optional[tuple]) -> bool:
-    """Refuse what is neither a bool nor a Tensor of one element, of which MindSpore would take any for true."""
+    """Raise an error unless `condition` is a bool or a Tensor of one element; MindSpore takes other values for true."""
     remedy = "give a bool Tensor of shape (), e.g. loss < 1"
     if is_bool:
         return True

@@ -83,7 +83,7 @@ BAD_CALLS = [  # method, arguments, and the beginning of what is said
     ("__call__", (good()[::-1],), r"the gradient of p0 has shape \(4,\), expected \(2, 3\)"),
     ("__call__", (good()[0],), r"grads is not a tuple of Tensors"),
     ("add_piece", ((*good()[:2], None), 1.0), r"the gradient of p2 is not a Tensor"),
-    ("__call__", (COMPLEX,), r"the gradient of p0 is of Complex64, expected real"),
+    ("__call__", (COMPLEX,), r"the gradient of p0 is of Complex64, expected a real dtype"),
     ("add", (good(), -1), r"weight is -1, expected a finite number >= 0"),
     ("__call__", (good(), NAN), r"weight is nan, expected a finite number >= 0"),
     ("__call__", (good(), 1e39), r"weight is (1e\+39|inf), expected a finite number"),

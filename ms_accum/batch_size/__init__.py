@@ -1,4 +1,4 @@
-"""Find how large a microbatch fits, and how large a batch is worth it. The command line may import it."""
+"""Find the largest microbatch that fits into memory, and a useful batch size. The command line may import it."""
 from .noise_scale import GradientNoiseScale as GradientNoiseScale
 from .planning import PlanError as PlanError
 from .planning import plan_micro_batch as plan_micro_batch

@@ -1,4 +1,4 @@
-"""Whether a device is there, and how much of its memory is free."""
+"""Find out whether a device is available, and how much of its memory is free."""
 from __future__ import annotations
 
 import os
@@ -12,18 +12,18 @@ from .process import in_a_process, is_dry_run
 
 DEVICES = ("CPU", "GPU", "Ascend")
 _USED = 0.9  # of the free memory; the rest is left to other processes
-_SIMULATED = 2**36  # bytes: that of the device which MindSpore simulates, and of an NPU of 64 GB
-# Both versions of cgroups: a line of a process's membership; files of its limit, usage and what the kernel can drop.
+_SIMULATED = 2**36  # bytes: the memory of the device that MindSpore simulates, and of an NPU of 64 GB
+# For both versions of cgroups: a line of a process's membership; files of its limit, usage and droppable memory.
 _CGROUPS = ((r"0::/(.*)", "", "memory.max", "memory.current", "inactive_file"),
             (r"\d+:memory:/(.*)", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
 
 
 def require_cann() -> None:
-    """Raise ValueError if the Ascend backend, which a dry run needs, cannot be loaded, with what is missing."""
+    """Raise ValueError, and name what is missing, if the Ascend backend, which a dry run needs, cannot be loaded."""
     outcome = in_a_process("Ascend", _missing_cann)
     missing = outcome.reason or outcome.result
     if missing:
-        raise ValueError(f"no CANN for a dry run: {missing}; install CANN's toolkit (no device is needed) and source "
+        raise ValueError(f"a dry run needs CANN: {missing}; install CANN's toolkit (no device is needed) and source "
                          "its set_env.sh")
 
 
@@ -38,7 +38,7 @@ def _missing_cann() -> str:
 
 
 def free_memory(device_target: str) -> int:
-    """Return 90 % of the bytes that a device has, or that are free on this machine and left to this cgroup."""
+    """Return 90 % of a device's memory in bytes; on CPU, of the memory that is free here and left to this cgroup."""
     if device_target == "CPU":
         meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
         available = 1024 * int(re.findall(r"^MemAvailable:\s+(\d+)", meminfo, re.MULTILINE)[0])
@@ -58,16 +58,16 @@ def _total_memory(device_target: str) -> int:
 
 
 def cgroups_leave(membership: Path, root: Path) -> list[int]:
-    """Return the bytes that each limited cgroup of this process, and each one above, has left."""
+    """Return the bytes left in each limited cgroup of this process and in each one above."""
     left, groups = [], membership.read_text(encoding="utf-8") if membership.exists() else ""
     for line, controller, *names, inactive in _CGROUPS:
         for path in re.findall(f"^{line}$", groups, re.MULTILINE):
             folder = root / controller / path
-            # A container sees its own cgroup as the root, under the path that it has outside.
+            # In a container, its own cgroup is the root, but its path is the one outside.
             for group in (folder, *folder.parents):
                 with suppress(OSError, ValueError):  # it is not a cgroup, or one without a limit
                     limit, used = [int((group / name).read_text(encoding="ascii")) for name in names]
-                    # The kernel drops inactive files from memory before it ends a process.
+                    # The kernel drops inactive files from memory before it kills a process.
                     files = re.findall(rf"^{inactive} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
                     left.append(max(limit - used + int(files[0]), 0))
     return left

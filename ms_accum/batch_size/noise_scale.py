@@ -1,4 +1,4 @@
-"""Measure how large a batch is worth it."""
+"""Estimate which batch size is useful: the gradient noise scale."""
 from __future__ import annotations
 
 from math import inf, nan
@@ -18,25 +18,27 @@ if TYPE_CHECKING:
 
 @ms.jit_class
 class GradientNoiseScale(Stage):
-    """Estimate how many samples an update can use before more of them stop helping.
+    """Estimate the critical batch size, beyond which more samples in an update help little.
 
         spread = sum of w_i * |g_i|^2                     # over the k microbatches of a window, each with weight w_i
         S   = (spread - W * |g|^2) / (k - 1)              # g: the window's gradient before clipping, W: sum of the w_i
         G^2 = |g|^2 - S / W
         scale() = mean of S / mean of G^2                 # means over windows, each of which counts k - 1 times
 
-    Pass it as `Accumulator(noise_scale=...)`. S is the variance of one sample's gradient, summed over all parameters,
-    and G^2 the squared norm of the true gradient. With w_i independent samples (so shuffle them), both estimates are
-    unbiased for any weights: E(spread) = W G^2 + k S and E|g|^2 = G^2 + S / W. Their ratio, the *simple noise scale*,
-    approximates the critical batch size: far below it, doubling the batch halves the number of updates; far above it,
-    more samples change almost nothing. Its unit is that of the weights: samples, or tokens, as if each were independent
-    of the others in its sequence.
+    Pass it as `Accumulator(noise_scale=...)`, and call `scale()` after some windows. S is the variance of one sample's
+    gradient, summed over all parameters, and G^2 is the squared norm of the true gradient. If microbatch i holds w_i
+    independent samples (shuffle the data), both estimates are unbiased for any weights: E(spread) = W G^2 + k S and
+    E|g|^2 = G^2 + S / W. Their ratio, the *simple noise scale*, approximates the critical batch size: far below it,
+    doubling the batch halves the number of updates; far above it, more samples change almost nothing. Its unit is that
+    of the weights: samples or tokens. Tokens are treated as independent of the others in their sequence.
 
-    A microbatch is what the accumulator is given at once: with `make_train_step(pieces=...)`, one piece, and on all
-    ranks alike. Ignored are skipped microbatches, those of weight 0, and windows of one, which have nothing to compare.
+    Here, a microbatch is what the accumulator adds at once: with `make_train_step(pieces=...)`, one piece. With several
+    ranks, the microbatches of all ranks count. Skipped microbatches, those of weight 0, and windows of one microbatch
+    are ignored: a single microbatch cannot be compared.
 
     Args:
-        decay: Factor on all earlier windows in the means when a window closes, 0 < decay <= 1; 1 takes plain means.
+        decay: Factor on all earlier windows in the means when a window closes, 0 < decay <= 1. With 1, the means are
+            plain means.
 
     Raises:
         TypeError, ValueError: If `decay` is not a number, or out of range.
@@ -74,22 +76,22 @@ class GradientNoiseScale(Stage):
 
     @property
     def noise(self) -> float:
-        """S, the variance of one sample's gradient, summed over all parameters; NaN before the first window."""
+        """Return S, the variance of one sample's gradient, summed over all parameters; NaN before the first window."""
         return _ratio(self._totals.asnumpy()[[0, 2]])
 
     @property
     def gradient_squared(self) -> float:
-        """|G|², the squared norm of the true gradient; below 0 if noise hides it, NaN before the first window."""
+        """Return |G|², the squared norm of the true gradient; < 0 if noise hides it, NaN before the first window."""
         return _ratio(self._totals.asnumpy()[1:])
 
     @property
     def microbatch_weight(self) -> float:
-        """Mean weight that the ranks add with one microbatch each; NaN before the first window."""
+        """Return the mean weight of one microbatch, summed over the ranks; NaN before the first window."""
         return _ratio(self._sizes.asnumpy())
 
     @property
     def windows(self) -> tuple[int, int]:
-        """How many windows were measured, and how many since the last one had a single microbatch."""
+        """Return the number of windows measured, and the number of windows of one microbatch since the last of them."""
         measured, others = self._counts.asnumpy().tolist()
         return measured, others
 
@@ -99,20 +101,20 @@ class GradientNoiseScale(Stage):
         return inf if gradient_squared <= 0 else max(self.noise, 0.0) / gradient_squared
 
     def reset(self) -> None:
-        """Forget all closed windows; the open one goes on."""
+        """Forget all closed windows; the open window continues."""
         for parameter in self.run_state:
             ops.assign(parameter, ops.zeros_like(parameter))
 
     def bind(self, prefix: str, groups: int) -> None:
-        """See `Stage`. ValueError if it measures another accumulator's windows."""
+        """See `Stage`. Raise ValueError if it belongs to another accumulator."""
         if self._totals.name != "noise_scale.totals":
-            raise ValueError("the noise_scale is another accumulator's, whose windows it measures; give each "
+            raise ValueError("the noise_scale belongs to another accumulator, whose windows it measures; give each "
                              "accumulator its own")
         self.groups = groups
         super().bind(prefix, groups)
 
     def measure(self, gradients: Gradients, weight: Scalar) -> Numbers:
-        """See `Stage`: the spread, and 1 or, if the weight is 0, 0."""
+        """See `Stage`. Return the spread, and 1, or 0 if the weight is 0."""
         if not isinstance(weight, Tensor) and weight == 0:
             return 0.0, 0.0
         spread = ops.square(global_norm(gradients)) * weight

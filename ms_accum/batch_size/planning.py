@@ -21,10 +21,10 @@ DRY_RUN = "dry run: memory is planned by MindSpore's Ascend backend; nothing was
 
 
 class PlanError(RuntimeError):
-    """No microbatch could be found.
+    """Report that no microbatch was found.
 
     Attributes:
-        trials: The trials that were made.
+        trials: The trials that were run.
     """
 
     def __init__(self, message: str, trials: Sequence[Trial]) -> None:
@@ -34,7 +34,7 @@ class PlanError(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of `plan_micro_batch`; `str(plan)` is the table."""
+    """Hold the result of `plan_micro_batch`; `str(plan)` is a table of the trials."""
 
     batch_size: int  # samples
     microbatch: int  # the most samples that fit
@@ -52,43 +52,44 @@ class Plan:
 def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Optional[int] = None,
                      device_target: Optional[str] = None, timeout: Optional[float] = None,
                      on_trial: Callable[[Trial], None] = lambda trial: None) -> Plan:
-    """Find the largest microbatch whose measured memory fits, in few trials, each in a separate process.
+    """Find the largest microbatch that fits into memory, in a few trials, each in a separate process.
 
         plan = plan_micro_batch(make_step, 1024, memory_limit=4 * 2**30)
         plan.microbatch, plan.accumulate_step  # 256, 4
 
-    A trial makes a step and calls it `accumulate_step + 1` times, past an update, so that everything that training
-    needs has been allocated. Trials bisect the divisors of the batch. Where these leave a gap of more than a factor of
-    2 (a prime batch), microbatches in between are candidates, too; they leave a smaller last one in each window. A
-    process that runs out of memory costs nothing but its time; on CPU, one that exceeds the limit is stopped at once.
+    A trial builds a step and calls it `accumulate_step + 1` times, past an update, so that all memory that training
+    needs is allocated. Trials bisect the divisors of the batch size. If two divisors differ by more than a factor of 2
+    (e.g. for a prime batch size), microbatches in between are tried, too; then the last microbatch of each window is
+    smaller. A trial that runs out of memory does no harm; on CPU, a trial that exceeds the limit is stopped at once.
     Memory of processes that a trial starts (workers of a dataset) is not counted.
 
     Args:
-        make_step: `(microbatch) -> step`: makes network, optimizer, accumulator and data for microbatches of that many
-            samples; `step()` trains on one. For a dry run, `(microbatch) -> (step, train_step)`: also the train step,
-            cell or Accumulator that it built, whose update is planned. Other processes import it, so it has to be a
-            function at the top level of a module, or of a script that runs its own work below
-            `if __name__ == "__main__":`.
-        batch_size: Samples in the batch that one update is made of.
-        memory_limit: Bytes. None: 90 % of the memory that is free on this machine and allowed to this process (its
-            cgroup), or of the memory of another device: of 64 GiB in a dry run.
-        device_target: "CPU" (measures the peak resident memory of the process, compiler included), "GPU" or "Ascend"
-            (`mindspore.runtime.max_memory_reserved`; not run, for lack of the hardware). "Ascend" on a machine without
-            an NPU, or with MindSpore's variable `MS_SIMULATION_LEVEL` set, is a dry run, which needs CANN but no
-            device: the step is compiled and its memory planned, values read as 0, and there are no times. None:
-            MindSpore's current device.
-        timeout: Seconds for a trial. None: no limit.
-        on_trial: Called after each trial, to show progress.
+        make_step: `(microbatch) -> step`: builds network, optimizer, accumulator and data for microbatches of
+            `microbatch` samples; `step()` trains on one of them. For a dry run, `(microbatch) -> (step, train_step)`:
+            also returns the train step, cell or Accumulator that it built, so that the memory of its update is planned.
+            Other processes import the function, so define it at the top level of a module, or of a script that runs its
+            own work below `if __name__ == "__main__":`.
+        batch_size: Number of samples in the batch of one update.
+        memory_limit: Limit in bytes. None: on CPU, 90 % of the memory that is free on this machine and allowed to this
+            process (its cgroup); on another device, 90 % of its memory; in a dry run, 90 % of 64 GiB.
+        device_target: "CPU", "GPU" or "Ascend". On "CPU", the peak resident memory of the process is measured,
+            including the compiler; on "GPU" and "Ascend", `mindspore.runtime.max_memory_reserved` (not tested, for lack
+            of the hardware). "Ascend" on a machine without an NPU, or with MindSpore's variable `MS_SIMULATION_LEVEL`
+            set, is a dry run, which needs CANN but no device: the step is compiled and its memory planned, all values
+            read as 0, and no times are measured. None: MindSpore's current device.
+        timeout: Time limit of a trial in seconds. None: no limit.
+        on_trial: Function that is called with each finished trial, e.g. to show progress.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If one is out of range, `make_step` cannot be imported, or the device (in a dry run, CANN) is not
-            there.
-        PlanError: If not even one sample fits, with the table, and (on CPU) with what the process takes without a step;
-            or with the trial's error, if a trial takes longer than `timeout` or fails for another reason than memory.
+        ValueError: If an argument is out of range, `make_step` cannot be imported, or the device (in a dry run, CANN)
+            is not available.
+        PlanError: If not even one sample fits; the message holds the table and, on CPU, the memory of a process without
+            a step. Also if a trial takes longer than `timeout`, or fails for a reason other than memory; the message
+            holds its error.
 
     Source: PyTorch Lightning's batch size finder and HF Accelerate's `find_executable_batch_size`, which try sizes in
-    the training process itself until one raises.
+    the training process until one raises an error.
 
     Example:
         >>> import numpy as np
@@ -130,7 +131,7 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
 
 
 def _nothing_fits(memory_limit: int, idle: int) -> str:
-    """Return what to do if `idle` bytes of the limit are taken without a step; 0 if they are not known."""
+    """Return the message if nothing fits. A process without a step takes `idle` bytes; 0 if that is unknown."""
     if idle >= memory_limit:
         return (f"memory_limit is {size(memory_limit)}, but a process that has imported MindSpore and the module of "
                 f"make_step takes {size(idle)} without a step; give a limit above that")
@@ -140,7 +141,7 @@ def _nothing_fits(memory_limit: int, idle: int) -> str:
 
 
 def candidates(batch_size: int) -> list[int]:
-    """Return the divisors of a batch, and in gaps of more than a factor of 2 the microbatches of each window length."""
+    """Return the divisors of a batch size, and in gaps of more than a factor of 2 one microbatch per window length."""
     small = [d for d in range(1, int(batch_size**0.5) + 1) if batch_size % d == 0]
     divisors = sorted({*small, *(batch_size // d for d in small)})
     gaps = [(low, high) for low, high in pairwise(divisors) if high > 2 * low]
@@ -149,7 +150,7 @@ def candidates(batch_size: int) -> list[int]:
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """Return a table of the trials, a line for each."""
+    """Return a table with a line for each trial."""
     lines = ["microbatch  accumulate_step        peak   seconds"]
     for trial in sorted(trials, key=lambda trial: trial.microbatch):
         at_least = "" if trial.ended == "completed" or trial.seconds is None else "> "

@@ -1,4 +1,4 @@
-"""Call a function in a process of its own, which may fail in any way."""
+"""Call a function in a new process, which may fail in any way."""
 from __future__ import annotations
 
 import os
@@ -25,7 +25,7 @@ _LEVEL = "MS_SIMULATION_LEVEL"  # MindSpore's own; 1 compiles and plans memory, 
 
 
 class Outcome(NamedTuple):
-    """How a process ended."""
+    """Describe how a process ended."""
 
     ended: str  # "completed", "beyond the limit" (stopped for it), "out of memory" or "failed"
     reason: str = ""  # why it failed, in one line
@@ -34,20 +34,20 @@ class Outcome(NamedTuple):
 
 
 def is_dry_run(device_target: str) -> bool:
-    """Return whether trials are dry runs: for Ascend, if no NPU is here or the environment asks MindSpore for one."""
+    """Return whether trials are dry runs: for Ascend, without an NPU or if the environment requests a dry run."""
     return device_target == "Ascend" and bool(os.environ.get(_LEVEL) or not any(Path("/dev").glob("davinci[0-9]*")))
 
 
 def in_a_process(device_target: str, function: Callable, *arguments: Any, memory_limit: float = inf,
                  timeout: Optional[float] = None) -> Outcome:
-    """Call a function in a new process, which is told to make a dry run if that is what its device stands for.
+    """Call a function in a new process; it makes a dry run if `is_dry_run` says so.
 
-    On CPU, the process is stopped once it holds more than `memory_limit` bytes. After `timeout` seconds, it fails.
+    On CPU, the process is stopped when it holds more than `memory_limit` bytes. After `timeout` seconds, it fails.
     """
     receiver, sender = get_context("spawn").Pipe(duplex=False)
     with TemporaryDirectory() as folder:
         log = Path(folder, "output")
-        # Values are 0 in a dry run, which proves no kernel: portable ones are planned with, unless the user chooses.
+        # Values are 0 in a dry run, which tests no kernel: it plans with portable ones, unless the user chooses.
         dry = {_LEVEL: "1", SWITCH: os.environ.get(SWITCH, "0"), "MS_DEV_SAVE_GRAPHS_PATH": folder}
         variables = dry if is_dry_run(device_target) else {}
         process: Any = get_context("spawn").Process(target=_child, args=(sender, log, variables, function, arguments))
@@ -61,7 +61,7 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
                 if (seen or 0) > memory_limit:
                     return Outcome("beyond the limit", peak=seen)
                 if monotonic() > end:
-                    return Outcome("failed", f"it was not done within {timeout:g} s", peak=seen)
+                    return Outcome("failed", f"it did not finish within {timeout:g} s", peak=seen)
             with suppress(EOFError):
                 if receiver.poll():
                     return receiver.recv()._replace(peak=seen)
@@ -69,7 +69,7 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
             return _cause_of_death(process.exitcode, log)._replace(peak=seen)
         finally:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # its children, too; before it has its own group, it has none
+                os.killpg(process.pid, signal.SIGKILL)  # also its children; before it has its own group, it has none
             process.kill()
             process.join()
             receiver.close()
@@ -88,7 +88,8 @@ def _cause_of_death(status: int, log: Path) -> Outcome:
     how = f"its process ended with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
     last = next(filter(None, reversed(lines)), "")
     return Outcome("failed", f"{how}: {last}" if last else (
-        f'{how} before it began; a script needs `if __name__ == "__main__":` around what is not to run in each trial'))
+        f'{how} before it began; a script needs `if __name__ == "__main__":` around code that must not run in each '
+        'trial'))
 
 
 def _child(sender: Connection, log: Path, variables: dict[str, str], function: Callable, arguments: tuple) -> None:
@@ -109,7 +110,7 @@ def _child(sender: Connection, log: Path, variables: dict[str, str], function: C
 
 
 def pickled(make_step: Callable) -> bytes:
-    """Pickle `make_step` by its module and name. ValueError if another process would not find it."""
+    """Pickle `make_step` by its module and name. Raise ValueError if another process would not find it."""
     script = getattr(sys.modules["__main__"], "__file__", None) or ""
     try:
         if getattr(make_step, "__module__", None) == "__main__" and not Path(script).is_file():

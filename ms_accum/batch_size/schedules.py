@@ -1,4 +1,4 @@
-"""What a larger batch asks of the optimizer: by a factor, or by a schedule in which the batch grows during training."""
+"""Adapt the optimizer to a larger batch: by a factor, or by a schedule in which the batch grows during training."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple, Optional, Union
 
 from ..arguments import LARGEST_INT32, instance_of, number, one_of, whole_number
 
-_ROUNDING = 1 + 1e-6  # rates from float32 count as halved, too
+_ROUNDING = 1 + 1e-6  # so that rates from float32 also count as halved
 
 
 def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
@@ -19,8 +19,9 @@ def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
         "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
 
     Args:
-        lr: Learning rate that suits one microbatch, > 0; a float is returned.
-        accumulate_step: Factor by which the batch of an update is larger, a finite number > 0; below 1, it is smaller.
+        lr: Learning rate for a batch of one microbatch, > 0; a float is returned.
+        accumulate_step: Factor by which the batch of an update is larger, a finite number > 0; below 1 for a smaller
+            batch.
         rule: "linear" or "sqrt".
 
     Raises:
@@ -48,16 +49,16 @@ def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]
 
         (beta1, beta2**factor)    # beta2's half-life, log(1/2) / log(beta2) updates, is the same in samples or tokens
 
-    beta1 stays as it is. To first order, beta2**factor is 1 - factor * (1 - beta2), which Malladi et al. (see
+    beta1 does not change. To first order, beta2**factor is 1 - factor * (1 - beta2), which Malladi et al. (see
     `scale_lr`) use for both.
 
     Args:
-        betas: Adam's decay rates `(beta1, beta2)`, each >= 0 and < 1, that suit one batch.
-        factor: How many times as large the batch is, a number > 0; below 1 for a smaller one.
+        betas: Adam's decay rates `(beta1, beta2)` for the smaller batch, each >= 0 and < 1.
+        factor: Factor by which the batch is larger, a number > 0; below 1 for a smaller batch.
 
     Raises:
-        TypeError: If `betas` is not a tuple or list of numbers, or `factor` not a number.
-        ValueError: If a number is out of range, or `betas` does not hold two.
+        TypeError: If `betas` is not a tuple or list of numbers, or `factor` is not a number.
+        ValueError: If a number is out of range, or `betas` does not hold two numbers.
 
     Example:
         >>> from ms_accum.batch_size import scale_adam
@@ -79,12 +80,14 @@ def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]
 
 
 class Schedule(NamedTuple):
-    """What `seesaw` and `batch_ramp` return: `{update: microbatches in a window}`, and a rate for each update."""
+    """Hold the result of `seesaw` and `batch_ramp`: `{update: microbatches in a window}`, and a rate for each
+    update.
+    """
 
     accumulate_step: dict[int, int]
     learning_rate: list[float]
 
-    def __repr__(self) -> str:  # short: given as a whole for one of the two, it stands in the error
+    def __repr__(self) -> str:  # short, because errors show it if it is given as a whole for one of its two fields
         return f"Schedule(accumulate_step=<{len(self.accumulate_step)}>, learning_rate=<{len(self.learning_rate)}>)"
 
 
@@ -100,20 +103,21 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
                = mean of their n rates * n          # "linear", for SGD: where it was halved, it is kept
 
     The *plain* run makes `updates` updates with windows of `accumulate_step` microbatches. The schedule uses the same
-    microbatches in fewer updates: at best 62 % as many for a cosine decay. It is meant for batches below the critical
-    batch size (see `GradientNoiseScale`), which bounds `maximum`.
+    microbatches in fewer updates: at best 62 % as many for a cosine decay. Use it for batches below the critical batch
+    size (see `GradientNoiseScale`), which bounds `maximum`.
 
     The optimizers in `mindspore.nn` index the list of rates by their number of updates (those in `mint` and
-    `experimental` take no lists). An update past its end raises an error on CPU, so train on `updates *
-    accumulate_step` microbatches, then flush. A flush before, as after each `train_step.epoch`, shifts the schedule.
+    `experimental` take no lists). An update past its end raises an error on CPU, so train on
+    `updates * accumulate_step` microbatches, then flush. An earlier flush, as at the end of each `train_step.epoch`,
+    shifts the schedule.
 
     Args:
-        updates: Updates of the plain run, an int >= 1.
-        learning_rate: The plain rates: a number is the peak of a cosine decay to 0, `learning_rate *
-            (1 + cos(pi * p / updates)) / 2` for the update p; a list (or tuple, array or Tensor) holds one rate >= 0
-            for each, with or without a warmup. After their peak, rates may not rise again.
-        accumulate_step: Microbatches in a window of the plain run, an int >= 1.
-        maximum: Microbatches in a window, at most: an int >= `accumulate_step`.
+        updates: Number of updates of the plain run, an int >= 1.
+        learning_rate: The plain rates: a number is the peak of a cosine decay to 0,
+            `learning_rate * (1 + cos(pi * p / updates)) / 2` for the update p; a list (or tuple, array or Tensor) holds
+            one rate >= 0 for each update, with or without a warmup. After their peak, rates may not rise again.
+        accumulate_step: Number of microbatches in a window of the plain run, an int >= 1.
+        maximum: Largest number of microbatches in a window, an int >= `accumulate_step`.
         rule: "sqrt" or "linear", as for `scale_lr`.
 
     Returns:
@@ -122,7 +126,7 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a number is out of range, the list has not `updates` rates, rates rise after their peak, or
+        ValueError: If a number is out of range, the list does not hold `updates` rates, rates rise after their peak, or
             `rule` is unknown.
 
     Example:
@@ -144,9 +148,9 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
         start, peak = rates.index(max(rates)), max(rates)
         for p in range(start + 1, len(rates)):
             if rates[p] > rates[p - 1] * _ROUNDING:
-                raise ValueError(f"learning_rate[{p}] is {rates[p]:g}, more than the {rates[p - 1]:g} before it, and "
-                                 f"the peak was at {start}; expected rates that do not rise again: windows do not get "
-                                 "shorter. Give each cycle a schedule of its own")
+                raise ValueError(f"learning_rate[{p}] is {rates[p]:g}, more than the {rates[p - 1]:g} before it, but "
+                                 f"after the peak at {start}, rates must not rise again, because windows do not get "
+                                 "shorter; give each cycle a schedule of its own")
         halved = [2 ** int(log2(min(peak * _ROUNDING / rate if rate else inf, largest))) for rate in rates[start + 1:]]
         return [1] * (start + 1) + list(accumulate(halved, max))
 
@@ -156,26 +160,26 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
 
 def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, accumulate_step: int = 1,
                maximum: int = 64, rule: str = "sqrt", ramp: Optional[int] = None) -> Schedule:
-    """Let the windows grow linearly with the microbatches seen, and scale the learning rate with them.
+    """Return a schedule whose windows grow linearly with the microbatches seen, with learning rates scaled to them.
 
         factor(p) = min(1 + (largest - 1) * p // ramp, largest)    # largest = maximum // accumulate_step
-        # length and rate of a window follow from factor(p) as in `seesaw`, of which all else here holds, too
+        # length and rate of a window follow from factor(p) as in `seesaw`; everything else is as in `seesaw`, too
 
-    The critical batch size is small early in training, where small batches reach the same loss with fewer samples.
+    The critical batch size is small early in training: there, small batches reach the same loss with fewer samples.
 
     Args:
         updates: See `seesaw`.
         learning_rate: The plain rates: a number is the rate of each update; or a list of them, which may rise.
-        accumulate_step: See `seesaw`. So are the following two.
+        accumulate_step: See `seesaw`.
         maximum: See `seesaw`.
         rule: See `seesaw`.
-        ramp: Plain updates after which the windows have their full length, an int >= 1; None: `updates`.
+        ramp: Number of plain updates after which windows have their full length, an int >= 1. None: `updates`.
 
     Returns:
-        As `seesaw`.
+        See `seesaw`.
 
     Raises:
-        TypeError, ValueError: As `seesaw`.
+        TypeError, ValueError: See `seesaw`.
 
     Example:
         >>> from ms_accum.batch_size import batch_ramp
@@ -196,38 +200,38 @@ def batch_ramp(updates: int, learning_rate: Union[float, Sequence[float]], *, ac
 
 
 def sample_ramp(start: int, increment: int, samples: int, batch_size: int, *, microbatch: int) -> dict[int, int]:
-    """Let the batch grow in equal steps by the samples seen, and return the length of each window.
+    """Return the lengths of windows for a batch that grows in equal steps with the samples seen.
 
         steps = (batch_size - start) / increment
         batch = start + increment * min(seen * steps // samples, steps)    # `seen` samples before the window
         length = batch / microbatch
 
     A batch size is skipped if the window before it passes all of its samples. The learning rate is not scaled (see
-    `batch_ramp`). All sizes are in samples of all ranks together, and windows are taken to be full: a flush before the
+    `batch_ramp`). All sizes are in samples of all ranks together. Windows are assumed to be full: a flush before the
     end of the ramp shifts it.
 
     Args:
-        start: Samples of the first batch, an int >= 1.
-        increment: Samples by which the batch grows each time, an int >= 1.
-        samples: Samples after which the batch has its full size, an int >= 1.
-        batch_size: Samples of the full batch: an int >= `start`.
-        microbatch: Samples of one microbatch of all ranks: those of one rank times the number of ranks.
+        start: Number of samples in the first batch, an int >= 1.
+        increment: Number of samples by which the batch grows each time, an int >= 1.
+        samples: Number of samples after which the batch has its full size, an int >= 1.
+        batch_size: Number of samples in the full batch, an int >= `start`.
+        microbatch: Number of samples in one microbatch of all ranks: that of one rank times the number of ranks.
 
     Returns:
         `{update: microbatches}`, for `accumulate_step`.
 
     Raises:
         TypeError: If an argument is not an int.
-        ValueError: If a number is out of range, `start` or `increment` is no multiple of `microbatch`, or
-            `batch_size - start` none of `increment`.
+        ValueError: If a number is out of range, `start` or `increment` is not a multiple of `microbatch`, or
+            `batch_size - start` is not a multiple of `increment`.
 
     Example:
         >>> from ms_accum.batch_size import sample_ramp
         >>> print(sample_ramp(16, 8, 300, 32, microbatch=4))  # 10 updates of 16 samples, then 6 of 24
         {0: 4, 10: 6, 16: 8}
 
-    Source: Megatron-LM's `--rampup-batch-size start increment samples`, with its `--global-batch-size`; here the
-    samples of each size are exact fractions, there floats.
+    Source: Megatron-LM's `--rampup-batch-size start increment samples`, with its `--global-batch-size`. Megatron-LM
+    computes the samples of each size as floats; here they are exact fractions.
     """
     microbatch = whole_number("microbatch", microbatch, "give the samples of one microbatch of all ranks together")
     start = _multiple("start", start, microbatch)
@@ -249,7 +253,7 @@ def sample_ramp(start: int, increment: int, samples: int, batch_size: int, *, mi
 
 
 def _multiple(name: str, value: int, microbatch: int) -> int:
-    """Return an int >= 1 that whole microbatches make up."""
+    """Return `value` as an int >= 1. Raise ValueError unless it is a multiple of `microbatch`."""
     value = whole_number(name, value, "give a number of samples of all ranks together")
     if value % microbatch:
         raise ValueError(f"{name} is {value} samples, expected a multiple of microbatch={microbatch}; give "
@@ -259,9 +263,10 @@ def _multiple(name: str, value: int, microbatch: int) -> int:
 
 def _schedule(updates: int, learning_rate: object, accumulate_step: int, maximum: int, rule: str,
               shape: Callable[[float], float], factors: Callable[[list[float], int], list[int]]) -> Schedule:
-    """Walk over the plain updates, and merge as many at a time as their factors say.
+    """Go through the plain updates, and merge the number of updates that their factors give.
 
-    `shape` of the part that is done is a factor on a single rate; `factors(rates, largest)` are those of all updates.
+    `shape(done)` is the factor on a single rate, given the finished part; `factors(rates, largest)` returns one factor
+    for each update.
     """
     updates = whole_number("updates", updates, "give the number of updates of the plain run")
     given = getattr(learning_rate, "tolist", lambda: learning_rate)()

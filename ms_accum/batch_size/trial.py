@@ -22,11 +22,11 @@ MakeStep = Callable[..., Any]  # returns a step, or a step and the train step, c
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial."""
+    """Hold the result of a trial."""
 
     microbatch: int  # samples
     accumulate_step: int  # microbatches in a window
-    peak: Optional[int]  # bytes of memory; of a trial that was stopped, the peak until then; None if unknown
+    peak: Optional[int]  # bytes of memory (for a stopped trial, the peak until then); None if unknown
     fits: bool
     ended: str  # "completed", "beyond the limit", "out of memory" or "failed"
     seconds: Optional[float]  # None in a dry run
@@ -35,12 +35,12 @@ class Trial:
 
 def run_trial(make_step: MakeStep, microbatch: int, accumulate_step: int, device_target: str,
               memory_limit: float = inf, timeout: Optional[float] = None) -> Trial:
-    """Make a step and call it `accumulate_step + 1` times, past an update; see `planning.plan_micro_batch`."""
+    """Build a step and call it `accumulate_step + 1` times, past an update; see `planning.plan_micro_batch`."""
     start, dry = monotonic(), is_dry_run(device_target)
     ended, reason, result, seen = in_a_process(device_target, peak_of, pickled(make_step), device_target, microbatch,
                                                accumulate_step + 1, memory_limit=memory_limit, timeout=timeout)
     if dry and ended == "out of memory":
-        ended, reason = "failed", "this machine ran out of memory, not the NPU that is planned for"
+        ended, reason = "failed", "this machine ran out of memory, not the planned NPU"
     elif dry and ended == "failed":
         reason += " (if the step reads values: in a dry run, all are 0)"
     elif ended == "completed" and result > memory_limit:
@@ -50,20 +50,20 @@ def run_trial(make_step: MakeStep, microbatch: int, accumulate_step: int, device
 
 
 def made_step(make_step: bytes, device_target: str, microbatch: int, **options: Any) -> tuple[Callable[[], Any], Any]:
-    """Return what the pickled `make_step` makes for a device: a step, and what it built or None.
+    """Call the pickled `make_step` for a device. Return the step, and the object that it built or None.
 
-    TypeError if the step cannot be called.
+    Raise TypeError if the step cannot be called.
     """
     if ms.get_context("device_target") != device_target:
         ms.set_device(device_target)
     if is_dry_run(device_target):
-        # With one thread, which MindSpore takes on a machine of two cores, a graph with a branch does not compile.
+        # With one thread, MindSpore's default on a machine of two cores, a graph with a branch does not compile.
         ms.runtime.dispatch_threads_num(6)
     made = pickle.loads(make_step)(microbatch, **options)
     step, built = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if ms.get_context("device_target") != device_target:
-        raise ValueError(f"make_step, or its module, chose the device {ms.get_context('device_target')}, expected "
-                         f"{device_target}; leave that to the plan")
+        raise ValueError(f"make_step, or its module, set the device {ms.get_context('device_target')}, expected "
+                         f"{device_target}; leave the choice of the device to the plan")
     if not callable(step):
         raise TypeError(f"make_step({microbatch}) returned {type(step).__name__}, expected a function that runs one "
                         "train step")
@@ -71,17 +71,17 @@ def made_step(make_step: bytes, device_target: str, microbatch: int, **options: 
 
 
 def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -> int:
-    """Return the peak memory, in bytes, of this process or its device after so many steps; see `made_step`.
+    """Return the peak memory, in bytes, of this process or its device after `steps` steps; see `made_step`.
 
-    TypeError if a dry run is not told what the step updates.
+    Raise TypeError if `make_step` does not return the object that a dry run needs.
     """
     (step, built), dry = made_step(make_step, device_target, microbatch), is_dry_run(device_target)
     if dry:
-        instance_of("what make_step returns behind the step", getattr(built, "accumulator", built), Accumulator,
+        instance_of("what make_step returns after the step", getattr(built, "accumulator", built), Accumulator,
                     "the train step, cell or Accumulator that it built", "for a dry run, return step, train_step")
     step()
-    if dry and not getattr(built, "updated", False):  # as it is after a window of one microbatch
-        # Before the other steps: what an optimizer keeps is in memory from the first update on.
+    if dry and not getattr(built, "updated", False):  # it is true after a window of one microbatch
+        # Before the other steps: the optimizer's state is in memory from the first update on.
         _update_with(getattr(built, "accumulator", built))
     for _ in range(steps - 1):
         step()
@@ -92,7 +92,7 @@ def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -
 
 
 def idle_memory(make_step: MakeStep) -> int:
-    """Return the bytes that the process of a trial on CPU takes without a step: 0 if it fails."""
+    """Return the memory in bytes of a trial's process on CPU without a step; 0 if it fails."""
     return in_a_process("CPU", _idle, pickled(make_step)).result or 0
 
 
@@ -109,7 +109,7 @@ def _peak_of_process() -> int:
 
 
 def _update_with(accumulator: Accumulator) -> None:
-    """Update, since in a dry run the count of microbatches reads as 0, so that no window would ever be full."""
+    """Update: in a dry run, the count of microbatches reads as 0, so no window is ever full."""
     way = accumulator.way
 
     def update() -> ms.Tensor:

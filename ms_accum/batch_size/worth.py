@@ -1,4 +1,4 @@
-"""Say which windows are worth it: measure the noise scale, and tabulate what it means for windows of 1, 2, 4, ..."""
+"""Recommend a window length: measure the noise scale, and compare windows of 1, 2, 4, ... microbatches."""
 from __future__ import annotations
 
 import inspect
@@ -21,11 +21,11 @@ measured on one device, in one state: the noise scale grows while the loss falls
 
 
 def require_measurable(make_step: MakeStep, batch_size: int, device_target: str) -> None:
-    """Raise ValueError if the noise scale of what `make_step` makes cannot be measured."""
+    """Raise ValueError if the noise scale cannot be measured with the step of `make_step`."""
     if is_dry_run(device_target):
         raise ValueError("a dry run for Ascend computes no gradients, so it has no noise scale; measure it on a device")
     if batch_size == 1:
-        raise ValueError("the batch is 1 sample, expected at least 2; the noise scale compares parts of a batch")
+        raise ValueError("the batch has 1 sample, expected at least 2; the noise scale compares parts of a batch")
     try:
         inspect.signature(make_step).bind(1, accumulate_step=1, noise_scale=None)
     except (TypeError, ValueError) as error:
@@ -39,10 +39,11 @@ def measure_noise(make_step: MakeStep, plan: Plan, windows: int, device_target: 
     """Measure the noise scale in samples over windows of the planned batch, while the network trains in a new process.
 
     The step of `make_step(microbatch, accumulate_step=..., noise_scale=...)` trains on one microbatch of shuffled data,
-    and never runs out of it. Microbatches are half the planned ones: a window of one has nothing to compare, and norms
-    need memory. The result is infinity if noise hides the gradient, and NaN if no window was finite.
+    and must not run out of data. Microbatches have half the planned size, because a window of one microbatch cannot be
+    compared, and norms need memory. The result is infinity if noise hides the gradient, and NaN if no window was
+    finite.
 
-    PlanError if the process fails, runs out of memory or takes longer than `timeout` seconds.
+    Raise PlanError if the process fails, runs out of memory or takes longer than `timeout` seconds.
     """
     parts = 2 if plan.microbatch > 1 else 1
     outcome = in_a_process(device_target, noise_of, pickled(make_step), device_target, plan.microbatch // parts,
@@ -54,7 +55,7 @@ def measure_noise(make_step: MakeStep, plan: Plan, windows: int, device_target: 
 
 
 def noise_of(make_step: bytes, device_target: str, microbatch: int, accumulate_step: int, windows: int) -> float:
-    """Return the noise scale in samples. ValueError if not as many windows closed as should have."""
+    """Return the noise scale in samples. Raise ValueError if the number of closed windows is wrong."""
     noise_scale = GradientNoiseScale(decay=1)
     step, _ = made_step(make_step, device_target, microbatch, accumulate_step=accumulate_step, noise_scale=noise_scale)
     for _ in range(windows * accumulate_step):
@@ -62,24 +63,26 @@ def noise_of(make_step: bytes, device_target: str, microbatch: int, accumulate_s
     closed = noise_scale.windows[0]
     if not windows / 2 <= closed <= windows:  # a loss scaler may have dropped some
         raise ValueError(f"{closed} windows were measured in {windows} * {accumulate_step} microbatches, expected "
-                         f"{windows}; make_step has to give accumulate_step and noise_scale to make_train_step or "
+                         f"{windows}; let make_step give accumulate_step and noise_scale to make_train_step or "
                          "Accumulator")
-    return noise_scale.scale() * microbatch / noise_scale.microbatch_weight  # what weights count need not be samples
+    return noise_scale.scale() * microbatch / noise_scale.microbatch_weight  # the unit of weights need not be samples
 
 
 def lengths_of(plan: Plan) -> list[int]:
-    """Return the powers of 2 up to twice the planned window, at least up to 4, and the planned window."""
+    """Return the window lengths to compare: powers of 2 up to twice the planned window, at least 4, and the planned
+    one.
+    """
     return sorted({plan.accumulate_step, *(2**i for i in range(max(3, int(log2(4 * plan.accumulate_step)))))})
 
 
 def longest_within(plan: Plan, noise: float) -> Optional[int]:
-    """Return the longest of these lengths, up to the planned one, whose batch is within the noise scale, at least 1."""
+    """Return the longest of these lengths, up to the planned one, whose batch is within the noise scale, or 1."""
     within = [n for n in lengths_of(plan) if n <= plan.accumulate_step and n * plan.microbatch <= noise]
     return max([1, *within]) if isfinite(noise) else None
 
 
 def table(plan: Plan, noise: float) -> str:
-    """Return what windows are worth if the noise scale is the critical batch size: a line for each, and the answer.
+    """Return a table of windows and a recommendation, assuming that the noise scale is the critical batch size.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), sections 2.2 and 2.3.
     """

@@ -1,1 +1,1 @@
-"""Say whether accumulation is exact for a network, and what prevents it. The command line may import it."""
+"""Check whether accumulation is exact for a network, and name what prevents it. The command line may import it."""

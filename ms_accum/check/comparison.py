@@ -1,7 +1,7 @@
-"""Compare the undivided gradient of a batch with the accumulated one, and bound what rounding explains.
+"""Compare the undivided gradient of a batch with the accumulated one, and bound the effect of rounding.
 
-Of each parameter, let g be the gradient of the batch, and g_i and s_i the gradients of the pieces and their shares of
-the weight. Rounding explains the difference of the two norms below, with a probability of 0.9993 (Higham and Mary):
+For each parameter, let g be the gradient of the batch, g_i the gradients of the pieces, and s_i their shares of the
+weight. With a probability of 0.9993, rounding explains a difference up to this bound (Higham and Mary):
 
     |sum of s_i g_i - g|  <=  4 (change + eps (sum of s_i |g_i| + |layer|)),    eps = u + sqrt(m) 2^-24
 
@@ -39,29 +39,30 @@ _SKETCHED = 4096  # elements of a gradient that tell the pieces apart
 
 
 class Comparison(NamedTuple):
-    """The undivided and the accumulated gradient of a batch. Arrays hold a number for each parameter."""
+    """Hold the comparison of the undivided and the accumulated gradient. Arrays hold a number for each parameter."""
 
-    relative: np.ndarray  # norm of the difference to that of the undivided gradient; 0 if both are only rounding
-    tolerances: np.ndarray  # what rounding explains of it
+    relative: np.ndarray  # norm of the difference, relative to the undivided gradient; 0 if both are only rounding
+    tolerances: np.ndarray  # the part that rounding explains
     explained: np.ndarray  # the same, as a norm
     exact: bool  # whether rounding explains all differences
-    rounding: float  # what rounding explains, relative to all gradients together
-    finite: bool  # whether the undivided gradients are
+    rounding: float  # the part that rounding explains, relative to all gradients together
+    finite: bool  # whether the undivided gradients are finite
     whole: np.ndarray  # the undivided gradient, and the loss
     sketches: np.ndarray  # some of their elements, the loss last: of the batch, then of its pieces
 
 
 class Division:
-    """A batch, its pieces and their shares of the weight; evaluates `forward_fn` on them.
+    """Hold a batch, its pieces and their shares of the weight, and evaluate `forward_fn` on them.
 
     Attributes:
-        error: What op by op execution raised, if `forward_fn` is therefore compiled.
-        cut: The axis that counts the samples in each argument; None for one that is not cut.
-        loss_scale: What the loss is multiplied by before the backward pass.
-        is_sum: Whether `forward_fn` divides by the weight what should be a sum.
-        several: Whether it is one of several losses, which their weights multiply before the backward pass.
-        names: Names of the last arguments of `forward_fn`, if they were given by name.
-        weights: What `weight_fn` gave the pieces.
+        error: The error of op by op execution, if `forward_fn` is compiled because of it.
+        cut: The axis that counts the samples in each argument; None for an argument that is not cut.
+        loss_scale: The factor on the loss before the backward pass.
+        is_sum: Whether the loss should be a sum, so that `forward_fn` divides it by the weight.
+        several: Whether the loss is one of several losses, which are multiplied by their weights before the backward
+            pass.
+        names: Names of the last arguments of `forward_fn`, if these were given by name.
+        weights: The results of `weight_fn` for the pieces.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
         eps: Relative error of a sum.
     """
@@ -102,20 +103,20 @@ class Division:
             weights = [float(as_weight(rows if weight_fn is None else weight_fn(*piece)))
                        for (_, rows), piece in zip(spans, self.pieces)]
         if not sum(weights) > 0:
-            raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return what "
-                             "the mean in forward_fn divides by, e.g. the number of unmasked tokens")
+            raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return the "
+                             "denominator of the mean in forward_fn, e.g. the number of unmasked tokens")
         self.weights = np.array(weights)
         self.shares = self.weights / sum(weights)
 
     def rows(self, places: Iterable[int]) -> tuple:
-        """Return some rows of the batch."""
+        """Return some samples of the batch."""
         return select_rows(Tensor(list(places), ms.int32), self.cut, self.batch)
 
     def _run_batch(self) -> tuple[Any, Calls]:
-        """Return what `run` returns for the batch. From now on, compile what fails op by op and not as a graph."""
+        """Return the result of `run` for the batch. From now on, compile if it fails op by op but not as a graph."""
         try:
             return self.run(self.batch)
-        except (TypeError, AttributeError) as error:  # as where a Tensor's method returns something else in a graph
+        except (TypeError, AttributeError) as error:  # e.g. because a Tensor's method returns something else in a graph
             self.error = error
             os.environ.pop("MS_JIT", None)  # until `untouched` ends
             self._differentiated = ms.jit(self._differentiated)
@@ -125,7 +126,7 @@ class Division:
                 raise error from None
 
     def _on_piece(self, place: int, function: Callable, restored: bool = True) -> Any:
-        """Return what `run` or `gradients` return for a piece. The batch was run before."""
+        """Return the result of `run` or `gradients` for a piece. The batch was run before."""
         try:
             return function(self.pieces[place], restored)
         except Exception as error:
@@ -133,7 +134,7 @@ class Division:
             raise
 
     def run(self, inputs: tuple, restored: bool = True) -> tuple[Any, Calls]:
-        """Run forward. Return the loss, and the calls of the layers, which a graph does not show."""
+        """Run forward. Return the loss, and the calls of the layers (none if it is compiled)."""
         if restored:
             self.layers.restore()
         if self.error is None:
@@ -145,9 +146,9 @@ class Division:
         return loss, calls
 
     def gradients(self, inputs: tuple, restored: bool = True, times: float = 1.0) -> np.ndarray:
-        """Return the gradients, one after the other, and behind them the loss: float32.
+        """Return the gradients, followed by the loss, as one float32 array.
 
-        They are those of the loss times its scale and `times`, by which they are divided.
+        The loss is multiplied by its scale and `times` before the backward pass, and the gradients are divided by both.
         """
         if restored:
             self.layers.restore()
@@ -156,7 +157,9 @@ class Division:
         return np.concatenate([t.astype(ms.float32).asnumpy().ravel() for t in (*gradients, loss)]) / np.float32(scale)
 
     def _undivided(self, restored: bool = True) -> np.ndarray:
-        """Return the gradients of the batch: in float32, of the loss itself; in 16 bits, that might underflow."""
+        """Return the gradients of the batch: in float32 without the loss scale; in 16 bits they might underflow without
+        it.
+        """
         return self.gradients(self.batch, restored, 1 / self.loss_scale if self.roundoff <= FLOAT32 else 1.0)
 
     def norms(self, gradients: np.ndarray) -> np.ndarray:
@@ -168,7 +171,7 @@ class Division:
         return np.concatenate([g[::-(-g.size // _SKETCHED)] for g in np.split(gradients, self._ends)], dtype=float)
 
     def compare(self, restored: bool = False) -> Comparison:
-        """Compare the gradients. State goes on from piece to piece, as in training, unless it is `restored`."""
+        """Compare the gradients. State is kept from piece to piece, as in training, unless it is `restored`."""
         whole = self._undivided()
         total, magnitudes, sketches = np.zeros(whole.shape), np.zeros(len(self.parameters)), [self.sketch(whole)]
         for place, share in enumerate(self.shares):
@@ -181,8 +184,8 @@ class Division:
                 total += share * gradients
         undivided, accumulated, difference = map(self.norms, (whole, total, total - whole))
         if not undivided.any() and not accumulated.any():
-            raise ValueError("the gradient is 0 in all parameters of network, so there is nothing to compare; does "
-                             "forward_fn call this network, and does its loss depend on it?")
+            raise ValueError("the gradient is 0 in all parameters of network, so there is nothing to compare; check "
+                             "that forward_fn calls this network, and that the loss depends on it")
         # A layer's parameters have names that differ in the last part only.
         _, layer = np.unique([p.name.rpartition(".")[0] for p in self.parameters], return_inverse=True)
         of_layer = np.sqrt(np.bincount(layer, undivided ** 2)[layer])
@@ -197,7 +200,7 @@ class Division:
                           rounding, bool(np.isfinite(undivided).all()), whole, np.array(sketches))
 
     def _change(self, whole: np.ndarray, seed: int) -> np.ndarray:
-        """Return how far the gradients of the batch move with weights that are off by rounding."""
+        """Return how far the gradients of the batch move if the weights change by rounding."""
         signs = np.random.default_rng(seed)
         self.layers.restore()
         for parameter in self._floats:

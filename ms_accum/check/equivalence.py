@@ -1,4 +1,4 @@
-"""Check whether accumulation is exact for a network, and report why it is not."""
+"""Check whether accumulation is exact for a network, and report the causes if it is not."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -39,20 +39,20 @@ _COMPILED = "compiled, without a look at its layers: op by op, it raises {}"
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `check_equivalence`; `str(report)` is readable text.
+    """Hold the result of `check_equivalence`; `str(report)` is readable text.
 
     Attributes:
         ok: Whether the accumulated gradient equals that of the undivided batch, up to rounding; None if the check
             cannot tell, for the reason in `causes`.
         max_relative_difference: The largest value of `per_parameter`.
-        per_parameter: For each trainable parameter, by name, norm(accumulated - undivided) / norm(undivided); 0 for a
-            gradient that is only rounding, infinity if one is not finite.
-        tolerances: How much of each of these rounding explains.
-        causes: Why the two differ, or cannot be compared. Random layers that were switched off are listed, too.
-        samples, pieces: Samples in the batch, and pieces that it was cut into.
-        notes: How it was compared, if not as usual: in a float32 copy, or compiled.
-        losses: With several losses, the report of each; the figures above are then those of the worst.
-        in_evaluation: Whether the network is in evaluation mode and has layers for which that makes a difference.
+        per_parameter: For each trainable parameter, by name, norm(accumulated - undivided) / norm(undivided). It is 0
+            if both gradients are only rounding errors, and infinity if one of them is not finite.
+        tolerances: For each parameter, the relative difference that rounding can explain.
+        causes: Why the gradients differ or cannot be compared. Random layers that were switched off are also listed.
+        samples, pieces: Number of samples in the batch, and of the pieces that it was cut into.
+        notes: How the gradients were compared, if not as usual: in a float32 copy, or compiled.
+        losses: With several losses, the report of each; the attributes above are then those of the worst one.
+        in_evaluation: Whether the network is in evaluation mode and has layers that depend on the mode.
     """
 
     ok: Optional[bool]
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The answer in one line."""
+        """Return the answer in one line."""
         mode = ", in evaluation mode: call network.set_train() to check how it trains" if self.in_evaluation else ""
         return (f"{_ANSWERS[self.ok]} for this network, loss and batch ({self.samples} samples in {self.pieces} "
                 f"pieces){mode}.")
@@ -77,7 +77,7 @@ class Report:
         if self.losses:
             return "\n".join([self.verdict, *(f"loss {i}: {report}" for i, report in enumerate(self.losses, 1))])
         figures, most = self.per_parameter, self.max_relative_difference
-        # With a sum loss, all are almost equal, and rounding would choose another one each time: the first counts.
+        # With a sum loss, all are almost equal, and rounding would choose a different one each time: use the first.
         worst = next(name for name, difference in figures.items() if not difference < 0.999 * most)
         lines = [self.verdict, f"largest relative difference: {most:.1e} in {worst} (rounding: up to "
                  f"{self.tolerances[worst]:.1e})", *self.notes]
@@ -111,39 +111,43 @@ def check_equivalence(
     losses: int = 1,
     loss_scaler: Optional[amp.LossScaler] = None,
 ) -> Report:
-    """Compare the gradient of a batch with the one accumulated over its pieces, and name the causes of a difference.
+    """Check whether accumulation is exact for a network, and name the causes and remedies if it is not.
 
-    The check computes op by op in every mode; or compiled, without a look at the layers, if `forward_fn` fails op by
-    op. It takes about four forward and backward passes of the batch; a network in 16 bits, or a cause, two to three
-    times as many. All activations are kept for a moment. Afterwards, parameters, other state, flags, random state and
-    mode are restored, even if `forward_fn` raises; its other side effects (files, prints) remain.
+    It compares the gradient of a batch with the one accumulated over its pieces. It runs op by op in every mode; if
+    `forward_fn` fails op by op, it runs compiled, and does not look at the layers. It takes about four forward and
+    backward passes of the batch; for a network in 16 bits, or to find a cause, two to three times as many. It needs
+    memory for all activations of the batch.
+
+    Afterwards, parameters, other state, flags, random state and mode are restored, even if `forward_fn` raises an
+    error. Other side effects of `forward_fn` (files, prints) remain.
 
     Args:
         forward_fn: `(*batch) -> loss`, a float Tensor of shape `()`, as for `make_train_step`.
-        network: The cell whose `trainable_params()` are trained, in its current training mode: call `set_train()`
+        network: The Cell whose `trainable_params()` are trained. It is checked in its current mode: call `set_train()`
             first.
         batch: The arguments of `forward_fn`: a tuple, or a dict that is matched by name. NumPy arrays become Tensors.
         pieces: Number of pieces that the batch is cut into, as in `make_train_step`; at least 2. If it exceeds the
             number of samples, each piece is one sample.
         batch_axis: The axis that counts the samples, as for `make_train_step`.
         weight_fn: `(*piece) -> weight`, as for `make_train_step`. None: the number of samples.
-        loss_reduction: "sum" if `forward_fn` returns a sum, as for `make_train_step`. The check compares the sum
-            divided by the weight.
-        losses: Number of losses that `forward_fn` returns, as for `make_train_step`; each is checked by itself, and
-            weighted before the backward pass, as in the train step.
-        loss_scaler: As for `make_train_step`. Gradients are those of the scaled loss then, divided by the scale, and
-            have to equal those of the loss itself.
+        loss_reduction: "sum" if `forward_fn` returns a sum, as for `make_train_step`. The check then compares the
+            gradients of the sum divided by the weight.
+        losses: Number of losses that `forward_fn` returns, as for `make_train_step`. Each is checked separately, and
+            multiplied by its weight before the backward pass, as in the train step.
+        loss_scaler: As for `make_train_step`. The accumulated gradients are then those of the scaled loss, divided by
+            the scale; they must equal the gradients of the undivided batch without a scale.
 
     Returns:
-        The report. `report.ok` is False if, in any parameter, the two gradients differ by more than rounding explains
-        (`ms_accum/check/comparison.py` states the bound). It is None if the check cannot tell: random numbers cannot be
-        switched off, or only with a layer of your own that may do more in training; the gradient is not finite; or
-        rounding could hide a thousandth of it. In float32, differences below 1e-5 in all parameters are exact.
+        A `Report`. `report.ok` is False if the two gradients of any parameter differ by more than rounding can explain
+        (`ms_accum/check/comparison.py` states the bound). It is None if the check cannot tell: if random numbers cannot
+        be switched off, or only together with a layer of your own that may do more in training; if the gradient is not
+        finite; or if rounding could hide a difference of a thousandth. In float32, differences below 1e-5 in all
+        parameters count as exact.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or `forward_fn` does not return a float Tensor.
-        ValueError: If there is nothing to compare: one piece, one sample, no trainable parameter, or a loss that does
-            not depend on the parameters.
+        ValueError: If there is nothing to compare: only one piece or one sample, no trainable parameter, or a loss that
+            does not depend on the parameters.
 
     Source: the bound is that of Higham and Mary, 2019 (https://doi.org/10.1137/18M1226312).
 
@@ -162,8 +166,8 @@ def check_equivalence(
     instance_of("forward_fn", forward_fn, Callable, "a function of the batch")
     instance_of("weight_fn", weight_fn, (Callable, type(None)), "a function of the batch")
     if not instance_of("network", network, nn.Cell, "a mindspore.nn.Cell").trainable_params():
-        raise ValueError("network has no trainable parameters, so there is no gradient to compare; is requires_grad "
-                         "False in all of them?")
+        raise ValueError("network has no trainable parameters, so there is no gradient to compare; set "
+                         "requires_grad=True in the parameters to train")
     instance_of("batch", batch, (tuple, list, Mapping), "a tuple or dict of forward_fn's arguments, e.g. (data, label)")
     arguments, named = as_arguments(batch)
     named = named_values(forward_fn, named)
@@ -195,7 +199,7 @@ def check_equivalence(
 
 
 def _wrapped(name: str, function: Callable, batch: tuple, names: tuple[str, ...], t: int, losses: int) -> Callable:
-    """Return a function of the whole batch and one of several losses, with the given one's name and amp level."""
+    """Return a function of the whole batch for one of several losses, with the name and amp level of `function`."""
     called = positional(name, function, len(batch), names)
 
     def one(*batch: Any) -> Any:
@@ -211,7 +215,7 @@ def _wrapped(name: str, function: Callable, batch: tuple, names: tuple[str, ...]
 
 
 def _mean_of(forward_fn: Callable, weight_fn: Optional[Callable], batch_axis: int) -> Callable:
-    """Return a function of the mean loss, given one of the sum."""
+    """Return a function that returns the mean loss, given one that returns the sum."""
     def mean(*batch: Any) -> Tensor:
         weight = layout(batch, batch_axis)[0] if weight_fn is None else weight_fn(*batch)
         return forward_fn(*batch) / divisor(as_tensor(as_weight(weight)))
@@ -252,7 +256,7 @@ def _judged(division: Division, comparison: Comparison) -> tuple[Optional[bool],
 
 
 def _judged_in_float32(division: Division, comparison: Comparison, divided: Callable) -> Optional[tuple]:
-    """Return the verdict on a float32 copy, the causes and the comparison to report; None if there is no copy."""
+    """Return the verdict for a float32 copy, the causes and the comparison to report; None if there is no copy."""
     with division.layers.in_float32(division.forward_fn, division.batch) as batch:
         try:
             copy = divided(layers=division.layers, batch=batch)

@@ -1,4 +1,4 @@
-"""Replace BatchNorm layers, which see the batch, by GroupNorm layers, which see one sample at a time."""
+"""Replace BatchNorm layers, which use the whole batch, by GroupNorm layers, which use one sample at a time."""
 from __future__ import annotations
 
 from mindspore import nn
@@ -16,23 +16,24 @@ def batchnorm_to_groupnorm(network: nn.Cell, num_groups: int = 32) -> list[str]:
     """Replace every BatchNorm in a network, in place, by a GroupNorm with the same gamma and beta.
 
     GroupNorm normalises each sample by its own mean and variance over groups of channels, so accumulation is exact. Its
-    outputs are others: train the network, or fine-tune it. Gamma and beta stay the same Parameters, so optimizers and
-    checkpoints still fit; the moving statistics are dropped. Call this before the network is compiled.
+    outputs differ from those of BatchNorm: train or fine-tune the network. Gamma and beta stay the same Parameters, so
+    optimizers and checkpoints still fit; the moving statistics are dropped. Call this before the network is compiled.
 
     Args:
         network: Any tree of cells. `nn.BatchNorm1d`, `nn.BatchNorm2d`, `nn.BatchNorm3d`, `nn.SyncBatchNorm` and their
-            subclasses are replaced; a shared layer stays shared. Layers built with `use_batch_statistics=False` stay.
-        num_groups: Number of groups of channels in a layer. If it does not divide the channels, the largest smaller
-            number that does and leaves two channels in a group is used. In place of a BatchNorm1d, where a channel may
-            be one value, a group has at least 8: two values would become almost +1 and -1.
+            subclasses are replaced; a shared layer stays shared. Layers built with `use_batch_statistics=False` are
+            kept.
+        num_groups: Number of groups of channels in a layer. If it does not divide the number of channels, the largest
+            smaller number is used that divides it and leaves two channels in a group. For a BatchNorm1d, where a
+            channel may be one value, a group has at least 8 channels: two values would become almost +1 and -1.
 
     Returns:
         The names of the replaced layers, as in `network.cells_and_names()`; a shared layer has several.
 
     Raises:
-        TypeError: If `network` is not a Cell or `num_groups` not an int.
+        TypeError: If `network` is not a Cell, or `num_groups` is not an int.
         ValueError: If `num_groups` < 1, `network` is itself a BatchNorm, or a layer cannot be replaced (one channel in
-            a BatchNorm1d, channels last). Nothing is replaced then.
+            a BatchNorm1d, channels last). Then nothing is replaced.
 
     Source: Wu and He, "Group Normalization", 2018 (https://arxiv.org/abs/1803.08494); 32 groups are its default.
 
@@ -74,7 +75,7 @@ def _group_norm(path: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
     if inner.format != "NCHW":
         raise ValueError(f"{path} has data_format={inner.format!r}, expected 'NCHW'; GroupNorm takes channels first")
     if alone and inner.num_features == 1:
-        raise ValueError(f"{path} is a BatchNorm1d of 1 channel, of which GroupNorm would make 0: it would "
+        raise ValueError(f"{path} is a BatchNorm1d of 1 channel, for which GroupNorm would return 0, because it would "
                          "normalise single values; remove or replace the layer")
     groups = groups_for(inner.num_features, num_groups, alone)
     group_norm = nn.GroupNorm(groups, inner.num_features, eps=float(inner.eps))
@@ -84,7 +85,7 @@ def _group_norm(path: str, layer: nn.Cell, num_groups: int) -> nn.GroupNorm:
 
 
 def groups_for(channels: int, num_groups: int, alone: bool) -> int:
-    """Return the number of groups for some channels, each a single value if `alone`; see `batchnorm_to_groupnorm`."""
+    """Return the number of groups for `channels` channels, each a single value if `alone`."""
     least = _VALUES if alone else 2
     return max([g for g in range(1, min(num_groups, channels) + 1) if channels % g == 0
                 and (channels // g >= least or (g == num_groups and not alone))], default=1)

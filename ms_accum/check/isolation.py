@@ -19,16 +19,16 @@ from mindspore.train import amp
 from ..tensors import HALF
 
 _TO_FLOAT = ("fp16", "bf16", "fp32")  # the flags of `to_float`
-Calls = dict[nn.Cell, tuple[list[Tensor], list[Tensor]]]  # what each layer was given in its first call, and returned
+Calls = dict[nn.Cell, tuple[list[Tensor], list[Tensor]]]  # inputs and outputs of each layer in its first call
 
 
 class Layers:
-    """The cells of a network, and others that run; what their attributes are is kept, and can be restored."""
+    """Keep and restore the attributes of the Cells of a network, and of other Cells that run."""
 
     def __init__(self, network: nn.Cell) -> None:
         self.names: dict[nn.Cell, str] = {}
-        self.inside: dict[nn.Cell, set[nn.Cell]] = {}  # what each has called
-        # Their state as they were found, and as it is restored during the check.
+        self.inside: dict[nn.Cell, set[nn.Cell]] = {}  # the Cells that each has called
+        # Their state at the begin, and the state to restore during the check.
         self._found: list[Any] = []
         self._kept: list[Any] = []
         self._add("", network)
@@ -45,16 +45,16 @@ class Layers:
                 self._kept += _state(cell)
 
     def keep(self) -> None:
-        """Take the present state for the one to restore."""
+        """Keep the present state as the one to restore."""
         self._kept = [entry for cell in self.names for entry in _state(cell)]
 
     def restore(self, as_found: bool = False) -> None:
-        """Write back what has changed."""
+        """Restore attributes that have changed."""
         for holder, values, contents in self._found if as_found else self._kept:
             for name in holder.keys() - values.keys():
                 del holder[name]
             for name, value in values.items():
-                if holder.get(name, holder) is not value:  # a frozen dict refuses even what changes nothing
+                if holder.get(name, holder) is not value:  # a frozen dict raises an error even if nothing changes
                     holder[name] = value
             for value, content in contents:
                 if content != value.asnumpy().tobytes():
@@ -63,9 +63,10 @@ class Layers:
 
     @contextmanager
     def in_float32(self, forward_fn: Callable, batch: tuple) -> Iterator[tuple]:
-        """Within the block, compute in float32 what `to_float`, `amp` or parameters make 16 bits; yield the batch.
+        """Compute in float32 in the block, also layers with `to_float`, `amp` or parameters in 16 bits; yield the
+        batch.
 
-        What the code of a layer casts by itself stays.
+        Casts in the code of a layer are kept.
         """
         before = self._kept
         copies: dict[int, Any] = {}
@@ -92,7 +93,7 @@ class Layers:
 
     @contextmanager
     def watched(self) -> Iterator[Calls]:
-        """Yield what each cell that runs within the block is given, and returns; also one outside of the network."""
+        """Yield the inputs and outputs of each Cell that runs in the block, also outside of the network."""
         call = nn.Cell.__call__
         calls: Calls = {}
         running: list[nn.Cell] = []
@@ -114,7 +115,7 @@ class Layers:
 
 
 def _state(cell: nn.Cell) -> list[tuple]:
-    """Return `(dict, what it holds, bytes of each Tensor in it)` for a cell's attributes and each dict among them."""
+    """Return `(dict, its contents, bytes of each Tensor in it)` for a Cell's attributes and each dict among them."""
     return [(holder, dict(holder), [(value, value.asnumpy().tobytes()) for value in holder.values()
                                     if isinstance(value, Tensor)])
             for holder in (vars(cell), *vars(cell).values()) if isinstance(holder, dict)]
@@ -133,13 +134,13 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def casts_inside(function: object) -> bool:
-    """Whether `mindspore.amp.auto_mixed_precision` casts inside a cell or function, which no output shows."""
+    """Return whether `mindspore.amp.auto_mixed_precision` casts inside a Cell or function; no output shows it."""
     return getattr(function, "_amp_level", None) in ("O1", "auto")
 
 
 @contextmanager
 def untouched(network: nn.Cell) -> Iterator[Layers]:
-    """Run the block op by op, jitted functions too, then restore state, flags, random state and mode."""
+    """Run the block op by op, also jitted functions; then restore state, flags, random state and mode."""
     with ExitStack() as afterwards:
         afterwards.enter_context(patch.dict(KERNEL_SEEDS))
         afterwards.callback(ms.set_context, mode=ms.get_context("mode"))

@@ -1,1 +1,1 @@
-"""Save and load everything that training consists of, also in the middle of a window. Examples may import it."""
+"""Save and load all state of a training, also in the middle of a window. Examples may import it."""

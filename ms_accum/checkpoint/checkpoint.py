@@ -1,8 +1,8 @@
-"""Checkpoints: everything that training in the middle of a window consists of.
+"""Checkpoints: all state of a training, also in the middle of a window.
 
-The network's parameters have their own names in the file, so that `mindspore.load_checkpoint` reads them. Beside them
-are "optimizer:<name>" and "accumulator:<name>". What an accumulator needs for an open window alone is only there if one
-is open: a closed window fits any number of ranks and any length of the next one.
+The network's parameters keep their names in the file, so that `mindspore.load_checkpoint` reads them. Other state is
+called "optimizer:<name>" and "accumulator:<name>". State that only an open window needs is saved only if a window is
+open. So a checkpoint of a closed window fits any number of ranks and any length of the next window.
 """
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _UNIT, _TORN, _SCALE = (f"accumulator:{name}" for name in ("weight_unit", "unfin
 
 
 def _in_order(function: Callable[P, T]) -> Callable[P, T]:
-    """Name the order of the arguments where it is another one, or where one is missing: TypeError."""
+    """Raise TypeError, with the right order, if the arguments are in another order or one is missing."""
     name, called = function.__name__, f"{function.__name__}(path, network, train_step)"
 
     @wraps(function)
@@ -58,8 +58,8 @@ def _in_order(function: Callable[P, T]) -> Callable[P, T]:
                             "path first, unlike mindspore.save_checkpoint")
         missing = [key for key in ("path", "network", "accumulator")[len(arguments):] if key not in named]
         if missing:
-            raise TypeError(f"{name} got no {' and no '.join(missing)}, expected all that training consists of; give "
-                            f"{called}, or the network alone to mindspore.{name}")
+            raise TypeError(f"{name} got no {' and no '.join(missing)}; give {called}, or give only the network to "
+                            f"mindspore.{name}")
         return function(*arguments, **named)
 
     return checked
@@ -67,34 +67,37 @@ def _in_order(function: Callable[P, T]) -> Callable[P, T]:
 
 @_in_order
 def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any, *, extra: Any = None) -> None:
-    """Save all state, also in the middle of a window, so that resumed training is bit-identical.
+    """Save all state of a training, also in the middle of a window, so that a resumed run is bit-identical.
 
-    Saved are the parameters of the network, the optimizer's state (moments, update count, learning rates that are
-    Parameters), the accumulator's buffers, weights and counters, its loss scaler, and `extra`. The state of random
-    layers is not, for MindSpore 2.10 gives no access to it on CPU: pass masks as arguments of the batch, drawn from a
-    seed and the position in the data, which `extra` holds.
+    The file holds the parameters of the network, the optimizer's state (moments, update count, learning rates that are
+    Parameters), the accumulator's buffers, weights and counters, its loss scaler, and `extra`. It does not hold the
+    state of random layers, because MindSpore 2.10 does not expose it on CPU. For bit-identical resumption, pass masks
+    as arguments of the batch, drawn from a seed and the position in the data, and save both in `extra`.
 
-    The file is written beside `path`, flushed to the disk and renamed, so a process that is killed at any moment leaves
-    the old file or the new one, complete. The next save on the same host removes what a killed process left. Several
-    processes may save to one path at once; the last one wins. With several ranks, every rank has to call it with the
-    same path, and only one such run at a time may use the path. The files of other ranks than 0 are called
-    `<stem>.rank<r>of<n>-<generation><suffix>`; all become valid together when rank 0 renames its own.
+    The file is written beside `path`, flushed to the disk and renamed. So a process that is killed at any moment leaves
+    the complete old file or the complete new one; the next save on the same host removes its temporary files. Several
+    processes may save to one path at the same time; the last one wins.
+
+    With several ranks, every rank has to call it with the same path, and only one such run at a time may use the path.
+    Ranks other than 0 write files called `<stem>.rank<r>of<n>-<generation><suffix>`; all files become valid together
+    when rank 0 renames its own.
 
     Args:
-        path: Ends in ".ckpt" or ".safetensors", MindSpore's formats.
+        path: The file to write. It ends in ".ckpt" or ".safetensors", MindSpore's formats.
         network: The network whose parameters the optimizer updates.
-        accumulator: Its accumulator, or the train step or `TrainOneStepCell` that feeds it.
-        extra: Any JSON value: epoch, position in the data, seed. NaN and infinity are kept.
+        accumulator: The accumulator, or the train step or `TrainOneStepCell` that holds it.
+        extra: Any JSON value, e.g. epoch, position in the data and seed. NaN and infinity are kept.
 
     Raises:
-        TypeError: If `network` or `accumulator` is of another kind; if `extra` would not come back from JSON as it is
-            (tuples, keys that are no str); if the optimizer is no `nn.Cell`, so that its state cannot be found.
-        ValueError: If the suffix is another one, two entries of the file would have the same name, or MindSpore has
+        TypeError: If `network` or `accumulator` is of the wrong kind; if `extra` would change when it is written to
+            JSON and read again (tuples, keys that are not str); if the optimizer is not an `nn.Cell`, so that its state
+            cannot be found.
+        ValueError: If the suffix is unknown, if two entries of the file would have the same name, or if MindSpore has
             cut the parameters into slices (semi-auto and auto parallel).
-        RuntimeError: If an error or an interrupt stopped a batch or an update in the middle.
-        OSError: If the file cannot be written; the old one is still there. With several ranks, on all of them.
+        RuntimeError: If an error or an interrupt stopped a batch or an update before its end.
+        OSError: If the file cannot be written; the old file is kept. With several ranks, all of them raise it.
 
-    Source: databases write beside the old file, fsync and rename; the format is MindSpore's.
+    Source: databases replace files in this way (write beside the old one, fsync, rename); the format is MindSpore's.
 
     Example:
         >>> import os, tempfile, mindspore as ms
@@ -139,20 +142,22 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
 @_in_order
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any) -> Any:
-    """Load what `save_checkpoint` saved into a network and an accumulator that are built with the same arguments.
+    """Load a file of `save_checkpoint` into a network and an accumulator that are built with the same arguments.
 
-    Resumed training is bit-identical in a run that has not trained yet: one that has keeps its own unit of weights, and
-    differs in last bits. Everything is checked before anything is loaded. Nothing in the file is executed.
+    If this run has not trained yet, the resumed training is bit-identical; otherwise it keeps its own unit of weights,
+    and results differ by rounding. Everything is checked before anything is loaded. Nothing in the file is executed.
 
-    If no window was open (save when `train_step.updated` is true, or after a flush), the number of ranks, the
-    `DataParallel` and `accumulate_step` may be others. With another number of ranks or another `DataParallel`, every
-    rank reads rank 0's file, which all have to see, and takes over what was rank 0's alone: `extra`, and
-    statistics of BatchNorm. An open window in this run is dropped. Buffers that this run has not needed yet (windows
-    of one microbatch) are made only if the file holds an open window.
+    A checkpoint of a closed window (saved when `train_step.updated` is true, or after a flush) can be loaded with a
+    different number of ranks, `DataParallel` or `accumulate_step`. With a different number of ranks or `DataParallel`,
+    every rank reads rank 0's file, so the file must be on a shared file system, and every rank gets rank 0's values of
+    `extra` and of BatchNorm's statistics.
+
+    An open window in this run is dropped. Buffers that this run has not needed yet (windows of one microbatch) are
+    allocated only if the file holds an open window.
 
     Args:
-        path: The file that was given to `save_checkpoint`.
-        network: A network with the parameters that were saved, of any values.
+        path: The path that was given to `save_checkpoint`.
+        network: A network with the same parameters as the saved one; their values are replaced.
         accumulator: As in `save_checkpoint`, built with the same arguments.
 
     Returns:
@@ -160,11 +165,12 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
     Raises:
         FileNotFoundError: If there is no such file.
-        CheckpointError: If the file is truncated, damaged or no checkpoint of ms_accum, or belongs to another network,
-            optimizer, `reduction`, `clip_norm`, `on_nonfinite` or noise scale; it names the entry. In the middle of a
-            window, also if it belongs to another number of ranks, `DataParallel` or `accumulate_step` (functions are
-            compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, on all of them. Not compared are arguments of
-            the optimizer that are not Parameters, factor and window of a loss scaler, and the train step's.
+        CheckpointError: If the file is truncated, damaged or not a checkpoint of ms_accum, or was saved with a
+            different network, optimizer, `reduction`, `clip_norm`, `on_nonfinite` or noise scale; the message names the
+            entry. If a window was open, also if it was saved with a different number of ranks, `DataParallel` or
+            `accumulate_step` (functions are compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, all of them
+            raise it. It does not compare arguments of the optimizer that are not Parameters, the factor and window of a
+            loss scaler, or arguments of the train step.
         TypeError, ValueError: As in `save_checkpoint`.
 
     Source: see `save_checkpoint`.
@@ -199,9 +205,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
 @contextmanager
 def loading(way: Way, is_open: bool) -> Iterator[None]:
-    """Let the block load a checkpoint into all state. What an interrupt stops there is noticed.
+    """Mark in the journal that the block loads a checkpoint, so that an interrupted load is detected.
 
-    `is_open`: whether it holds an open window. If not, buffers that take no memory yet still take none.
+    `is_open`: whether the checkpoint holds an open window. If not, buffers that take no memory yet stay without memory.
     """
     way.release()
     if is_open or way.buffers.is_allocated:
@@ -216,7 +222,7 @@ def loading(way: Way, is_open: bool) -> Iterator[None]:
 
 
 def _checked_accumulator(network: object, accumulator: object) -> Accumulator:
-    """Return the accumulator, or that of a train step or cell. TypeError if one of the two is something else."""
+    """Return the accumulator, or that of a train step or cell. Raise TypeError if an argument is of the wrong kind."""
     remedy = "give path, network, accumulator"
     instance_of("network", network, nn.Cell, "a mindspore.nn.Cell", remedy)
     return instance_of("accumulator", getattr(accumulator, "accumulator", accumulator), Accumulator,
@@ -238,13 +244,13 @@ def _told(ranks: int, generation: str, number: int) -> tuple[str, list[int]]:
 
 
 class _Run:
-    """What a run has to save and load.
+    """Hold what a run saves and loads.
 
     Attributes:
         entries: All state by its name in the file.
-        divided: The whole parameter of each entry of which this rank holds a slice (ZeRO).
-        of_window: The names of what is only needed while a window is open.
-        settings: What has to be the same in the run that resumes; those in `_OF_WINDOW` only if a window is open.
+        divided: For each entry of which this rank holds only a slice (ZeRO), the whole parameter.
+        of_window: The names of entries that are only needed while a window is open.
+        settings: Settings that must be equal in the run that resumes; those in `_OF_WINDOW` only if a window is open.
     """
 
     def __init__(self, network: nn.Cell, accumulator: Accumulator) -> None:
@@ -275,20 +281,23 @@ class _Run:
         self.of_window = {f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in open_state}
 
     def exchanged_alike(self, about: dict) -> bool:
-        """Return whether as many ranks exchanged in the same way, so that each has a file of its own."""
+        """Return whether the checkpoint has the same number of ranks and exchange, so that each rank has its own
+        file.
+        """
         return about.get("reducer") == self.settings["reducer"]
 
     @classmethod
     def whole(cls, network: nn.Cell, accumulator: Accumulator) -> _Run:
-        """Return what to save. RuntimeError if something was stopped in the middle."""
+        """Return what to save. Raise RuntimeError if an error or an interrupt stopped a batch or an update."""
         require_whole(int(accumulator.way.journal.unfinished))
         return cls(network, accumulator)
 
     def join_state(self, part: Path) -> Callable[[], dict[str, Tensor]]:
-        """Make divided state whole, one entry after the other, on rank 0's disk. All ranks have to call it.
+        """Gather divided state, one entry after the other, on rank 0's disk. All ranks have to call it.
 
-        Return what returns the entries, or raises the error that stopped this rank: the others do not wait for it.
-        ValueError if other state of the optimizer differs among ranks: it would be saved as rank 0 has it.
+        Return a function that returns the entries, or raises the error that stopped this rank, so that the others do
+        not wait for it. Raise ValueError if other state of the optimizer differs among ranks, because only rank 0's is
+        saved.
         """
         if self.exchange.divides_parameters:
             require_alike({name: p.asnumpy().tobytes() for name, p in self.entries.items() if id(p) in self.copied},
@@ -311,12 +320,14 @@ class _Run:
         return joined
 
     def cut(self, name: str, value: Tensor) -> Tensor:
-        """Return what this rank holds of a loaded entry."""
+        """Return this rank's part of a loaded entry."""
         return self.exchange.cut(value, self.divided[name]) if name in self.divided else value
 
     def contents(self, extra: Any, generation: str, is_open: bool,
                  joined: dict[str, Tensor]) -> tuple[dict[str, Parameter], dict]:
-        """Return the entries of a rank's file, and what it says about them. Rank 0's has what is divided, `joined`."""
+        """Return the entries of a rank's file, and their description. Rank 0's file also holds divided state,
+        `joined`.
+        """
         empty = set() if is_open else self.of_window - {_UNIT}
         entries = {name: joined.get(name, p) for name, p in self.entries.items()
                    if name not in empty and (name in joined or name not in self.divided)}
@@ -325,9 +336,9 @@ class _Run:
 
     def checked(self, path: Path, file: tuple[dict[str, Tensor], dict], generation: str,
                 first: Path) -> tuple[dict[str, Tensor], dict]:
-        """Return what to load of a file, and what it says about it. CheckpointError if it does not fit this run.
+        """Return the entries to load, and their description. Raise CheckpointError if the file does not fit this run.
 
-        `first`: rank 0's file, which holds the state that is divided.
+        `first`: rank 0's file, which holds the divided state.
         """
         loaded, about = file
         if self.divided and path != first:
@@ -338,7 +349,7 @@ class _Run:
         for name, expected in self.settings.items():
             if about.get(name) != expected and (about["open"] or name not in _OF_WINDOW):
                 remedy = ("save when train_step.updated is true: a closed window loads on any number of ranks and with "
-                          "any accumulate_step") if name in _OF_WINDOW else "build it alike"
+                          "any accumulate_step") if name in _OF_WINDOW else "build it with the same arguments"
                 raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; "
                                       f"{remedy}")
         ignored = {_TORN, *(() if self.exchanged_alike(about) else about["unit"])}
@@ -350,13 +361,13 @@ class _Run:
 
 def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], shaped: dict[str, Parameter],
                      entries: dict[str, Parameter]) -> None:
-    """Raise CheckpointError unless the file has all entries, in the shapes of `shaped`."""
+    """Raise CheckpointError unless the file holds all entries, in the shapes of `shaped`."""
     for name in {**entries, **loaded}:
         found = _described(loaded.get(name), loaded.get(name))
         wanted = _described(entries.get(name), shaped.get(name))
         if found != wanted and (name in loaded or name not in unneeded):
             raise CheckpointError(f"{path}: {name} is {found} in the file, but {wanted} in this run; build network, "
-                                  "optimizer and accumulator alike")
+                                  "optimizer and accumulator with the same arguments")
     if _SCALE in loaded:
         try:
             require_scale(loaded[_SCALE])

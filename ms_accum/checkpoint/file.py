@@ -1,7 +1,7 @@
-"""The file of a checkpoint: written atomically, sealed with a SHA-256, read only if it is whole.
+"""The file of a checkpoint: written atomically, with a SHA-256 of its contents, read only if it is complete.
 
-It is in one of MindSpore's own formats. The entry "ms_accum" describes the others as JSON and holds the SHA-256 of the
-file. With several ranks each rank has a file, and rank 0's file names the generation of the others.
+It is in one of MindSpore's own formats. The entry "ms_accum" describes the other entries as JSON and holds the SHA-256
+of the file. With several ranks, each rank has a file, and rank 0's file names the generation of the others.
 """
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _HERE = sha256(f"{gethostname()} {Path('/proc/self/ns/pid').resolve().name}".enc
 
 
 class CheckpointError(ValueError):
-    """A file that cannot be resumed from; nothing was loaded."""
+    """Report a file that cannot be resumed from; nothing was loaded."""
 
 
 def checked_path(path: Union[str, os.PathLike]) -> Path:
-    """Return the absolute path. ValueError unless it ends in one of `SUFFIXES`."""
-    path = Path(path).resolve()  # a link stays one, and what it points to is replaced
+    """Return the absolute path. Raise ValueError unless it ends in one of `SUFFIXES`."""
+    path = Path(path).resolve()  # a link is kept, and its target is replaced
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, MindSpore's formats")
     return path
@@ -53,7 +53,7 @@ def path_of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
 
 
 def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
-    """Remove the files of this rank's earlier generations, those of killed runs included."""
+    """Remove the files of this rank's earlier generations, also those of killed runs."""
     for old in path.parent.glob(f"{escape(path.stem)}.rank{rank}of{ranks}-{'[0-9a-f]' * 16}{path.suffix}"):
         if old != mine:
             old.unlink(missing_ok=True)
@@ -61,11 +61,11 @@ def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
 
 @contextmanager
 def part_of(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that will be `path`: in a folder of its own, which the end of the block removes.
+    """Yield a path to write a file that will be renamed to `path`, in a folder that the end of the block removes.
 
-    MindSpore and safetensors write beside it first, under names that only they know, and MindSpore removes an old file
-    before it writes. What processes of this host left that were killed in such a block is removed as well; others may
-    be writing now.
+    MindSpore and safetensors first write beside it, under names of their own, and MindSpore removes an old file before
+    it writes. Folders of this host's processes that were killed in such a block are removed as well; other processes
+    may be writing now.
     """
     start = f".{path.stem.lstrip('.')}.part-{_HERE}-"
     name = re.compile(rf"{re.escape(start)}(\d{{1,7}})-[0-9a-f]{{8}}")
@@ -89,7 +89,7 @@ def _lives(process: int) -> bool:
 
 
 def on_disk(value: np.ndarray, dtype: ms.Type, place: Path) -> Tensor:
-    """Return a Tensor whose memory is a file at `place`, which `part_of` removes. OSError if it cannot be written."""
+    """Return a Tensor whose memory is a file at `place`, which `part_of` removes. Raise OSError if writing fails."""
     if dtype == ms.bfloat16:  # NumPy has none: in memory
         return Tensor(value, dtype)
     _require_folder(place.parents[1])
@@ -100,9 +100,9 @@ def on_disk(value: np.ndarray, dtype: ms.Type, place: Path) -> Tensor:
 
 
 def write_file(part: Path, entries: dict[str, Parameter], about: dict) -> None:
-    """Write a file where `part_of` says, and flush it to the disk.
+    """Write a file at the path that `part_of` yields, and flush it to the disk.
 
-    `about` holds any JSON values. TypeError if its "extra" is none; OSError if the file cannot be written.
+    `about` holds JSON values. Raise TypeError if its "extra" is not one, OSError if the file cannot be written.
     """
     about = {"version": _VERSION, "mindspore": ms.__version__, **about, "extra": _as_json(about["extra"])}
     text = _BLANK + b'"}' + json.dumps(about).encode()
@@ -134,7 +134,7 @@ def _as_json(extra: Any) -> str:
 
 
 def _digest_in(file: BinaryIO) -> tuple[int, bytes]:
-    """Return where the SHA-256 stands in a file, and the SHA-256; -1 if there is none.
+    """Return the position of the SHA-256 in a file, and the SHA-256; -1 if there is none.
 
     A checkpoint is as large as the network, so it is read in chunks.
     """
@@ -150,7 +150,7 @@ def _digest_in(file: BinaryIO) -> tuple[int, bytes]:
 
 
 def _digest_of(file: BinaryIO, place: int) -> bytes:
-    """Return the SHA-256 of a file in which the one at `place` is blank."""
+    """Return the SHA-256 of a file in which the SHA-256 at `place` is replaced by blanks."""
     digest, left = sha256(), place
     file.seek(0)
     while left > 0:
@@ -165,7 +165,7 @@ def _digest_of(file: BinaryIO, place: int) -> bytes:
 
 
 def _seal(part: Path) -> None:
-    """Write the SHA-256 of a file in place of its blank, and flush it to the disk."""
+    """Write the SHA-256 of a file over its blanks, and flush it to the disk."""
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(part, 0o666 & ~umask)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
@@ -179,7 +179,7 @@ def _seal(part: Path) -> None:
 
 
 def rename_file(part: Path, path: Path) -> None:
-    """Give a file its name, also on the disk."""
+    """Rename a file to its final name, and flush the name to the disk."""
     os.replace(part, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -189,9 +189,9 @@ def rename_file(part: Path, path: Path) -> None:
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """Return the entries of a complete file, and what it says about them; else raise CheckpointError.
+    """Return the entries of a complete file, and their description. Raise CheckpointError if it is not complete.
 
-    FileNotFoundError if there is none.
+    Raise FileNotFoundError if there is no such file.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}; give a file that save_checkpoint (in a shell: --save) "
@@ -199,7 +199,7 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
     with path.open("rb") as file:
         place, digest = _digest_in(file)
         if place < 0:
-            raise CheckpointError(f"{path} is truncated, or no checkpoint of ms_accum; give a file that "
+            raise CheckpointError(f"{path} is truncated, or not a checkpoint of ms_accum; give a file that "
                                   "save_checkpoint wrote")
         sealed = _digest_of(file, place) == digest
     if not sealed:
@@ -210,7 +210,7 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
         about = json.loads(text[len(_BLANK) + 2:])
         about["extra"] = json.loads(about["extra"])
         version = about["version"]
-    # A file with a right checksum and wrong contents was forged, so any error refuses it.
+    # A file with a right checksum and wrong contents was forged, so any error means that it cannot be read.
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {one_line(error)})") from error
     if version != _VERSION:

@@ -39,7 +39,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, print, write. Return 0 if accumulation is exact, 1 if it is not, 2 if the check cannot tell."""
+    """Check, print and write. Return 0 if accumulation is exact, 1 if it is not, 2 if the check cannot tell."""
     function = imported(options.case, "train:make_case")
     with refusing(options.case):
         case = function()

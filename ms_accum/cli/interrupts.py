@@ -1,4 +1,4 @@
-"""Ctrl-C, also while MindSpore compiles. MindSpore 2.10 drops errors that are raised then, so interrupts are noted."""
+"""Handle Ctrl-C, also while MindSpore compiles: MindSpore 2.10 drops errors raised then, so interrupts are noted."""
 from __future__ import annotations
 
 import signal
@@ -14,7 +14,8 @@ _noted: list[int] = []
 def noting_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGINT and SIGTERM in the block, and note it for `raise_if_interrupted`.
 
-    Whenever MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM; that of SIGTERM stays.
+    When MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM. It keeps the handler of
+    SIGTERM.
     """
     _noted.clear()
     before = {number: signal.signal(number, _note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -26,7 +27,7 @@ def noting_interrupts() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt if there was an interrupt, which MindSpore may have dropped."""
+    """Raise KeyboardInterrupt if there was an interrupt: MindSpore may have dropped it."""
     if _noted:
         raise KeyboardInterrupt
 

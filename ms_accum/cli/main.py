@@ -16,14 +16,14 @@ from .interrupts import noting_interrupts
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in one line, without the usage."""
+    """Parse arguments, and report errors in one line without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and `message` in one line on stderr."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, but refuse "--" as a value, and one file for two options."""
+        """Parse as argparse does, but report an error for "--" as a value, and for one file in two options."""
         options, others = super().parse_known_args(args, namespace)
         written: dict[Path, str] = {}
         for name, value in vars(options).items():
@@ -37,10 +37,10 @@ class Parser(argparse.ArgumentParser):
 def run_command(commands: Sequence[ModuleType], argv: Optional[Sequence[str]] = None) -> int:
     """Run `ms-accum` with `argv` (default: `sys.argv[1:]`) and return the exit status.
 
-    Each of `commands` is a module whose `add_parser` adds subcommands.
+    `commands` are modules whose `add_parser` adds subcommands.
 
-    It is 0 for success, 1 if something failed or a check says no, 2 for a bad command line or wrong input, 130 after
-    Ctrl-C, and 141, without a message, if stdout was closed early (`| head`).
+    The exit status is 0 for success, 1 if something failed or a check says no, 2 for a bad command line or wrong input,
+    130 after Ctrl-C, and 141, without a message, if stdout was closed early (`| head`).
     """
     try:
         with noting_interrupts():
@@ -48,7 +48,7 @@ def run_command(commands: Sequence[ModuleType], argv: Optional[Sequence[str]] = 
         print(end="", flush=True)  # so that an error in writing the rest is raised here
         return status
     except KeyboardInterrupt:
-        warnings.filterwarnings("ignore", "a window of the accumulator", UserWarning)  # which the user has just stopped
+        warnings.filterwarnings("ignore", "a window of the accumulator", UserWarning)  # the user has stopped it
         print("ms-accum: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
@@ -78,7 +78,7 @@ def _run(commands: Sequence[ModuleType], argv: Optional[Sequence[str]]) -> int:
         except (ValueError, OSError) as error:
             chosen.error(str(error))
     except SystemExit as stop:
-        if isinstance(stop.code, str):  # as Python does: a user's module may end the process so
+        if isinstance(stop.code, str):  # as Python does: a user's module may end the process in this way
             print(stop.code, file=sys.stderr)
             return 1
         return int(stop.code or 0)

@@ -1,4 +1,4 @@
-"""Commands and the values of their options: numbers, files to write, and functions by their names."""
+"""Define commands, and read the values of their options: numbers, files to write, and functions by name."""
 from __future__ import annotations
 
 import argparse
@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 
 from ..arguments import LARGEST_INT32, instance_of
 
-# Where errors come from that are not the user's code: this package, and Python's imports.
+# Sources of errors that are not the user's code: this package, and Python's imports.
 _OURS = os.path.dirname(os.path.dirname(__file__)), "<frozen importlib", pkgutil.__file__
 
 
 def add_command(subcommands: argparse._SubParsersAction, name: str, run: Callable, summary: str, description: str,
                 epilog: str) -> argparse.ArgumentParser:
-    """Add a command to `ms-accum`. `run(options)` runs it and returns the exit status; a refusal is a ValueError."""
+    """Add a command to `ms-accum`. `run(options)` returns its exit status, and raises ValueError for wrong input."""
     parser = subcommands.add_parser(name, help=summary, description=description, epilog=epilog, allow_abbrev=False,
                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(run=run, parser=parser)
@@ -29,7 +29,7 @@ def add_command(subcommands: argparse._SubParsersAction, name: str, run: Callabl
 
 
 def number(convert: Callable[[str], float], accepts: Callable[[float], bool], expected: str, text: str) -> float:
-    """Return the number that `text` spells. ArgumentTypeError unless `convert` and `accepts` take it."""
+    """Return the number in `text`. Raise ArgumentTypeError unless `convert` and `accepts` accept it."""
     try:
         if accepts(value := convert(text)):
             return value
@@ -42,7 +42,7 @@ count = partial(number, int, lambda n: 1 <= n <= LARGEST_INT32, f"a whole number
 
 
 def output(*suffixes: str) -> Callable[[str], Path]:
-    """Return the type of an option that names a file to write. ArgumentTypeError if that file cannot be written."""
+    """Return the type of an option for a file to write; it raises ArgumentTypeError if the file cannot be written."""
     def file(text: str) -> Path:
         path = Path(text)
         if suffixes == (".png",) and find_spec("matplotlib") is None:
@@ -63,7 +63,7 @@ def output(*suffixes: str) -> Callable[[str], Path]:
 
 
 def imported(name: str, example: str) -> Callable:
-    """Return the function that is called `MODULE:FUNCTION`. ValueError if there is none."""
+    """Return the function with the name `MODULE:FUNCTION`. Raise ValueError if there is none."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with refusing(f"argument MODULE:FUNCTION: cannot import {name}, expected e.g. {example} in the current folder"):
@@ -72,7 +72,7 @@ def imported(name: str, example: str) -> Callable:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Raise ValueError for any error in the block, after a traceback if it was raised in the user's code."""
+    """Raise ValueError for any error in the block; first print a traceback if it was raised in the user's code."""
     try:
         yield
     except BrokenPipeError:

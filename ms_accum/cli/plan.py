@@ -72,7 +72,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
 
 
 def size_in_bytes(text: str) -> int:
-    """Return bytes from a text such as 8GiB or 500 MB. ArgumentTypeError if it is none."""
+    """Return the number of bytes in a text such as 8GiB or 500 MB. Raise ArgumentTypeError for other texts."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower())
     unit = (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0
     if not match or float(match[1]) * unit < 1:
@@ -81,7 +81,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, measure, print, write. Return 1 if nothing fits or a process fails."""
+    """Plan, measure, print and write. Return 1 if nothing fits or a process fails."""
     batch_size, device, timeout = options.total_batch_size, options.device, options.timeout
     make_step = imported(options.function, "train:make_step")
     if options.noise_scale:
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(bar: tqdm, trial: Trial) -> None:
-    """Show a trial in the bar, or without a terminal in a line."""
+    """Show a trial in the progress bar, or, without a terminal, in a line."""
     bar.set_postfix_str(result := f"microbatch {trial.microbatch:,} {'fits' if trial.fits else trial.ended}", False)
     bar.update()
     if bar.disable:

@@ -1,4 +1,4 @@
-"""The process that a command runs in: its versions, and the ranks of which it is one."""
+"""The process of a command: its versions, and the other ranks."""
 from __future__ import annotations
 
 import os
@@ -20,17 +20,17 @@ def versions() -> dict[str, str]:
 
 
 def join_ranks() -> None:
-    """Join the other ranks if started by msrun. Only rank 0 still prints. The scheduler ends in here."""
+    """Join the other ranks if started by msrun. After it, only rank 0 prints. The scheduler process ends here."""
     if "MS_ROLE" not in os.environ:
         return
     from mindspore.communication import get_rank, init
 
     if os.environ["MS_ROLE"] == "MS_SCHED":
-        os.environ.setdefault("MS_NODE_TIMEOUT", "20")  # seconds; where all ranks were killed, nobody else ends it
+        os.environ.setdefault("MS_NODE_TIMEOUT", "20")  # seconds; if all ranks were killed, nothing else ends it
         try:
             init()
         except RuntimeError as error:
-            raise OSError(f"the scheduler stops: {one_line(error)}") from error
+            raise OSError(f"the scheduler stopped: {one_line(error)}") from error
         sys.exit(0)
     init()
     if get_rank() > 0:

@@ -37,7 +37,7 @@ _instances = count()
 
 
 class Status(NamedTuple):
-    """Where an accumulator stands; see `Accumulator` for what each number means."""
+    """Hold the counters of an accumulator; `Accumulator` explains each number."""
 
     update_step: int
     mini_step: int
@@ -51,7 +51,7 @@ class Status(NamedTuple):
 
 @ms.jit_class
 class Accumulator(Uncopied):
-    """Add up the gradients of microbatches and update once per window; inside `ms.jit` and in PyNative.
+    """Add up the gradients of microbatches in a hand-written loop, and update once per window.
 
         buffer += weight * gradient                              # every microbatch
         gradient = buffer                                        # reduction="sum", at the boundary
@@ -59,80 +59,85 @@ class Accumulator(Uncopied):
         gradient *= min(1, clip_norm / (norm(gradient) + 1e-6))  # if clip_norm is given
         optimizer(gradient); buffer = 0
 
-    A drop-in replacement for the class of MindSpore's tutorial, with half its memory. With "sum", the default and the
-    tutorial's contract, *the script divides its loss by `accumulate_step`*: an undivided loss makes updates N times too
-    large without an error. `make_train_step` and `TrainOneStepCell` take the undivided loss, and build an accumulator
-    with "mean"; prefer them in a new script.
+    It works inside `ms.jit` and in PyNative, and is a drop-in replacement for the class of MindSpore's tutorial, with
+    half its memory. With `reduction="sum"`, the default, *the script divides its loss by `accumulate_step`*, as in the
+    tutorial: an undivided loss makes updates N times too large without an error. In a new script, prefer
+    `make_train_step` or `TrainOneStepCell`: they take the undivided loss, and build an accumulator with "mean".
 
-    With "mean", mean losses, and the number of samples (or unmasked tokens) as weights, the update equals the
-    full-batch update up to rounding, also for ragged microbatches and an incomplete last window.
+    With "mean", give mean losses, and the number of samples (or unmasked tokens) as weights. The update then equals the
+    full-batch update up to rounding, also for microbatches of different sizes and an incomplete last window.
 
     Args:
-        optimizer: A MindSpore optimizer of float parameters, none of them frozen (`requires_grad=False`) or without
-            elements, and without a `loss_scale` of its own. Gradients come in the order of `optimizer.parameters`;
-            if these are slices (see `shard_parameters`), they are those of the whole parameters, `weights`.
-            State with the same name as that of another accumulator's optimizer (`global_step`) is renamed, so that
-            both fit into one graph.
-        accumulate_step: Microbatches in a window: an int; `{update_step: n}`, piecewise constant, with the key 0; or a
-            function of the update count (int32 Tensor of shape `()`) that graph mode can compile and that returns an
-            int or an integer Tensor >= 1. A window keeps its length from its first microbatch to its last. Or
-            `until_weight(budget)`: a window closes with the microbatch that brings its weight to the budget.
+        optimizer: A MindSpore optimizer without a `loss_scale` of its own. Its parameters must have a float dtype and
+            at least one element, and must not be frozen (`requires_grad=False`). Give gradients in the order of
+            `optimizer.parameters`; if these are slices (see `shard_parameters`), give those of the whole parameters,
+            `weights`. State whose name another accumulator's optimizer also uses (`global_step`) is renamed, so that
+            one graph can hold both.
+        accumulate_step: Number of microbatches in a window. One of: an int; a dict `{update_step: n}`, piecewise
+            constant, with the key 0; a function of the update count (int32 Tensor of shape `()`) that graph mode can
+            compile and that returns an int or an integer Tensor >= 1; or `until_weight(budget)`, which closes a window
+            with the microbatch that brings its weight to the budget. The length of a window does not change while it is
+            open.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
-            `grad_norm` and clips nothing; None computes no norm. Norms above 8e12 count as infinite.
-        reduction: "sum" or "mean".
-        buffer_dtype: dtype of the buffers. None: the parameter's own, but float32 for float16 and bfloat16. A float16
-            buffer overflows if the sum of weight * gradient exceeds 65504; a train step or a cell divides the weights
-            by the samples of its first piece, except with `loss_reduction="sum"`. In long windows, 16-bit buffers stop
-            growing without an overflow: with gradients of one sign, the update is 0.04 % too small after 1,000
-            microbatches in float16, 24 % after 5,000 and 60 % after 10,000; in bfloat16 50 % after 1,000 and 95 % after
-            10,000. Windows that may hold more than 512 (bfloat16: 64) are warned of.
-        on_nonfinite: What to do with NaN and infinity. "apply": apply them like other values. "skip_microbatch": give
-            the microbatch (in pieces: the piece) the weight 0, and do not count a microbatch of which nothing is left
-            (a piece whose own weight is 0 counts as left), so that the window stays open for another one
-            (`optax.skip_not_finite`). "skip_window": drop the window when it closes, without an update. A gradient is
-            finite if the sum of its elements is.
-        max_skips: How many windows ("skip_microbatch": microbatches or pieces of this rank) may be skipped one after
-            the other; after one more, a RuntimeError: in a train step or `flush` at the end of a window, in a cell at
-            once, by hand in `require_progress()`, for a graph cannot raise it. None: no limit.
-        reducer: A `DataParallel`, which makes the ranks of a run started with `msrun` update as one. None: one device.
-        after_update: A function without arguments that is called after each update, never for what is skipped; for a
-            moving average of the weights, say. In graph mode it is part of the graph: it has to change Parameters, and
-            what it does in Python alone never runs. The Parameters of a Cell, or of a Cell whose method it is, are
-            state of the accumulator; those of other functions are not saved in checkpoints.
-        noise_scale: A `ms_accum.batch_size.GradientNoiseScale`, which measures up to which batch size more samples
-            help. It costs one norm per microbatch. The weights have to be numbers of samples or tokens.
-        stages: Stages of your own, a tuple of `ms_accum.Stage`: see there.
+            `grad_norm` without clipping. None computes no norm. Norms above 8e12 count as infinite.
+        reduction: "sum" or "mean", as above.
+        buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16. A float16
+            buffer overflows if the sum of weight * gradient exceeds 65504. A train step or a cell first divides the
+            weights by the number of samples in its first piece, except with `loss_reduction="sum"`. In long windows,
+            16-bit buffers stop growing without an overflow, so updates are too small. With gradients of one sign, the
+            update is 0.04 % too small after 1,000 microbatches in float16, 24 % after 5,000 and 60 % after 10,000; in
+            bfloat16, 50 % after 1,000 and 95 % after 10,000. A warning is given if a window may hold more than 512
+            microbatches (bfloat16: 64).
+        on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
+            "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0. A microbatch whose pieces
+            are all skipped is not counted, so the window stays open for one more (`optax.skip_not_finite`); a piece
+            that you gave the weight 0 is not a skipped one. "skip_window": drop the window when it closes, without an
+            update. A gradient counts as finite if the sum of its elements is finite.
+        max_skips: Largest number of windows ("skip_microbatch": microbatches or pieces of this rank) that may be
+            skipped in a row. One more raises a RuntimeError: in a train step or `flush` at the end of a window, in a
+            cell at once. In a hand-written loop, call `require_progress()`, because a graph cannot raise it. None: no
+            limit.
+        reducer: A `DataParallel`, which gives all ranks of a run started with `msrun` the same update. None: one
+            device.
+        after_update: A function without arguments that is called after each update, e.g. for a moving average of the
+            weights. It is not called for a skipped window. In graph mode it is compiled: it can change Parameters, but
+            other Python side effects do not run. If it is a Cell or a method of a Cell, the Cell's Parameters become
+            state of the accumulator; Parameters of other functions are not saved in checkpoints.
+        noise_scale: A `ms_accum.batch_size.GradientNoiseScale`, which estimates up to which batch size more samples
+            help. It costs one norm per microbatch. The weights must be numbers of samples or tokens.
+        stages: A tuple of stages of your own; see `ms_accum.Stage`.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
-            `scaled(loss)` is what to differentiate. When the window closes, the accumulated gradient is divided by the
-            scale before it is measured, averaged or clipped, and the scaler is adjusted once. A window with NaN or
-            infinity in its gradient is dropped. The scaler's Parameters become state of the accumulator.
+            Differentiate `scaled(loss)`. When the window closes, the accumulated gradient is divided by the scale
+            before it is measured, averaged or clipped, and the scaler is adjusted once. A window whose gradient holds
+            NaN or infinity is dropped. The scaler's Parameters become state of the accumulator.
 
     Attributes:
-        mini_step: Microbatches in the open window: int32 Parameter of shape `()`.
-        update_step: Updates done: int32 Parameter of shape `()`.
-        closed_windows: Windows closed, with an update or dropped: int32 Parameter of shape `()`.
-        skipped: Gradients of this rank ignored because they were not finite, each of a microbatch or piece
-            ("skip_microbatch") or of a window ("skip_window", or with a loss scaler): int32 Parameter of shape `()`.
-        skipped_in_row: How many of them followed one another, up to now.
-        seen: Sum of the weights in all updates of all ranks, rounded: samples, or what `weight_fn` counts, tokens for
-            example: int64 Parameter of shape `()`. The remainder is kept in units of 2**-36, so rounding errors do not
-            add up; the weights of one window are summed in float32.
-        grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN until it has
-            been measured, and always without `clip_norm`.
+        mini_step: Number of microbatches in the open window: int32 Parameter of shape `()`.
+        update_step: Number of updates done: int32 Parameter of shape `()`.
+        closed_windows: Number of windows closed, with an update or dropped: int32 Parameter of shape `()`.
+        skipped: Number of gradients of this rank that were ignored because they were not finite: of microbatches or
+            pieces ("skip_microbatch"), or of windows ("skip_window", or with a loss scaler): int32 Parameter of shape
+            `()`.
+        skipped_in_row: Number of the latest skips in a row, without a finite gradient between them.
+        seen: Sum of the weights in all updates of all ranks, rounded: the number of samples, or of what `weight_fn`
+            counts, e.g. tokens: int64 Parameter of shape `()`. The remainder is kept in units of 2**-36, so rounding
+            errors do not add up; the weights of one window are summed in float32.
+        grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN before the
+            first update, and always without `clip_norm`.
         weight_sum: Sum of the weights in the open window: float32 Parameter of shape `()`.
-        window_weight: `weight_sum` of the last window that was closed. On several ranks, both are those of this rank,
-            or of the ranks that exchange each microbatch.
+        window_weight: `weight_sum` of the last closed window. With several ranks, both cover this rank only, or the
+            ranks that exchange each microbatch.
         parameters: ParameterTuple of all state. Names are unique in the process.
-        weights: The parameters that gradients are for, in the optimizer's order: ParameterTuple.
+        weights: The parameters to give gradients for, in the optimizer's order: ParameterTuple.
         optimizer, noise_scale, loss_scaler: As given.
-        exchange: What the reducer became: `exchange.rank` of `exchange.ranks`.
+        exchange: The exchange that the reducer built; it has the attributes `rank` and `ranks`.
 
-    Steps, cells and checkpoints also use `way`, which is what gradients go through (see `Way`); `looks_at_pieces`,
-    whether each piece counts by itself; `state`, all state by its names in a checkpoint; and `fingerprint()`.
+    Steps, cells and checkpoints also use `way`, which gradients pass through (see `Way`); `looks_at_pieces`, whether a
+    stage looks at single pieces; `state`, all state by its names in a checkpoint; and `fingerprint()`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If an argument is out of range, or a loss scaler comes with "skip_microbatch".
+        ValueError: If an argument is out of range, or a loss scaler is given with "skip_microbatch".
 
     Source: https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html (the class);
     schedules and skipping are those of `optax.MultiSteps`; the clip factor is that of `torch.nn.utils.clip_grad_norm_`.
@@ -207,7 +212,7 @@ class Accumulator(Uncopied):
         self._publish(counters)
 
     def _publish(self, counters: Counters) -> None:
-        """Offer what others may read."""
+        """Set the public attributes."""
         way = self.way
         self.weights = way.weights
         self.looks_at_pieces = way.exchange.inside > 1 or way.length.budget is not None or way.looks_at_gradients
@@ -219,37 +224,37 @@ class Accumulator(Uncopied):
     # --- by hand ------------------------------------------------------------------------------------------------------
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
-        """Add one microbatch and, if it closes the window, update.
+        """Add the gradients of one microbatch, and update if the window is full.
 
         Args:
             grads: A gradient for each of `weights`, in their order and shapes.
             weight: A number >= 0 or a Tensor of shape `()`. With 0, the microbatch counts, but its gradient is ignored.
-                A negative or infinite Tensor counts as NaN, which makes the accumulated gradient NaN.
+                A Tensor that is negative or infinite counts as NaN, which makes the accumulated gradient NaN.
 
         Returns:
             Whether this microbatch closed the window: bool Tensor of shape `()`.
 
         Raises:
-            TypeError, ValueError: If `grads` or `weight` do not fit (in graph mode: when the graph is compiled). The
-                state is unchanged then.
-            RuntimeError: If a train step or a cell fills this accumulator (in graph mode: when the graph is compiled).
+            TypeError, ValueError: If `grads` or `weight` does not fit (in graph mode: when the graph is compiled). The
+                state is then unchanged.
+            RuntimeError: If a train step or a cell uses this accumulator (in graph mode: when the graph is compiled).
         """
         self.add(grads, weight)
         return self.close_if(self.way.is_full())
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
-        """Add one microbatch to the open window, without an update. Arguments and errors as in a call."""
+        """Add one microbatch to the open window, without an update. Arguments and errors are those of a call."""
         note_filled(self.way.number, self.way.is_driven)
         self.way.add_unmarked(grads, as_weight(weight))
 
     def close_if(self, condition: Tensor) -> Tensor:
-        """Close the window by your own rule: update if `condition`, a bool Tensor of shape `()`, is true.
+        """Close the window by a rule of your own: update if `condition`, a bool Tensor of shape `()`, is true.
 
-        Inside `ms.jit`, prefer it to an `if` of your own around `apply`: graph mode drops a branch that nothing depends
-        on without an error, as in `if done: acc.apply()` before `return done`.
+        Inside `ms.jit`, use it instead of an `if` around `apply`: graph mode drops a branch that nothing depends on,
+        without an error, as in `if done: acc.apply()` before `return done`.
 
-        Return whether a window with microbatches in it was closed: bool Tensor of shape `()`. TypeError if `condition`
-        is neither a Tensor nor a bool, ValueError if it is a Tensor of more than one element.
+        Return whether a window that held microbatches was closed: bool Tensor of shape `()`. Raise TypeError if
+        `condition` is neither a Tensor nor a bool, ValueError if it is a Tensor of more than one element.
         """
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
         mini_step = self.mini_step + 0
@@ -258,9 +263,9 @@ class Accumulator(Uncopied):
         return self.mini_step < mini_step  # from the state after the branch, which keeps the branch
 
     def apply(self) -> None:
-        """Close the window now, whatever it holds: exchange, normalise, clip, optimizer, clear.
+        """Close the window now, even if it is not full: exchange, normalise, clip, run the optimizer, clear.
 
-        For an empty window, the optimizer runs on a gradient of zero; `flush` does nothing then.
+        For an empty window, the optimizer runs with a gradient of 0; `flush` does nothing in this case.
         """
         note_closed(self.way.number)
         window = self.way.window()
@@ -271,12 +276,12 @@ class Accumulator(Uncopied):
             self.way.close(False)
 
     def flush(self) -> bool:
-        """Apply the incomplete window, if one is open, with "mean" divided by the weights that it holds. For the host.
+        """Apply the incomplete window if one is open; with "mean", divided by the weights in it. Call it from Python.
 
-        A train step has a `flush` of its own, which knows in how many pieces it adds. With several ranks, each has to
-        call it, and it returns when all have: until then, this rank takes part with weight 0 in the windows of ranks
-        that have more microbatches. Return whether a window was closed: applied, or dropped because it is not finite.
-        RuntimeError if an error left a part of a batch in it, or stopped an update.
+        Call the `flush` of a train step if you have one: it knows the number of pieces. With several ranks, every rank
+        has to call it, and it returns when all have called it. Until then, this rank takes part with weight 0 in the
+        windows of ranks that have more microbatches. Return whether a window was closed: applied, or dropped because it
+        is not finite. Raise RuntimeError if an error left a part of a batch in it, or stopped an update.
         """
         return Keeper(self).flush()[0]
 
@@ -287,15 +292,17 @@ class Accumulator(Uncopied):
         self.way.empty()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return what to differentiate: the loss, times the loss scale if there is one."""
+        """Return the value to differentiate: the loss, times the loss scale if there is one."""
         return self.way.scaled(loss)
 
     def require_progress(self) -> None:
-        """Raise RuntimeError if more than `max_skips` were skipped in a row. For the host: it waits for the device."""
+        """Raise RuntimeError if more than `max_skips` were skipped in a row. Call it from Python; it waits for the
+        device.
+        """
         Keeper(self).require_progress()
 
     def status(self) -> Status:
-        """Return where the accumulator stands, in one read, which waits for the device."""
+        """Return all counters in one read, which waits for the device."""
         numbers = ops.stack([p.astype(ms.float64) for p in (
             self.update_step, self.mini_step, self.way.is_full(), self.seen, self.skipped, self.closed_windows,
             self.window_weight, self.grad_norm)]).asnumpy().tolist()
@@ -307,18 +314,19 @@ class Accumulator(Uncopied):
 
     @property
     def parameters(self) -> ParameterTuple:
-        """All state. Names are unique in the process."""
+        """Return all state. Names are unique in the process."""
         return ParameterTuple([*self.way.window_state, *self._kept])
 
     @property
     def state(self) -> dict[str, Parameter]:
-        """All state by its name in a checkpoint, which is the same in the next process. Buffers that no window has
-        needed yet are among it; they take no memory, and are 0.
+        """Return all state by its name in a checkpoint, which is the same in the next process.
+
+        It includes buffers that no window has needed yet; these take no memory, and are 0.
         """
         return {INSTANCE.sub("", p.name).removeprefix(cell_prefix(self.optimizer)): p for p in self.parameters}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what has to be equal in a run that resumes in the middle of a window."""
+        """Return the settings that must be equal in a run that resumes in the middle of a window."""
         return dict(self._settings)
 
 
@@ -332,7 +340,7 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, layou
         return exchange
     if layout.slices:
         raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "
-                         "reducer=DataParallel(zero=1), or the optimizer network.trainable_params()")
+                         "reducer=DataParallel(zero=1), or build the optimizer from network.trainable_params()")
     warn_if_alone()
     if not may_shard():
         return OneDevice(layout)
@@ -341,14 +349,14 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, layou
 
 
 def _warned_length(accumulate_step: AccumulateStep, buffer_dtype: Optional[ms.Type]) -> WindowLength:
-    """Return the length of windows. Warn if they are too long for the buffers."""
+    """Return the length of windows, and warn if windows are too long for the buffers."""
     length = length_of(accumulate_step)
     warn_of_lost_gradients(buffer_dtype, length.longest)
     return length
 
 
 def checked_clip_norm(clip_norm: object) -> Optional[float]:
-    """Return `clip_norm` as a float, or None. TypeError or ValueError if it is no number > 0."""
+    """Return `clip_norm` as a float, or None. Raise TypeError or ValueError if it is not a number > 0."""
     if clip_norm is None:
         return None
     return number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0",
@@ -356,14 +364,14 @@ def checked_clip_norm(clip_norm: object) -> Optional[float]:
 
 
 def checked_hook(after_update: object) -> Optional[Callable]:
-    """Return `after_update`. TypeError if it cannot be called."""
+    """Return `after_update`. Raise TypeError if it cannot be called."""
     if after_update is None:
         return None
     return instance_of("after_update", after_update, Callable, "a function without arguments, a Cell, or None")
 
 
 def _state_of_hook(hook: Optional[Callable], optimizer: nn.Optimizer) -> tuple[Parameter, ...]:
-    """Return the Parameters of a hook that is a Cell or a method of one, without the network's and the optimizer's."""
+    """Return the Parameters of a hook that is a Cell or a Cell's method, except the network's and the optimizer's."""
     cell = getattr(hook, "__self__", hook)
     if not isinstance(cell, nn.Cell):
         return ()

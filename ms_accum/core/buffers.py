@@ -1,4 +1,4 @@
-"""The buffers: one for each parameter, in a unit of weights that spares equal microbatches a multiplication.
+"""The buffers: one for each parameter, in a unit of weights with which equal microbatches need no multiplication.
 
     buffer += weight / unit * gradient        # weight / unit is the constant 1 for pieces of equal weight, and for sums
     gradient = buffer * (unit / sum of the weights)
@@ -35,24 +35,24 @@ _LOST = ("buffer_dtype is {} and windows may hold {} gradients, expected at most
 
 @ms.jit_class
 class Buffers:
-    """What a window has accumulated so far.
+    """Hold what a window has accumulated so far.
 
-    The unit is a number that graphs hold as a constant: 1, until the host sets it before the first graph is compiled. A
-    step takes the samples of its first piece, so that the weight of a piece divided by the unit is a constant, too.
-    Where that is 1, at most a cast stands between the backward pass and `AssignAdd`.
+    Graphs hold the unit as a constant: 1, unless the host sets it before the first graph is compiled. A step sets it to
+    the number of samples in its first piece, so that the weight of a piece divided by the unit is a constant, too. If
+    that constant is 1, at most a cast stands between the backward pass and `AssignAdd`.
 
-    They take no memory before the first graph that holds them, or the first gradient op by op: windows of one
-    microbatch never need them.
+    Buffers take no memory before the first graph that holds them is compiled, or the first gradient is added op by op:
+    windows of one microbatch never need them.
 
     Args:
-        prefix: What the name of `weight_unit` begins with.
+        prefix: Prefix of the name of `weight_unit`.
         parameters: The buffers, from an exchange.
         gradient_dtypes: dtypes of the gradients that `weighed` returns, one for each parameter.
-        unit: What they have to count in; None: what the host sets.
+        unit: The unit of weights. None: the host sets it.
 
     Attributes:
         parameters: The buffers.
-        unit: What they count in.
+        unit: The unit of weights.
         weight_unit: The same on the device: float32 Parameter of shape `()`.
         state: The buffers and `weight_unit`.
     """
@@ -75,7 +75,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, also before they have memory."""
+        """Return the number of bytes of all buffers, also before they have memory."""
         return sum(prod(p.shape) * p.itemsize for p in self.parameters)
 
     def weighed(self, gradients: Gradients, weight: Scalar) -> Gradients:
@@ -87,7 +87,7 @@ class Buffers:
         return mapped(weighted, weight / self.unit, gradients, self.gradient_dtypes)
 
     def add(self, gradients: Gradients) -> None:
-        """Add what `weighed` returned, or what an exchange made of it."""
+        """Add the result of `weighed`, or the result of its exchange."""
         # Not `add`: a graph would take a function of that name for this method.
         add_each(self.small, self.allocated(), gradients)
 
@@ -97,16 +97,16 @@ class Buffers:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether they have memory: before that, they are 0."""
+        """Return whether the buffers have memory; before that, they are 0."""
         return not self.parameters[0].has_init
 
     @property
     def is_compiled(self) -> bool:
-        """Whether a graph holds them, or something was added op by op."""
+        """Return whether a graph holds the buffers, or something was added op by op."""
         return self.number in _read
 
     def fix_unit(self, weight: float) -> None:
-        """Count in units of `weight` from now on, unless the unit is settled, or a graph holds it. For the host."""
+        """Set the unit to `weight`, unless it is given, or a graph holds it. For the host."""
         if not self.settled:
             self.settled = True
             if not self.is_compiled:
@@ -114,9 +114,9 @@ class Buffers:
                 ops.assign(self.weight_unit, weight)
 
     def adopt(self, loaded: float) -> None:
-        """Go on with loaded buffers, which count in units of `loaded`. For the host.
+        """Convert loaded buffers, whose unit is `loaded`, to the unit of this run if necessary. For the host.
 
-        Compiled graphs may hold the unit of this run as a constant: the buffers are converted to it.
+        This is necessary if compiled graphs hold the unit of this run as a constant.
         """
         if self.settled or self.is_compiled:
             for buffer in self.parameters if loaded != self.unit and self.is_allocated else ():
@@ -133,16 +133,16 @@ _read: set[int] = set()  # the numbers of the buffers whose unit a graph holds
 
 @constexpr
 def note_reader(number: int) -> bool:
-    """Note, while a graph is compiled (or op by op), that it holds the unit of the buffers with this number."""
+    """Note, when a graph is compiled or runs op by op, that it holds the unit of the buffers with this number."""
     _read.add(number)
     return True
 
 
 @constexpr
 def allocate(number: int) -> bool:
-    """Give the buffers with this number memory, while a graph that holds them is compiled (or op by op).
+    """Allocate the buffers with this number, when a graph that holds them is compiled or runs op by op.
 
-    Where MindSpore shards, it does that itself, when it knows the slices.
+    If MindSpore shards, it allocates them itself, when it knows the slices.
     """
     for parameter in () if shards() else _buffers[number].parameters:
         if parameter.has_init:
@@ -151,9 +151,9 @@ def allocate(number: int) -> bool:
 
 
 def warn_of_lost_gradients(buffer_dtype: Optional[ms.Type], longest: Optional[int], pieces: int = 1) -> None:
-    """Warn if windows of up to `longest` microbatches, each in so many pieces, are too long for 16-bit buffers.
+    """Warn if windows of up to `longest` microbatches, each in `pieces` pieces, are too long for 16-bit buffers.
 
-    More pieces than one are warned of only if the microbatches alone, which their accumulator knew, are not too many.
+    With several pieces, warn only if the accumulator has not warned already, for the microbatches alone.
     """
     limit = LONGEST_SUM.get(buffer_dtype)
     if limit is not None and longest is not None and longest * pieces > limit >= longest * (pieces > 1):
@@ -161,12 +161,12 @@ def warn_of_lost_gradients(buffer_dtype: Optional[ms.Type], longest: Optional[in
 
 
 def buffer_dtype_of(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:
-    """Return the dtype of a parameter's buffer: as asked for, or the parameter's own, but float32 for 16 bits."""
+    """Return the dtype of a parameter's buffer: `buffer_dtype`, or the parameter's dtype, but float32 for 16 bits."""
     if buffer_dtype is None:
         return ms.float32 if parameter_dtype in HALF else parameter_dtype
     if buffer_dtype not in FLOATS:
         raise ValueError(f"buffer_dtype is {buffer_dtype}, expected a float dtype such as ms.float32, or None")
     if buffer_dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
-        raise ValueError("buffer_dtype is BFloat16, in which MindSpore's CPU backend cannot add (2.10), expected "
-                         "ms.float32 or None on CPU; leave buffer_dtype out")
+        raise ValueError("buffer_dtype is BFloat16, expected ms.float32 or None on CPU: MindSpore's CPU backend cannot "
+                         "add in BFloat16 (2.10); leave buffer_dtype out")
     return buffer_dtype

@@ -1,4 +1,4 @@
-"""What is known of the open window and of the run, on the device; and the journal of what must not stop half-way."""
+"""Counters of the open window and of the run, on the device; and the journal, which shows what was not finished."""
 from __future__ import annotations
 
 from math import nan
@@ -15,72 +15,73 @@ if TYPE_CHECKING:
 _UPDATING = -2**30
 _FRACTION = 2.0**36  # fractions of weights are counted in units of 2**-36
 _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
-               "others; call accumulator.reset(), which drops the open window, and go on with the next batch")
-_TORN_UPDATE = ("an error or an interrupt stopped an update, of which the parameters may hold a part; load a "
-                "checkpoint, on all ranks, or call accumulator.reset() on one device, which drops the window")
+               "others; call accumulator.reset(), which drops the open window, and continue with the next batch")
+_TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters; load "
+                "a checkpoint, on all ranks, or, on one device, call accumulator.reset(), which drops the window")
 
 
 @ms.jit_class
 class Journal:
-    """Marks on the device of a microbatch or an update that was begun and not ended.
+    """Mark on the device that a microbatch or an update was begun and has not ended.
 
-    An open mark is a small number for a microbatch, a large negative one for an update. MindSpore may report an error
-    after later calls, so each piece marks its begin and its end, and the end of the microbatch takes all of these back:
-    what is missing in between shows.
+    The sum of open marks is a small number for a microbatch, and a large negative one for an update. MindSpore may
+    report an error only after later calls. So each piece marks its begin and its end, and the end of the microbatch
+    subtracts all of these marks: a missing piece leaves a sum that is not 0.
 
     Attributes:
-        unfinished: The sum of all marks, 0 if all is whole: int32 Parameter of shape `()`.
+        unfinished: The sum of all marks, 0 if nothing is unfinished: int32 Parameter of shape `()`.
     """
 
     def __init__(self, prefix: str) -> None:
         self.unfinished = state_parameter(f"{prefix}.unfinished", (), ms.int32)
 
     def mark(self, change: Scalar) -> Tensor:
-        """Add to the marks. Return what to wait for."""
+        """Add to the marks. Return a Tensor that later operators can depend on."""
         return ops.assign_add(self.unfinished, change)
 
     def begin(self, loss: Tensor) -> Tensor:
-        """Mark that a piece begins, once `loss` is known: an error before that has changed nothing.
+        """Mark that a piece begins, once `loss` is computed: an error before that has changed nothing.
 
-        Return the loss, of which no gradient is added before the mark: additions come after it in the program.
+        Return the loss. None of its gradients is added before the mark, because additions come later in the program.
         """
         return ops.depend(loss, self.mark(ops.depend(Tensor(1, ms.int32), loss)))
 
     def updating(self, after: Tensor) -> None:
-        """Mark that an update, or a load, is about to change parameters, once `after` is known.
+        """Mark that an update, or a load, is about to change parameters, once `after` is computed.
 
-        An error before that has changed nothing. A window that is applied twice is worse than one that is refused.
+        An error before that has changed nothing. An error message is better than a window that is applied twice.
         """
         ops.assign(self.unfinished, ops.depend(Tensor(_UPDATING, ms.int32), after))
 
     def done(self) -> None:
-        """Take all marks back: the parameters are changed, or the window was dropped."""
+        """Set the marks to 0: the parameters are changed, or the window was dropped."""
         ops.assign(self.unfinished, 0)
 
 
 class NoProgress(RuntimeError):
-    """More was skipped in a row than `max_skips`. No graph has failed."""
+    """Report that more than `max_skips` were skipped in a row. No graph has failed."""
 
 
 def require_whole(unfinished: int) -> None:
-    """Raise RuntimeError if something was stopped in the middle, given the marks of a journal."""
+    """Raise RuntimeError if a batch or an update was not finished, given the marks of a journal."""
     if unfinished:
         raise RuntimeError(_TORN_UPDATE if unfinished <= _UPDATING // 2 else _TORN_BATCH)
 
 
 @ms.jit_class
 class Counters:
-    """The Parameters that count; see `Accumulator` for what is public.
+    """Hold the counters, as Parameters; `Accumulator` explains those that are public.
 
     Attributes:
         seen_rest: The remainder of `seen`, in units of 2**-36.
-        measured: What the stages measured in the open window, summed: float32 `(measures,)`; none if nothing measures.
-        counted_sum: What `seen` counts of the open window: `weight_sum`, unless `count_apart` was called.
-        saved: For the host: closed windows, and microbatches in the open one, when the last checkpoint was saved.
-        reported: For the host: `skipped` when an error about it was last raised.
-        warned: For the host: whether a warning of many skips was given.
-        loads: For the host: how many checkpoints were loaded.
-        max_skips: For the host: how many skips in a row are no error; None: any.
+        measured: Sums of the values that the stages measured in the open window: float32 `(measures,)`; empty if no
+            stage measures.
+        counted_sum: The part of the open window that `seen` counts: `weight_sum`, unless `count_apart` was called.
+        saved: For the host: the numbers of closed windows, and of microbatches in the open one, at the last checkpoint.
+        reported: For the host: the value of `skipped` when an error about it was last raised.
+        warned: For the host: whether the warning about many skips was given.
+        loads: For the host: the number of checkpoints loaded.
+        max_skips: For the host: the number of skips in a row that raise no error; None: any number.
     """
 
     def __init__(self, prefix: str, max_skips: Optional[int] = None) -> None:
@@ -105,16 +106,16 @@ class Counters:
 
     @property
     def window_state(self) -> tuple:
-        """The Parameters that belong to the open window."""
+        """Return the Parameters that belong to the open window."""
         return self.mini_step, self.taken, self.weight_sum, *self.apart, *self.measured
 
     def measure(self, numbers: int) -> None:
-        """Make room for so many numbers. For the host, before anything is compiled."""
+        """Make room for the values that stages measure. For the host, before anything is compiled."""
         if numbers:
             self.measured = (state_parameter(f"{self.prefix}.measured", (numbers,), ms.float32),)
 
     def count_apart(self) -> None:
-        """Count something else than weights in `seen` from now on. For the host, before anything is compiled."""
+        """Let `seen` count values other than the weights from now on. For the host, before anything is compiled."""
         if not self.apart:
             self.apart = (state_parameter(f"{self.prefix}.counted_sum", (), ms.float32),)
             self.counted_sum = self.apart[0]
@@ -132,7 +133,7 @@ class Counters:
         ops.assign_add(self.taken, taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
 
     def count(self, taken: Scalar) -> None:
-        """Count a microbatch, if a piece of it was taken on this rank or on one that it exchanges microbatches with."""
+        """Count a microbatch, if a piece of it was taken on this rank or a rank that it exchanges microbatches with."""
         ops.assign_add(self.mini_step, ops.minimum(taken, 1).astype(ms.int32) if isinstance(taken, Tensor) else taken)
 
     def count_taken(self) -> None:
@@ -141,9 +142,9 @@ class Counters:
         ops.assign(self.taken, 0)
 
     def see(self, counted: Scalar) -> None:
-        """Add what an update counts to `seen`. Fractions are kept: five updates of weight 0.6 add 3.
+        """Add the count of an update to `seen`. Fractions are kept: five updates of weight 0.6 add 3.
 
-        NaN and infinity count nothing.
+        NaN and infinity add nothing.
         """
         if isinstance(counted, Tensor):
             counted = ops.where(ops.isfinite(counted), counted, Tensor(0.0, ms.float32))
@@ -172,14 +173,14 @@ class Counters:
             ops.assign(sums, ops.zeros_like(sums))
 
     def note_saved(self) -> None:
-        """Note that a checkpoint holds all this: the open window is not lost if the run ends here. For the host."""
+        """Note that a checkpoint holds all state: the open window is not lost if the run ends here. For the host."""
         self.saved = self.closed_and_held()
 
     def note_loaded(self) -> None:
-        """Note that all this came from a checkpoint: who counts on the host has to ask anew. For the host."""
+        """Note that all state came from a checkpoint: counts on the host must be read again. For the host."""
         self.note_saved()
         self.reported, self.loads = None, self.loads + 1
 
     def closed_and_held(self) -> tuple[int, int]:
-        """Return the windows closed, and the microbatches in the open one. For the host."""
+        """Return the number of closed windows, and of microbatches in the open one. For the host."""
         return int(self.closed_windows), int(self.mini_step)

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats each element by itself, so that it can update slices of parameters."""
+"""Find out whether an optimizer treats each element by itself, so that it can update slices of parameters."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -16,32 +16,33 @@ from .stages import overrides
 if TYPE_CHECKING:
     from .stages import Stage
 
-# What in MindSpore 2.10 looks at norms, factors or sums of a whole parameter.
+# Optimizers of MindSpore 2.10 that use norms, factors or sums of a whole parameter.
 _LOOKS_AT_WHOLES = ("LARS", "Lamb", "AdaFactor", "ThorGpu", "ThorAscend", "AdaSumByGradWrapCell",
                     "AdaSumByDeltaWeightWrapCell")
 _REMEDY = "give an elementwise optimizer such as nn.AdamWeightDecay, or zero=0 with the whole parameters"
 
 
 def require_divisible(optimizer: Callable, stages: tuple[Stage, ...], divides: bool) -> None:
-    """Raise ValueError for what needs whole parameters or gradients, if ranks divide them.
+    """Raise ValueError for an optimizer or stage that needs whole parameters or gradients, if ranks divide them.
 
-    `require_elementwise` tries an optimizer that is not MindSpore's own.
+    Optimizers that are not MindSpore's own are tried by `require_elementwise`.
     """
     if not divides:
         return
     for stage in stages:
         if overrides(stage, "accepts", "on_update") and not stage.takes_slices:
-            raise ValueError(f"{type(stage).__name__} looks at the gradients of a window, but with zero > 0 a rank "
-                             "has slices of them; sum over elements by self.exchange.over_slices and set "
-                             "takes_slices = True, or give zero=0")
+            raise ValueError(f"{type(stage).__name__} looks at the gradients of a window, but with zero > 0 a rank has "
+                             "only slices of them; sum over elements by self.exchange.over_slices and set takes_slices "
+                             "= True, or give zero=0")
     for held in _optimizers_in(optimizer):
         name = next((kind.__name__ for kind in type(held).__mro__ if _is_of_mindspore(kind)
                      and kind.__name__ in _LOOKS_AT_WHOLES), None)
         if name is not None:
-            raise ValueError(f"{name} looks at whole parameters, but with zero > 0 a rank updates slices; {_REMEDY}")
+            raise ValueError(f"{name} looks at whole parameters, but with zero > 0 a rank updates only slices; "
+                             f"{_REMEDY}")
         if any(getattr(held, "grad_centralization_flags", ())) or getattr(held, "grad_centralization", False):
-            raise ValueError("the optimizer has grad_centralization=True, a mean over whole gradients, but "
-                             "with zero > 0 a rank has slices of them; leave it out, or give zero=0")
+            raise ValueError("the optimizer has grad_centralization=True, a mean over whole gradients, but with zero > "
+                             "0 a rank has only slices of them; leave it out, or give zero=0")
     if not _is_of_mindspore(type(optimizer)):
         together(lambda: require_elementwise(optimizer), ValueError)
 
@@ -49,10 +50,10 @@ def require_divisible(optimizer: Callable, stages: tuple[Stage, ...], divides: b
 def require_elementwise(optimizer: Callable) -> None:
     """Raise ValueError for an optimizer whose update of some elements depends on the gradients of others.
 
-    It makes two updates with random gradients, then two from the same start, where half of the elements have gradients
-    10,000 times as large. The other half has to move as before. Gradients from 1e-6 to 1e7 cross the threshold of an
-    optimizer that judges by a norm. The trial does not see what an optimizer does in later updates, or by the shape of
-    a parameter. Parameters and plain numbers are restored.
+    It makes two updates with random gradients, then two from the same start, in which half of the elements have
+    gradients 10,000 times as large. The other half must move as before. Gradients from 1e-6 to 1e7 are tried, to cross
+    the threshold of an optimizer that uses a norm. The trial does not find what an optimizer does only in later
+    updates, or what depends on the shape of a parameter. Parameters and plain numbers are restored afterwards.
     """
     restore, rng = _restoring(optimizer), np.random.default_rng(0)
     try:
@@ -61,11 +62,11 @@ def require_elementwise(optimizer: Callable) -> None:
         restore()
     if not any(has_moved):
         raise ValueError(f"{type(optimizer).__name__} moved nothing in two updates, so ms_accum cannot tell whether it "
-                         "is elementwise, which zero > 0 needs; begin with a learning rate above 0, or give zero=0")
+                         "is elementwise, as zero > 0 requires; begin with a learning rate above 0, or give zero=0")
 
 
 def _moves_alone(optimizer: nn.Optimizer, restore: Callable[[], None], scale: float, rng: np.random.Generator) -> bool:
-    """Return whether anything moved by gradients of this scale. ValueError if an element moved by those of others."""
+    """Return whether gradients of this scale move anything. Raise ValueError if an element moves by those of others."""
     slices, has_moved = tuple(optimizer.parameters), False
     gradients = [np.asarray(scale * rng.normal(size=p.shape), np.float32) for p in slices]
     chosen = [rng.random(p.shape) < 0.5 for p in slices]
@@ -78,14 +79,14 @@ def _moves_alone(optimizer: nn.Optimizer, restore: Callable[[], None], scale: fl
         if not np.allclose(a[~mask], b[~mask], rtol=0, atol=rounding, equal_nan=True):
             name = whole_of(parameter).name
             raise ValueError(f"{type(optimizer).__name__} updates elements of {name} by the gradients of others, but "
-                             f"with zero > 0 a rank has slices of them; {_REMEDY}")
+                             f"with zero > 0 a rank has only slices of them; {_REMEDY}")
         has_moved = has_moved or rounding > 0
     return has_moved
 
 
 def _moved(optimizer: nn.Optimizer, slices: tuple[Parameter, ...], restore: Callable[[], None],
            gradients: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the slices after two updates from the start: the first learning rate of a warmup may be 0."""
+    """Return the slices after two updates from the start (two, because the first rate of a warmup may be 0)."""
     restore()
     for _ in range(2):
         optimizer(tuple(Tensor(g, p.dtype) for g, p in zip(gradients, slices)))
@@ -110,12 +111,12 @@ def _restoring(optimizer: nn.Optimizer) -> Callable[[], None]:
 
 
 def _values(parameters: tuple[Parameter, ...]) -> list[np.ndarray]:
-    """Return copies."""
+    """Return copies of the values."""
     return [as_array(p).copy() for p in parameters]
 
 
 def _optimizers_in(optimizer: Callable) -> Iterator[object]:
-    """Yield an optimizer, and the Cells in it."""
+    """Yield an optimizer and the Cells in it."""
     yield optimizer
     if isinstance(optimizer, nn.Cell):
         yield from (cell for _, cell in optimizer.cells_and_names() if cell is not optimizer)

@@ -1,11 +1,13 @@
-"""For a train step, the host decides when a window closes, and the keeper does that. (A cell in graph mode and an
-Accumulator by hand decide on the device.) The keeper counts down, and reads the device once for each window, when it
-should be full. It reads at each microbatch with `until_weight`, or in a cell with `max_skips`.
+"""The keeper: decide on the host when a window of a train step closes.
+
+(In a cell in graph mode, and with an Accumulator by hand, the device decides.) The keeper counts down, and reads the
+device once per window, when the window should be full. With `until_weight`, or in a cell with `max_skips`, it reads
+after each microbatch.
 
     microbatch:  count down ─ some missing ─► nothing to read
                      │ none missing: read the facts
                      ▼
-                   full? ─ no (one was skipped, or the window waits for its weight) ─► count anew
+                   full? ─ no (one was skipped, or the window waits for its weight) ─► count again
                      │ yes
                      ▼
     close:       may a stage drop it? ─ no ─► update
@@ -35,22 +37,23 @@ if TYPE_CHECKING:
     from .accumulator import Accumulator
     from .way import Way
 
-_ADDED = ("the open window holds {} microbatches, of which only {} came from this train step: an accumulator is filled "
-          "by one train step, or by hand; give the other one an accumulator of its own, and call accumulator.reset(), "
+_ADDED = ("the open window holds {} microbatches, but only {} came from this train step: an accumulator must be filled "
+          "by one train step or by hand; give the other one an accumulator of its own, and call accumulator.reset(), "
           "which drops the open window")
-_CHANGED = ("the open window was closed or dropped in the middle of an epoch that weighed it as a whole; leave the "
-            "loop and call accumulator.reset(); call flush(), apply() and reset() outside of the loop alone")
+_CHANGED = ("the open window was closed or dropped inside the loop, but its weights were already summed for all of its "
+            "batches; leave the loop and call accumulator.reset(). Call flush(), apply() and reset() only outside of "
+            "the loop")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
           "finite, after update {}; look for NaN in the batches since then, lower the learning rate, or load a "
-          "checkpoint; another call goes on")
-_SKIPPED = ("{} {} in a row were skipped, because their gradients were not finite, and nothing was trained with them; "
+          "checkpoint; another call continues the training")
+_SKIPPED = ("{} {} in a row were skipped, because their gradients were not finite, so nothing was trained with them; "
             "lower the initial loss scale or the learning rate, or look for NaN in the batches; give max_skips={} to "
             "get an error instead")
 _MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 
 
 class Facts(NamedTuple):
-    """What the device says about the open window, in one read."""
+    """Hold the state of the open window on the device, in one read."""
 
     mini_step: int
     update_step: int
@@ -62,22 +65,22 @@ class Facts(NamedTuple):
 
 
 class Turn:
-    """One microbatch, from its begin to its end.
+    """Follow one microbatch from its begin to its end.
 
     Attributes:
-        is_alone: Whether it is a window of its own, and nothing is in the buffers: the block may update without them.
-        updated: At the end, whether it closed a window with an update; not known where the block closes windows itself.
+        is_alone: Whether it is a window of its own and the buffers are empty: the block may update without buffers.
+        updated: At the end, whether it closed a window with an update; unknown if the block closes windows itself.
     """
 
     def __init__(self, is_alone: bool) -> None:
         self.is_alone, self.updated, self.closed = is_alone, False, False
 
     def updates_itself(self) -> None:
-        """Say that the block updates with this microbatch, without buffers."""
+        """Note that the block updates with this microbatch, without buffers."""
         self.updated = True
 
     def closes_itself(self) -> None:
-        """Say that the block closes the window on the device, if it is full."""
+        """Note that the block closes the window on the device, if it is full."""
         self.closed = True
 
 
@@ -85,8 +88,8 @@ class Keeper:
     """Open and close the windows of an accumulator, for the host.
 
     Args:
-        accumulator: The accumulator. Several keepers may share it: each asks the device first when it goes on.
-        compiling: What makes a graph of a function without control flow; by default, functions run op by op.
+        accumulator: The accumulator. Several keepers may share it: each reads the device first when it continues.
+        compiling: Function that compiles a function without control flow; by default, functions run op by op.
     """
 
     def __init__(self, accumulator: Accumulator, compiling: Callable[[Callable], Callable] = lambda f: f) -> None:
@@ -101,18 +104,19 @@ class Keeper:
         self.forget()
 
     def forget(self) -> None:
-        """Ask the device before the next microbatch."""
+        """Read the device before the next microbatch."""
         self._missing: Optional[int] = None  # microbatches that the open window needs, at least
 
     @contextmanager
     def microbatch(self) -> Iterator[Turn]:
-        """Run the block as one microbatch, and close the window behind it if it is full.
+        """Run the block as one microbatch, and close the window after it if it is full.
 
-        If the block or the closing raises an error, the next microbatch asks the device.
+        If the block or the closing raises an error, the next microbatch reads the device.
 
         Raises:
-            RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if somebody else
-                added to it, or closed one that `open` has opened; if more was skipped than `max_skips`.
+            RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if other code
+                added to the window, or closed a window that `open` has opened; if more than `max_skips` were skipped in
+                a row.
             ValueError: If a parameter is frozen, and this microbatch may close the window.
         """
         missing = self._missing
@@ -134,19 +138,19 @@ class Keeper:
             turn.updated = self._close_if_full()
 
     def open(self, microbatches: int) -> None:
-        """Open a window of so many microbatches, whatever `accumulate_step` says. None is open now."""
+        """Open a window of this many microbatches, regardless of `accumulate_step`. No window may be open now."""
         self._way.take_over(self)
         self._held, self._missing, self._fixed = 0, microbatches, microbatches
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the window that `open` opened does not go on, as far as the host knows."""
+        """Raise RuntimeError if the window that `open` opened is no longer open, as far as the host knows."""
         if self._missing is None:
             raise RuntimeError(_CHANGED)
 
     def close(self, accepted: int = -1) -> bool:
         """Update with the open window, or drop it if a stage does not accept it. Return whether it was applied.
 
-        `accepted`: what the facts say, if they were asked.
+        `accepted`: the value in the facts, if they were read.
         """
         if not self._way.may_drop:
             self._run["apply"]()
@@ -163,10 +167,10 @@ class Keeper:
         return applied
 
     def flush(self, pieces: int = 1) -> tuple[bool, bool]:
-        """Apply the incomplete window, if one is open. Return whether a window was closed, and whether one was applied.
+        """Apply the incomplete window if one is open. Return whether a window was closed, and whether one was applied.
 
-        With several ranks, this one takes part in the windows of the others until none has data. `pieces`: in how many
-        pieces each rank adds a microbatch.
+        With several ranks, take part in the windows of the others until no rank has data. `pieces`: the number of
+        pieces in which each rank adds a microbatch.
         """
         require_trainable(self._way.weights)
         self._way.release()
@@ -189,11 +193,11 @@ class Keeper:
         return closed, applied
 
     def facts(self, graph: str = "counted") -> Facts:
-        """Read the device, which waits for it; "judged": also whether all stages accept the open window."""
+        """Read the device, and wait for it. With "judged", also read whether all stages accept the open window."""
         return Facts(*self._run[graph]().asnumpy().tolist())
 
     def require_progress(self, facts: Optional[Facts] = None) -> None:
-        """Raise RuntimeError if more than `max_skips` were skipped in a row, and some of them since it was last raised.
+        """Raise RuntimeError if more than `max_skips` were skipped in a row, some of them since it was last raised.
         """
         max_skips = self._counters.max_skips
         if max_skips is None:
@@ -205,7 +209,7 @@ class Keeper:
                                            facts.update_step))
 
     def _warn_of_skips(self, in_row: int) -> None:
-        """Warn of many skips in a row, once, where `max_skips` does not raise an error."""
+        """Warn once about many skips in a row, if `max_skips` does not raise an error."""
         if self._counters.max_skips is None and in_row >= _MANY and not self._counters.warned:
             self._counters.warned = True
             warn(_SKIPPED.format(in_row, self._skipped_noun(), _MANY), UserWarning, stacklevel=2)
@@ -214,13 +218,13 @@ class Keeper:
         return "windows" if self._way.may_drop else "microbatches or pieces"
 
     def _whole(self) -> Facts:
-        """Return the facts. RuntimeError if something was stopped in the middle."""
+        """Return the facts. Raise RuntimeError if a batch or an update was not finished."""
         facts = self.facts()
         require_whole(facts.unfinished)
         return facts
 
     def _settled(self) -> int:
-        """Close the open window if it is full. Return how many microbatches the open one needs, at least."""
+        """Close the open window if it is full. Return the least number of microbatches that the open window needs."""
         if self._fixed is not None:
             self._fixed = None
             raise RuntimeError(_CHANGED)
@@ -237,8 +241,8 @@ class Keeper:
         return self._length.missing(facts.mini_step, facts.update_step, bool(facts.full))
 
     def _close_if_full(self) -> bool:
-        """Close the window, if the device agrees that it is full. Return whether it was applied."""
-        # Where a weight closes windows, most reads close none, and need no verdict.
+        """Close the window if it is full on the device. Return whether it was applied."""
+        # If a weight closes windows, most reads close no window, and need no verdict.
         judge = self._way.may_drop and self._exchange.ranks == 1 and self._length.budget is None
         facts = self.facts("judged" if judge else "counted")
         require_whole(facts.unfinished)
@@ -259,15 +263,15 @@ class Keeper:
         return applied
 
     def _add_nothing(self, pieces: int) -> float:
-        """Take part in a microbatch of the ranks inside. Return how many of them still have data."""
+        """Take part in a microbatch of the ranks inside. Return the number of them that still have data."""
         active = max(float(self._run["nothing"]()) for _ in range(pieces))
         self._run["end"](Tensor(pieces, ms.int32))
         return active
 
     def _close_together(self, active: float) -> tuple[bool, bool, float]:
-        """Exchange, and close the window of all ranks if there is one.
+        """Exchange, and close the window of all ranks if one is open.
 
-        Return whether there was one, whether it was applied, and how many ranks still have data.
+        Return whether one was open, whether it was applied, and the number of ranks that still have data.
         """
         accepted, sums, *gradients = self._run["reduce"](Tensor(active))
         accepted, microbatches, active = accepted.asnumpy().tolist()
@@ -323,7 +327,7 @@ def _endings(way: Way) -> tuple[Callable, ...]:
 
 
 def end_of(accumulator: Accumulator) -> Callable:
-    """Return `pieces -> microbatches in the window`, which ends a microbatch of so many pieces."""
+    """Return `pieces -> microbatches in the window`, which ends a microbatch of that many pieces."""
     way = accumulator.way
 
     def end(pieces: Tensor) -> Tensor:
@@ -341,7 +345,7 @@ def nothing_of(accumulator: Accumulator, active: int = 0) -> Callable:
     way = accumulator.way
 
     def nothing() -> Tensor:
-        # With weight 0, any Tensors of the right shapes are ignored. No gradient comes from this loss.
+        # With weight 0, any Tensors of the right shapes are ignored. This loss has no gradient.
         begun = way.begin(Tensor(0.0, ms.float32))
         return ops.depend(as_tensor(way.add_piece(way.weights, 0.0, None, active)), begun)
 

@@ -1,4 +1,4 @@
-"""The kernels that add to buffers, scale and clear them: portable ones, and those of Ascend, which work in place.
+"""Kernels that add to buffers, scale and clear them: portable ones, and those of Ascend, which work in place.
 
 MindSpore keeps the order of the program among operators that are marked as side effects, as AssignAdd is.
 """
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 def add_each(small: int, buffers: Gradients, gradients: Gradients) -> None:
     """Add each gradient to its buffer: those of at least `small` elements first, in the reverse order of the list.
 
-    The backward pass makes the gradient of the last parameter first. In the order of the parameters, all gradients
+    The backward pass computes the gradient of the last parameter first. In the order of the parameters, all gradients
     would be in memory together (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the peak instead of
-    6.5). Small ones come last, because MindSpore runs one side effect for each operator on a path through the graph.
+    6.5). Small gradients come last, because MindSpore runs one side effect for each operator on a path through the
+    graph.
 
-    Nothing is returned: if the results were used, MindSpore would join each addition with the kernel that makes its
-    gradient, and on CPU no two gradients would be made side by side.
+    Nothing is returned: if the results were used, MindSpore would fuse each addition with the kernel that computes its
+    gradient, and on CPU no two gradients would be computed in parallel.
     """
     mapped(_add_large, small, buffers[::-1], gradients[::-1])
     if small > 0:
@@ -33,31 +34,33 @@ def add_each(small: int, buffers: Gradients, gradients: Gradients) -> None:
 
 @ms.jit_class
 class Portable:
-    """Scale and clear by assigning new values: with kernels that every device has."""
+    """Scale and clear by assigning new values, with kernels that every device has."""
 
     def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
-        """Return `factor * gradient` for each gradient, in `dtypes`. `InPlace` overwrites them: clear them next."""
+        """Return `factor * gradient` for each gradient, in `dtypes`. `InPlace` overwrites gradients: clear them
+        next.
+        """
         return mapped(scaled, factor, gradients, dtypes)
 
     def clear(self, zero: Tensor, buffers: Gradients) -> None:
         """Set all buffers to 0, given a float32 Tensor that is 0.
 
-        By `buffer * 0`, where NaN * 0 is 0: for `zeros_like(buffer)`, a constant, graph mode keeps a second copy of all
-        buffers (258 MB measured), and so it does for a broadcast 0, which is also 3 x slower.
+        It multiplies by 0, with NaN * 0 = 0. For `zeros_like(buffer)`, a constant, graph mode keeps a second copy of
+        all buffers (258 MB measured); it does so, too, for a broadcast 0, which is also 3 x slower.
         """
         mapped(_clear, zero, buffers)
 
 
 @ms.jit_class
 class InPlace(Portable):
-    """Scale and clear in place. For Ascend, where copies of all buffers would be in memory together.
+    """Scale and clear in place. For Ascend: there, copies of all buffers would be in memory together.
 
     13 x Dense 2048 in float32 with Momentum: 16.0 bytes per parameter at the peak with copies, 12.0 in place; clipped,
     12.6.
     """
 
     def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
-        """See `Portable`. Whatever reads the buffers has to come before `factor`."""
+        """See `Portable`. Operators that read the buffers must come before `factor`."""
         return mapped(_scaled_in_place, as_tensor(factor), gradients, dtypes)
 
     def clear(self, zero: Tensor, buffers: Gradients) -> None:
@@ -66,9 +69,9 @@ class InPlace(Portable):
 
 
 class _Multiply(ops.Primitive):
-    """Multiply in place, without a mark of the side effect: MindSpore would copy a buffer that is read around one.
+    """Multiply in place, without the mark of a side effect: with it, MindSpore would copy a buffer that is also read.
 
-    Graphs take the operator of this name. Op by op, Ascend has none for it, and a copy is made.
+    Graphs use the operator of this name. Op by op, Ascend has no such operator, and a copy is made.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""When a window closes: after a number of microbatches, by a schedule of updates, or by the weight that it holds."""
+"""Decide when a window closes: after a number of microbatches, by a schedule of updates, or by its weight."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from ..arguments import LARGEST_INT32, instance_of, number, whole_number
 
 @dataclass(frozen=True)
 class UntilWeight:
-    """A weight that closes a window. What `until_weight` returns."""
+    """Hold the weight that closes a window; `until_weight` returns it."""
 
     budget: float
     at_most: int
@@ -26,8 +26,8 @@ AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Ten
 _COMPARED = (0, *(2**i for i in range(17)))
 _REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, "
            "or until_weight(65_536)")
-_UNKNOWN = ("{} decides during the run how long windows are, expected lengths that are known before; give an int, a "
-            "dict {{update_step: n}} or a function of the update count, or divide the weight of the run by the budget")
+_UNKNOWN = ("the lengths of windows are not known before the run with {}; give an int, a dict {{update_step: n}} or a "
+            "function of the update count, or divide the weight of the run by the budget")
 
 
 @ms.jit_class
@@ -44,19 +44,19 @@ class WindowLength:
     callable is that of `optax.MultiSteps(every_k_schedule=...)`.
 
     Args:
-        accumulate_step: As in `Accumulator`. A callable is compiled here, to refuse what graph mode cannot run, and
-            called with 0 and the powers of two up to 2**16, to refuse lengths below 1. Elsewhere a length below 1
-            counts as 1.
+        accumulate_step: As in `Accumulator`. A callable is compiled here, to find what graph mode cannot run, and
+            called with 0 and the powers of two up to 2**16, to find lengths below 1. At other update counts, a length
+            below 1 counts as 1.
 
     Attributes:
-        description: The same text for the same lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
+        description: A text that is equal for equal lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
         is_one: Whether each window holds one microbatch.
-        longest: The most microbatches in a window, as far as it is known: of a function, of what `description` says;
-            None for `until_weight` without `at_most`.
+        longest: Largest number of microbatches in a window; for a function, the largest of the lengths in
+            `description`. None for `until_weight` without `at_most`.
 
     Raises:
-        TypeError: If `accumulate_step`, or a key or value of it, is not an integer (bool and float included), or the
-            callable cannot be compiled or returns no integer.
+        TypeError: If `accumulate_step`, or a key or value of it, is not an integer (a bool and a float are not), or the
+            callable cannot be compiled or does not return an integer.
         ValueError: If a length is below 1, a key is negative, either is above 2**31 - 1, or a dict lacks the key 0.
     """
 
@@ -91,7 +91,7 @@ class WindowLength:
         return length
 
     def updates_of(self, microbatches: int, epochs: int = 1) -> int:
-        """Return how many updates a run makes: see the function `updates_of`."""
+        """Return the number of updates of a run; see the function `updates_of`."""
         microbatches = _length("microbatches", microbatches, "give the microbatches of an epoch")
         if self.budget is not None:
             raise ValueError(_UNKNOWN.format(self.description))
@@ -106,63 +106,67 @@ class WindowLength:
         return updates
 
     def share(self, ranks: int) -> None:
-        """Let the weights of so many ranks count together: the budget is that of one of them."""
+        """Multiply the budget, which is that of one rank, by the number of ranks whose weights are summed."""
         if self.budget is not None:
             self.budget *= ranks
 
     def is_full(self, mini_step: Tensor, update_step: Tensor, weight_sum: Tensor) -> Tensor:
-        """Return whether a window of so many microbatches and this weight is full: bool Tensor of shape `()`."""
+        """Return whether a window with these microbatches and this weight is full: bool Tensor of shape `()`."""
         full = mini_step >= self.length(update_step)
         if self.budget is not None:
             full = ops.logical_or(full, weight_sum >= self.budget)
         return full
 
     def host_length(self, update_step: int) -> int:
-        """Return what `length` returns, as an int; a schedule is run op by op."""
+        """Return the result of `length` as an int; a schedule is run op by op."""
         if self.schedule is not None:
             return int(self.length(Tensor(update_step, ms.int32)))
         return next(length for start, length in reversed(self.stages) if start <= update_step)
 
     def missing(self, mini_step: int, update_step: int, full: bool) -> int:
-        """Return how many microbatches a window needs, at least, until it is full; 0 if it is. For the host."""
+        """Return the least number of microbatches that a window still needs; 0 if it is full. For the host."""
         if full or self.budget is not None:  # any one may bring the weight
             return 0 if full else 1
         return max(self.host_length(update_step) - mini_step, 0)
 
     def length_after(self, update_step: int) -> int:
-        """Return what an empty window needs, at least, after so many updates. For the host."""
+        """Return the least number of microbatches that an empty window needs after `update_step` updates. For the
+        host.
+        """
         return self.host_length(update_step) if self.budget is None else 1
 
     def is_full_of(self, microbatches: int, update_step: int, weight: np.float32) -> bool:
-        """Return whether a window is full, as `is_full` would, from what the host knows."""
+        """Return what `is_full` returns, computed on the host."""
         reached = self.budget is not None and bool(weight >= np.float32(self.budget))
         return reached or microbatches >= self.host_length(update_step)
 
 
 def length_of(accumulate_step: AccumulateStep) -> WindowLength:
-    """Return what `accumulate_step` says. TypeError or ValueError if it is invalid."""
+    """Return the `WindowLength` for `accumulate_step`. Raise TypeError or ValueError if it is invalid."""
     if isinstance(accumulate_step, type) or accumulate_step is until_weight:
-        raise TypeError(f"accumulate_step is {accumulate_step.__name__} itself, expected what it returns; call it "
-                        "with parentheses")
+        raise TypeError(f"accumulate_step is the function {accumulate_step.__name__}, expected the object that it "
+                        "returns; call it with parentheses")
     return WindowLength(accumulate_step)
 
 
 def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
-    """Close each window with the microbatch that brings its weight to `budget`: `accumulate_step=until_weight(65_536)`.
+    """Let the weight of a window decide when it closes, not the number of its microbatches.
 
-    For microbatches of uneven weight (tokens, say): updates then stand for about the same number of tokens each, not of
-    microbatches. The weights are those of `weight_fn`, or the numbers of samples; with several losses, those of the
-    first one. A window holds at least one microbatch, and it is not cut: it may exceed the budget by less than its last
-    microbatch.
+    Give `accumulate_step=until_weight(65_536)`. A window then closes with the microbatch that brings its weight to
+    `budget`. Use it if microbatches differ in weight, e.g. in their number of tokens: each update then uses about the
+    same number of tokens. The weights are those of `weight_fn`, or the numbers of samples; with several losses, those
+    of the first one. A window holds at least one microbatch, and microbatches are not cut: a window may exceed the
+    budget by less than the weight of its last microbatch.
 
-    The budget is that of one rank. Where ranks exchange each microbatch, a window closes when their weights together
-    reach `budget` times their number; else each rank closes its share of a window when that is full.
+    The budget is that of one rank. If ranks exchange each microbatch, a window closes when the sum of their weights
+    reaches `budget` times the number of these ranks. Otherwise each rank closes its part of a window when that part
+    reaches the budget.
 
     A train step of `make_train_step` reads the window's weight after each microbatch, which waits for the device.
 
     Args:
-        budget: Weight > 0.
-        at_most: Microbatches in a window, at most; it bounds windows of little weight.
+        budget: The weight at which a window closes, a finite number > 0.
+        at_most: Largest number of microbatches in a window; it bounds windows of little weight.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -184,8 +188,8 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
         6 True
         12 True
 
-    Source: budgets of tokens in place of numbers of rows are common in training language models; fairseq's
-    `--max-tokens` bounds a batch so.
+    Source: a budget of tokens instead of a number of samples is common in training language models; fairseq's
+    `--max-tokens` bounds a batch in this way.
     """
     budget = number("budget", budget, lambda weight: 0 < weight < inf, "a finite number > 0", "give a weight")
     return UntilWeight(budget, _length("at_most", at_most, "give the most microbatches that a window may hold"))
@@ -196,18 +200,19 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
 
         accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # windows of 4 from the sixth epoch on
 
-    It is exact if every epoch has `microbatches` microbatches on each rank and ends in a flush, and as long as no
-    window is skipped: a skipped window does not count as an update.
+    It is exact if every epoch has `microbatches` microbatches on each rank and ends with a flush, and no window is
+    skipped: a skipped window does not count as an update.
 
     Args:
-        schedule: `{epoch: n}`: from this epoch on (counted from 0), n microbatches in a window; holds 0.
-        microbatches: Microbatches in an epoch.
+        schedule: `{epoch: n}`: from this epoch on (counted from 0), windows have n microbatches. It must hold the key
+            0.
+        microbatches: Number of microbatches in an epoch.
 
     Returns:
         `{update_step: n}`.
 
     Raises:
-        TypeError: If `schedule` is not a dict of integers, or `microbatches` not an integer.
+        TypeError: If `schedule` is not a dict of integers, or `microbatches` is not an integer.
         ValueError: If a number is out of range, or `schedule` lacks the key 0.
 
     Source: Lightning's `GradientAccumulationScheduler`, which counts epochs.
@@ -229,19 +234,19 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
 
 
 def updates_of(accumulate_step: AccumulateStep, microbatches: int, epochs: int = 1) -> int:
-    """Return how many updates a run makes, for the schedule of its optimizer.
+    """Return the number of updates of a run, e.g. for a learning rate schedule.
 
         total = updates_of(4, len(dataset), epochs=10)
         rates = nn.cosine_decay_lr(0.0, 0.1, total, 1, total)
         optimizer = nn.Momentum(parameters, rates, 0.9)
 
-    It is exact if every epoch ends in a flush and nothing is skipped.
+    It is exact if every epoch ends with a flush and nothing is skipped.
 
     Args:
-        accumulate_step: Microbatches in a window: an int, `{update_step: n}` or a function of the update count, as in
-            `Accumulator`. A function is called once for each update.
-        microbatches: Microbatches in an epoch, on each rank; with uneven data, of the rank that has most.
-        epochs: Epochs in the run.
+        accumulate_step: Number of microbatches in a window: an int, `{update_step: n}` or a function of the update
+            count, as in `Accumulator`. A function is called once for each update.
+        microbatches: Number of microbatches in an epoch on each rank; if ranks have different numbers, the largest.
+        epochs: Number of epochs in the run.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -273,7 +278,7 @@ def _stages(name: str, schedule: Mapping[int, int], remedy: str) -> tuple[tuple[
 
 
 def _sampled(schedule: Callable) -> tuple[int, ...]:
-    """Check a schedule, and return its lengths at `_COMPARED` updates."""
+    """Check a schedule, and return its lengths at the update counts in `_COMPARED`."""
     name = f"accumulate_step={getattr(schedule, '__name__', schedule)!r}"
     try:
         compiled = ms.jit(schedule)

@@ -1,4 +1,4 @@
-"""Warn of a window that is lost: one that still holds microbatches when its accumulator or the process ends."""
+"""Warn about a lost window: one that still holds microbatches when its accumulator is deleted or the process ends."""
 from __future__ import annotations
 
 import atexit
@@ -17,13 +17,13 @@ _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neith
 
 
 def watched(counters: Counters, accumulator: object, name: str) -> Counters:
-    """Warn if the accumulator or the process ends with microbatches neither applied nor saved. Return `counters`.
+    """Warn if microbatches are neither applied nor saved when the accumulator or the process ends. Return `counters`.
 
-    MindSpore's own checkpoints are not seen: only what `save_checkpoint` saved counts as saved. `name` tells the
-    accumulator from others in the warning.
+    Only `save_checkpoint` of ms_accum counts as saving, not MindSpore's own checkpoints. `name` identifies the
+    accumulator in the warning.
     """
     lost = finalize(accumulator, _warn, counters, os.getpid(), name)
-    # Not by the finalizer itself, which may run after MindSpore has ended.
+    # Not in the finalizer itself, which may run after MindSpore has ended.
     lost.atexit = False
     atexit.register(lost)
     return counters

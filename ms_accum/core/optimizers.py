@@ -1,4 +1,4 @@
-"""What an optimizer holds: the parameters to accumulate gradients for, and its own state."""
+"""Read from an optimizer the parameters to accumulate gradients for, and its own state."""
 from __future__ import annotations
 
 import re
@@ -19,14 +19,14 @@ from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 from ..distributed.zero import whole_of, whole_parameters
 from ..tensors import FLOATS
 
-INSTANCE = re.compile(r"^accumulator\d+\.")  # what the names of an accumulator's own Parameters begin with
+INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of the names of an accumulator's own Parameters
 _PLACE = re.compile(r"\[(\d+)\]$")
-_GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order of the process
+_GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
 _named_by: dict[str, ref] = {}
 
 
 def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Parameter, ...]:
-    """Return the parameters of `optimizer`. TypeError or ValueError if it cannot run on accumulated gradients."""
+    """Return the parameters of `optimizer`. Raise TypeError or ValueError if it cannot use accumulated gradients."""
     parameters = getattr(optimizer, "parameters", None)
     listed = isinstance(parameters, (tuple, list)) and all(isinstance(p, Parameter) for p in parameters)
     if not callable(optimizer) or not listed:
@@ -46,16 +46,16 @@ def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Para
 
 
 def require_trainable(parameters: Iterable[Parameter]) -> None:
-    """Refuse frozen parameters, which graph mode would update and PyNative would not (MindSpore 2.10)."""
+    """Raise ValueError for frozen parameters: graph mode would update them, PyNative would not (MindSpore 2.10)."""
     frozen = next((p for p in parameters if not p.requires_grad), None)
     if frozen is not None:
         raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
-                         "graph mode would update it all the same; build the optimizer from network.trainable_params() "
-                         "after freezing")
+                         "graph mode would still update it; build the optimizer from network.trainable_params() after "
+                         "freezing")
 
 
 def require_rates(optimizer: nn.Optimizer) -> None:
-    """Refuse a list of learning rates that has none for the next update. ValueError. It waits for the device."""
+    """Raise ValueError if a list of learning rates has no rate for the next update. It waits for the device."""
     for _, cell in optimizer.cells_and_names() if isinstance(optimizer, nn.Cell) else ():
         rates = getattr(cell, "learning_rate", None) if isinstance(cell, LearningRateSchedule) else None
         if isinstance(rates, Parameter) and rates.ndim == 1:
@@ -65,26 +65,26 @@ def require_rates(optimizer: nn.Optimizer) -> None:
 
 
 def require_same_parameters(function: Callable, optimizer: nn.Optimizer) -> None:
-    """Refuse an optimizer of another network with the same names, whose parameters would never get a gradient.
+    """Raise ValueError for an optimizer of another network with the same names: its parameters would get no gradient.
 
     Args:
-        function: A Cell, or a function: the Cells that it names are looked at.
+        function: A Cell, or a function whose Cells are searched.
         optimizer: The optimizer.
     """
     optimized = {p.name: p for p in whole_parameters(optimizer.parameters)}
     for parameter in (p for cell in cells_of(function) for p in cell.get_parameters()):
         if optimized.get(parameter.name, parameter) is not parameter:
-            raise ValueError(f"the optimizer updates another Parameter called {parameter.name} than the network has, "
-                             "expected one network; if the network was built again (in a notebook, say), build the "
-                             "optimizer and the train step again, too; give two networks names of their own with "
-                             "Cell.update_parameters_name")
+            raise ValueError(f"the optimizer updates a Parameter called {parameter.name}, but the network has a "
+                             "different Parameter with this name; if the network was built again (e.g. in a notebook), "
+                             "build the optimizer and the train step again, too; if there are two networks, give their "
+                             "parameters different names with Cell.update_parameters_name")
 
 
 def cells_of(function: Callable) -> list[nn.Cell]:
-    """Return the Cells that a function uses, or itself if it is a Cell.
+    """Return the Cells that a function uses, or the function itself if it is a Cell.
 
-    They are found by the names in its code: variables, attributes of the object that it is a method of, arguments of a
-    `partial`; and so for the functions that it names, but for MindSpore's.
+    They are found by the names in its code: variables, attributes of `self` in a method, arguments of a `partial`.
+    Functions that it names are searched, too, except MindSpore's.
     """
     found: list[nn.Cell] = []
     waiting: list[object] = [function]
@@ -104,7 +104,7 @@ def cells_of(function: Callable) -> list[nn.Cell]:
 
 
 def _named_in(function: Any) -> list[object]:
-    """Return the values that a function names: none of one that is no Python function, or that has none yet."""
+    """Return the values that a function names; none if it is not a Python function, or a value is not set yet."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Cell):
         return [owner]
@@ -118,12 +118,12 @@ def _named_in(function: Any) -> list[object]:
 
 
 def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
-    """Return all state of an optimizer with names: moments, counts, learning rates, but not what it updates.
+    """Return all state of an optimizer with names: moments, counts and learning rates, but not the trained parameters.
 
-    State is every Parameter of a Cell, also in its lists, tuples and dicts at any depth, where a Cell does not find its
-    own (the learning rates in `param_groups`, say). The name is the Parameter's own, or its place (`slots[0].first`)
-    if the name is missing or not unique; both are the same in the next process. Plain Python numbers are not found;
-    none of MindSpore's optimizers that run on CPU keeps any (2.10).
+    State is every Parameter of a Cell, also in lists, tuples and dicts at any depth, where MindSpore does not find it
+    (e.g. the learning rates in `param_groups`). The name is the Parameter's own, or its place (`slots[0].first`) if its
+    name is missing or not unique; both are equal in the next process. Plain Python numbers are not found; MindSpore's
+    optimizers that run on CPU keep none (2.10).
     """
     found = _placed_state(optimizer)
     times = Counter(p.name for _, p in found)
@@ -131,17 +131,17 @@ def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
 
 
 def _placed_state(optimizer: object) -> list[tuple[str, Parameter]]:
-    """Return the state with its places. An optimizer that is no Cell holds it in its attributes."""
+    """Return the state with its places. An optimizer that is not a Cell holds it in its attributes."""
     network = {id(p) for p in getattr(optimizer, "parameters", ())}
     holder = optimizer if isinstance(optimizer, nn.Cell) else dict(getattr(optimizer, "__dict__", {}))
     return [(place, held) for place, held in _inside(holder, network) if isinstance(held, Parameter)]
 
 
 def divided_state(optimizer: object) -> dict[int, Parameter]:
-    """Return the whole parameter of each Parameter of the optimizer's state that is cut like its slice, by `id`.
+    """Return, by `id` of each Parameter of the state that is cut like a slice, the whole parameter of that slice.
 
-    Such state is a clone of the slice, or has its shape and its name at the end of its own, or stands in a list that
-    has one for each slice, all of their shapes.
+    Such state is a clone of the slice; or it has the slice's shape, and its name ends in the slice's name; or it is in
+    a list that has one entry for each slice, in the slice's shape.
     """
     slices = [p for p in getattr(optimizer, "parameters", ()) if whole_of(p) is not p]
     clones = {id(clone): part for part in slices for clone in getattr(part.param_info, "cloned_obj", ())}
@@ -162,7 +162,7 @@ def divided_state(optimizer: object) -> dict[int, Parameter]:
 
 
 def name_state(optimizer: object, prefix: str) -> None:
-    """Rename state whose name is not unique (two optimizers' `global_step`), which graph mode refuses."""
+    """Rename state whose name is not unique (`global_step` of two optimizers): graph mode raises an error for it."""
     for name, state in state_of(optimizer):
         owner = _named_by.get(state.name, ref(optimizer))()
         if name == state.name and (owner is None or owner is optimizer):
@@ -172,17 +172,17 @@ def name_state(optimizer: object, prefix: str) -> None:
 
 
 def cell_prefix(optimizer: nn.Optimizer) -> str:
-    """Return what begins the names of an accumulator's Parameters in a cell: the same in every process."""
+    """Return the prefix of the names of an accumulator's Parameters in a cell: equal in every process."""
     return f"accumulator.{whole_of(optimizer.parameters[0]).name}."
 
 
 def own_name(optimizer: nn.Optimizer, name: str) -> str:
-    """Return the name of an optimizer's state without what an accumulator or a cell has put before it."""
+    """Return the name of an optimizer's state without the prefix of an accumulator or a cell."""
     return INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
 
 
 def describe(optimizer: object) -> str:
-    """Return the same text for the same class with the same learning rate and state."""
+    """Return a text that is equal for optimizers of the same class with the same learning rate and state."""
     divided = divided_state(optimizer)  # differs from rank to rank
     digests = [(name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer)
                if id(p) not in divided]
@@ -199,12 +199,12 @@ def _require_accumulable(parameter: Parameter) -> None:
 
 
 def _require_unscaled(optimizer: Callable) -> None:
-    """Refuse an optimizer with a loss scale of its own, also inside a wrapper such as `nn.LARS`."""
+    """Raise ValueError for an optimizer with a loss scale of its own, also inside a wrapper such as `nn.LARS`."""
     for _, holder in (("", optimizer), *_inside(optimizer, set())):
         scale = getattr(holder, "loss_scale", 1)
         if isinstance(scale, Real) and scale != 1:
-            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide gradients that are "
-                             "not multiplied by it, or are divided already; leave loss_scale out of the optimizer and "
+            raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide gradients that were "
+                             "not multiplied by it, or were already divided; leave loss_scale out of the optimizer and "
                              f"give loss_scaler=amp.StaticLossScaler({scale:g}) to make_train_step or TrainOneStepCell")
 
 
@@ -220,7 +220,7 @@ def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[st
 
 def _held(value: object) -> list[tuple[str, object]]:
     if isinstance(value, nn.Cell):
-        # First what the Cell itself knows, by the shortest names.
+        # First the Parameters that the Cell itself finds, by the shortest names.
         held = [*value.parameters_and_names(expand=False), *value.name_cells().items(), *vars(value).items()]
         return [(f".{name}", inside) for name, inside in held]
     if isinstance(value, dict):

@@ -1,7 +1,8 @@
-"""Choose the kernels: those that work in place only if a test on this device gave what the portable ones give.
+"""Choose the kernels: those that work in place only if they pass a test on this device against portable ones.
 
 They were written without an Ascend to run on. So once in each process, two small buffers go through two windows,
-compiled and op by op, with both kinds of kernels. `MS_ACCUM_IN_PLACE=1` or `0` in the environment chooses without it.
+compiled and op by op, with both kinds of kernels. `MS_ACCUM_IN_PLACE=1` or `0` in the environment chooses without this
+test.
 """
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from .kernels import InPlace, Portable, add_each
 SWITCH = "MS_ACCUM_IN_PLACE"
 _SIZES = (5, 640)  # elements: small ones are added last
 _FACTOR = 0.375
-_WINDOWS = 2  # the second one shows what the first one left in the buffers
+_WINDOWS = 2  # the second one shows whether the first one left anything in the buffers
 _FAILED = ("the kernels that work in place failed their test on this device ({}), so portable ones run: an update "
            "takes up to 4 bytes per parameter more (16 instead of 12 with Momentum in float32); run `ms-accum selftest "
            f"--json FILE` and report the file; {SWITCH}=0 in the environment hides this warning")
@@ -30,17 +31,17 @@ def kernels(in_buffers: bool = True) -> Portable:
     """Return the kernels that suit this device.
 
     Args:
-        in_buffers: Whether they scale and clear the buffers themselves, and not copies of them.
+        in_buffers: Whether they scale and clear the buffers themselves, not copies of them.
     """
     return choice() if in_buffers and ms.get_context("device_target") == "Ascend" else Portable()
 
 
 def largest_difference(special: Portable, sizes: Sequence[int]) -> float:
-    """Return by how much results of `special` and of the portable kernels differ, relative to the largest element.
+    """Return the difference between results of `special` and of the portable kernels, relative to the largest element.
 
     Each scales and clears float32 buffers of these sizes, compiled and op by op.
 
-    Raises what the device raises, and RuntimeError if the portable kernels give wrong results, as in a dry run, where
+    Raise the errors of the device, and RuntimeError if the portable kernels give wrong results, as in a dry run, where
     all values are 0.
     """
     random = np.random.default_rng(0)
@@ -60,18 +61,18 @@ def largest_difference(special: Portable, sizes: Sequence[int]) -> float:
 
 @cache
 def choice() -> Portable:
-    """Return the kernels for buffers on an Ascend. ValueError if MS_ACCUM_IN_PLACE is neither 0 nor 1."""
+    """Return the kernels for buffers on an Ascend. Raise ValueError if MS_ACCUM_IN_PLACE is neither 0 nor 1."""
     forced = environ.get(SWITCH)
     if forced not in (None, "0", "1"):
-        raise ValueError(f"{SWITCH} in the environment has to be 0 or 1, not {forced!r}")
+        raise ValueError(f"{SWITCH} in the environment is {forced!r}, expected 0 or 1")
     return InPlace() if forced == "1" or (forced is None and _passes(InPlace())) else Portable()
 
 
 def _passes(special: Portable) -> bool:
-    """Return whether `special` gives what the portable kernels give. Warn if it does not."""
+    """Return whether `special` gives the results of the portable kernels. Warn if it does not."""
     try:
         difference = largest_difference(special, _SIZES)
-    except Exception as error:  # whatever it is, training goes on without these kernels
+    except Exception as error:  # after any error, training continues without these kernels
         reason = f"{type(error).__name__}: {' '.join(str(error).split()).strip('- ')[:200]}"
     else:
         if difference <= 1e-6:
@@ -82,11 +83,11 @@ def _passes(special: Portable) -> bool:
 
 
 class _Windows(nn.Cell):
-    """Windows of one microbatch, each with an update as SGD makes it.
+    """Run windows of one microbatch, each with an update of SGD.
 
     Args:
         kind: The kernels.
-        sizes: How many elements each parameter has.
+        sizes: Number of elements of each parameter.
     """
 
     def __init__(self, kind: Portable, sizes: Sequence[int]) -> None:
@@ -98,7 +99,7 @@ class _Windows(nn.Cell):
         self.updates = state_parameter("probe.updates", (), ms.int32)
 
     def construct(self, zero: Tensor, *gradients: Tensor) -> Tensor:
-        """Add, scale and clear, in the order and with the dependency of `Way`."""
+        """Add, scale and clear, in the order and with the dependencies of `Way`."""
         add_each(self.small, self.buffers, gradients)
         factor = ops.depend(zero + _FACTOR, ops.assign_add(self.updates, 1))
         for parameter, scaled in zip(self.parameters, self.kind.scale(factor, self.buffers, self.dtypes)):

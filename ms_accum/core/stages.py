@@ -1,4 +1,4 @@
-"""Stages: loss scale, skipping what is NaN or infinite, and what else may stand on the way of a gradient."""
+"""Stages: loss scale, skipping of NaN and infinity, and the base class of other optional stations of a gradient."""
 from __future__ import annotations
 
 from math import inf
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
     from .counters import Counters
 
-# Places in the sums that travel with gradients: a plain tuple, for graphs read no named one.
+# Places in the sums that travel with gradients: a plain tuple, because graphs cannot read a named tuple.
 WEIGHT = 0  # of a piece, or of a window
-TAKEN = 1  # what was taken: a piece counts 1 or 0, a window its microbatches
+TAKEN = 1  # for a piece, 1 if it was taken, else 0; for a window, its number of microbatches
 ACTIVE = 2  # ranks that still have data
-COUNTED = 3  # what `seen` counts: the weight, unless a step says otherwise
-MEASURED = 4  # and all behind it: what stages measured
+COUNTED = 3  # the number that `seen` counts: the weight, unless a step says otherwise
+MEASURED = 4  # and all places after it: values that stages measured
 
 _owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 
 
 @ms.jit_class
 class Stage:
-    """An optional station on the way of a gradient. Each method leaves things as they are; override what you need.
+    """Change or observe gradients on their way from the loss to the optimizer: a base class. Override what you need.
 
         loss ─ scale_loss ─► backward ─ weigh, measure ─► buffers          # each piece of a microbatch
         exchange ─ restore ─ accepts ─► on_update ─► on_close               # each window
 
-    All methods but `bind` are compiled in graph mode. Give a stage of your own as `Accumulator(stages=(stage,))`, or to
-    any function that takes the options of an accumulator.
+    By default, no method changes anything. All methods except `bind` are compiled in graph mode. Give a stage of your
+    own as `Accumulator(stages=(stage,))`, or to any function that takes the options of an accumulator.
 
     Attributes:
-        measures: How many numbers `measure` returns.
-        takes_slices: Whether `accepts` and `on_update` are right where their gradients are the slices of this rank
-            (ZeRO), because what they sum over elements goes through `exchange.over_slices`.
-        exchange: That of the accumulator, once the stage is bound.
-        window_state: Its Parameters that belong to the open window: they are 0 when it begins.
+        measures: Number of values that `measure` returns.
+        takes_slices: Whether `accepts` and `on_update` also work if the gradients are slices of this rank (ZeRO): sums
+            over elements must then go through `exchange.over_slices`.
+        exchange: The exchange of the accumulator, once the stage is bound.
+        window_state: Its Parameters that belong to the open window: they are 0 when a window begins.
         run_state: Its other Parameters.
 
-    Source: the loss scale, the skipping of `optax.skip_not_finite` and the noise scale of McCandlish et al. (2018) are
-    stages; a chain of gradient transformations is that of optax.
+    Source: a chain of gradient transformations, as in optax. The loss scale, the skipping of `optax.skip_not_finite`
+    and the noise scale of McCandlish et al. (2018) are stages.
 
     Example:
         >>> import mindspore as ms, numpy as np
@@ -78,8 +78,9 @@ class Stage:
     run_state: tuple[Parameter, ...] = ()
 
     def bind(self, prefix: str, groups: int) -> None:
-        """Join an accumulator whose state has names that begin with `prefix`, and whose windows are sums of so many
-        groups of ranks. For the host, once. By default, the stage's Parameters are renamed.
+        """Join an accumulator; called once, on the host. By default, rename the stage's Parameters.
+
+        The names of the accumulator's state begin with `prefix`. Its windows are sums over `groups` groups of ranks.
         """
         for parameter in (*self.window_state, *self.run_state):
             parameter.name = f"{prefix}.{parameter.name}"
@@ -89,62 +90,64 @@ class Stage:
         return loss
 
     def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Scalar, Scalar]:
-        """Return the weight that a piece counts with, and whether it is taken: 1 or 0.
+        """Return the weight of a piece, and 1 if it is taken or 0 if it is skipped.
 
-        A piece that a user masked has weight 0 and is taken; one that is not finite has weight 0 and is not.
-        `gradients` are those of this rank, of the scaled loss. With weight 0, they may be anything.
+        A piece that a user masked has weight 0 and is taken. A piece that is not finite has weight 0 and is not taken.
+        `gradients` are those of this rank, of the scaled loss. If the weight is 0, they may hold any values.
         """
         return weight, 1
 
     def measure(self, gradients: Gradients, weight: Scalar) -> Numbers:
-        """Return `measures` numbers or float32 Tensors of shape `()`, which are summed over pieces and ranks.
+        """Return `measures` values to be summed over pieces and ranks: numbers or float32 Tensors of shape `()`.
 
-        `gradients` are restored; `weight` is 0 for what is ignored.
+        `gradients` are restored; `weight` is 0 for a piece that is ignored.
         """
         return ()
 
     def restore(self, gradients: Gradients) -> Gradients:
-        """Undo what `scale_loss` did: for a window after its exchange, for a piece before it is measured."""
+        """Undo `scale_loss`: for a window after its exchange, for a piece before it is measured."""
         return gradients
 
     def accepts(self, gradients: Gradients, sums: Numbers) -> Union[bool, Tensor]:
         """Return whether a window makes an update: True, or a bool Tensor of shape `()`.
 
-        `gradients` are sums over the window, in a unit of weights: good for what is finite, not for a size. `sums` are
-        those of the window of all ranks; their places are `WEIGHT` and the names beside it.
+        `gradients` are sums over the window in an internal unit: use them to test for finite values, not for their
+        size. `sums` are those of the window of all ranks, with the places `WEIGHT`, `TAKEN` and so on (see the top of
+        this module).
         """
         return True
 
     def on_update(self, gradients: Gradients, unit: Scalar, sums: Numbers, measured: Numbers) -> None:
-        """See an update before clipping: the mean gradient is `unit / sums[WEIGHT] * gradients`.
+        """Observe an update before clipping: the mean gradient is `unit / sums[WEIGHT] * gradients`.
 
-        `sums` are as for `accepts`; `measured` is the part that `measure` of
-        this stage returned.
+        `sums` are those of `accepts`; `measured` holds the sums of the values that `measure` of this stage returned.
         """
 
     def on_close(self, applied: bool) -> None:
-        """See that a window was applied or dropped."""
+        """Observe that a window was applied or dropped."""
 
 
 def overrides(stage: Stage, *methods: str) -> bool:
-    """Return whether a stage has one of these methods of its own. What is not overridden is not called in a graph, and
-    a window of one microbatch that no stage weighs, measures or may drop needs no buffers.
+    """Return whether a stage overrides one of these methods.
+
+    Methods that are not overridden are not called in a graph. A window of one microbatch needs no buffers if no stage
+    weighs, measures or may drop it.
     """
     return any(getattr(type(stage), method) is not getattr(Stage, method) for method in methods)
 
 
 @ms.jit_class
 class SkipMicrobatch(Stage):
-    """Give a microbatch (or a piece of one) that is not finite the weight 0, and count it in `skipped`.
+    """Give a microbatch or piece that is not finite the weight 0, and count it in `skipped`.
 
-    A microbatch of which nothing is taken does not count in the window.
+    A microbatch of which no piece is taken does not count in the window.
     """
 
     def __init__(self, counters: Counters) -> None:
         self.skipped, self.in_row = counters.skipped, counters.skipped_in_row
 
     def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Tensor, Tensor]:
-        """See `Stage`. What has the weight 0 already is ignored in any case, and is not looked at."""
+        """See `Stage`. A piece that already has the weight 0 is ignored in any case, and is not tested."""
         weight = weight * ops.ones_like(self.skipped).astype(ms.float32)  # a Tensor, also of a number
         ignored = weight == 0
         taken = ops.logical_or(all_finite((*gradients, weight)), ignored)
@@ -164,7 +167,7 @@ class SkipWindow(Stage):
         self.skipped, self.in_row = counters.skipped, counters.skipped_in_row
 
     def accepts(self, gradients: Gradients, sums: Numbers) -> Tensor:
-        """See `Stage`. Gradients of a sum do not show that its weight is not finite."""
+        """See `Stage`. Also test the weight: the gradients of a sum do not show that it is not finite."""
         total = finite_sum((*gradients, as_tensor(sums[WEIGHT])))
         return ops.isfinite(self.exchange.over_slices(total))
 
@@ -179,7 +182,7 @@ class SkipWindow(Stage):
 
 @ms.jit_class
 class LossScale(Stage):
-    """Multiply the loss by the scale of a `mindspore.amp.LossScaler`, divide it out again, and adjust it once a window.
+    """Multiply the loss by the scale of a `LossScaler`, divide gradients by it, and adjust it once per window.
 
     Only one accumulator may adjust a scaler. A `SkipWindow` drops the windows that overflow.
 
@@ -194,8 +197,8 @@ class LossScale(Stage):
     def __init__(self, scaler: amp.LossScaler, owner: object) -> None:
         other = _owners.get(scaler)
         if other is not None and other() is not None:
-            raise ValueError("the loss_scaler belongs to another accumulator, which would adjust it in the middle of "
-                             "this one's windows; give each accumulator its own")
+            raise ValueError("the loss_scaler belongs to another accumulator, which would adjust it while windows of "
+                             "this one are open; give each accumulator its own")
         _owners[scaler] = ref(owner)
         self.scaler = scaler
         # A static one adjusts nothing, which makes MindSpore warn.
@@ -204,7 +207,7 @@ class LossScale(Stage):
         self.run_state = tuple(self.named.values())
 
     def bind(self, prefix: str, groups: int) -> None:
-        """See `Stage`: two scalers have the same names, and one may have been another accumulator's."""
+        """See `Stage`. Parameters of two scalers have equal names, and a scaler may have been another accumulator's."""
         for name, parameter in self.named.items():
             parameter.name = f"{prefix}.loss_scaler.{name}"
 
@@ -213,7 +216,7 @@ class LossScale(Stage):
         return loss.astype(ms.float32) * self.scaler.scale_value
 
     def restore(self, gradients: Gradients) -> Gradients:
-        """See `Stage`: in float32 at least. Divided, because 1 / scale may be too small for float32."""
+        """See `Stage`. Compute in float32 at least, and divide, because 1 / scale may be too small for float32."""
         return mapped(_divided, self.scaler.scale_value + 0.0, gradients)
 
     def on_close(self, applied: bool) -> None:
@@ -230,7 +233,7 @@ def _divided(scale: Tensor, gradient: Tensor) -> Tensor:
 
 
 def checked_nonfinite(on_nonfinite: object, scaler: object, max_skips: object) -> Optional[int]:
-    """Return `max_skips` as an int, or None. TypeError or ValueError if one of the arguments is invalid."""
+    """Return `max_skips` as an int, or None. Raise TypeError or ValueError if one of the arguments is invalid."""
     one_of("on_nonfinite", on_nonfinite, ("apply", "skip_microbatch", "skip_window"))
     if scaler is not None and on_nonfinite == "skip_microbatch":
         raise ValueError('got a loss_scaler with on_nonfinite="skip_microbatch": the scale changes only when a window '
@@ -246,7 +249,7 @@ def checked_nonfinite(on_nonfinite: object, scaler: object, max_skips: object) -
 
 def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: Optional[Stage],
               others: tuple[Stage, ...], counters: Counters, owner: object) -> tuple[Stage, ...]:
-    """Return the stages of an accumulator, in the order of the way."""
+    """Return the stages of an accumulator, in the order in which gradients pass them."""
     scaling = () if scaler is None else (LossScale(scaler, owner),)
     skipping: tuple[Stage, ...] = ()
     if on_nonfinite == "skip_microbatch":
@@ -257,7 +260,7 @@ def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: 
 
 
 def bound(stages: tuple[Stage, ...], prefix: str, exchange: OneDevice, counters: Counters) -> tuple[Stage, ...]:
-    """Return stages, which have joined an accumulator; `counters` have room for what they measure."""
+    """Bind the stages to an accumulator, make room in `counters` for what they measure, and return them."""
     for stage in stages:
         stage.bind(prefix, exchange.across)
         stage.exchange = exchange
@@ -267,14 +270,14 @@ def bound(stages: tuple[Stage, ...], prefix: str, exchange: OneDevice, counters:
 
 def needing_whole_gradients(*, clip_norm: Optional[float], on_nonfinite: str, stages: tuple[Stage, ...],
                             **others: Optional[object]) -> tuple[str, ...]:
-    """Return the names of the arguments that look at all gradients, which slices of them cannot do for a rank alone."""
+    """Return the names of the arguments that need all gradients, and cannot work on the slices of one rank."""
     looking = any(overrides(stage, "weigh", "measure", "accepts", "on_update") for stage in stages)
     return (*(["clip_norm"] if clip_norm is not None else []), *(["on_nonfinite"] if on_nonfinite != "apply" else []),
             *(name for name, value in others.items() if value is not None), *(["stages"] if looking else []))
 
 
 def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:
-    """Return `stages` as a tuple. TypeError if one of them, or `noise_scale`, is no stage."""
+    """Return `stages` as a tuple. Raise TypeError if one of them, or `noise_scale`, is not a stage."""
     if noise_scale is not None:
         instance_of("noise_scale", noise_scale, Stage, "a GradientNoiseScale, or None")
     given = instance_of("stages", stages, (tuple, list), "a tuple of stages")
@@ -283,7 +286,9 @@ def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:
 
 
 def checked_loss_scaler(scaler: object, ranks: int) -> Optional[amp.LossScaler]:
-    """Return a loss scaler with a usable scale, equal on all ranks, or None. TypeError or ValueError otherwise."""
+    """Return the loss scaler, or None. Raise TypeError or ValueError unless its scale is usable and equal on all
+    ranks.
+    """
     if scaler is None:
         return None
     if not isinstance(scaler, amp.LossScaler) or not isinstance(getattr(scaler, "scale_value", None), Tensor):
@@ -297,7 +302,7 @@ def checked_loss_scaler(scaler: object, ranks: int) -> Optional[amp.LossScaler]:
 
 
 def require_scale(scale: Tensor) -> None:
-    """Refuse a scale that gradients cannot be divided by; MindSpore's own scalers accept NaN and infinity."""
+    """Raise ValueError for a scale that gradients cannot be divided by; MindSpore's scalers accept NaN and infinity."""
     value = scale.asnumpy().astype(float)
     if value.size != 1 or not 0 < value.item() < inf:
         raise ValueError(f"the loss scale is {value}, expected one finite number > 0; "

@@ -1,11 +1,11 @@
-"""The way of a gradient, from top to bottom: add a piece, make one window out of those of all ranks, update, close.
+"""The way of a gradient, from top to bottom: add a piece, combine the windows of all ranks, update, close.
 
     add:     weigh ─► measure ─► exchange inside ─► buffers, sums
     window:  exchange across ─► restore ─► accepts?
     update:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► close ─► empty
 
-Ranks *inside* sum every microbatch, ranks *across* every window: see `distributed.exchange`. On one device, both leave
-everything as it is. What stands in brackets is for ZeRO alone.
+Ranks *inside* sum every microbatch, ranks *across* every window: see `distributed.exchange`. On one device, both change
+nothing. Steps in brackets are only for ZeRO.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .stages import Stage
 
 _numbers = count()
-# What compiled graphs, or calls op by op, have done by hand: the numbers of ways that were filled, and closed.
+# Calls by hand, in compiled graphs or op by op: the numbers of the ways that were filled, and closed.
 _by_hand: set[int] = set()
 _closed_by_hand: set[int] = set()
 
@@ -44,30 +44,30 @@ Window = tuple
 
 @ms.jit_class
 class Way:
-    """Take gradients through an accumulator. Steps, cells and checkpoints use it; a user by hand uses the accumulator.
+    """Pass gradients through an accumulator, for steps, cells and checkpoints. Hand-written loops use `Accumulator`.
 
     Marks in the journal: a piece adds 1 when it begins and 1 when it is added, and the end of the microbatch subtracts
-    both. A microbatch that is not cut adds 1 and subtracts it. 0 means that nothing is half done.
+    both. A microbatch that is not cut adds 1 and subtracts it. 0 means that nothing is unfinished.
 
     Args:
         expected: Names and shapes of the parameters.
         optimizer: The optimizer.
         dtypes: dtypes of its parameters.
-        length: When a window is full.
+        length: The `WindowLength`, which decides when a window is full.
         stages: The stages that are switched on.
-        exchange: What sums over ranks.
-        buffers, counters, journal: Where pieces are added, counted and marked.
-        kernels: What scales buffers, and what scales gradients that are not buffers.
-        contributors: With `reduction="sum"`, the number of ranks, which a sum is divided by; None: divide by weights.
+        exchange: The exchange that sums over ranks.
+        buffers, counters, journal: The objects in which pieces are added, counted and marked.
+        kernels: Kernels that scale buffers, and kernels that scale gradients that are not buffers.
+        contributors: With `reduction="sum"`, the number of ranks, by which the sum is divided. None: divide by weights.
         clip_norm: As in `Accumulator`.
-        hooks: What is called after an update.
+        hooks: Functions that are called after an update.
 
     Attributes:
         may_drop: Whether a stage may drop a window.
         looks_at_gradients: Whether a stage weighs or measures the mean gradient of each piece.
         measuring, judging, watching, closing: The stages that override `measure`, `accepts`, `on_update`, `on_close`.
-        weights: The whole parameters, which gradients are for, in the optimizer's order.
-        is_driven: Whether a train step or a cell fills the accumulator: nothing can be added by hand then.
+        weights: The whole parameters to give gradients for, in the optimizer's order.
+        is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
     """
 
     def __init__(self, expected: tuple[tuple, tuple], optimizer: Callable, dtypes: tuple[ms.Type, ...],
@@ -94,26 +94,26 @@ class Way:
     # --- a piece ------------------------------------------------------------------------------------------------------
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return what to differentiate."""
+        """Return the value to differentiate."""
         for stage in self.stages:
             loss = stage.scale_loss(loss)
         return loss
 
     def begin(self, loss: Tensor) -> Tensor:
-        """Return what to differentiate, with a mark that a piece begins; no gradient of it is added before the mark.
+        """Return the value to differentiate, and mark that a piece begins; its gradients are added only after the mark.
 
-        So an error in the forward pass changes nothing, and one after it shows. The mark depends on the loss, not on
-        the gradients: a dependency between a gradient and its buffer would keep Ascend from adding a matrix product in
-        place.
+        So an error in the forward pass changes nothing, and a later error leaves a mark. The mark depends on the loss,
+        not on the gradients: with a dependency between a gradient and its buffer, Ascend could not add a matrix product
+        in place.
         """
         return self.journal.begin(self.scaled(loss))
 
     def add(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1,
             factor: Optional[Scalar] = None) -> Numbers:
-        """Add the gradients of a piece (of its scaled loss). Return its sums over the ranks that exchange microbatches.
+        """Add the gradients of a piece's scaled loss. Return its sums over the ranks that exchange microbatches.
 
-        `weight` comes from `as_weight`. `counted` is what `seen` counts of it, if that is not the weight. `factor` is
-        what the gradients are multiplied with, if that is not the weight: 1 for those of a sum, where no stage looks at
+        `weight` comes from `as_weight`. `counted` is the number that `seen` counts, if it is not the weight. `factor`
+        is the factor on the gradients, if it is not the weight: 1 for gradients of a sum, if no stage looks at
         gradients.
         """
         gradients = checked_gradients(*self.expected, gradients)
@@ -133,12 +133,12 @@ class Way:
         return sums
 
     def add_microbatch(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
-        """Add a microbatch that is not cut, after `begin`; arguments as of `add`."""
+        """Add a microbatch that is not cut, after `begin`; see `add` for the arguments."""
         self.counters.count(self.add(gradients, weight, factor=factor)[TAKEN])
         self.journal.mark(-1)
 
     def add_unmarked(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
-        """Add a microbatch without `begin`, in a graph that may read the buffers, too; arguments as of `add`."""
+        """Add a microbatch without `begin`, in a graph that may also read the buffers; see `add` for the arguments."""
         gradients = checked_gradients(*self.expected, gradients)
         begun = self.journal.mark(ops.depend(Tensor(1, ms.int32), gradients[-1]))
         # Without the dependency, Ascend would make the gradient that the mark waits for in its buffer, before the mark.
@@ -146,9 +146,10 @@ class Way:
 
     def add_piece(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1,
                   factor: Optional[Scalar] = None) -> Scalar:
-        """Add a piece of a microbatch, after `begin`; `end_microbatch` follows the last one. Arguments as of `add`.
+        """Add a piece of a microbatch, after `begin`; `end_microbatch` follows the last piece. See `add` for the
+        arguments.
 
-        Return the sum of `active` over the ranks that exchange microbatches: how many of them still have data.
+        Return the sum of `active` over the ranks that exchange microbatches: the number of them that still have data.
         """
         sums = self.add(gradients, weight, counted, active, factor)
         self.counters.take(sums[TAKEN])
@@ -156,7 +157,7 @@ class Way:
         return sums[ACTIVE]
 
     def end_microbatch(self, pieces: Scalar) -> None:
-        """Count a microbatch of so many pieces, if one of them was taken, and take their marks back."""
+        """Count a microbatch of `pieces` pieces, if one of them was taken, and subtract their marks."""
         self.counters.count_taken()
         self.journal.mark(-2 * pieces)
 
@@ -166,10 +167,10 @@ class Way:
         return self.length.is_full(counters.mini_step, counters.update_step, counters.counted_sum)
 
     # --- a window -----------------------------------------------------------------------------------------------------
-    # No method has the name of a dict's: a graph takes `update` and `clear` of a local name for a dict's methods.
+    # No method has the name of a dict's method: a graph takes `update` and `clear` of a local name for those of a dict.
 
     def window(self, active: Scalar = 1.0) -> Window:
-        """Return the window of all ranks, for `update_with`. `active`: 1 from a rank that still has data."""
+        """Return the window of all ranks, for `update_with`. `active`: 1 on a rank that still has data."""
         counters, measured = self.counters, ()  # type: Counters, Numbers
         for sums in counters.measured:
             for i in range(sums.shape[0]):
@@ -178,19 +179,20 @@ class Way:
         return self._judged(self.exchange.window(self.buffers.allocated(), self.buffers.weight_unit, sums))
 
     def update_with(self, window: Window) -> None:
-        """Update with what `window` returned, or a copy of it, and close."""
+        """Update with the result of `window`, or a copy of it, and close."""
         self._step(window, self.buffered)
         self.close(True)
 
     def update_alone(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
-        """Update with a window of one microbatch, without buffers, if no window is open. Its gradients are in units of
-        `factor`; arguments as of `add`.
+        """Update with a window of one microbatch, without buffers, if no window is open.
 
-        Only where no stage looks at pieces or may drop a window, ranks do not sum each microbatch, and no weight
+        Its gradients are in units of `factor`; see `add` for the arguments.
+
+        Call it only if no stage looks at pieces or may drop a window, ranks do not sum each microbatch, and no weight
         decides when a window is full.
         """
         gradients, unit = checked_gradients(*self.expected, gradients), weight if factor is None else factor
-        if isinstance(unit, Tensor) or unit == 0:  # what has no weight is ignored, NaN included
+        if isinstance(unit, Tensor) or unit == 0:  # a microbatch of weight 0 is ignored, NaN included
             gradients = mapped(weighted, unit != 0, gradients, self.buffers.gradient_dtypes)
         self._step(self._judged(self.exchange.window(gradients, unit, (weight, 1, 1.0, weight))), self.copied)
         for stage in self.closing:
@@ -199,7 +201,7 @@ class Way:
         self.journal.done()
 
     def close(self, applied: bool) -> None:
-        """Close the open window, which was applied, or is dropped now."""
+        """Close the open window, which was applied or is dropped now."""
         if not applied:
             self.journal.updating(self.counters.mini_step)  # an interrupt may leave the buffers full
         for stage in self.closing:
@@ -223,7 +225,7 @@ class Way:
         return gradients
 
     def _judged(self, window: Window) -> Window:
-        # Restored before anything is measured: norms of scaled gradients overflow where the gradients do not.
+        # Restored before anything is measured: norms of scaled gradients may overflow if the gradients do not.
         gradients, accepted = self.restored(window[0]), True
         for stage in self.judging:
             verdict = stage.accepts(gradients, window[2])
@@ -253,17 +255,19 @@ class Way:
 
     @property
     def window_state(self) -> tuple[Parameter, ...]:
-        """The Parameters that belong to the open window."""
+        """Return the Parameters that belong to the open window."""
         return (*self.buffers.state, self.journal.unfinished, *self.counters.window_state,
                 *(p for stage in self.stages for p in stage.window_state))
 
     def take_over(self, driver: object) -> bool:
-        """Let `driver` fill the accumulator. Return whether it has to read the device first: somebody else did before,
-        a checkpoint was loaded, or a window was closed by hand. RuntimeError if the accumulator was filled by hand.
+        """Let `driver` fill the accumulator. Return whether it must read the device first.
+
+        It must if another driver has filled the accumulator, a checkpoint was loaded, or a window was closed by hand.
+        Raise RuntimeError if the accumulator was filled by hand.
         """
         if self.number in _by_hand:
-            raise RuntimeError("microbatches were added to this accumulator by hand, expected one train step or cell "
-                               "that fills it; give the step an Accumulator of its own")
+            raise RuntimeError("microbatches were added to this accumulator by hand, so a train step or cell cannot "
+                               "use it; give the step an Accumulator of its own")
         before, self._driver = self._driver, (driver, self.counters.loads)
         self.is_driven = True
         if self.number in _closed_by_hand:
@@ -272,12 +276,12 @@ class Way:
         return before != self._driver
 
     def release(self) -> None:
-        """Let whoever fills the accumulator next read the device first."""
+        """Let the next driver of the accumulator read the device first."""
         self._driver = None
 
 
 def normalising(contributors: Optional[int], unit: Scalar, weight: Scalar) -> Scalar:
-    """Return what makes a sum in this unit of weights the gradient. A window without weight is 0, not 0/0."""
+    """Return the factor that turns a sum in this unit of weights into the gradient: 0, not 0/0, without weight."""
     if contributors is not None:
         return unit / contributors
     if not isinstance(weight, Tensor):
@@ -287,7 +291,7 @@ def normalising(contributors: Optional[int], unit: Scalar, weight: Scalar) -> Sc
 
 def clipping(clip_norm: Optional[float], grad_norm: Parameter, exchange: OneDevice, gradients: Gradients,
              factor: Scalar) -> Scalar:
-    """Return the factor on the gradients after clipping, and keep their norm before it."""
+    """Return the factor on the gradients that includes clipping, and store their norm before clipping."""
     if clip_norm is None:
         return factor
     norm = norm_of(exchange.over_slices(square_sum(gradients, factor)))
@@ -297,7 +301,9 @@ def clipping(clip_norm: Optional[float], grad_norm: Parameter, exchange: OneDevi
 
 @constexpr
 def note_filled(number: int, is_driven: bool) -> bool:
-    """Note that a way is filled by hand. Refuse it if a train step does: that counts, and chose the unit of weights."""
+    """Note that a way is filled by hand. Raise RuntimeError if a train step fills it, which counts and sets the
+    unit.
+    """
     if is_driven:
         raise RuntimeError("a train step or a cell fills this accumulator, so nothing can be added by hand; give the "
                            "hand-written loop an Accumulator of its own")
@@ -307,6 +313,6 @@ def note_filled(number: int, is_driven: bool) -> bool:
 
 @constexpr
 def note_closed(number: int) -> bool:
-    """Note that a window was closed or dropped by hand: a keeper that counts down reads where it stands."""
+    """Note that a window was closed or dropped by hand, so that a keeper that counts down reads the device again."""
     _closed_by_hand.add(number)
     return True

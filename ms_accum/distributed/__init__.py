@@ -1,1 +1,1 @@
-"""What ranks exchange, and when. Every other room may import it; it imports the shared files alone."""
+"""The exchange between ranks. Every other room may import it; it imports only the shared files."""

@@ -1,4 +1,4 @@
-"""Buckets: gradients one after another, so that few large collectives carry many parameters."""
+"""Buckets: gradients joined to large tensors, so that few collectives carry many parameters."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What is accumulated: the whole parameters in the optimizer's order, and the dtypes of their buffers."""
+    """Describe what is accumulated: the whole parameters in the optimizer's order, and the dtypes of their buffers."""
 
     parameters: tuple[Parameter, ...]
     dtypes: tuple[ms.Type, ...]  # of the buffers
-    settings: dict[str, str]  # what has to be the same on every rank, by name
+    settings: dict[str, str]  # settings that must be equal on every rank, by name
     slices: tuple[Parameter, ...] = ()  # the optimizer's parameters, if they are slices of these
 
 
 @ms.jit_class
 class Buckets:
-    """Gradients of one dtype one after another, padded to a multiple of the ranks, and their exchange.
+    """Join and exchange gradients of one dtype, padded to a multiple of the number of ranks.
 
     Args:
-        parameters: What the gradients belong to.
+        parameters: The parameters of the gradients.
         dtypes: Their dtypes.
-        size: Bytes in a bucket, at most.
-        rank, ranks: Which rank of the group this is, of how many.
-        group: Those that exchange; "" stands for all.
+        size: Largest number of bytes in a bucket.
+        rank, ranks: This rank in the group, and the number of ranks in it.
+        group: Name of the group of ranks that exchange; "" stands for all ranks.
     """
 
     def __init__(self, parameters: tuple[Parameter, ...], dtypes: tuple[ms.Type, ...], size: int, rank: int, ranks: int,
@@ -63,15 +63,15 @@ class Buckets:
         gathers = ms.get_context("device_target") != "CPU" or group == GlobalComm.WORLD_COMM_GROUP
         self.gather = ops.AllGather(group=group) if gathers else None
 
-    # Each collective waits for the one before: left to themselves, those of one graph may start in another order on
+    # Each collective waits for the one before: otherwise those of one graph may start in a different order on
     # another rank.
 
     def all_reduce(self, gradients: Gradients, numbers: Numbers, unit: Optional[Scalar] = None
                    ) -> tuple[Gradients, Numbers]:
         """Return the sums over all ranks of `unit * gradients`, and of numbers.
 
-        The last bucket goes first, whose gradients the backward pass makes first; the numbers travel behind it, if it
-        is of float32.
+        The last bucket is exchanged first, because the backward pass computes its gradients first. The numbers are
+        appended to it if it is of float32.
         """
         sums, summed, others = as_vector(numbers), (), self.backwards
         if self.carries_numbers:
@@ -108,7 +108,7 @@ class Buckets:
         return found
 
     def sum_numbers(self, numbers: Numbers) -> Numbers:
-        """Return the sums over all ranks of numbers alone."""
+        """Return the sums of numbers over all ranks, without gradients."""
         return as_numbers(self.sum(as_vector(numbers)), len(numbers))
 
     def _gathered(self, part: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Buckets:
             return self.gather(part)
         size = part.shape[0]
         before, after = self.rank * size, (self.ranks - 1 - self.rank) * size
-        # A sum with the zeros of the others.
+        # A sum with the zeros of the other ranks.
         return self.sum(ops.concat((ops.zeros(before, part.dtype), part, ops.zeros(after, part.dtype))))
 
     def _flat(self, gradients: Gradients, members: tuple[int, ...], padding: int) -> Tensor:
@@ -131,9 +131,9 @@ class Buckets:
 
 def gradients_of_bucket(members: tuple[int, ...], gradients: Gradients, dtypes: tuple[ms.Type, ...], before: Tensor,
                         unit: Optional[Scalar] = None) -> Gradients:
-    """Return what a bucket holds of `unit * gradients`.
+    """Return the gradients of a bucket, times `unit`.
 
-    The products are made after `before`. Without that, those of all buckets would be in memory together.
+    The products are computed after `before`. Otherwise those of all buckets would be in memory together.
     """
     own = taken(gradients, members)
     if unit is None:
@@ -166,7 +166,7 @@ def _member(bucket: tuple, i: int) -> Tensor:
 
 
 def filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return the parameters of each bucket of at most `limit` bytes, larger ones alone; float32 last."""
+    """Return the parameters of each bucket of at most `limit` bytes. Larger ones get their own; float32 comes last."""
     buckets: list[list[int]] = []
     for dtype in sorted(set(dtypes), key=lambda dtype: (dtype == ms.float32, str(dtype))):
         itemsize = np.dtype(ms.dtype_to_nptype(dtype)).itemsize

@@ -1,4 +1,4 @@
-"""What a user gives an accumulator, so that several ranks update as one."""
+"""DataParallel: the reducer that a user gives an accumulator to train on several ranks."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -26,42 +26,45 @@ _SYNC = ("window", "microbatch", "node")
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Train every rank on its own part of the batch, with the same update on all: `reducer=DataParallel()`.
+    """Train each rank on its own part of the batch, with the same update on all ranks: `reducer=DataParallel()`.
 
-    Start the script with `msrun` and call `mindspore.communication.init()` first. Without that, or with one rank, the
-    same script accumulates on one device.
+    Start the script with `msrun`, and call `mindspore.communication.init()` first. Without `msrun`, or with one rank,
+    the same script accumulates on one device.
 
-    With `reduction="mean"`, the sum of the gradients of all ranks is divided by the weights of all ranks, so that they
-    may hold different numbers of samples or tokens; with "sum", it is averaged over the ranks, as PyTorch's
-    DistributedDataParallel does. Ranks may have different numbers of microbatches: `flush` waits for the others, and
-    takes part in their exchanges with weight 0 until every rank has called it, so each rank has to call it at the end
-    of an epoch. Where ranks exchange microbatches, `reset`, `apply` and `close_if` also have to be called on all ranks
-    at the same place; with "window", a rank may close incomplete windows on its own.
+    With `reduction="mean"`, the sum of the gradients of all ranks is divided by the weights of all ranks, so ranks may
+    hold different numbers of samples or tokens. With "sum", it is averaged over the ranks, as in PyTorch's
+    DistributedDataParallel.
 
-    Only the optimizer's parameters are made alike. Frozen parameters and statistics (of BatchNorm, say) stay what each
-    rank built: give every rank the same seed or the same checkpoint for those.
+    Ranks may have different numbers of microbatches. Every rank has to call `flush` at the end of an epoch. `flush`
+    takes part in the exchanges of the other ranks with weight 0 until all have called it. If ranks exchange
+    microbatches, `reset`, `apply` and `close_if` also have to be called on all ranks at the same place; with "window",
+    a rank may close incomplete windows on its own.
+
+    Only the optimizer's parameters are broadcast. Frozen parameters and statistics (e.g. of BatchNorm) are not
+    synchronized: give every rank the same seed or the same checkpoint for them.
 
     Args:
-        sync: "window": one exchange for each window, when it closes; adding a microbatch communicates nothing.
-            "microbatch": each microbatch is exchanged. "node": the ranks of a node exchange each microbatch, and nodes
-            exchange once for each window: each rank one part of the gradients, with its counterparts on other nodes.
-            None: "microbatch" with `zero=2`, else "window".
-        zero: What is divided among n ranks. 0: nothing. 1 and 2 need an optimizer of `shard_parameters(...)`: each
-            rank updates 1/n of each parameter and holds the optimizer's state for that alone. 1: gradients are
-            scattered when a window closes, and the parameters gathered after the update, so that a window costs the
-            traffic of `zero=0`. 2: the accumulated gradients are divided, too, and scattered at each microbatch; with
-            `sync="node"`, among the ranks of a node, and once a window across nodes. Where the backend has no
-            ReduceScatter (CPU), an AllReduce of which each rank keeps its part: the same memory, more traffic.
-        broadcast: Whether parameters are copied from rank 0 at the start. If False, they have to be the same already.
-        bucket_mib: Mebibytes of gradients in one collective.
-        ranks_per_node: With `sync="node"`: ranks in each node, which have consecutive numbers. None: as many as msrun
-            started on this host.
+        sync: When ranks exchange gradients. "window": once per window, when it closes; adding a microbatch needs no
+            communication. "microbatch": in each microbatch. "node": the ranks of a node exchange each microbatch, and
+            the nodes exchange once per window; each rank exchanges a part of the gradients with the ranks of the same
+            place in other nodes. None: "microbatch" with `zero=2`, else "window".
+        zero: Stage of ZeRO: what is divided among the n ranks. 0: nothing. 1 and 2 need an optimizer of
+            `shard_parameters(...)`: each rank updates 1/n of each parameter, and holds the optimizer's state for this
+            part only. 1: gradients are scattered when a window closes, and parameters are gathered after the update;
+            the traffic per window is that of `zero=0`. 2: the accumulated gradients are divided, too, and are scattered
+            in each microbatch; with `sync="node"`, among the ranks of a node, and once per window across nodes. A
+            backend without ReduceScatter (CPU) uses an AllReduce of which each rank keeps its part: the same memory,
+            more traffic.
+        broadcast: Whether to copy the parameters from rank 0 at the start. If False, they must already be equal.
+        bucket_mib: Size of the gradients in one collective, in mebibytes.
+        ranks_per_node: With `sync="node"`: the number of ranks in each node, which have consecutive numbers. None: the
+            number that msrun started on this host.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, or has another name.
-        ValueError: If an argument is out of range, `zero` does not fit `sync`, or, when the Accumulator is made, ranks
-            hold different parameters, settings or optimizers, the optimizer does not fit `zero`, or `ranks_per_node`
-            does not divide the number of ranks.
+        TypeError: If an argument is of the wrong kind or has an unknown name.
+        ValueError: If an argument is out of range, or `zero` does not fit `sync`. When the Accumulator is built: if
+            ranks hold different parameters, settings or optimizers, if the optimizer does not fit `zero`, or if
+            `ranks_per_node` does not divide the number of ranks.
         RuntimeError: If msrun started several ranks and `init()` was not called.
 
     Source: "window" is `no_sync` of PyTorch's DistributedDataParallel (Li et al. 2020,
@@ -93,19 +96,19 @@ class DataParallel:
         # One field says when ranks exchange, also where it was left out: equal reducers have equal texts.
         object.__setattr__(self, "sync", self.sync or ("microbatch" if self.zero == 2 else "window"))
         if self.zero == 1 and self.sync != "window":
-            raise ValueError(f'zero=1 with sync="{self.sync}": where ranks exchange each microbatch, whole buffers '
-                             'gain nothing; give zero=2, or sync="window"')
+            raise ValueError(f'got zero=1 with sync="{self.sync}", where ranks exchange each microbatch, so whole '
+                             'buffers gain nothing; give zero=2, or sync="window"')
         if self.zero == 2 and self.sync == "window":
-            raise ValueError('zero=2 with sync="window": until they are exchanged, the gradients of a rank are whole; '
-                             'give zero=1, or sync="microbatch" or "node"')
+            raise ValueError('got zero=2 with sync="window", where the gradients of a rank stay whole until the window '
+                             'closes; give zero=1, or sync="microbatch" or "node"')
         if self.ranks_per_node is not None:
             whole_number("ranks_per_node", self.ranks_per_node, "None takes those that msrun started on this host")
             if self.sync != "node":
-                raise ValueError(f'got ranks_per_node={self.ranks_per_node} with sync="{self.sync}", which knows no '
-                                 'nodes; give sync="node"')
+                raise ValueError(f'got ranks_per_node={self.ranks_per_node} with sync="{self.sync}", which does not '
+                                 'use nodes; give sync="node"')
 
     def bind(self, layout: Accumulated) -> OneDevice:
-        """Return the exchange of one accumulator. Raises ValueError if ranks are not alike."""
+        """Return the exchange of one accumulator. Raise ValueError if the ranks' parameters or settings differ."""
         require_unreduced()
         ranks = world_size()
         if ranks == 1:
@@ -128,19 +131,19 @@ class DataParallel:
                              "shard_parameters(network.trainable_params())")
         if slices and not self.zero:
             raise ValueError("the optimizer updates this rank's slices, which zero=0 does not gather; give "
-                             "DataParallel(zero=1), or the optimizer network.trainable_params()")
+                             "DataParallel(zero=1), or build the optimizer from network.trainable_params()")
 
     def _inside(self, ranks: int) -> int:
-        """Return how many ranks sum each microbatch."""
+        """Return the number of ranks that sum each microbatch."""
         if self.sync != "node":
             return ranks if self.sync == "microbatch" else 1
         remedy = "start as many ranks on each host, or give ranks_per_node"
         inside = get_local_rank_size() if self.ranks_per_node is None else int(self.ranks_per_node)
         require_alike({"the number of ranks on their host": str(inside)}, remedy)
         if ranks % inside:
-            raise ValueError(f"{ranks} ranks make no whole number of nodes of {inside}; {remedy}")
+            raise ValueError(f"{ranks} ranks cannot be divided into nodes of {inside}; {remedy}")
         if inside == 1 and self.zero == 2:
-            warn("zero=2 with one rank in each node divides no buffers; give zero=1", UserWarning, stacklevel=2)
+            warn("zero=2 divides no buffers if each node has one rank; give zero=1", UserWarning, stacklevel=2)
         return inside
 
 
@@ -149,7 +152,7 @@ DataParallel.__init__ = spelled(DataParallel.__init__, shard="zero=2 divides the
 
 
 def make_alike(layout: Accumulated, reducer: str, broadcast: bool = True) -> None:
-    """Give every rank rank 0's parameters, or compare them. ValueError if what ranks are built of is not the same."""
+    """Copy rank 0's parameters to every rank, or compare them. Raise ValueError if the ranks' settings differ."""
     described = repr([len(layout.slices), *[(p.name, tuple(p.shape), str(p.dtype), str(dtype))
                       for p, dtype in zip(layout.parameters, layout.dtypes)]])
     facts = {"parameters (names, shapes, dtypes)": described, **layout.settings, "the reducer": reducer}

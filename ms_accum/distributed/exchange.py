@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 def new_buffers(prefix: str, shapes: Iterable[tuple[str, tuple[int, ...]]], dtypes: tuple[ms.Type, ...]) -> tuple[
         Parameter, ...]:
-    """Return Parameters that are 0 and have no memory yet, given the name and shape of each."""
+    """Return Parameters that are 0 and have no memory yet, given their names and shapes."""
     with no_init_parameters():
         return tuple(state_parameter(f"{prefix}.{name}", shape, dtype)
                      for (name, shape), dtype in zip(shapes, dtypes))
@@ -48,16 +48,16 @@ def new_buffers(prefix: str, shapes: Iterable[tuple[str, tuple[int, ...]]], dtyp
 
 @ms.jit_class
 class OneDevice:
-    """No exchange: the plain case, and the base of `Exchange`, `Zero` and `Slices`.
+    """Exchange nothing, on one device; the base of `Exchange`, `Zero` and `Slices`.
 
     Attributes:
-        rank, ranks: Which rank this is, of how many.
-        inside, across: How many ranks sum each microbatch; how many of such groups sum each window.
-        divides_buffers: Whether a rank keeps a part of the buffers.
+        rank, ranks: This rank, and the number of ranks.
+        inside, across: The number of ranks that sum each microbatch; the number of such groups, which sum each window.
+        divides_buffers: Whether a rank keeps only a part of the buffers.
         divides_parameters: Whether the optimizer updates slices of the parameters: windows return slices of gradients.
         weights: The whole parameters, in the optimizer's order.
-        shared_unit: The unit of weights, if ranks have to share one; None: each fixes its own.
-        jit_options: What graphs that add microbatches are compiled with.
+        shared_unit: The unit of weights, if ranks must share one. None: each rank sets its own.
+        jit_options: Options of `ms.jit` for graphs that add microbatches.
     """
 
     shared_unit: Optional[float] = None
@@ -74,16 +74,16 @@ class OneDevice:
         return new_buffers(prefix, self.shapes, self.dtypes)
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
-        """Return what to add to the buffers, and the numbers, summed over the ranks inside.
+        """Return the gradients to add to the buffers, and the numbers, summed over the ranks inside.
 
         Numbers: the weight, whether it is taken, whether the rank still has data, others.
         """
         return gradients, numbers
 
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
-        """Return the gradients of a window of all ranks, the unit they count in, and the numbers, summed across.
+        """Return the gradients of a window of all ranks, their unit, and the numbers, summed across.
 
-        Numbers: the weight, microbatches, how many ask for an update, others.
+        Numbers: the weight, the number of microbatches, the number of ranks that still have data, others.
         """
         return buffers, unit, numbers
 
@@ -94,18 +94,18 @@ class OneDevice:
     def over_slices(self, number: Tensor) -> Tensor:
         """Return the sum over ranks of a number that was computed from a window's gradients, if these are slices.
 
-        float32 `()`, equal on all ranks. Where gradients are whole, it is returned as it is.
+        float32 `()`, equal on all ranks. If gradients are whole, the number is returned unchanged.
         """
         return number
 
     def cut_parameters(self) -> None:
-        """Prepare what the optimizer updates, before each update."""
+        """Prepare the parameters that the optimizer updates, before each update."""
 
     def gather_parameters(self) -> None:
-        """Make the whole parameters of what the optimizer has updated."""
+        """Set the whole parameters after the optimizer has updated."""
 
     def joined(self, state: Parameter, whole: Parameter) -> np.ndarray:
-        """Return state of the optimizer for a whole parameter, of which each rank holds its slice. For the host."""
+        """Return state of the optimizer for a whole parameter, given this rank's slice of it. For the host."""
         return state.asnumpy()
 
     def cut(self, value: Tensor, whole: Parameter) -> Tensor:
@@ -113,18 +113,18 @@ class OneDevice:
         return value
 
     def require_whole_state(self) -> None:
-        """Refuse to save or load where this rank holds slices of the state only. ValueError."""
+        """Raise ValueError if this rank holds only slices of the state, so that it cannot be saved or loaded."""
 
     def describe(self) -> str:
-        """Return what has to be the same in the run that resumes."""
+        """Return the settings that must be equal in the run that resumes."""
         return f"sum inside {self.inside}, across {self.across}{', sharded' if self.divides_buffers else ''}"
 
 
 @ms.jit_class
 class Exchange(OneDevice):
-    """Two groups: `inside` consecutive ranks sum each microbatch, and their counterparts `across` sum each window.
+    """Exchange in two groups: `inside` consecutive ranks sum each microbatch, and `across` groups sum each window.
 
-    Where ranks inside sum, the unit of the buffers is 1, the only one that they share.
+    If ranks inside sum, the unit of the buffers is 1, the only unit that they share.
     """
 
     def __init__(self, layout: Accumulated, inside: int, ranks: int, size: int) -> None:
@@ -151,10 +151,9 @@ class Exchange(OneDevice):
         return self.near.all_reduce(gradients, numbers)
 
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
-        """See `OneDevice`: in the user's unit, 1, which is a Tensor.
+        """See `OneDevice`. The unit is the user's unit, 1, as a Tensor.
 
-        With the number 1, a constant, MindSpore 2.10 on CPU reads 16-bit buffers too early if one graph both adds and
-        updates.
+        With the constant 1, MindSpore 2.10 on CPU reads 16-bit buffers too early if one graph both adds and updates.
         """
         require_unreduced()
         if self.inside == 1:
@@ -167,7 +166,7 @@ class Exchange(OneDevice):
         for part in self.near.parts(buffers):
             sums = self.far(ops.depend(part, sums))
             parts = (*parts, sums)
-        # The first part waits for all exchanges before, and the others for it.
+        # The first part waits for all earlier exchanges, and the other parts wait for it.
         parts = self.near.all_gather((ops.depend(parts[0], sums), *parts[1:]))
         return parts, ops.ones_like(numbers[0]), numbers
 
@@ -177,15 +176,16 @@ class Exchange(OneDevice):
 
 
 def depth_first(inside: int) -> dict[str, str]:
-    """Return options of `ms.jit` for graphs in which so many ranks sum each microbatch.
+    """Return options of `ms.jit` for graphs in which `inside` ranks sum each microbatch.
 
-    By default, MindSpore 2.10 orders kernels on Ascend by breadth: collectives last, when all gradients are in memory.
+    By default, MindSpore 2.10 orders kernels on Ascend breadth first: collectives last, when all gradients are in
+    memory.
     """
     return {"exec_order": "dfs"} if inside > 1 and ms.get_context("device_target") == "Ascend" else {}
 
 
 def group_of(ranks: range) -> str:
-    """Return the name of the group of some ranks, which all of them create."""
+    """Return the name of the group of these ranks; all of them create it."""
     if len(ranks) == world_size():
         return GlobalComm.WORLD_COMM_GROUP
     name = f"ms_accum.{ranks.start}.{ranks.stop}.{ranks.step}"

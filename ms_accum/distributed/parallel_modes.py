@@ -1,8 +1,8 @@
-"""MindSpore's own parallel modes, semi-auto and auto: where they hold, and what cannot work in them.
+"""MindSpore's own parallel modes, semi-auto and auto: detect them, and raise errors for what cannot work in them.
 
-A graph that is compiled in these modes holds slices of the parameters, and each rank a slice of the gradients. The mode
-is a setting of the process (`set_auto_parallel_context`), or of one Cell (`AutoParallel(cell)`), which sets it while
-that Cell is compiled: then nothing shows it before.
+A graph that is compiled in these modes holds slices of the parameters, and each rank computes slices of the gradients.
+The mode is a setting of the process (`set_auto_parallel_context`), or of one Cell (`AutoParallel(cell)`).
+`AutoParallel` sets it only while the Cell is compiled, so it cannot be detected earlier.
 """
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.distributed import DistributedDataParallel
 
 _ALONE = ("this run has {} ranks, but this accumulator has no reducer: each rank trains alone, and their parameters "
-          "drift apart; give reducer=DataParallel(), after mindspore.communication.init(). If MindSpore shards the "
-          "network (AutoParallel), or the script sums gradients over the ranks itself, change nothing")
-_SLICES = ("{}: in MindSpore's {} mode, each rank holds slices of the gradients, and would decide by its own slices; "
+          "become different; give reducer=DataParallel(), after mindspore.communication.init(). If MindSpore shards "
+          "the network (AutoParallel), or the script sums gradients over the ranks itself, ignore this warning")
+_SLICES = ("{}: in MindSpore's {} mode, each rank holds slices of the gradients, and would use only its own slices; "
            "leave this out, or train without that mode, with reducer=DataParallel()")
-_REDUCED = ("reducer: MindSpore's {} mode sums gradients over the ranks itself; leave reducer=DataParallel() out, or "
+_REDUCED = ("reducer: in {} mode, MindSpore sums gradients over the ranks itself; leave reducer=DataParallel() out, or "
             "train without that mode")
-_OP_BY_OP = ("a microbatch ran op by op, where MindSpore's {} mode shards nothing and each rank would train alone; "
-             "compile the train step (graph mode, or ms.jit)")
+_OP_BY_OP = ("a microbatch ran op by op in MindSpore's {} mode, which shards only graphs, so each rank would train "
+             "alone; compile the train step (graph mode, or ms.jit)")
 _STEP = ("a train step compiles graphs of its own, which MindSpore's {} mode cannot shard; use a TrainOneStepCell in "
          "AutoParallel(cell), or a hand-written loop, or train without that mode, with reducer=DataParallel()")
 _INSIDE = "AutoParallel is inside the network, where MindSpore ignores it and shards nothing; {}"
 _SYNCING = ("{} sums or accumulates gradients itself, so they would be counted more than once; give the network inside "
             "it, with reducer=DataParallel()")
-# What HyperParallel's `hsdp` and `fully_shard` keep on a Cell that they have changed, and its two switches.
+# Attributes that HyperParallel's `hsdp` and `fully_shard` set on a Cell that they have changed, and its two switches.
 _SCHEDULER, _SWITCHES = "hsdp_scheduler", ("requires_grad_sync", "requires_acc_grad")
 
 
 def shards() -> bool:
-    """Return whether MindSpore shards what is compiled now."""
+    """Return whether MindSpore shards graphs that are compiled now."""
     return ms.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel")
 
 
@@ -46,7 +46,7 @@ def may_shard() -> bool:
 
 
 def warn_if_alone() -> None:
-    """Warn of several ranks, where nothing sums their gradients and MindSpore does not shard."""
+    """Warn if there are several ranks, nothing sums their gradients, and MindSpore does not shard."""
     ranks = max(initialised_ranks(), int(environ.get("MS_WORKER_NUM") or 1))  # the latter from msrun
     if ranks > 1 and not shards():
         warn(_ALONE.format(ranks), UserWarning, stacklevel=2)
@@ -54,7 +54,7 @@ def warn_if_alone() -> None:
 
 @constexpr
 def require_whole_gradients(features: tuple[str, ...]) -> bool:
-    """Refuse what looks at whole gradients where MindSpore shards: ValueError, also when a graph is compiled."""
+    """Raise ValueError for features that need whole gradients if MindSpore shards, also when a graph is compiled."""
     if features and shards():
         raise ValueError(_SLICES.format(", ".join(features), _mode()))
     return True
@@ -62,7 +62,7 @@ def require_whole_gradients(features: tuple[str, ...]) -> bool:
 
 @constexpr
 def require_unreduced() -> bool:
-    """Refuse an exchange of our own where MindSpore shards: ValueError, also when a graph is compiled."""
+    """Raise ValueError for an exchange of ms_accum if MindSpore shards, also when a graph is compiled."""
     if shards():
         raise ValueError(_REDUCED.format(_mode()))
     return True
@@ -70,20 +70,20 @@ def require_unreduced() -> bool:
 
 @constexpr
 def require_compiled(runs_op_by_op: bool) -> bool:
-    """Refuse gradients that were made op by op where graphs would be sharded: ValueError."""
+    """Raise ValueError for gradients that were computed op by op if graphs would be sharded."""
     if runs_op_by_op and shards():
         raise ValueError(_OP_BY_OP.format(_mode()))
     return True
 
 
 def require_unsharded() -> None:
-    """Refuse a train step where MindSpore shards. ValueError."""
+    """Raise ValueError for a train step if MindSpore shards."""
     if shards():
         raise ValueError(_STEP.format(_mode()))
 
 
 def require_plain(cells: Iterable[nn.Cell], remedy: str) -> None:
-    """Refuse networks that MindSpore or HyperParallel train in parallel in a way of their own. ValueError.
+    """Raise ValueError for networks that MindSpore or HyperParallel parallelise themselves.
 
     `remedy`: what to do with a network in `AutoParallel`.
     """
@@ -102,7 +102,7 @@ def _synchronises(cell: nn.Cell) -> bool:
 
 
 def initialised_ranks() -> int:
-    """Return the ranks of this run, or 1 before `communication.init()`."""
+    """Return the number of ranks of this run, or 1 before `communication.init()`."""
     return get_group_size() if GlobalComm.INITED else 1
 
 

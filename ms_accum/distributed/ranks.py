@@ -1,4 +1,4 @@
-"""The ranks of a run: how many there are, whether they are alike, and what they exchange around training."""
+"""The ranks of a run: their number, checks that they are equal, and exchanges outside of training."""
 from __future__ import annotations
 
 import os
@@ -12,13 +12,13 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm, get_group_size
 
 _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")
-_LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; expected "
-               "every rank to train to the end of its epoch, or all to leave it at the same update; see the messages "
-               "of the other ranks. MindSpore says:")
+_LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; let every "
+               "rank train to the end of its epoch, or let all leave it at the same update; see the messages of the "
+               "other ranks. MindSpore says:")
 
 
 def world_size() -> int:
-    """Return the ranks of this run; 1 outside msrun. RuntimeError under msrun without `communication.init()`."""
+    """Return the number of ranks; 1 without msrun. Raise RuntimeError under msrun without `communication.init()`."""
     if GlobalComm.INITED:
         return get_group_size()
     if int(os.environ.get("MS_WORKER_NUM") or 1) > 1:
@@ -28,7 +28,7 @@ def world_size() -> int:
 
 
 def require_alike(facts: Mapping[str, Union[str, bytes]], remedy: str) -> None:
-    """Raise ValueError on every rank if the facts are not the same on all of them, naming those that differ."""
+    """Raise ValueError on every rank if the facts differ between ranks, and name those that differ."""
     rows = gather(np.array([_digest(fact) for fact in facts.values()], np.int32))
     differs = rows != rows[0]
     if differs.any():
@@ -38,7 +38,7 @@ def require_alike(facts: Mapping[str, Union[str, bytes]], remedy: str) -> None:
 
 
 def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
-    """Give every rank the values of rank 0."""
+    """Copy the values of rank 0 to every rank."""
     broadcast = ops.Broadcast(0)
     for parameter in parameters:
         # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10). On CPU,
@@ -47,35 +47,34 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
 
 
 def wait_for_all() -> None:
-    """Wait for every rank: one that ends while another still communicates makes that one fail."""
+    """Wait for every rank: a rank that still communicates fails if another one ends."""
     gather(np.zeros(1, np.int32))
 
 
 def together(do: Callable[[], Any], failure: type[Exception]) -> Any:
-    """Return the result of `do` once every rank has called it. If one fails, all raise; the others `failure`."""
+    """Return the result of `do` once every rank has called it. If a rank fails, the others raise `failure`."""
     result, error = None, None
     try:
         result = do()
-    # Whatever it is, the other ranks must hear of it before it is raised: they wait.
+    # The other ranks wait, so they must be told of any error before it is raised.
     except Exception as caught:
         error = caught
     failed = np.flatnonzero(gather(np.array([error is not None], np.int32))[:, 0])
     if error is not None:
         raise error
     if len(failed):
-        raise failure(f"rank {', '.join(map(str, failed))} failed, and so nothing was done on this one; see its "
-                      "message")
+        raise failure(f"rank {', '.join(map(str, failed))} failed, so nothing was done on this rank; see its message")
     return result
 
 
 def raise_if_left_alone(error: Exception) -> None:
-    """Raise a RuntimeError whose first line says so if an error means that another rank is missing in an exchange."""
+    """Raise RuntimeError with an explanation if `error` means that another rank is missing in an exchange."""
     if _EXCHANGE_FAILED.search(str(error)):
         raise RuntimeError(f"{_LEFT_ALONE}\n{error}") from None
 
 
 def gather(numbers: np.ndarray) -> np.ndarray:
-    """Return each rank's row of numbers (1 axis, of the same length everywhere), of shape `(ranks, length)`."""
+    """Return the numbers of all ranks, `(ranks, length)`, given this rank's: `(length,)`, equal on all ranks."""
     bits = np.ascontiguousarray(numbers).view(np.int32)
     return ops.AllGather()(Tensor(bits)).asnumpy().reshape(world_size(), -1).view(numbers.dtype)
 

@@ -1,9 +1,9 @@
-"""Rows: each parameter cut into as many flat slices as there are ranks, and the slices of a rank one after another.
+"""Rows: each parameter is cut into one flat slice per rank, and the slices of a rank are joined to its row.
 
     parameter 0:  a0 a1 a2 a3 a4        row 0:  a0 a1 a2 | b0
     parameter 1:  b0 b1                 row 1:  a3 a4  0 | b1
 
-What is scattered or gathered are such rows, one bucket after the other: each rank keeps, or gives, one row.
+Such rows are scattered and gathered, one bucket after the other: each rank keeps, or gives, one row.
 """
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 def width_of(size: int, ranks: int) -> int:
-    """Return the elements in each slice of a parameter."""
+    """Return the number of elements in each slice of a parameter."""
     return -(-size // ranks)
 
 
 @ms.jit_class
 class Rows:
-    """The rows of some parameters in buckets of one dtype.
+    """Lay out parameters as rows, in buckets of one dtype.
 
     Args:
         parameters: The whole parameters.
-        dtypes: dtypes of what is laid out.
-        size: Bytes in a bucket, at most.
-        ranks: How many rows there are.
+        dtypes: dtypes of the tensors that are laid out.
+        size: Largest number of bytes in a bucket.
+        ranks: Number of rows.
 
     Attributes:
-        members: The parameters of each bucket, by their place.
-        lengths: Elements in one row of each bucket.
+        members: The parameters of each bucket, by index.
+        lengths: Number of elements in one row of each bucket.
         bucket_dtypes: dtype of each bucket.
     """
 
@@ -52,7 +52,7 @@ class Rows:
         self.lengths = tuple(sum(self.widths[i] for i in members) for members in self.members)
 
     def laid_out(self, gradients: Gradients, members: tuple[int, ...]) -> Tensor:
-        """Return all rows of a bucket, one after the other, as a flat Tensor, given the gradients of its members."""
+        """Return all rows of a bucket as one flat Tensor, given the gradients of its members."""
         columns = ()  # type: Gradients
         for i, gradient in zip(members, gradients):
             flat, padding = gradient.reshape(-1), self.widths[i] * self.ranks - self.sizes[i]
@@ -62,7 +62,7 @@ class Rows:
         return (ops.concat(columns, 1) if len(members) > 1 else columns[0]).reshape(-1)
 
     def slices(self, rows: Gradients) -> Gradients:
-        """Return the slice of each parameter, in their order, given one row of each bucket."""
+        """Return the slices of the parameters, in their order, given one row of each bucket."""
         found = ()  # type: Gradients
         for members, row in zip(self.members, rows):
             start = 0
@@ -72,7 +72,7 @@ class Rows:
         return tuple([found[i] for i in self.order])
 
     def wholes(self, rows: Tensor, members: tuple[int, ...]) -> Gradients:
-        """Return the parameters of a bucket, given all of its rows: `(ranks, length)`."""
+        """Return the parameters of a bucket, given all of its rows, `(ranks, length)`."""
         found = ()  # type: Gradients
         start = 0
         for i in members:

@@ -1,4 +1,4 @@
-"""Where MindSpore shards the network: no exchange of our own, and buffers that are cut as their parameters are."""
+"""For networks that MindSpore shards: no exchange of ms_accum, and buffers that are cut like their parameters."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @ms.jit_class
 class Slices(OneDevice):
-    """No exchange, for graphs that MindSpore may shard: its own collectives are in the backward pass.
+    """Exchange nothing, for graphs that MindSpore may shard: its own collectives are in the backward pass.
 
     Args:
         layout: What is accumulated.
-        features: Names of what looks at whole gradients. An error is raised where a graph with slices is compiled.
+        features: Names of features that need whole gradients. They raise an error when a graph with slices is compiled.
 
     Source: the clones are those of MindSpore's tutorial on gradient accumulation.
     """
@@ -31,18 +31,18 @@ class Slices(OneDevice):
         self.parameters, self.features = layout.parameters, features
 
     def buffers(self, prefix: str) -> tuple[Parameter, ...]:
-        """See `OneDevice`. Clones of the parameters: MindSpore gives a clone the layout of its original."""
+        """See `OneDevice`. Return clones of the parameters: MindSpore gives a clone the layout of its original."""
         buffers = tuple(parameter.clone(init="zeros") for parameter in self.parameters)
         for buffer, parameter, dtype in zip(buffers, self.parameters, self.dtypes):
             buffer.name, buffer.requires_grad = f"{prefix}.{parameter.name}", False
             if buffer.dtype != dtype:
                 buffer.set_dtype(dtype)
-        # A parameter lists its clones, which would keep them as long as itself.
+        # A parameter keeps a list of its clones, so they would live as long as the parameter.
         finalize(self, _unlist, tuple(p.param_info for p in self.parameters), buffers)
         return buffers
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
-        """See `OneDevice`. ValueError, when a graph is compiled, if a feature would look at slices; and op by op."""
+        """See `OneDevice`. Raise ValueError when a graph is compiled, if a feature would get slices, and op by op."""
         require_compiled(ops.isconstant(gradients[0]))  # while a graph is compiled, no value is known
         require_whole_gradients(self.features)
         return gradients, numbers
@@ -55,9 +55,9 @@ class Slices(OneDevice):
     def require_whole_state(self) -> None:
         """See `OneDevice`."""
         if shards() or any(parameter.sliced for parameter in self.parameters):
-            raise ValueError("MindSpore has cut the parameters into slices, of which this rank holds its own: one file "
-                             "cannot hold the run; save and load with mindspore.save_checkpoint and load_checkpoint, "
-                             "on each rank a file of its own, after flush() has closed the window")
+            raise ValueError("MindSpore has cut the parameters into slices, and this rank holds only its own, so one "
+                             "file cannot hold the run; save and load with mindspore.save_checkpoint and "
+                             "load_checkpoint, with one file for each rank, after flush() has closed the window")
 
 
 def _unlist(infos: tuple, clones: tuple[Parameter, ...]) -> None:

@@ -1,9 +1,9 @@
-"""ZeRO: each rank updates its slice of every parameter, and holds the optimizer's state for that slice alone.
+"""ZeRO: each rank updates its slice of every parameter, and holds the optimizer's state only for that slice.
 
     window of all ranks ─ scatter ─► slices of the gradients ─┐
     whole parameters ─────── cut ──► slices ──────────────────┴─► optimizer ─► slices ─ gather ─► whole parameters
 
-The whole parameters are the truth: slices are cut from them before each update, in the same graph.
+The whole parameters are kept: slices are cut from them before each update, in the same graph.
 """
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ _exchanges = count()
 
 
 def shard_parameters(parameters: Any) -> Any:
-    """Return this rank's slices of parameters, for an optimizer whose state is divided among the ranks (ZeRO).
+    """Return this rank's slices of parameters, to divide the optimizer's state among the ranks (ZeRO).
 
         optimizer = nn.AdamWeightDecay(shard_parameters(network.trainable_params()), 1e-3)
         train_step = make_train_step(forward_fn, optimizer, accumulate_step=4, reducer=DataParallel(zero=1))
 
-    A slice is a flat Parameter of `ceil(size / ranks)` elements with the dtype of the whole parameter, which is its
-    attribute `whole`; what is left over is filled with 0. It has the name of the whole parameter until an Accumulator
-    is made, which puts "slice." before it. Filters by name, weight decay and learning rates of groups work as with
-    whole parameters; filters by shape have to come before. With one rank, or without msrun, the argument is returned,
-    so that the same script runs on one device.
+    A slice is a flat Parameter of `ceil(size / ranks)` elements, padded with 0, with the dtype of the whole parameter.
+    Its attribute `whole` is the whole parameter. It has the name of the whole parameter until an Accumulator is built,
+    which adds the prefix "slice.". Filters by name, weight decay and learning rates of groups work as with whole
+    parameters; filter by shape before you call this function. With one rank, or without msrun, the argument is returned
+    unchanged, so the same script runs on one device.
 
-    The optimizer has to treat each element by itself, as SGD, Adam and most others do. Those that look at a whole
-    parameter (LARS, Lamb, AdaFactor) raise an error when the Accumulator is made. Two kinds of optimizers cannot be
-    used, and raise no error: those that copy values of parameters when they are built (rank 0's values arrive later),
+    The optimizer must treat each element by itself, as SGD, Adam and most others do. Optimizers that look at a whole
+    parameter (LARS, Lamb, AdaFactor) raise an error when the Accumulator is built. Two kinds of optimizers give wrong
+    results without an error: those that copy values of parameters when they are built (rank 0's values arrive later),
     and those that look at shapes (slices are flat).
 
     Args:
-        parameters: What an optimizer takes: Parameters, or groups as dicts with "params", or "order_params".
+        parameters: The parameters as for an optimizer: Parameters, or groups as dicts with "params" or "order_params".
 
     Raises:
-        TypeError: If there is anything else among the parameters.
+        TypeError: If an entry of `parameters` is anything else.
         RuntimeError: If msrun started several ranks and `init()` was not called.
 
     Source: ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), stages 1 and 2; Colossal-AI's
@@ -76,7 +76,7 @@ def shard_parameters(parameters: Any) -> Any:
 
 
 def _group(group: dict, known: dict[int, Parameter]) -> dict:
-    """Return a group of parameters with slices in their place; a parameter that stands in two has one slice."""
+    """Return a group with slices instead of its parameters; a parameter that is in two groups has one slice."""
     return {key: [_slice(p, known) for p in value] if key in ("params", "order_params") else value
             for key, value in group.items()}
 
@@ -85,7 +85,8 @@ def _slice(parameter: Any, known: dict[int, Parameter]) -> Parameter:
     instance_of("an entry of parameters", parameter, Parameter, "a Parameter, or a group as a dict",
                 "give network.trainable_params()")
     if getattr(parameter, "whole", None) is not None:
-        raise ValueError(f"{parameter.name} is a slice already; give shard_parameters the network's parameters, once")
+        raise ValueError(f"{parameter.name} is already a slice; call shard_parameters only once, with the network's "
+                         "parameters")
     if id(parameter) not in known:
         own = _part(as_array(parameter), get_rank(), world_size())
         made = Parameter(Tensor(own, parameter.dtype), name=parameter.name, requires_grad=parameter.requires_grad)
@@ -95,30 +96,30 @@ def _slice(parameter: Any, known: dict[int, Parameter]) -> Parameter:
 
 
 def whole_of(parameter: Parameter) -> Parameter:
-    """Return what a slice is of; a parameter that is none, as it is."""
+    """Return the whole parameter of a slice; return any other parameter unchanged."""
     return getattr(parameter, "whole", parameter)
 
 
 def whole_parameters(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    """Return what slices are of."""
+    """Return the whole parameters of slices."""
     return tuple(map(whole_of, parameters))
 
 
 def slices_among(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    """Return an optimizer's parameters if they are slices, () if none is. ValueError if only some are."""
+    """Return an optimizer's parameters if they are slices, () if none is. Raise ValueError if only some are."""
     parameters = tuple(parameters)
     missing = [p.name for p in parameters if whole_of(p) is p]
     if 0 < len(missing) < len(parameters):
-        raise ValueError(f"{missing[0]} is no slice, but other parameters of the optimizer are; give all of them to "
-                         "shard_parameters, or none")
+        raise ValueError(f"{missing[0]} is not a slice, but other parameters of the optimizer are slices; give all of "
+                         "them to shard_parameters, or none")
     return () if missing else parameters
 
 
 @ms.jit_class
 class Scatter:
-    """Sum over a group, of which each rank keeps one of equal parts: ReduceScatter.
+    """Sum over a group, and keep one of equal parts on each rank: ReduceScatter.
 
-    CPU has none (MindSpore 2.10): an AllReduce there, of which each rank keeps its part.
+    MindSpore 2.10 has no ReduceScatter on CPU: there, each rank keeps its part of an AllReduce.
     """
 
     def __init__(self, group: str, place: int, parts: int) -> None:
@@ -137,15 +138,15 @@ class Scatter:
 class Zero(OneDevice):
     """Scatter gradients, and gather parameters; see `Exchange` for `inside` and `across`.
 
-    Where each rank is alone inside (stage 1), buffers are whole. Where ranks inside sum (stage 2), each keeps `across`
-    rows of each bucket: its own, and one for each rank with the same place in another node. Of 4 ranks in 2 nodes,
+    If each rank is alone inside (stage 1), buffers are whole. If ranks inside sum (stage 2), each rank keeps `across`
+    rows of each bucket: its own, and one for each rank with the same place in another node. With 4 ranks in 2 nodes,
     rank 2 has row 1.
 
     Args:
-        layout: What is accumulated, with this rank's slices.
-        inside: How many consecutive ranks sum each microbatch.
-        ranks: How many ranks there are.
-        size: Bytes in a bucket, at most.
+        layout: The parameters that are accumulated, with this rank's slices.
+        inside: Number of consecutive ranks that sum each microbatch.
+        ranks: Number of ranks.
+        size: Largest number of bytes in a bucket.
     """
 
     divides_parameters = True
@@ -168,15 +169,15 @@ class Zero(OneDevice):
         self.gather_layout = Rows(layout.parameters, tuple(p.dtype for p in layout.parameters), size, ranks)
         self.slices = ParameterTuple(layout.slices)
         for part, whole in zip(layout.slices, layout.parameters):
-            part.name = f"slice.{whole.name}"  # one graph takes no two Parameters of one name
+            part.name = f"slice.{whole.name}"  # two Parameters in one graph must have different names
         self.cuts = tuple(_cut(whole.size, self.row_number, ranks) for whole in layout.parameters)
         self.sum, self.gather = ops.AllReduce(group=GlobalComm.WORLD_COMM_GROUP), ops.AllGather()
-        # Always 0. `over_slices` reads and writes it, and `gather_parameters` reads it: so all ranks run these
+        # Always 0. `over_slices` reads and writes it, and `gather_parameters` reads it, so that all ranks run these
         # collectives in one order.
         self.order_token = state_parameter(f"zero{next(_exchanges)}.order_token", (1,), ms.float32)
 
     def buffers(self, prefix: str) -> tuple[Parameter, ...]:
-        """See `OneDevice`. Where ranks inside sum, some rows of each bucket."""
+        """See `OneDevice`. If ranks inside sum, return some rows of each bucket."""
         if not self.divides_buffers:
             return super().buffers(prefix)
         rows = [(f"rows{i}", (length * self.across,)) for i, length in enumerate(self.layout.lengths)]
@@ -192,7 +193,7 @@ class Zero(OneDevice):
         return self._scattered(self.near, gradients, sums), numbers
 
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
-        """See `OneDevice`: the gradients are this rank's slices, in the unit 1."""
+        """See `OneDevice`. The gradients are this rank's slices, in the unit 1."""
         require_unreduced()
         rows = buffers
         if self.across > 1:
@@ -211,13 +212,13 @@ class Zero(OneDevice):
                    ) -> Gradients:
         """Return this rank's rows of each bucket of `unit * gradients`, summed over a group, after `previous`.
 
-        The last bucket goes first, whose gradients the backward pass makes first.
+        The last bucket is scattered first, because the backward pass computes its gradients first.
         """
         rows = ()  # type: Gradients
         for members in self.backwards:
             own = gradients_of_bucket(members, gradients, self.dtypes, previous, unit)
             row = scatter(ops.depend(self.layout.laid_out(own, members), previous))
-            # Ascend frees what was sent once a kernel has read the sum. Waiting for the sum itself would not free it.
+            # Ascend frees the sent tensor once a kernel has read the sum. Waiting for the sum itself would not free it.
             previous = row[:1]
             rows = (row, *rows)
         return rows
@@ -241,7 +242,7 @@ class Zero(OneDevice):
             ops.assign(self.slices[i], part)
 
     def gather_parameters(self) -> None:
-        """See `OneDevice`. Rows are gathered by rank, which is another order where nodes divide them."""
+        """See `OneDevice`. Rows are gathered by rank; if nodes divide them, they are in another order."""
         gathered = self.order_token + 0.0
         for members in self.gather_layout.members:
             row = ()  # type: Gradients
@@ -256,7 +257,7 @@ class Zero(OneDevice):
                 ops.assign(self.weights[members[place]], wholes[place])
 
     def joined(self, state: Parameter, whole: Parameter) -> np.ndarray:
-        """See `OneDevice`: all ranks have to call it. bfloat16, which NumPy has not, as float32."""
+        """See `OneDevice`. All ranks have to call it. bfloat16, which NumPy lacks, becomes float32."""
         own = as_array(state)
         data = np.frombuffer(own.tobytes() + bytes(-own.nbytes % 4), np.int32)
         rows = np.ascontiguousarray(gather(data)).view(np.uint8)[:, :own.nbytes]
@@ -278,7 +279,7 @@ class Zero(OneDevice):
 
 
 def _cut(size: int, row: int, ranks: int) -> tuple[int, int, int]:
-    """Return where a slice begins and ends in a flat parameter, and how many zeros fill it up."""
+    """Return the begin and end of a slice in a flat parameter, and the number of zeros that pad it."""
     width = width_of(size, ranks)
     start, stop = min(row * width, size), min((row + 1) * width, size)
     return start, stop, width - (stop - start)

@@ -1,4 +1,4 @@
-"""What the programs `ms-accum mnist` and `ms-accum lm` share: options, ranks, progress, report and plot."""
+"""Shared by the programs `ms-accum mnist` and `ms-accum lm`: options, ranks, progress, report and plot."""
 from __future__ import annotations
 
 import logging
@@ -34,7 +34,7 @@ _FREE = {"epochs", "accumulate_step", "sync", "zero", "compare", "save", "resume
 
 
 def adam(parameters: list[Parameter], learning_rate: float) -> nn.Adam:
-    """Make Adam, without MindSpore's warning that Adam itself uses a deprecated operator (2.10)."""
+    """Build Adam without MindSpore's warning that Adam itself uses a deprecated operator (2.10)."""
     logged = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -50,12 +50,12 @@ OPTIMIZERS: dict[str, Callable[..., nn.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and how it names what it counts and measures."""
+    """Describe a program, with its names of units and results."""
 
     name: str  # its command
-    ways: dict[str, Callable[[Namespace, Report], nn.Cell]]  # how it trains, by a label; the second one to compare
-    rows: str  # what a microbatch has `--batch-size` of: "digits"
-    unit: str  # what a loss is the mean over: "digits"
+    ways: dict[str, Callable[[Namespace, Report], nn.Cell]]  # training functions by label; the second is for --compare
+    rows: str  # the unit of `--batch-size`: "digits"
+    unit: str  # the unit that a loss is averaged over: "digits"
     score: str  # the test's result: "accuracy"
     score_format: str  # the same in a line: "accuracy {:.2f} %"
 
@@ -89,9 +89,10 @@ def add_options(parser: ArgumentParser, compare: str, **defaults: Any) -> None:
 
 
 def run(program: Program, options: Namespace) -> None:
-    """Train, report, write. ValueError for wrong input, OSError for files that cannot be had."""
+    """Train, report and write. Raise ValueError for wrong input, OSError for files that cannot be read or written."""
     if options.compare and (options.save, options.resume) != (None, None):
-        raise ValueError("argument --compare: trains twice; leave out --save and --resume")
+        raise ValueError("argument --compare: it trains twice, so it cannot be used with checkpoints; leave out --save "
+                         "and --resume")
     join_ranks()
     reports, networks = [], []
     for label, train in list(program.ways.items())[:1 + options.compare]:
@@ -116,7 +117,7 @@ def _write(options: Namespace, reports: list[Report], figures: dict) -> None:
         if options.plot:
             write_file(options.plot, plot(reports).savefig)
     if exchange.ranks > 1:
-        wait_for_all()  # where one exits, others that still communicate fail
+        wait_for_all()  # if one rank exits, others that still communicate fail
 
 
 def largest_difference(one: nn.Cell, other: nn.Cell) -> float:
@@ -126,7 +127,7 @@ def largest_difference(one: nn.Cell, other: nn.Cell) -> float:
 
 
 class Report:
-    """Print how a training goes, and keep its figures.
+    """Print the progress of a training, and keep its results.
 
         report.begin(train_step, "10,000 digits", resumed)
         for epoch in report.epochs_left():
@@ -134,7 +135,7 @@ class Report:
             report.add(losses, score)
 
     Attributes:
-        state: What a checkpoint has to hold, to be given to `begin` as `resumed`.
+        state: The state to save in a checkpoint, and to give to `begin` as `resumed`.
     """
 
     def __init__(self, program: Program, label: str, options: Namespace) -> None:
@@ -147,9 +148,9 @@ class Report:
             print(f"\n{label}")
 
     def begin(self, train_step: TrainStep, data: str, resumed: Any) -> None:
-        """Print what is trained, on what, and how large the batch of an update is. Take over the epochs of `resumed`.
+        """Print the settings, the data and the batch size of an update. Continue after the epochs of `resumed`.
 
-        CheckpointError if it is from a run with other options.
+        Raise CheckpointError if `resumed` is from a run with other options.
         """
         options, self.accumulator = self.options, train_step.accumulator
         self.ranks = ranks = self.accumulator.exchange.ranks
@@ -178,7 +179,9 @@ class Report:
         print(f"resumed    {printable(path)}, saved after epoch {len(self.epochs)}")
 
     def epochs_left(self) -> range:
-        """Return the numbers of the epochs to train, from 1. If there is none, say so."""
+        """Return the numbers of the epochs to train, from 1. If there are none, print that the training has
+        finished.
+        """
         left = range(len(self.epochs) + 1, self.options.epochs + 1)
         if not left:
             last = self.epochs[-1]
@@ -187,10 +190,10 @@ class Report:
         return left
 
     def progress(self, losses: Iterable[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Return the losses of an epoch, whose microbatches hold `sizes` units, and show how far it is.
+        """Return the losses of an epoch, whose microbatches hold `sizes` units, and show its progress.
 
-        On a terminal it is a bar, elsewhere a line every 10 seconds. A loss is read only to be shown, because reading
-        waits for the device.
+        On a terminal, it shows a progress bar; elsewhere, a line every 10 seconds. A loss is read only to be shown,
+        because reading waits for the device.
         """
         self.sizes, self.start, taken, done = sizes, perf_counter(), [], 0
         name, unit, due = f"epoch {len(self.epochs) + 1}/{self.options.epochs}", self.program.unit, PROGRESS_SECONDS
@@ -209,7 +212,7 @@ class Report:
         return taken
 
     def add(self, losses: list[Tensor], score: float) -> None:
-        """Keep and print the figures of an epoch: the mean loss over the units of all ranks, and the test's result."""
+        """Keep and print the results of an epoch: the mean loss over the units of all ranks, and the test's result."""
         sums = np.array([np.dot([float(loss) for loss in losses], self.sizes), sum(self.sizes)], np.float64)
         total, units = gather(sums).sum(axis=0) if self.ranks > 1 else sums
         last = {"epoch": len(self.epochs) + 1, "loss": float(total / units), self.program.score: float(score),
@@ -220,11 +223,11 @@ class Report:
               f"train {last['train_seconds']:.2f} s  test {last['test_seconds']:.2f} s", flush=True)
 
     def score(self) -> str:
-        """Return the last result of the test, in words."""
+        """Return the last result of the test as text."""
         return self.program.score_format.format(self.epochs[-1][self.program.score])
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the last epoch, and those of all."""
+        """Return the results of the last epoch, and those of all epochs."""
         return {**self.epochs[-1], "ranks": self.ranks, "epochs": self.epochs}
 
 
@@ -236,7 +239,7 @@ def plot(reports: list[Report]) -> Figure:
     # A Figure of its own, not pyplot: no global state, and no display is needed.
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("loss", reports[0].program.score)):
-        # The second training lies on the first where they agree: dashes and crosses leave the first visible.
+        # If both trainings agree, the second lies on the first: dashes and crosses leave the first visible.
         for report, style in zip(reports, ("o-", "x--")):
             axes.plot(*zip(*((epoch["epoch"], epoch[name]) for epoch in report.epochs)), style, label=report.label)
         axes.set(xlabel="epoch", ylabel=name)

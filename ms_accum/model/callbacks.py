@@ -1,4 +1,4 @@
-"""Callbacks for `Model` with a `TrainOneStepCell`: apply incomplete windows, count updates, log windows."""
+"""Callbacks for a `Model` with a `TrainOneStepCell`: apply incomplete windows, count updates, log windows."""
 from __future__ import annotations
 
 import csv
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 
 class FlushCallback(Callback):
-    """Apply the incomplete last window of each epoch and of the training.
+    """Apply the incomplete last window of each epoch and of the training. Give it to each `Model` with a
+    `TrainOneStepCell`.
 
-    It flushes every `TrainOneStepCell` of the run after microbatch `dataset.get_dataset_size()` of an epoch, so that a
-    `Model.fit` that evaluates afterwards sees the updated weights. If an epoch has more microbatches than that, it has
-    one more incomplete window. Put it before callbacks that save or read the weights.
+    Put it before callbacks that save or read the weights. It flushes every `TrainOneStepCell` of the run after
+    microbatch number `dataset.get_dataset_size()` of an epoch, so that the evaluation of `Model.fit` uses the updated
+    weights. If an epoch has more microbatches than `get_dataset_size()`, it has one more incomplete window.
 
     Raises:
-        ValueError: When training begins, if there is no `TrainOneStepCell`, if a `LearningRateScheduler` or
-            `ReduceLROnPlateau` is not wrapped in `PerUpdate`, or a dataset of samples has no batch operation. When an
-            epoch begins, if a parameter was frozen, or a list of learning rates is used up.
+        ValueError: When training begins: if there is no `TrainOneStepCell`, if a `LearningRateScheduler` or
+            `ReduceLROnPlateau` is not wrapped in `PerUpdate`, or if a dataset of samples has no batch operation. When
+            an epoch begins: if a parameter was frozen, or the list of learning rates is used up.
 
-    Source: Lightning and HF Accelerate apply the last window of an epoch, too, but divide it by the full length.
+    Source: Lightning and HF Accelerate also apply the last window of an epoch, but divide it by the full length.
 
     Example:
         >>> import numpy as np
@@ -55,17 +56,18 @@ class FlushCallback(Callback):
         self._begin = 0
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Raise ValueError if there is no cell to flush, or what follows cannot work."""
+        """Raise ValueError if there is no cell to flush, or another callback cannot work."""
         _cells_to_train(run_context)
         context = run_context.original_args()
         require_batched(context.train_dataset)
         before = context.list_callback[:context.list_callback.index(self)] if self in context.list_callback else []
         if any(isinstance(callback, ModelCheckpoint) for callback in before):
-            raise ValueError("ModelCheckpoint stands before FlushCallback, expected it behind: at the end of an epoch "
-                             "it would save a window that is not applied; give callbacks=[FlushCallback(), ...]")
+            raise ValueError("ModelCheckpoint stands before FlushCallback, expected after it: at the end of an epoch "
+                             "it would save the weights before the incomplete window is applied; give "
+                             "callbacks=[FlushCallback(), ...]")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Remember where the epoch begins, and check that the optimizer can go on."""
+        """Remember where the epoch begins, and check that the optimizer can make the next update."""
         for cell in _train_cells(run_context):
             require_trainable(cell.accumulator.weights)
             require_rates(cell.optimizer)
@@ -78,12 +80,12 @@ class FlushCallback(Callback):
             self.on_train_epoch_end(run_context)
 
     def on_eval_begin(self, run_context: RunContext) -> None:
-        """Flush before `Model.fit` evaluates, which is before the end of the epoch."""
+        """Flush before `Model.fit` evaluates; it evaluates before the end of the epoch."""
         if "train_network" in run_context.original_args():
             self.on_train_epoch_end(run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Flush what an epoch or a training that was stopped early has left."""
+        """Flush the window that is left when an epoch or the training was stopped early."""
         for callback in run_context.original_args().list_callback:
             if isinstance(callback, WindowLog):
                 callback.take(run_context)
@@ -94,35 +96,36 @@ class FlushCallback(Callback):
 
 
 class _OfOneCell(Callback):
-    """Base of callbacks that follow the microbatches of one `TrainOneStepCell`."""
+    """Follow the microbatches of one `TrainOneStepCell`; a base of callbacks."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Find the cell. ValueError if there is not exactly one, or in data sink mode."""
+        """Find the cell. Raise ValueError if there is not exactly one, or in data sink mode."""
         cells, name = _cells_to_train(run_context), type(self).__name__
         if len(cells) > 1:
-            raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, whose updates differ in number; expected "
-                             "one")
+            raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, expected one, because each counts its own "
+                             "updates; train them in separate Models")
         if run_context.original_args().get("dataset_sink_mode"):
-            raise ValueError(f"{name} with dataset_sink_mode=True: single microbatches are not seen then; give "
+            raise ValueError(f"{name} got dataset_sink_mode=True, which hides single microbatches from callbacks; give "
                              "dataset_sink_mode=False")
         self._optimizer, self._accumulator = cells[0].optimizer, cells[0].accumulator
 
 
 class PerUpdate(_OfOneCell):
-    """Call another callback after each update instead of after each microbatch, and let it count updates.
+    """Wrap a callback so that it is called after each update, not after each microbatch, and counts updates.
 
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
 
-    The inner callback gets `update_step` as `cur_step_num`, and the cell's optimizer, which `LearningRateScheduler` and
-    `ReduceLROnPlateau` need. It is called before the first microbatch of an update (`on_train_step_begin`) and at its
-    end (`on_train_step_end`), and at the begin and end of epochs and of the training. `batch_num` still counts
-    microbatches, so the position in the epoch that `LossMonitor` prints and `ModelCheckpoint` puts into names is a
-    remainder by it. `update_step` is read after each microbatch, which waits for the device. Put it after
-    `FlushCallback`.
+    Put it after `FlushCallback`. The inner callback gets `update_step` as `cur_step_num`, and the cell's optimizer,
+    which `LearningRateScheduler` and `ReduceLROnPlateau` need. It is called before the first microbatch of a window
+    (`on_train_step_begin`), after the update (`on_train_step_end`), and at the begin and end of epochs and of the
+    training. `batch_num` still counts microbatches. So the position in the epoch that `LossMonitor` prints and
+    `ModelCheckpoint` puts into file names is `update_step` modulo the number of microbatches in an epoch. `update_step`
+    is read after each microbatch, which waits for the device.
 
-    On several ranks, the learning rate has to change alike on all. A rank that runs out of data takes part in the
-    updates of the others at once, and the inner callback is called after the last of them: give every rank the same
-    number of microbatches, or the optimizer a schedule. `ReduceLROnPlateau` sees the loss of its rank alone.
+    With several ranks, the learning rate must be equal on all of them. A rank that runs out of data makes the remaining
+    updates of the others in one flush, and the inner callback is called only after the last of them. So give every rank
+    the same number of microbatches, or give the optimizer a schedule. `ReduceLROnPlateau` sees only the loss of its own
+    rank.
 
     Args:
         callback: A `mindspore.train.Callback`.
@@ -130,7 +133,7 @@ class PerUpdate(_OfOneCell):
     Raises:
         TypeError: If `callback` is not a Callback.
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
-        RuntimeError: If the callback changes the learning rate on a rank that has made several updates at once.
+        RuntimeError: If the callback changes the learning rate on a rank that has made several updates in one flush.
 
     Source: optax and MindSpore's dynamic learning rates count updates; MindSpore's callbacks count microbatches.
 
@@ -157,29 +160,29 @@ class PerUpdate(_OfOneCell):
         self.callback = instance_of("callback", callback, Callback, "a mindspore.train.Callback")
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Remember how many updates there are, and pass it on."""
+        """Remember the number of updates, and pass the event on."""
         super().on_train_begin(run_context)
         self._update_step, self._begun = int(self._accumulator.update_step), False
         self._pass_on("on_train_begin", run_context)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Pass it on if it is the first since the last update."""
+        """Pass the event on if this is the first microbatch since the last update."""
         if not self._begun:
             self._begun = True
             self._pass_on("on_train_step_begin", run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Pass it on if there was an update since the last time."""
+        """Pass the event on if there was an update since the last time."""
         updates = int(self._accumulator.update_step) - self._update_step
         if updates > 0:
             rate = _learning_rate(self._optimizer)
             self._update_step, self._begun = self._update_step + updates, False
             self._pass_on("on_train_step_end", run_context)
             if updates > 1 and self._accumulator.exchange.ranks > 1 and _learning_rate(self._optimizer) != rate:
-                raise RuntimeError(f"the learning rate was changed after {updates} updates, which this rank made at "
-                                   "once because it ran out of data before the others: ranks now hold different "
-                                   "parameters; give every rank the same number of microbatches, or the optimizer a "
-                                   "schedule")
+                raise RuntimeError(f"the learning rate was changed after {updates} updates that this rank made in one "
+                                   "flush, because it ran out of data before the others: ranks now hold different "
+                                   "parameters; give every rank the same number of microbatches, or give the optimizer "
+                                   "a schedule")
 
     def _pass_on(self, event: str, run_context: RunContext) -> None:
         context = run_context.original_args()
@@ -191,7 +194,7 @@ class PerUpdate(_OfOneCell):
             context.cur_step_num, context.optimizer = before
 
     def _pass_on_after(self, event: str, run_context: RunContext) -> None:
-        """Pass it on, after an update that a flush has just made."""
+        """Pass the event on after an update that a flush has just made."""
         self.on_train_step_end(run_context)
         self._pass_on(event, run_context)
 
@@ -201,9 +204,10 @@ class PerUpdate(_OfOneCell):
 
 
 class WindowLog(_OfOneCell):
-    """Log each window when it closes, as a row of a CSV file or by calling a function.
+    """Log each window when it closes, to a CSV file or by calling a function.
 
-    It is a callback of `Model`, and works in a loop of your own:
+    Give it to `Model` as a callback, after `FlushCallback` and other callbacks that flush, and before callbacks that
+    change the learning rate. Or call it in a loop of your own:
 
         log = WindowLog("windows.csv")
         for loss in train_step.epoch(data):
@@ -211,28 +215,29 @@ class WindowLog(_OfOneCell):
 
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
     mean over the window's microbatches; `weight`, the sum of their weights; `learning_rate`, that of this window's
-    update (`optimizer.get_lr()` is that of the next one; with groups, `learning_rate_0` and so on; NaN before the first
-    update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, so far (see `Accumulator`);
-    with a loss scaler `loss_scale`; and with a noise scale `noise_scale`. A window that was dropped has a row, too:
-    `update_step` stands still in it, and `skipped` grows. For a window that was open when the training began, the loss
-    is the mean over the microbatches that the log has seen. It reads a few numbers at each microbatch, which waits for
-    the device. Put it after `FlushCallback` and whatever else flushes, and before what changes the learning rate.
+    update (`optimizer.get_lr()` is that of the next update; with groups, `learning_rate_0` and so on; NaN before the
+    first update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, the totals so far (see
+    `Accumulator`); with a loss scaler `loss_scale`; and with a noise scale `noise_scale`.
 
-    On several ranks, losses and weights are those of this rank, but with `sync="microbatch"` and "node" weights are
-    sums over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A
-    rank that has run out of data takes part in the windows of others. If these close in the same flush as its own last
-    one, that one's `grad_norm` is NaN, and so are weights that are sums.
+    A dropped window has a row, too: `skipped` grows and `update_step` does not. For a window that was open when the
+    training began, the loss is the mean over the microbatches that the log has seen. The log reads a few numbers after
+    each microbatch, which waits for the device.
+
+    With several ranks, losses and weights are those of this rank; with `sync="microbatch"` and "node", weights are sums
+    over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A rank
+    that has run out of data takes part in the windows of the others. If such windows close in the same flush as its own
+    last window, `grad_norm` of its last window is NaN, and so are weights that are sums.
 
     Args:
-        to: A CSV file, which is overwritten, or a function of a dict, e.g. for TensorBoard
+        to: Path of a CSV file, which is overwritten, or a function of a dict. For TensorBoard:
             `lambda row: writer.add_scalar("loss", row["loss"], row["update_step"])`.
 
     Raises:
-        TypeError: If `to` is neither.
+        TypeError: If `to` is neither a path nor a function.
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
         OSError: When training begins, if the file cannot be written.
 
-    Source: HF Accelerate's and Lightning's loggers write the same figures, one row for each update.
+    Source: the loggers of HF Accelerate and Lightning write the same values, once per update.
 
     Example:
         >>> import numpy as np
@@ -260,14 +265,14 @@ class WindowLog(_OfOneCell):
         self._weight, self._trained = 0.0, 0
 
     def __call__(self, train_step: TrainStep, loss: Any = None) -> None:
-        """Take the loss of a microbatch, behind the call that trained it, and log its window if that was closed.
+        """Record the loss of a microbatch, after the call that trained it, and log its window if it was closed.
 
-        Call it without a loss after a flush or reset of your own, so that it notices, and before the first microbatch,
-        if you go on with an open window. The next epoch begins when `train_step.trained` does.
+        Also call it without a loss: after a flush or reset of your own, and before the first microbatch if you continue
+        an open window. The next epoch begins when `train_step.trained` starts again.
 
         Args:
-            train_step: A step of `make_train_step` or a `TrainOneStepCell`, the same in all calls.
-            loss: What it returned: the loss, or a tuple whose first entry is the loss.
+            train_step: A step of `make_train_step` or a `TrainOneStepCell`; the same one in all calls.
+            loss: The value that it returned: the loss, or a tuple whose first entry is the loss.
 
         Raises:
             OSError: At the first call, if the file cannot be written.
@@ -302,14 +307,14 @@ class WindowLog(_OfOneCell):
             self._write("w", self._row(0))
 
     def _came_late(self, status: Status) -> None:
-        """Set what the log would know if it had begun one microbatch before."""
+        """Set the state as if the log had begun one microbatch earlier."""
         if status.mini_step == 0:  # it closed a window
             self._weight, self._closed = 0.0, self._closed - 1
         else:  # others may be in the window: of their weights, only the sum is known
             self._weight -= self._weight / status.mini_step
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Log the window if something else closed it since, and forget it if something else reset it."""
+        """Log the window if other code has closed it, and forget it if other code has reset it."""
         self._taken = False
         self._catch_up()
 
@@ -320,10 +325,10 @@ class WindowLog(_OfOneCell):
             self._losses, self._weight = [], weight
 
     def take(self, run_context: RunContext) -> None:
-        """Take the microbatch's loss, once, and log the window if it was closed, by it or by a flush.
+        """Record the microbatch's loss, once, and log the window if the microbatch or a flush closed it.
 
-        `FlushCallback` calls it before a flush, which may close further windows. If something else has made such a
-        flush, this microbatch's weight is unknown.
+        `FlushCallback` calls it before a flush, which may close further windows. If other code has made such a flush,
+        the weight of this microbatch is unknown.
         """
         if not self._taken:
             self._taken, context = True, run_context.original_args()
@@ -358,12 +363,12 @@ class WindowLog(_OfOneCell):
         self._losses, self._weight = [], 0.0
 
     def _write(self, mode: str, values: Iterable) -> None:
-        """Write a row. The file is closed again, so that it can be followed during a long run."""
+        """Write a row, and close the file, so that it can be read during a long run."""
         with open(self._to, mode, newline="", encoding="utf-8") as file:
             csv.writer(file).writerow(values)
 
     def _row(self, of_others: int) -> dict[str, Union[int, float]]:
-        """Return the row of this rank's window. After it, so many windows of other ranks were closed."""
+        """Return the row of this rank's window. `of_others` windows of other ranks were closed after it."""
         # A microbatch of weight 0 is ignored, even if its loss is NaN.
         counted = [(loss, weight) for loss, weight in self._losses if weight != 0]
         total, weight = sum(loss * weight for loss, weight in counted), sum(weight for _, weight in counted)
@@ -384,7 +389,7 @@ class WindowLog(_OfOneCell):
 
 
 def _train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
-    """Return the `TrainOneStepCell`s of a run. ValueError if there is none."""
+    """Return the `TrainOneStepCell`s of a run. Raise ValueError if there is none."""
     network = run_context.original_args().train_network
     cells = [cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepCell)]
     if not cells:
@@ -395,11 +400,11 @@ def _train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
 
 
 def _cells_to_train(run_context: RunContext) -> list[TrainOneStepCell]:
-    """Return the same before the training. ValueError if the Model or another callback cannot work with a cell."""
+    """Return the cells before the training. Raise ValueError if the Model or a callback cannot work with a cell."""
     cells, context = _train_cells(run_context), run_context.original_args()
     if context.get("loss_fn") is not None and isinstance(context.network, TrainOneStepCell):
-        raise ValueError("Model got a loss_fn and a TrainOneStepCell, whose network computes the loss itself, expected "
-                         "the cell alone: the cell would get the data without the labels; give "
+        raise ValueError("Model got a loss_fn together with a TrainOneStepCell, whose network computes the loss "
+                         "itself, so the cell would get the data without the labels; give "
                          "Model(TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)) without a loss_fn")
     for callback in context.list_callback:
         if isinstance(callback, (LearningRateScheduler, ReduceLROnPlateau)):
@@ -410,13 +415,13 @@ def _cells_to_train(run_context: RunContext) -> list[TrainOneStepCell]:
 
 
 def _learning_rate(optimizer: nn.Cell) -> Optional[bytes]:
-    """Return the learning rate if it is a number that a callback can change."""
+    """Return the learning rate as bytes if it is a number that a callback can change."""
     rate = getattr(optimizer, "learning_rate", None)
     return rate.asnumpy().tobytes() if isinstance(rate, Tensor) else None
 
 
 def _rates_of_last_update(optimizer: nn.Cell) -> dict[str, float]:
-    """Return the learning rate of the last update by column: of each group, if there are groups; none if unknown."""
+    """Return the learning rate of the last update by column, one for each group; empty if it is unknown."""
     groups = getattr(optimizer, "param_groups", None)  # of `mindspore.mint.optim`
     rates = [group["lr"] for group in groups] if groups else getattr(optimizer, "learning_rate", None)
     if rates is None:
@@ -428,7 +433,7 @@ def _rates_of_last_update(optimizer: nn.Cell) -> dict[str, float]:
 
 
 def _last_of(rate: Any, optimizer: nn.Cell) -> float:
-    """Return what a number, or a schedule of the count of updates, was at the last update."""
+    """Return the learning rate at the last update, given a number or a schedule of the update count."""
     if not isinstance(rate, nn.Cell):
         return float(rate)
     updates = int(optimizer.global_step)

@@ -1,4 +1,4 @@
-"""A train step as a Cell, for `mindspore.train.Model` and whatever else takes one."""
+"""A train step as a Cell, for `mindspore.train.Model` and other code that takes a train-step Cell."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -30,29 +30,30 @@ if TYPE_CHECKING:
 
 
 class TrainOneStepCell(Uncopied, nn.Cell):
-    """Train `network` on one microbatch, and update when the window closes: `mindspore.nn.TrainOneStepCell` with
-    accumulation.
+    """Train with gradient accumulation in a Cell that replaces `mindspore.nn.TrainOneStepCell`, e.g. in a `Model`.
 
         cell = TrainOneStepCell(nn.WithLossCell(network, loss_fn), optimizer, accumulate_step=4)
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), LossMonitor()])
 
-    Compiled in graph mode, run op by op in PyNative, like any Cell. All state (of the network, the optimizer and the
-    accumulator) is among its Parameters, so a `ModelCheckpoint` saves an open window, too.
+    Each call trains on one microbatch, and updates when the window is full. Like any Cell, it is compiled in graph mode
+    and runs op by op in PyNative. Its Parameters include all state of the network, the optimizer and the accumulator,
+    so `ModelCheckpoint` also saves an open window.
 
-    Load such a checkpoint before the first microbatch. `Parameter.set_data`, and with it
-    `mindspore.load_param_into_net` and `EarlyStopping(restore_best_weights=True)`, reach neither a compiled graph with
-    branches nor, in PyNative, an optimizer that has run (MindSpore 2.10): the cell would go on with the old values
-    without an error. `ms_accum.load_checkpoint` and `ops.assign` reach both.
+    Load such a checkpoint before the first microbatch. Later, `Parameter.set_data` does not change the values in a
+    compiled graph with branches or, in PyNative, in an optimizer that has run (MindSpore 2.10): the cell continues with
+    the old values, without an error. This includes `mindspore.load_param_into_net` and
+    `EarlyStopping(restore_best_weights=True)`. `ms_accum.load_checkpoint` and `ops.assign` work at any time.
 
     Args:
-        network: Returns the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`; e.g. an
-            `nn.WithLossCell`.
-        optimizer: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
-        accumulate_step: Microbatches in a window, with an optimizer; see `Accumulator`.
+        network: A Cell that returns the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`;
+            e.g. an `nn.WithLossCell`.
+        optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`. For an optimizer, such an accumulator is
+            built.
+        accumulate_step: Number of microbatches in a window; see `Accumulator`. Required with an optimizer.
         batch_axis: The axis that counts the samples; see `make_train_step`.
-        weight_fn: `(*batch) -> weight`: what the network's mean divides by; see `make_train_step`.
+        weight_fn: `(*batch) -> weight`: the denominator of the network's mean; see `make_train_step`.
         loss_reduction: "sum" if the network returns a sum; see `make_train_step`.
-        clip_norm: With an optimizer; see `Accumulator`. So are the following.
+        clip_norm: See `Accumulator`. This and the following arguments require an optimizer.
         loss_scaler: See `Accumulator`.
         on_nonfinite: See `Accumulator`.
         max_skips: See `Accumulator`.
@@ -67,21 +68,20 @@ class TrainOneStepCell(Uncopied, nn.Cell):
 
     Outputs:
         The undivided loss: float32 Tensor of shape `()`. With a loss scaler, `(loss, overflow, scale)`, as from
-        `mindspore.nn.TrainOneStepWithLossScaleCell`: whether a window was closed and dropped here (bool, `()`), and the
-        scale that the loss was multiplied by (float32, `()`).
+        `mindspore.nn.TrainOneStepWithLossScaleCell`: `overflow` is whether this microbatch closed a window that was
+        dropped (bool, `()`), `scale` is the factor that the loss was multiplied by (float32, `()`).
 
     Attributes:
-        accumulator: The accumulator that it feeds.
-        optimizer: The accumulator's.
+        accumulator: The accumulator that collects the gradients.
+        optimizer: The optimizer of the accumulator.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: See `make_train_step`. Also if the optimizer holds Parameters of another network with the same
-            names, if `Model` gets an `optimizer=` besides the cell, and in graph mode if `set_inputs` gave a dynamic
-            shape.
+            names, if `Model` also gets `optimizer=`, and in graph mode if `set_inputs` gave a dynamic shape.
         RuntimeError: See `make_train_step`.
 
-    Source: `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`, whose interface it has.
+    Source: the interface is that of `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`.
 
     Example:
         >>> import numpy as np, mindspore as ms
@@ -146,8 +146,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
         if named:
-            raise TypeError(f"the microbatch has arguments with names ({', '.join(named)}), expected none; give them "
-                            "in the order of the network's, or use make_train_step")
+            raise TypeError(f"got keyword arguments ({', '.join(named)}), expected arguments by position; give them in "
+                            "the order of the network's, or use make_train_step")
         require_arguments(*self._takes, len(batch))
         samples = self._settle_unit(batch)
         self._settle_mode()
@@ -159,7 +159,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
                 return super().__call__(*batch)
 
     def _count_nothing(self, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Count a batch without samples, as a filter may leave one. The host closes a window behind it."""
+        """Count an empty batch (a filter may leave one). The host closes the window after it."""
         accumulator, keeper, scaler = self.accumulator, self._keeper(), self.accumulator.loss_scaler
         scale = None if scaler is None else scaler.scale_value + 0.0
         skipped = 0 if scale is None else int(accumulator.skipped)
@@ -183,7 +183,9 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self._train_flags = self._mode.flags()
 
     def _settle_unit(self, batch: tuple) -> int:
-        """Return how many samples there are; the first ones are the unit of weights, which graphs hold."""
+        """Return the number of samples. The number in the first batch becomes the unit of weights, which graphs
+        hold.
+        """
         samples = layout(batch, self.batch_axis)[0]
         if samples > 0:
             self._way.buffers.fix_unit(float(samples))
@@ -211,24 +213,28 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         return loss
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
-        """Refuse to be differentiated: a `Model` with an `optimizer=` would update once more at each microbatch."""
+        """Raise ValueError: a `Model` with `optimizer=` would differentiate the cell and update again in each
+        microbatch.
+        """
         if requires_grad:
             raise ValueError("a TrainOneStepCell of ms_accum computes the gradients and updates itself, and cannot be "
                              "trained by another step; give Model(TrainOneStepCell(...)) without an optimizer")
         return super().set_grad(False)
 
     def to_float(self, dst_type: ms.Type) -> NoReturn:
-        """Refuse to be cast: the optimizer and the buffers would be cast, too. Mixed precision is the network's."""
+        """Raise ValueError: a cast would also cast the optimizer and the buffers. Use mixed precision on the
+        network.
+        """
         raise ValueError("a TrainOneStepCell of ms_accum was given to auto_mixed_precision or to_float, or to a Model "
-                         f"with amp_level, expected its network: all that the cell does would compute in {dst_type}; "
+                         f"with amp_level, expected its network: the optimizer would compute in {dst_type}, too; "
                          'call network = auto_mixed_precision(network, "O2") before you build the cell')
 
     def status(self) -> Status:
-        """Return where the accumulator stands, in one read, which waits for the device; see `Accumulator`."""
+        """Return the accumulator's counters (see `Accumulator`) in one read, which waits for the device."""
         return self.accumulator.status()
 
     def flush(self) -> bool:
-        """Apply the incomplete window, if one is open. Return whether one was closed: applied or dropped."""
+        """Apply the incomplete window if one is open. Return whether a window was closed (applied or dropped)."""
         with self._forgetting_graphs():
             return self._keeper().flush()[0]
 
@@ -241,7 +247,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
 
 @constexpr
 def require_arguments(network: str, names: str, least: int, most: int, given: int) -> bool:
-    """Refuse a microbatch that the network does not take, before MindSpore does."""
+    """Raise TypeError if the network does not take the microbatch, before MindSpore raises an error."""
     if not least <= given <= most:
         remedy = ("leave loss_fn out of Model(TrainOneStepCell(...), loss_fn), which gives the cell the data alone"
                   if given < least else
@@ -253,10 +259,10 @@ def require_arguments(network: str, names: str, least: int, most: int, given: in
 
 
 def _name_for_a_cell(accumulator: Accumulator) -> None:
-    """Name all state after the network, not after what else the process has built.
+    """Name all state after the network, so that names do not depend on what else the process has built.
 
-    So MindSpore's checkpoints fit the next process, and two cells in one graph, whose networks have different names.
-    State of the optimizer whose name ends in a parameter's has a name of its own already.
+    So MindSpore's checkpoints can be loaded in the next process, and two cells whose networks have different names can
+    be in one graph. State of the optimizer whose name ends in a parameter's name is unique already.
     """
     optimizer = accumulator.optimizer
     names, prefix = tuple(parameter.name for parameter in accumulator.weights), cell_prefix(optimizer)

@@ -1,1 +1,1 @@
-"""`ms-accum selftest`: prove on the device at hand that accumulation is exact, and measure what it costs."""
+"""`ms-accum selftest`: test on this device whether accumulation is exact, and measure its cost."""

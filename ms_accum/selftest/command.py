@@ -43,7 +43,7 @@ examples:
 
 exit status: 0 if no row fails, 1 if one does or none could run, 2 for a bad command line"""
 
-# What changes how MindSpore compiles and runs.
+# Variables that change how MindSpore compiles and runs.
 FLAGS = ("MS_DEV_GRAPH_KERNEL_FLAGS", "MS_SIMULATION_LEVEL", "MS_JIT", "MS_JIT_MODULES", "MS_DEV_HOST_BLOCKING_RUN",
          "MS_ALLOC_CONF", "OMP_NUM_THREADS", SWITCH)
 
@@ -64,7 +64,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run each row, print, write. Return 1 if a row fails, or none could be run."""
+    """Run each row, print and write. Return 1 if a row fails, or if no row could be run."""
     rank, ranks = start(options.device)
     names = [check.name for check in rows_to_be(options.quick, rank, ranks)]
     chosen = [name for name in names if options.rows is None or begins_a_word(options.rows, str(name))]
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def start(device: Optional[str]) -> tuple[int, int]:
-    """Choose the device and join the other ranks. Return this rank, and how many there are."""
+    """Choose the device and join the other ranks. Return this rank, and the number of ranks."""
     if os.environ.get("MS_SIMULATION_LEVEL"):
         raise ValueError("MS_SIMULATION_LEVEL is set: a dry run computes no values, so nothing can be tested; unset it")
     if device not in (None, ms.get_context("device_target")):
@@ -93,7 +93,7 @@ def start(device: Optional[str]) -> tuple[int, int]:
             ms.set_device(device)
         except Exception as error:
             raise ValueError(f"argument --device: MindSpore cannot use {device} here ({said(error)}); leave it out to "
-                             "take what MindSpore finds") from error
+                             "use the device that MindSpore finds") from error
     if ms.get_context("device_target") == "Ascend" and (os.cpu_count() or 1) < THREADS:
         ms.runtime.dispatch_threads_num(THREADS)  # with fewer, graphs with branches fail: see "On Ascend and GPU"
     join_ranks()
@@ -107,7 +107,7 @@ def start(device: Optional[str]) -> tuple[int, int]:
 
 
 def begins_a_word(text: str, name: str) -> bool:
-    """Return whether a word of the name begins with this text: "float16" chooses no row in bfloat16."""
+    """Return whether a word of the name begins with this text ("float16" selects no row in bfloat16)."""
     return text != "" and re.search(rf"(?<!\w){re.escape(text)}", name) is not None
 
 
@@ -124,7 +124,7 @@ def shown(checks: Iterator[Union[Check, Figure]], count: int, rank: int, ranks: 
             bar.set_postfix_str(str(check.name))
             row = row_of(check)
             raise_if_interrupted()
-            if rank > 0 and row.result == FAILS:  # what rank 0 cannot know
+            if rank > 0 and row.result == FAILS:  # rank 0 cannot know this
                 print(f"rank {rank}: {text(row)}", file=sys.stderr, flush=True)
             row = of_all_ranks(row, ranks)
             bar.update()
@@ -140,12 +140,12 @@ def text(row: Row) -> str:
 
 
 def line(check: str, driver: str, dtype: str, result: str, off: str, seconds: str, message: str = "") -> str:
-    """Return columns in a line."""
+    """Return a line with these columns."""
     return (f"{check:<24} {driver:<20} {dtype:<9} {result:<9} {off:<17} {seconds:>7}  {message}").rstrip()
 
 
 def report(options: argparse.Namespace, rows: Sequence[Row], ranks: int) -> dict[str, Any]:
-    """Return what the JSON file holds, but for whether all rows hold."""
+    """Return the contents of the JSON file, except whether all rows hold."""
     found = [{**row.name._asdict(), **{key: value for key, value in asdict(row).items() if key != "name"}}
              for row in rows]
     return {
@@ -158,7 +158,7 @@ def report(options: argparse.Namespace, rows: Sequence[Row], ranks: int) -> dict
 
 
 def device_name() -> Optional[str]:
-    """Return what MindSpore calls the device."""
+    """Return MindSpore's name of the device."""
     try:
         return ms.hal.get_device_name(0)
     except Exception:  # a device that MindSpore has no name for

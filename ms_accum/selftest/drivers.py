@@ -1,4 +1,4 @@
-"""The drivers: every way in which microbatches reach an accumulator. The tests compare whole runs with them, too."""
+"""The drivers: all ways to give microbatches to an accumulator. The tests also compare whole runs with them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from .modes import running
 
 
 class Driver:
-    """A driver of an accumulator, as a context in which its calls are made.
+    """Drive an accumulator. A driver is a context manager, in which its calls are made.
 
     Args:
         name: "hand", "step" or "cell" (or "model", a cell); then how it runs: "-jit" or nothing, "-graph" (in graph
             mode) or "-pynative".
-        accumulator: What it feeds.
-        forward_fn: Returns the loss of a batch. A Cell for "cell".
-        weight_fns: What weighs a microbatch, in turn; None: its samples.
-        divisor: By hand, what gradients are divided by, as `reduction="sum"` wants it.
-        options: Of `make_train_step`.
+        accumulator: The accumulator that it drives.
+        forward_fn: Function that returns the loss of a batch; a Cell for "cell".
+        weight_fns: Functions that return the weight of a microbatch, used in turn. None: its number of samples.
+        divisor: By hand, the divisor of gradients, as `reduction="sum"` requires it.
+        options: Options of `make_train_step`.
     """
 
     def __init__(self, name: str, accumulator: Accumulator, forward_fn: Callable,
@@ -34,7 +34,7 @@ class Driver:
         self.build()
 
     def build(self) -> None:
-        """Compile everything again from now on."""
+        """Build the step again, so that later calls compile again."""
         self.steps: list[Any] = [self._step(weight_fn) for weight_fn in self.weight_fns]
         self._flush_by_hand = self._as_it_runs(self._close)
         self._empty_by_hand = self._as_it_runs(self._add_nothing)
@@ -48,7 +48,7 @@ class Driver:
         return self._context.__exit__(*raised)
 
     def __call__(self, *batch: np.ndarray) -> Any:
-        """Train on a microbatch of arrays. By hand, nothing is differentiated if it has no samples."""
+        """Train on a microbatch of arrays. By hand, nothing is differentiated if it is empty."""
         self.calls += 1
         if self.kind == "hand" and not len(batch[0]):
             loss = self._empty_by_hand()
@@ -59,7 +59,7 @@ class Driver:
         return loss
 
     def flush(self) -> bool:
-        """Apply the incomplete window, if one is open. Return whether a window was closed."""
+        """Apply the incomplete window if one is open. Return whether a window was closed."""
         if self.kind != "hand":
             return bool(self.steps[0].flush())
         if self.mode == "pynative" or self.accumulator.exchange.ranks > 1:

@@ -1,4 +1,4 @@
-"""What accumulation costs on this device: memory, time, and reads of the device."""
+"""Measure the cost of accumulation on this device: memory, time, and reads of the device."""
 from __future__ import annotations
 
 import gc
@@ -43,7 +43,7 @@ def figures(quick: bool) -> Iterator[Union[Check, Figure]]:
 
 
 class Memory:
-    """The peak of a window of two microbatches."""
+    """Measure the peak memory of a window of two microbatches."""
 
     def __init__(self, dtype: str, width: int) -> None:
         self.dtype, self.width = dtype, width
@@ -58,7 +58,7 @@ class Memory:
         return Tensor(np.ones((BATCH, self.width)), getattr(ms, self.dtype))
 
     def plain(self) -> None:
-        """Train a small layer. NotRun on CPU, where MindSpore counts no bytes."""
+        """Train a small layer. Raise NotRun on CPU, where MindSpore does not count bytes."""
         if ms.get_context("device_target") == "CPU":
             raise NotRun("not measured on CPU")
         layer = nn.Dense(self.width, 1, dtype=getattr(ms, self.dtype))
@@ -68,7 +68,7 @@ class Memory:
 
     @cached_property
     def peaks(self) -> dict[str, float]:
-        """Bytes per parameter at the peak of the first microbatch, and of the second with its update."""
+        """Return the peak bytes per parameter in the first microbatch, and in the second one with its update."""
         gc.collect()
         synchronize()
         before = ms.runtime.memory_allocated()
@@ -87,7 +87,7 @@ class Memory:
         return peaks
 
     def measure(self, call: str) -> Callable[[], tuple[float, str]]:
-        """Return what measures an add or an update."""
+        """Return a function that measures an add or an update."""
         def measured() -> tuple[float, str]:
             planned: Optional[float] = PLAN[self.dtype][call]
             if call == "add" and self.dtype == "bfloat16" and fusion_is_switched_on():
@@ -100,10 +100,10 @@ class Memory:
 
 
 class Times:
-    """Train steps of ms_accum and of the tutorial's class, in turn.
+    """Time train steps of ms_accum and of the tutorial's class, in turn.
 
     Args:
-        rounds: How many windows of each.
+        rounds: Number of windows of each.
     """
 
     length = 4
@@ -113,7 +113,7 @@ class Times:
 
     @cached_property
     def batch(self) -> tuple[Tensor, Tensor]:
-        """A microbatch."""
+        """Return a microbatch."""
         rng = np.random.default_rng(0)
         return Tensor(rng.normal(size=(32, 784)), ms.float32), Tensor(rng.integers(0, 10, 32), ms.int32)
 
@@ -123,7 +123,7 @@ class Times:
         return mean_loss(network), nn.Momentum(network.trainable_params(), 0.01, 0.9)
 
     def tutorial(self) -> Callable[[], float]:
-        """Return what trains a window with the tutorial's class. Return seconds."""
+        """Return a function that trains a window with the tutorial's class and returns its seconds."""
         forward_fn, optimizer = self.start()
         length = self.length
 
@@ -134,7 +134,7 @@ class Times:
         return self.timed(train_step_with(TwoBuffers(optimizer, length), grad_fn), optimizer)
 
     def ours(self) -> Callable[[], float]:
-        """Return what trains a window with ms_accum. Return seconds."""
+        """Return a function that trains a window with ms_accum and returns its seconds."""
         forward_fn, optimizer = self.start()
         return self.timed(make_train_step(forward_fn, optimizer, self.length), optimizer)
 
@@ -170,7 +170,7 @@ class Times:
 
 
 def surplus_reads(expected: int) -> float:
-    """Return by how many reads 32 microbatches in windows of 4 differ from one for each window."""
+    """Return the number of reads in 32 microbatches in windows of 4, minus one read per window."""
     network = MLP()
     step = make_train_step(mean_loss(network), plain.optimizer_of(network.trainable_params()), 4)
     x, y = Tensor(np.ones((6, 6)), ms.float32), Tensor(np.zeros(6), ms.int32)

@@ -1,4 +1,4 @@
-"""What is special for Ascend: kernels that work in place, and matrix products that are added to a buffer."""
+"""Check what is special on Ascend: kernels that work in place, and matrix products that are added to a buffer."""
 from __future__ import annotations
 
 import os
@@ -29,7 +29,7 @@ FLAGS = "MS_DEV_GRAPH_KERNEL_FLAGS"
 
 
 def checks_of_kernels() -> Iterator[Check]:
-    """Yield a check for each size of a buffer, and one of products that are fused with their addition."""
+    """Yield a check for each size of a buffer, and a check of products that are fused with their addition."""
     for size in SIZES:
         yield Check(Name("kernels in place", f"buffer of {size:,}", "float32"), require_in_place,
                     partial(in_place, size), 1e-6)
@@ -38,14 +38,14 @@ def checks_of_kernels() -> Iterator[Check]:
 
 
 def require_in_place() -> None:
-    """Raise NotRun where no kernel works in place."""
+    """Raise NotRun if no kernel works in place on this device."""
     device = ms.get_context("device_target")
     if device != "Ascend":
         raise NotRun(f"none works in place on {device}")
 
 
 def in_place(size: int, _: None) -> float:
-    """Return by how much results of the kernels in place and of the portable ones differ, in a buffer of this size."""
+    """Return the difference between results of the kernels in place and portable ones, in a buffer of this size."""
     return largest_difference(InPlace(), (size,))
 
 
@@ -61,7 +61,7 @@ def microbatches() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def gradients_by_numpy(dtype: str) -> Sequence[np.ndarray]:
-    """Return the sums of gradients of plain MindSpore, added by NumPy. NotRun where nothing is to be fused."""
+    """Return the sums of gradients of plain MindSpore, added by NumPy. Raise NotRun if nothing is fused here."""
     if not fusion_is_switched_on():
         raise NotRun(f"not switched on in {FLAGS}")
     if "MS_DEV_SAVE_GRAPHS" in os.environ:
@@ -75,7 +75,7 @@ def gradients_by_numpy(dtype: str) -> Sequence[np.ndarray]:
 
 
 def fused(dtype: str, expected: Sequence[np.ndarray]) -> float:
-    """Return how far the buffers of an open window are off. Wrong if a matrix has no fused product."""
+    """Return the error of the buffers of an open window. Raise Wrong if a matrix has no fused product."""
     network = MLP(64, 64, 32, dtype=getattr(ms, dtype))
     matrices = sum(parameter.ndim == 2 for parameter in network.trainable_params())
     step = make_train_step(TargetLoss(network), plain.optimizer_of(network.trainable_params()), 3)
@@ -101,6 +101,8 @@ def saved_graphs(folder: str) -> Iterator[None]:
 
 
 def fused_products(folder: Path) -> int:
-    """Return how many products are one kernel with their addition, in the graph of a folder that has most of them."""
+    """Return the number of products that are fused with their addition, in the graph of a folder that has most of
+    them.
+    """
     graphs = [file.read_text(encoding="utf-8") for file in folder.glob("graph_build*.ir")]
     return max((graph.count("InplaceMatmulAdd(") for graph in graphs), default=0)

@@ -1,4 +1,4 @@
-"""Train steps with a loss of their own: several losses, and a contrastive one with cached representations."""
+"""Check train steps with special losses: several losses, and a contrastive loss with cached representations."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from .training import BOUNDS
 
 
 def checks_of_losses(dtype: str) -> tuple[Check, Check]:
-    """Return a check of several losses and one of a cached contrastive loss."""
+    """Return a check of several losses, and one of a cached contrastive loss."""
     return (Check(Name("several losses", "train step", dtype), partial(expect_two_losses, dtype),
                   partial(two_losses, dtype), BOUNDS[dtype]),
             Check(Name("contrastive loss", "cached, 2 pieces", dtype), partial(expect_contrastive, dtype),
@@ -31,12 +31,12 @@ def network_of(dtype: str) -> MLP:
 
 
 def counts(x: Tensor, y: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what each of `TwoLosses` divides by."""
+    """Return the denominators of `TwoLosses`."""
     return targets(x, y), marked.sum()
 
 
 def marked_texts() -> list[list[tuple[np.ndarray, ...]]]:
-    """Return windows of texts, of which some are marked, in other shares than their targets."""
+    """Return windows of texts. Some texts are marked, and their shares differ from those of the targets."""
     marks = ([[1, 0, 0], [1, 1, 1]], [[1, 1, 1], [0, 1, 0]])
     return [[(x, y, np.asarray(marked, np.float32)) for (x, y), marked in zip(texts((12, 2), seed), window)]
             for seed, window in enumerate(marks)]
@@ -78,7 +78,7 @@ def expect_contrastive(dtype: str) -> plain.Expected:
 
 
 def contrastive(dtype: str, expected: plain.Expected) -> float:
-    """Train on the same, a piece of a batch at a time."""
+    """Train on the same loss, one piece of a batch at a time."""
     network = network_of(dtype)
     step = make_grad_cache_step(Encoder(network), contrastive_loss, plain.optimizer_of(network.trainable_params()), 1,
                                 pieces=2)

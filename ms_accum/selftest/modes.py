@@ -1,4 +1,4 @@
-"""How MindSpore runs: compiled or op by op; and what it needs after an error."""
+"""Run MindSpore compiled or op by op, and recover it after an error."""
 from __future__ import annotations
 
 import os
@@ -18,7 +18,7 @@ _sizes = count(3)
 
 @contextmanager
 def running(mode: str) -> Iterator[None]:
-    """Run the block as one of MODES; "pynative": also what compiles itself, by MindSpore's own switch."""
+    """Run the block in one of MODES. In "pynative", MindSpore's own switch also runs jitted functions op by op."""
     before = ms.get_context("mode")
     ms.set_context(mode=MODES[mode])
     try:
@@ -31,13 +31,15 @@ def running(mode: str) -> Iterator[None]:
 
 
 def synchronize() -> None:
-    """Wait for the device. On CPU, MindSpore has nothing to wait for, and logs an error."""
+    """Wait for the device. On CPU, do nothing: MindSpore has nothing to wait for, and logs an error."""
     if ms.get_context("device_target") != "CPU":
         ms.runtime.synchronize()
 
 
 def recover() -> None:
-    """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next one, not the one after."""
+    """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next graph, but no later
+    one.
+    """
     size = next(_sizes)
     with suppress(RuntimeError), running("jit"):
         ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))

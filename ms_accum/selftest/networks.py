@@ -11,7 +11,7 @@ NO_TARGET = -100
 
 
 class MLP(nn.Cell):
-    """A network of two layers, with the same initial weights for the same seed."""
+    """Classify with two layers; the initial weights depend only on the seed."""
 
     def __init__(self, features: int = 6, hidden: int = 5, classes: int = 3, seed: int = 0,
                  dtype: ms.Type = ms.float32) -> None:
@@ -28,7 +28,7 @@ class MLP(nn.Cell):
 
 
 def mean_loss(network: nn.Cell) -> Callable:
-    """Return the forward function `(x, y) -> loss` of a classifier, whose loss is float32 in any case."""
+    """Return the forward function `(x, y) -> loss` of a classifier; the loss is always float32."""
     loss_fn = nn.CrossEntropyLoss()
 
     def forward_fn(x: Tensor, y: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def mean_loss(network: nn.Cell) -> Callable:
 
 
 class TargetLoss(nn.Cell):
-    """The mean or sum of the cross entropy over the targets that are not `NO_TARGET`, in float32."""
+    """Return the mean or sum of the cross entropy over the targets that are not `NO_TARGET`, in float32."""
 
     def __init__(self, network: MLP, reduction: str = "mean") -> None:
         super().__init__(auto_prefix=False)
@@ -51,7 +51,7 @@ class TargetLoss(nn.Cell):
 
 
 class TwoLosses(nn.Cell):
-    """`TargetLoss`, and the mean square of the logits of the samples that are marked."""
+    """Return `TargetLoss`, and the mean square of the logits of the marked samples."""
 
     def __init__(self, network: MLP) -> None:
         super().__init__(auto_prefix=False)
@@ -76,12 +76,12 @@ class Encoder(nn.Cell):
 
 
 def contrastive_loss(x: Tensor, y: Tensor) -> Tensor:
-    """Return InfoNCE of two views: a row of x belongs to the same row of y."""
+    """Return the InfoNCE loss of two views: each row of x matches the same row of y."""
     return ops.cross_entropy(ops.matmul(x.astype(ms.float32), y.astype(ms.float32).T), ops.arange(x.shape[0]))
 
 
 def targets(x: Tensor, y: Tensor) -> Tensor:
-    """Return how many targets there are: int Tensor of shape `()`."""
+    """Return the number of targets: int Tensor of shape `()`."""
     return (y != NO_TARGET).sum()
 
 

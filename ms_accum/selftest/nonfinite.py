@@ -1,4 +1,4 @@
-"""One bad element, NaN or an infinity, in one gradient: its window or its microbatch has to be left out."""
+"""Check gradients with one bad element, NaN or infinity: the window or the microbatch has to be left out."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -28,13 +28,13 @@ def checks_of_nonfinite(dtype: str) -> Iterator[Check]:
 
 
 def expect(dtype: str) -> plain.Expected:
-    """Train on one window: whether the device has the kernels."""
+    """Train on one window, to find out whether the device has the kernels."""
     network = MLP(dtype=getattr(ms, dtype))
     return plain.train(TargetLoss(network), network.trainable_params(), [samples((5,), 2)])
 
 
 def missed(dtype: str, on_nonfinite: str, _: plain.Expected) -> float:
-    """Return how many bad gradients were not left out. Each parameter gets each kind of bad number once."""
+    """Return the number of bad gradients that were not left out. Each parameter gets each bad number once."""
     parameters = MLP(dtype=getattr(ms, dtype)).trainable_params()
     accumulator = Accumulator(plain.optimizer_of(parameters), 1, on_nonfinite=on_nonfinite)
 

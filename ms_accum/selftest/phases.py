@@ -1,4 +1,4 @@
-"""The phases of a training: each trains, and returns how far the result is off what plain MindSpore does."""
+"""The phases of a training: each trains, and returns the difference to the result of plain MindSpore."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .training import BOUNDS, Training
 
 
 def require_small(training: Training, expected: Expected) -> None:
-    """Raise Wrong if the gradients of plain training are so large that they are clipped."""
+    """Raise Wrong if the gradients of plain training are so large that they would be clipped."""
     clip_norm = training.setting.options().get("clip_norm", np.inf)
     require(max(expected.norms) < clip_norm, "the gradient of plain training is too large for this row")
 
@@ -40,7 +40,7 @@ def reported(training: Training, expected: Expected, windows: Sequence) -> float
 
 
 def incomplete(training: Training, expected: Expected, windows: Sequence) -> float:
-    """Train on windows, the last of which has to be applied before it is full."""
+    """Train on windows, and apply the last one before it is full."""
     require_small(training, expected)
     training.learn(windows)
     require(training.driver.flush(), "flush() closed no window")
@@ -48,7 +48,7 @@ def incomplete(training: Training, expected: Expected, windows: Sequence) -> flo
 
 
 def clipped(training: Training, expected: Expected, windows: Sequence) -> float:
-    """Train on windows whose gradients are clipped, and compare their norm before it, too."""
+    """Train on windows whose gradients are clipped, and also compare their norm before clipping."""
     clip_norm = training.setting.options()["clip_norm"]
     require(min(expected.norms) > clip_norm, "the gradient of plain training is too small to be clipped")
     training.learn(windows)
@@ -57,13 +57,13 @@ def clipped(training: Training, expected: Expected, windows: Sequence) -> float:
 
 
 def spoilt(window: Sequence[tuple]) -> list[tuple]:
-    """Return a window whose first microbatch holds NaN alone."""
+    """Return a window whose first microbatch holds only NaN."""
     (x, *others), *rest = window
     return [(np.full_like(x, np.nan), *others), *rest]
 
 
 def dropped(training: Training, expected: Expected, windows: Sequence) -> float:
-    """Train on a window with NaN, which has to change nothing, and on a good one."""
+    """Train on a window with NaN, which must change nothing, and on a good one."""
     accumulator = training.accumulator
     before, scaler, skipped = values(training.state), accumulator.loss_scaler, int(accumulator.skipped)
     scale = None if scaler is None else float(scaler.scale_value)
@@ -79,9 +79,9 @@ def dropped(training: Training, expected: Expected, windows: Sequence) -> float:
 
 
 def resumed(training: Training, expected: Expected, windows: Sequence) -> float:
-    """Save in the middle of the last window, go on, and resume from the file in a training with other weights.
+    """Save in the middle of the last window, continue, and resume from the file in a training with other weights.
 
-    A window with NaN comes first, so that what counts them is not 0.
+    A window with NaN comes first, so that the counters of skips are not 0.
     """
     *whole, last = windows
     training.learn([spoilt(last), *whole, last[:1]])

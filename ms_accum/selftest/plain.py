@@ -1,4 +1,4 @@
-"""What is expected: plain MindSpore on the undivided batch of each window, op by op. It uses no code of ms_accum."""
+"""Compute the expected result: plain MindSpore on the undivided batch of each window, without code of ms_accum."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from .rows import require
 
 
 class Expected(NamedTuple):
-    """Where plain training ends.
+    """Hold the result of plain training.
 
     Attributes:
         start, end: The parameters before and after.
@@ -29,9 +29,9 @@ class Expected(NamedTuple):
 
 
 def optimizer_of(parameters: Sequence[Parameter]) -> nn.Optimizer:
-    """Return an optimizer with state that Ascend has kernels for, nearly linear in the gradient.
+    """Return an optimizer with state, for which Ascend has kernels, and which is nearly linear in the gradient.
 
-    That is Momentum, but for bfloat16, and there AdamWeightDecay, linear with a large epsilon.
+    It is Momentum; for bfloat16 it is AdamWeightDecay, which is nearly linear with a large epsilon.
     """
     if parameters[0].dtype == ms.bfloat16:
         return nn.AdamWeightDecay(list(parameters), learning_rate=5.0, eps=1.0)
@@ -45,7 +45,7 @@ def undivided(microbatches: Sequence[tuple]) -> tuple[np.ndarray, ...]:
 
 def train(loss_fn: Callable, parameters: Sequence[Parameter], windows: Sequence[Sequence[tuple]],
           clip_norm: Optional[float] = None) -> Expected:
-    """Train `parameters` by one update for each window of microbatches, on their undivided batch."""
+    """Train `parameters` with one update for each window, on its undivided batch."""
     optimizer, norms, losses = optimizer_of(parameters), [], []
     gradients_of = ms.grad(loss_fn, None, optimizer.parameters)
     start = values(parameters)
@@ -62,7 +62,7 @@ def train(loss_fn: Callable, parameters: Sequence[Parameter], windows: Sequence[
 
 
 def off(parameters: Sequence[Parameter], expected: Expected) -> float:
-    """Return how far parameters are off, relative to how far plain training moved them."""
+    """Return the error of parameters, relative to how far plain training moved them."""
     moved = [end - start for start, end in zip(expected.start, expected.end)]
     require(0 < sum((m**2).sum() for m in moved) < np.inf, "plain training did not move the parameters, or not to "
             "numbers: the device computes nothing, or wrongly")

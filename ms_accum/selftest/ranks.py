@@ -1,4 +1,4 @@
-"""Several ranks: what they exchange, against plain training on the samples of all of them; and their rows as one."""
+"""Check several ranks against plain training on the samples of all ranks, and combine their rows."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ _RESULTS = (HOLDS, MEASURED, NOT_RUN, NO_KERNEL, FAILS)  # from the best to the 
 
 
 def checks_of_ranks(rank: int, ranks: int, quick: bool) -> Iterator[Check]:
-    """Yield a check for each way of exchanging, driver and dtype. Other ranks begin with weights of their own."""
+    """Yield a check for each kind of exchange, driver and dtype. Ranks begin with different weights."""
     drivers = ("train step",) if quick else ("train step", "cell, graph mode", "by hand, op by op")
     windows = windows_of(ranks)
     for dtype in ("float32",) if quick else BOUNDS:
@@ -37,7 +37,7 @@ def checks_of_ranks(rank: int, ranks: int, quick: bool) -> Iterator[Check]:
 
 
 def microbatches_of(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return a rank's own data: odd ranks have less, and other sizes."""
+    """Return a rank's own data: odd ranks have less data, in other sizes."""
     return samples((5, 2, 5, 2, 5) if rank % 2 == 0 else (2, 5, 2), 20 + rank)
 
 
@@ -49,14 +49,14 @@ def windows_of(ranks: int) -> list[list[tuple[np.ndarray, np.ndarray]]]:
 
 
 def exchanged(own: Sequence[tuple], training: Training, expected: plain.Expected, _: Sequence) -> float:
-    """Train on this rank's data to its end."""
+    """Train on all data of this rank."""
     training.learn([own])
     training.driver.flush()
     return training.off(expected)
 
 
 def of_all_ranks(row: Row, ranks: int) -> Row:
-    """Return the worst row of all ranks, which says whose it is. Every rank has to call it."""
+    """Return the worst row of all ranks, with the ranks in its message. Every rank has to call it."""
     if ranks == 1:
         return row
     numbers = np.array([_RESULTS.index(row.result), np.inf if row.difference is None else row.difference])
@@ -66,7 +66,7 @@ def of_all_ranks(row: Row, ranks: int) -> Row:
     if result == numbers[0] and result != _RESULTS.index(FAILS):
         return row if np.isinf(difference) else replace(row, difference=float(difference))
     failed = [rank for rank in range(ranks) if rows[rank][0] == result]
-    said = row.message if row.result == _RESULTS[int(result)] else "see what it wrote to stderr"
+    said = row.message if row.result == _RESULTS[int(result)] else "see its output on stderr"
     message = f"rank {', '.join(map(str, failed))}{': ' * bool(said)}{said}"
     return replace(row, result=_RESULTS[int(result)], message=message,
                    difference=None if np.isinf(difference) else float(difference))

@@ -1,4 +1,4 @@
-"""How often the host reads from the device, and so waits for it."""
+"""Count how often the host reads from the device, and so waits for it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ READERS = ("asnumpy", "__int__", "__bool__", "__float__")
 
 @contextmanager
 def counted_reads() -> Iterator[list[str]]:
-    """Yield a list that grows with each value that the host reads in the block."""
+    """Yield a list that gets an entry for each value that the host reads in the block."""
     made: list[str] = []
     inside: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Rows of the table: what is checked, and how it came out."""
+"""Rows of the table: checks and their results."""
 from __future__ import annotations
 
 import logging
@@ -16,7 +16,7 @@ HOLDS, FAILS, NO_KERNEL, NOT_RUN, MEASURED = "holds", "FAILS", "no kernel", "not
 
 
 class Name(NamedTuple):
-    """What a row checks, by which driver, in which dtype."""
+    """Name a row: what it checks, with which driver, in which dtype."""
 
     check: str
     driver: str = ""
@@ -28,16 +28,16 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.
+    """Hold a row of the table.
 
     Attributes:
-        name: What it checks.
+        name: The name of the check.
         result: HOLDS, FAILS, NO_KERNEL (plain MindSpore cannot do it on this device), NOT_RUN, or MEASURED.
-        difference: How far the result is off, relative; None if it was not compared.
-        bound: The largest difference that holds.
-        value: What was measured.
-        message: What failed, or is to be said of it.
-        seconds: How long it took.
+        difference: The relative error of the result; None if it was not compared.
+        bound: The largest accepted difference.
+        value: The measured value.
+        message: The failure, or a remark.
+        seconds: Time of the row in seconds.
     """
 
     name: Name
@@ -50,11 +50,11 @@ class Row:
 
 
 class Wrong(Exception):
-    """What a check found to be wrong, in a sentence."""
+    """Report what a check found to be wrong, in a sentence."""
 
 
 class NotRun(Exception):
-    """Why a row is not run, in a sentence."""
+    """Report why a row is not run, in a sentence."""
 
 
 def require(condition: object, wrong: str) -> None:
@@ -65,13 +65,14 @@ def require(condition: object, wrong: str) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """How to make a row that compares: what plain MindSpore does on this device, and what ms_accum does.
+    """Make a row that compares the result of ms_accum with that of plain MindSpore on this device.
 
     Attributes:
-        name: What it checks.
-        plain: Returns what is expected. If it raises, the device has no kernel for it; in float32, that is a failure.
-        ours: Takes what is expected, and returns how far ms_accum's result is off.
-        bound: The largest difference that holds.
+        name: The name of the check.
+        plain: Function that returns the expected result. If it raises an error, the device has no kernel for it; in
+            float32, that is a failure.
+        ours: Function that takes the expected result, and returns the error of ms_accum's result.
+        bound: The largest accepted difference.
     """
 
     name: Name
@@ -86,7 +87,7 @@ class Check:
         except NotRun as error:
             return Row(self.name, NOT_RUN, message=str(error))
         except Exception as error:
-            # Every device computes in float32, so there the reference itself is broken.
+            # Every device computes in float32, so in float32 the reference itself is broken.
             result = FAILS if self.name.dtype == "float32" else NO_KERNEL
             return Row(self.name, result, message=f"plain MindSpore: {said(error)}".rstrip())
         try:
@@ -99,12 +100,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Figure:
-    """How to make a row that measures.
+    """Make a row that measures.
 
     Attributes:
-        name: What is measured.
-        plain: Does in plain MindSpore what is measured. If it raises, the device has no kernel for it.
-        measure: Returns a value, and what is to be said of it.
+        name: The name of the measurement.
+        plain: Function that does the same in plain MindSpore. If it raises an error, the device has no kernel for it.
+        measure: Function that returns the value, and a remark.
     """
 
     name: Name
@@ -124,9 +125,9 @@ class Figure:
 
 
 def row_of(check: Union[Check, Figure]) -> Row:
-    """Run a check, whatever it does: warnings are silenced, and an error leaves MindSpore as it was."""
+    """Run a check, without warnings, and recover MindSpore after an error."""
     start, logged = perf_counter(), logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # MindSpore logs that it compiles a function once more
+    logging.disable(logging.CRITICAL)  # MindSpore logs that it compiles a function again
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -148,7 +149,7 @@ _errors: list[bool] = []  # whether MindSpore raised one since it last compiled
 
 
 def _note_error() -> None:
-    """Let MindSpore report what it still has of an error, which the next row would get otherwise."""
+    """Let MindSpore report the rest of an error now; otherwise the next row would get it."""
     with suppress(Exception):
         synchronize()
     _errors.append(True)

@@ -1,4 +1,4 @@
-"""Which rows there are."""
+"""Select the rows of the table."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from .training import BOUNDS, DRIVERS, Training
 
 
 def rows_to_be(quick: bool, rank: int = 0, ranks: int = 1) -> Iterator[Union[Check, Figure]]:
-    """Yield how to make each row, on one of several ranks. Quick: in float32, and each check by one driver."""
+    """Yield the checks of the table, on one of several ranks. `quick`: only float32, and each check with one driver."""
     yield from chain(quick_checks() if quick else all_checks(),
                      checks_of_ranks(rank, ranks, quick) if ranks > 1 else (), checks_of_kernels(), figures(quick))
 
@@ -32,7 +32,7 @@ def all_checks() -> Iterator[Check]:
 
 
 def quick_checks() -> Iterator[Check]:
-    """Yield each check once, by one driver after the other."""
+    """Yield each check once; the drivers take turns."""
     parts = [SAMPLES._replace(phases=(phase,)) for phase in SAMPLES.phases] + [MEANS, SUMS, ONES]
     for setting, driver in zip(parts, cycle(DRIVERS)):
         yield from Training(setting, driver, "float32").checks()

@@ -1,4 +1,4 @@
-"""What trainings check: samples, tokens whose loss is a mean, and tokens whose loss is a sum."""
+"""Settings of the trainings: samples, tokens whose loss is a mean, and tokens whose loss is a sum."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .training import Phase, Setting
 
 
 def samples(sizes: Sequence[int], seed: int, loud: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return microbatches of so many samples; loud: all of one class, which makes a large gradient."""
+    """Return microbatches of these sizes. `loud`: all samples are of one class, which makes a large gradient."""
     rng, microbatches = np.random.default_rng(seed), []
     for size in sizes:
         x, y = rng.normal(size=(size, 6)), rng.integers(0, 3, size)
@@ -22,7 +22,7 @@ def samples(sizes: Sequence[int], seed: int, loud: bool = False) -> list[tuple[n
 
 
 def texts(counts: Sequence[int], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return microbatches of 3 texts of 4 tokens, with so many targets."""
+    """Return microbatches of 3 texts of 4 tokens, with these numbers of targets."""
     rng, microbatches = np.random.default_rng(seed), []
     for count in counts:
         y = rng.integers(0, 3, 12)
@@ -32,16 +32,16 @@ def texts(counts: Sequence[int], seed: int) -> list[tuple[np.ndarray, np.ndarray
 
 
 def options_of_samples() -> dict[str, Any]:
-    """Return the options of the accumulator that is given samples."""
+    """Return the options of the accumulator for samples."""
     return {"clip_norm": 0.8, "on_nonfinite": "skip_window"}
 
 
 def options_of_means() -> dict[str, Any]:
-    """Return the options of the accumulator that is given means over tokens."""
+    """Return the options of the accumulator for means over tokens."""
     return {"loss_scaler": amp.DynamicLossScaler(64, 2, 1000)}
 
 
-# Windows of one phase have microbatches of two sizes: each size is compiled anew.
+# Windows of one phase have microbatches of two sizes: each size must be compiled.
 SAMPLES = Setting((
     Phase("ragged windows", [samples((5, 2, 5), 2), samples((2, 5, 5), 12)], phases.reported),
     Phase("incomplete window", [samples((5, 2), 0)], phases.incomplete),

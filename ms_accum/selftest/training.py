@@ -1,6 +1,6 @@
-"""One training: a network on a driver, and the phases that check it, each from the same start.
+"""One training: a network with a driver, and the phases that check it, each from the same start.
 
-Compiling is what takes the time, so the phases of a training share its graphs, and each has a row of its own.
+Compiling takes most of the time, so the phases of a training share its graphs, and each phase has a row.
 """
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .drivers import Driver
 from .networks import MLP, TargetLoss
 from .rows import Check, Name
 
-# How drivers are called in the table: the name for `Driver`, and the pieces of a microbatch.
+# By the name of a driver in the table: its name for `Driver`, and the pieces of a microbatch.
 DRIVERS = {
     "by hand, compiled": ("hand-jit", 1), "by hand, op by op": ("hand-pynative", 1), "train step": ("step-jit", 1),
     "train step, 2 pieces": ("step-jit", 2), "cell, graph mode": ("cell-graph", 1),
     "cell, PyNative": ("cell-pynative", 1),
 }
-# The largest norm of the difference to plain training, relative to that of how far the parameters move.
+# The largest norm of the difference to plain training, relative to the norm of the parameters' change.
 BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 class Phase(NamedTuple):
-    """What a training checks in one row.
+    """Define what a training checks in one row.
 
     Attributes:
         name: The check.
-        windows: Windows of microbatches, which plain training learns undivided.
-        run: `(training, expected, windows)` trains and returns how far it is off.
-        exact: Whether what is compared has to be bit-identical.
+        windows: Windows of microbatches; plain training trains on each as one undivided batch.
+        run: `(training, expected, windows) -> error`: trains.
+        exact: Whether the results must be bit-identical.
     """
 
     name: str
@@ -46,16 +46,16 @@ class Phase(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What the phases of a training share.
+    """Define what the phases of a training share.
 
     Attributes:
-        phases: What it checks.
-        accumulate_step: Microbatches in a window.
-        options: Returns further options of the accumulator.
-        reduction: What the loss does with its targets.
-        weight_fn: What weighs a microbatch; None: its samples.
-        by_hand: By hand: what divides gradients that are summed; None: means, as in a train step.
-        trained: Takes the network's parameters, and returns what the optimizer trains.
+        phases: The phases to check.
+        accumulate_step: Number of microbatches in a window.
+        options: Function that returns further options of the accumulator.
+        reduction: Reduction of the loss over its targets.
+        weight_fn: Function that returns the weight of a microbatch. None: its number of samples.
+        by_hand: By hand: the divisor of summed gradients. None: means, as in a train step.
+        trained: Function that returns the parameters to train, given those of the network.
     """
 
     phases: tuple[Phase, ...]
@@ -68,13 +68,13 @@ class Setting(NamedTuple):
 
 
 class Training:
-    """The training of a setting by a driver; built when a phase first runs.
+    """Train a setting with a driver; it is built when a phase first runs.
 
     Args:
-        setting: What it trains.
+        setting: The setting.
         driver: One of DRIVERS.
         dtype: Name of the parameters' dtype.
-        seed: Of the initial weights: 0, unless a checkpoint or rank 0 replaces them. Plain training begins with 0.
+        seed: Seed of the initial weights: 0, unless a checkpoint or rank 0 replaces the weights. Plain training uses 0.
     """
 
     def __init__(self, setting: Setting, driver: str, dtype: str, seed: int = 0) -> None:
@@ -88,12 +88,12 @@ class Training:
 
     @cached_property
     def network(self) -> MLP:
-        """The network that is trained."""
+        """Return the network that is trained."""
         return MLP(seed=self.seed, dtype=getattr(ms, self.dtype))
 
     @cached_property
     def accumulator(self) -> Accumulator:
-        """What is checked."""
+        """Return the accumulator that is checked."""
         setting = self.setting
         summed = setting.by_hand is not None and self.name.startswith("by hand")
         optimizer = plain.optimizer_of(setting.trained(self.network.trainable_params()))
@@ -102,7 +102,7 @@ class Training:
 
     @cached_property
     def driver(self) -> Driver:
-        """What feeds it."""
+        """Return the driver of the accumulator."""
         setting, (name, pieces) = self.setting, DRIVERS[self.name]
         loss = TargetLoss(self.network, setting.reduction)
         options: dict[str, Any] = {} if name.startswith("hand") else {"loss_reduction": setting.reduction}
@@ -114,12 +114,12 @@ class Training:
 
     @cached_property
     def start(self) -> list[tuple[ms.Parameter, Tensor]]:
-        """The network's and the optimizer's state, and what it begins with."""
+        """Return the network's and the optimizer's state, with their initial values."""
         return [(p, Tensor(p.asnumpy().copy(), p.dtype)) for p in self.state]
 
     @property
     def state(self) -> list[ms.Parameter]:
-        """The network's and the optimizer's state."""
+        """Return the network's and the optimizer's state."""
         return list({id(p): p for p in (*self.network.get_parameters(), *self.accumulator.optimizer.get_parameters())
                      }.values())
 
@@ -134,7 +134,7 @@ class Training:
         return plain.train(lambda *batch: loss(*batch) / weight(*batch), network.trainable_params(), phase.windows)
 
     def run(self, phase: Phase, expected: plain.Expected) -> float:
-        """Run a phase from the start. Return how far it is off."""
+        """Run a phase from the start. Return its error."""
         self.restart()
         try:
             with self.driver:
@@ -151,17 +151,17 @@ class Training:
     def learn(self, windows: Sequence[Sequence[tuple]]) -> list[Tensor]:
         """Train on microbatches. Return their losses."""
         returned = [self.driver(*microbatch) for window in windows for microbatch in window]
-        return [loss[0] if isinstance(loss, tuple) else loss for loss in returned]  # a cell may tell of an overflow
+        return [loss[0] if isinstance(loss, tuple) else loss for loss in returned]  # a cell may also return an overflow
 
     def off(self, expected: plain.Expected) -> float:
-        """Return how far the parameters are off, relative to how far plain training moved them."""
+        """Return the error of the parameters, relative to how far plain training moved them."""
         return plain.off(self.network.trainable_params(), expected)
 
     def bits(self) -> list[np.ndarray]:
-        """Return every number of state."""
+        """Return all values of the state."""
         return [p.asnumpy().copy() for p in (*self.state, *self.accumulator.state.values())]
 
 
 def once(*batch: Tensor) -> float:
-    """Weigh every microbatch with 1."""
+    """Return the weight 1 for every microbatch."""
     return 1.0

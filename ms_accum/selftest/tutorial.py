@@ -1,4 +1,4 @@
-"""The accumulator of MindSpore's tutorial, in behaviour: what ms_accum is compared with."""
+"""An accumulator that behaves like that of MindSpore's tutorial, to compare ms_accum with."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 @ms.jit_class
 class TwoBuffers:
-    """Sums, and zeros to clear them with; a counter that only grows. The script divides its loss by `length`."""
+    """Accumulate in sums, with zeros to clear them and a counter that only grows. The script divides its loss."""
 
     def __init__(self, optimizer: nn.Optimizer, length: int) -> None:
         self.optimizer, self.length = optimizer, length

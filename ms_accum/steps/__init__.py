@@ -1,1 +1,1 @@
-"""Batches in, losses out; the host decides when a window closes. The optional rooms and examples may import it."""
+"""Train steps: batches in, losses out; the host decides when a window closes. Optional rooms and examples use them."""

@@ -21,27 +21,27 @@ from mindspore.dataset.engine.iterators import Iterator
 from ..arguments import LARGEST_INT32
 
 _BATCHED = BatchDataset, BucketBatchByLengthDataset, PaddedBatchDataset
-_UNBATCHED = ("the dataset yields samples of {} one by one, expected batches: each sample would be a microbatch that "
-              "counts as many samples as it has rows; give dataset.batch(32), say, or, if each item is a batch "
-              "already, a generator (for Model a GeneratorDataset)")
+_UNBATCHED = ("the dataset yields samples of {} one by one, expected batches: a sample would be taken for a "
+              "microbatch, and the length of its first axis for the number of samples; give e.g. dataset.batch(32), "
+              "or, if each item is already a batch, a generator (for Model a GeneratorDataset)")
 
 
 def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
-    """Return what an iterable of batches yields as positional and keyword arguments; see `as_tensors`."""
+    """Return a batch that an iterable yielded as positional and keyword arguments; see `as_tensors`."""
     if isinstance(batch, Mapping):
         return (), dict(zip(batch, as_tensors(batch.values())))
     return as_tensors(batch if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 def as_tensors(values: Iterable) -> tuple:
-    """Return the values of a batch. NumPy arrays become Tensors of their own: who gave them may fill them again."""
+    """Return the values of a batch. NumPy arrays are copied to Tensors, so that the caller may fill them again."""
     return tuple(map(_as_tensor, values))
 
 
 def require_batched(batches: Any) -> None:
-    """Refuse a `mindspore.dataset`, or an iterator of one, that has no batch operation: ValueError.
+    """Raise ValueError for a `mindspore.dataset`, or an iterator of one, without a batch operation.
 
-    A `GeneratorDataset` may yield batches, and is not refused. A single batch, given as a dict, is: TypeError.
+    A `GeneratorDataset` may yield batches, and raises no error. A single batch, given as a dict, raises TypeError.
     """
     if isinstance(batches, Mapping):
         raise TypeError("batches is a dict, expected an iterable of batches; for a single one call train_step(**batch)")
@@ -52,11 +52,11 @@ def require_batched(batches: Any) -> None:
 
 
 def _source_of_samples(dataset: Dataset) -> Optional[Dataset]:
-    """Return a source of MindSpore's that no batch operation follows."""
+    """Return a MindSpore source that no batch operation follows, or None."""
     if isinstance(dataset, _BATCHED):
         return None
     if not dataset.children:
-        # What derives from a GeneratorDataset outside MindSpore is a user's own.
+        # A subclass of GeneratorDataset outside MindSpore is a user's own, and may yield batches.
         own = type(dataset) is GeneratorDataset or not type(dataset).__module__.startswith("mindspore.")
         return dataset if isinstance(dataset, SourceDataset) and not own else None
     return next(filter(None, map(_source_of_samples, dataset.children)), None)
@@ -67,23 +67,25 @@ def _as_tensor(value: Any) -> Any:
 
 
 def named_values(function: Callable, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named arguments without those that are None, which graph mode cannot pass by name.
+    """Return the named arguments, without those that are None: graph mode cannot pass None by name.
 
     Raises:
-        TypeError: If leaving a None out would change the call, or an argument is a str.
+        TypeError: If the call would change without the None, or an argument is a str.
     """
     for name, value in named.items():
         if value is None and getattr(_parameters(function).get(name), "default", None) is not None:
-            raise TypeError(f"{name} is None, which cannot be passed by name to a compiled step, expected a Tensor; "
-                            f"give the parameter {name} the default None")
+            raise TypeError(f"{name} is None, expected a Tensor: a compiled step cannot get None by name; give the "
+                            f"parameter {name} the default None")
         if isinstance(value, str):
-            raise TypeError(f"{name} is a str, which cannot be passed by name to a compiled step, expected a Tensor; "
-                            "leave it out, or bind it with functools.partial")
+            raise TypeError(f"{name} is a str, expected a Tensor: a compiled step cannot get a str by name; leave it "
+                            "out, or bind it with functools.partial")
     return {name: value for name, value in named.items() if value is not None}
 
 
 def ordered(function: Callable, names: Iterable[str]) -> tuple[str, ...]:
-    """Return names in the order of the function's parameters, and those for its `**kwargs` behind, as given."""
+    """Return names in the order of the function's parameters; those for its `**kwargs` come last, in the given
+    order.
+    """
     order = list(_parameters(function))
     return tuple(sorted(names, key=lambda name: order.index(name) if name in order else len(order)))
 
@@ -97,7 +99,7 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
 
 
 def positions_of(cell: nn.Cell) -> tuple[str, int, int]:
-    """Return the names that `construct` takes by position, as text; how many it needs, and how many it takes."""
+    """Return the positional parameters of `construct` as text, their least number and their largest number."""
     parameters = _parameters(cell).values() if type(cell).__call__ is nn.Cell.__call__ else ()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_all = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -119,19 +121,19 @@ def positional(
     count: int = 0,
     names: tuple[str, ...] = (),
 ) -> Optional[Callable]:
-    """Return `function` as one that graph mode can call with the whole batch by position.
+    """Wrap `function` so that graph mode can call it with the whole batch by position.
 
-    It also unpacks a `functools.partial`, of which graph mode does not know what it returns.
+    It also unpacks a `functools.partial`: graph mode does not know what a partial returns.
 
     Args:
-        name: What an error calls `function`.
-        function: A function, Cell or `functools.partial`; it gets those of `names` that it takes, or all for
-            `**kwargs`. None is returned as it is.
+        name: Name of `function` in errors.
+        function: A function, Cell or `functools.partial`. It gets the arguments of `names` that are in its signature,
+            or all if it has `**kwargs`. None is returned unchanged.
         count: Number of arguments in the batch.
-        names: Names of the last of them.
+        names: Names of the last arguments, which were given by name.
 
     Raises:
-        TypeError: If `count` is given, and `function` does not take such a batch.
+        TypeError: If `count` is given, and `function` cannot be called with such a batch.
     """
     if function is None:
         return None
@@ -154,7 +156,7 @@ def positional(
 
 
 def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of `names` that `function` takes. TypeError if the batch does not fit."""
+    """Return the `names` that are in the signature of `function`. Raise TypeError if the batch does not fit."""
     signature = inspect.Signature(list(_parameters(function).values()))
     parameters = signature.parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -165,6 +167,6 @@ def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]
             raise TypeError(f"got an unexpected argument {next(n for n in names if n not in taken)!r}")
     except TypeError as error:
         given = ", ".join([*([f"{positions} by position"] if positions else []), *names])
-        raise TypeError(f"{name}{signature} does not take the batch ({given}): {error}; give it parameters for the "
-                        "batch, or select columns before") from None
+        raise TypeError(f"{name}{signature} does not take the batch ({given}): {error}; give it parameters for "
+                        "the batch, or select columns first") from None
     return taken

@@ -1,4 +1,4 @@
-"""After an error: forget the graphs, and say which rank is missing, which piece failed, or that rates are used up."""
+"""After an error: forget the graphs, and name the missing rank, the failed piece or the used-up learning rates."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -9,19 +9,19 @@ from ..core.counters import NoProgress
 from ..core.optimizers import require_rates
 from ..distributed.ranks import raise_if_left_alone
 
-# About what a function returned: the same for every piece.
+# Errors about what a function returned are the same for every piece.
 _REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")
 
 
 @contextmanager
 def explaining_errors(optimizer: Callable, forget_graphs: Callable[[], object]) -> Iterator[None]:
-    """Within the block, forget all graphs after an error, and raise what it means, if that can be told.
+    """Forget all graphs after an error in the block, and raise an error that explains it, if the cause is known.
 
-    A graph in which a kernel failed fails in all its later calls (MindSpore 2.10).
+    A graph in which a kernel has failed fails in all later calls (MindSpore 2.10).
 
     Args:
         optimizer: The optimizer whose update may have failed.
-        forget_graphs: Is called after an error, to compile everything again.
+        forget_graphs: Function that is called after an error, so that everything is compiled again.
     """
     try:
         yield
@@ -36,11 +36,12 @@ def explaining_errors(optimizer: Callable, forget_graphs: Callable[[], object]) 
 
 
 def ask_about_piece(error: Exception, place: int, pieces: int, runs_whole: bool = False) -> None:
-    """Add a last line to an error: which piece of a batch failed, and a question about the usual reason.
+    """Add a last line to an error: the piece of a batch that failed, and the usual reason.
 
     Args:
-        error: The error. One of an exchange, or one that refuses what a function returned, stays as it is.
-        place: The piece, from 0. MindSpore may report a kernel's error too late, unless its host waits for kernels.
+        error: The error. Errors of an exchange, and errors about what a function returned, are not changed.
+        place: The piece, from 0. MindSpore may report a kernel's error during a later piece, unless its host waits for
+            kernels.
         pieces: Number of pieces in the batch.
         runs_whole: Whether the function ran on the whole batch.
     """
@@ -57,5 +58,5 @@ def ask_about_piece(error: Exception, place: int, pieces: int, runs_whole: bool 
 
 
 def one_line(error: Exception) -> str:
-    """Return what an error says, in one line of at most 200 characters."""
+    """Return the message of an error in one line of at most 200 characters."""
     return " ".join(str(error).split()).strip("- ")[:200]

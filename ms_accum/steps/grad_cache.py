@@ -1,7 +1,7 @@
-"""Losses that couple samples, at the memory of one microbatch: gradient caching for contrastive training.
+"""Losses that couple samples, with the memory of one piece: gradient caching for contrastive training.
 
     pieces ─ encode ─► representations of the batch ─ loss_fn ─► loss and its gradient at each representation
-                                                                        │ of each piece's rows
+                                                                        │ of each piece's samples
     pieces ─ encode again, this time backward from ◄───────────────────┘ ─► add ─► ... (as any microbatch)
 """
 from __future__ import annotations
@@ -40,38 +40,38 @@ def make_grad_cache_step(
     *,
     pieces: int,
 ) -> GradCacheStep:
-    """Build a compiled train step for a loss over a whole batch, such as InfoNCE, with the memory of one piece.
+    """Build a compiled train step for a loss over a whole batch, such as InfoNCE, that needs the memory of one piece.
 
         representations = encode_fn(piece) for each piece             # forward only
         loss = loss_fn(representations of the batch)                  # and d = its gradient at each representation
         gradient = sum of the gradients of sum(d[piece] * encode_fn(piece))
 
-    Accumulation cuts a contrastive batch into small ones with fewer negatives, which is another loss. Here the loss
-    sees the whole batch, and by the chain rule the gradient equals that of the undivided batch, for one more forward
-    pass. In memory are the activations of one piece, the representations (in float32), and what `loss_fn` computes from
-    them (for InfoNCE the n x n similarities).
+    Plain accumulation cuts a contrastive batch into small batches with fewer negatives, which is a different loss. Here
+    the loss sees the whole batch, and by the chain rule the gradient equals that of the undivided batch. It costs one
+    more forward pass. The memory holds the activations of one piece, the representations (in float32), and what
+    `loss_fn` computes from them (for InfoNCE the n x n similarities).
 
     Args:
-        encode_fn: `(*piece) -> representations`: a Tensor with a row per sample, `(m, ...)`, or a tuple of such Tensors
-            of one float dtype. Each row may depend on its own sample only, and both passes have to compute the same:
-            layers that draw random numbers (Dropout) are refused when the step runs. BatchNorm in training mode sees
-            pieces, so the gradient is that of a network that normalises each piece, and moving statistics move twice.
+        encode_fn: `(*piece) -> representations`: a Tensor of shape `(m, ...)` with one representation per sample, or a
+            tuple of such Tensors of one float dtype. A representation may depend on its own sample only, and both
+            passes must compute the same values: random layers (Dropout) raise an error when the step runs. BatchNorm in
+            training mode normalises each piece, not the batch, and its moving statistics are updated twice.
         loss_fn: `(*representations) -> loss` of the whole batch: float Tensor of shape `()`.
         optimizer: An optimizer, or an accumulator with `reduction="mean"`, as in `make_train_step`. A batch is one
-            microbatch, with its samples as weight. The optimizer may hold parameters of `loss_fn`, too (a temperature).
-            With several ranks, each rank has the negatives of its own batch.
-        accumulate_step: Batches in a window, with an optimizer.
+            microbatch, and its weight is its number of samples. The optimizer may also hold parameters of `loss_fn`
+            (e.g. a temperature). With several ranks, each rank uses the negatives of its own batch.
+        accumulate_step: Number of batches in a window. Required with an optimizer.
         pieces: Number of pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
 
     Returns:
-        `train_step(*batch) -> loss`, a float32 Tensor of shape `()`, with `epoch`, `flush`, `updated` and batches with
-        names as in `make_train_step`.
+        `train_step(*batch) -> loss`, a float32 Tensor of shape `()`. `epoch`, `flush`, `updated` and named batches work
+        as in `make_train_step`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the accumulator has `reduction="sum"`, looks at single pieces (a noise scale,
-            `on_nonfinite="skip_microbatch"`), which are no estimates of the batch's gradient here, or exchanges them
-            between ranks (`sync="microbatch"`); or `pieces` is out of range.
+        ValueError: If `pieces` is out of range, or the accumulator has `reduction="sum"`, looks at single pieces (a
+            noise scale, `on_nonfinite="skip_microbatch"`) or exchanges them between ranks (`sync="microbatch"`): here,
+            the gradient of a piece is not an estimate of the batch's gradient.
 
     Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
     (https://arxiv.org/abs/2101.06983).
@@ -96,14 +96,14 @@ def make_grad_cache_step(
     accumulator, pieces = averaging(optimizer, accumulate_step), checked_pieces(pieces)
     way = accumulator.way
     if way.exchange.inside > 1 or way.looks_at_gradients:
-        raise ValueError('the accumulator looks at single pieces (noise_scale, "skip_microbatch", or '
-                         'sync="microbatch" or "node"), which are no estimates of the gradient of a batch here; give '
+        raise ValueError('the accumulator looks at single pieces (noise_scale, "skip_microbatch", or sync="microbatch" '
+                         'or "node"), but here the gradient of a piece is not an estimate of that of the batch; give '
                          '"skip_window" or sync="window"')
     return GradCacheStep(encode_fn, loss_fn, accumulator, pieces)
 
 
 class GradCacheStep(TrainStep):
-    """What `make_grad_cache_step` returns: see there, and `TrainStep`."""
+    """Train on a loss over whole batches, built by `make_grad_cache_step`; see there, and `TrainStep`."""
 
     def __init__(self, encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, pieces: int) -> None:
         def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Program:
@@ -121,7 +121,7 @@ def _cached(program: Program, encode: Callable, loss_fn: Callable, accumulator: 
             cut: Cut) -> Callable:
     """Return `(*batch) -> loss`, which encodes pieces twice: for the loss of the batch, and backward from its gradient.
 
-    ValueError if `encode_fn` returned other representations in the second pass. The batch is ignored then.
+    Raise ValueError if `encode_fn` returned other representations in the second pass. The batch is then ignored.
     """
     starts = [(Tensor(start, ms.int32), rows) for start, rows in program.starts]
     encoders = {rows: straight(_encode_fn(encode, cut, rows), accumulator.way) for _, rows in starts}
@@ -133,9 +133,9 @@ def _cached(program: Program, encode: Callable, loss_fn: Callable, accumulator: 
         loss, same, cotangents = first(representations[0], ops.concat(representations), *batch)
         if not same:
             end(Tensor(1, ms.int32))
-            raise ValueError("encode_fn returned two different representations of the same rows, so the gradient would "
-                             "be wrong: does it draw random numbers? Switch Dropout off (p=0, or "
-                             "network.set_train(False)); the batch was ignored")
+            raise ValueError("encode_fn returned two different representations of the same samples, so the gradient "
+                             "would be wrong; the batch was ignored. If it draws random numbers, switch Dropout off "
+                             "(p=0, or network.set_train(False))")
         for start, rows in starts[1:]:
             program.piece(rows)(start, cotangents, *batch)
         end(Tensor(len(starts), ms.int32))
@@ -160,9 +160,9 @@ def _first_fn(encode: Callable, loss_fn: Callable, way: Way, samples: int, cut: 
               rows: int) -> Callable:
     """Return `(first, cached, *batch) -> (loss, whether both passes agreed, its gradient at the representations)`.
 
-    Rows of the first piece are encoded again, the others are cached: one backward pass gives the gradients of the first
-    piece, of `loss_fn`'s own parameters, and at the representations. Gradients of pieces add up to that of the batch,
-    and each weighs its rows: so they are those of samples / rows times the loss.
+    The first piece is encoded again, the representations of the others are cached. One backward pass gives the
+    gradients of the first piece, of `loss_fn`'s own parameters, and at the representations. Gradients of pieces must
+    add up to that of the batch, but each is weighted by its samples. So the loss is multiplied by samples / rows.
     """
     def differentiated(cached: Tensor, *piece: Any) -> tuple:
         representations = encode(*piece)
@@ -210,7 +210,7 @@ def _encoder(encode_fn: Callable) -> Callable:
 
 
 def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
-    """Return them as columns of one float32 Tensor, `(m, columns)`."""
+    """Return the representations as columns of one float32 Tensor, `(m, columns)`."""
     columns = ()  # type: tuple[Tensor, ...]
     for representation in representations:
         columns = (*columns, representation.reshape(representation.shape[0], -1).astype(ms.float32))
@@ -218,7 +218,7 @@ def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
 
 
 def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return what `_side_by_side` joined, with the shapes (but for the rows) and dtypes of `like`."""
+    """Undo `_side_by_side`: return Tensors with the dtypes of `like`, and its shapes except for the number of rows."""
     parts = ()  # type: tuple[Tensor, ...]
     start = 0
     for representation in like:
@@ -230,14 +230,16 @@ def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _same(once: Tensor, again: Tensor) -> Tensor:
-    """Return whether they agree up to rounding in 16 bits: bool Tensor of shape `()`. NaN agrees with anything."""
+    """Return whether two Tensors agree up to rounding in 16 bits: bool Tensor of shape `()`. NaN agrees with
+    anything.
+    """
     return ops.logical_not((once - again).abs().max() > 2e-2 * once.abs().max())
 
 
 @constexpr
 def require_representations(rows: int, shapes: tuple, dtypes: tuple) -> bool:
-    """Refuse representations without a row per sample, or of several dtypes."""
-    remedy = "return a Tensor with a row per sample, or a tuple of such Tensors of one float dtype"
+    """Raise an error for representations without one row per sample, or of several dtypes."""
+    remedy = "return a Tensor with one row per sample, or a tuple of such Tensors of one float dtype"
     if not shapes or None in shapes:
         raise TypeError(f"encode_fn returned neither a Tensor nor a tuple of Tensors; {remedy}")
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""What is compiled: functions as graphs, value_and_grad of a piece, and checks of what a step's functions return."""
+"""Compile functions as graphs: value_and_grad of a piece, and checks of what a step's functions return."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ _PAIR = "(loss, aux) because of has_aux=True; aux may be a tuple"
 _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
                "return model(..., return_dict=False)[0]")
 _A_TENSOR = "; return the loss itself, without float(), .item() or .asnumpy()"
-NETWORK = "the network"  # what messages call the function of a cell
+NETWORK = "the network"  # the name of a cell's function in messages
 _WITH_LOSS = "; if it computes no loss, give TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)"
 
 
 class Graph(nn.Cell):
-    """A function as a Cell. MindSpore warns when a second train step compiles a jitted function, but not a Cell."""
+    """Wrap a function as a Cell. MindSpore warns if a second train step compiles a jitted function, but not a Cell."""
 
     def __init__(self, function: Callable) -> None:
         super().__init__(auto_prefix=False)
@@ -35,7 +35,7 @@ class Graph(nn.Cell):
         self.add_flags(skip_auto_parallel_compile=True)
 
     def construct(self, *arguments: Any) -> Any:
-        """Return what the function returns."""
+        """Call the function."""
         return self.function(*arguments)
 
 
@@ -45,11 +45,12 @@ def compiled(function: Callable, **options: str) -> Callable:
 
 
 def straight(function: Callable, way: Way) -> Callable:
-    """Return `function` as a graph without control flow; on CPU with a branch that is never taken.
+    """Return `function` as a graph without control flow; on CPU, with a branch that is never taken.
 
-    On CPU, MindSpore 2.10 runs the kernels of a graph one after the other if they are at most 100, there is no branch,
-    and the machine has few cores (`GraphScheduler::SetActorExecutionStrategy`; no setting changes that). On 2 cores,
-    forward and backward of an MLP take 1.2 times as long then. The branch is on `mini_step`, which is never negative.
+    On CPU, MindSpore 2.10 runs the kernels of a graph one after the other if there are at most 100 kernels and no
+    branch, and the machine has few cores (`GraphScheduler::SetActorExecutionStrategy`; no setting changes that). On 2
+    cores, forward and backward of an MLP then take 1.2 times as long. The branch is on `mini_step`, which is never
+    negative.
     """
     if not needs_branch():
         return compiled(function, **way.exchange.jit_options)
@@ -79,8 +80,8 @@ class _OutsideGraphs(PrimitiveWithInfer):
 
     def __infer__(self, called: dict[str, Any]) -> NoReturn:
         raise RuntimeError(f"{called['value']} was called inside a compiled function, expected a call from Python: it "
-                           "compiles its graphs itself, and closes windows between them; leave out the @ms.jit around "
-                           "it (or the Cell in graph mode), or compute gradients there and give them to an Accumulator")
+                           "compiles its own graphs, and closes windows between them; leave out the @ms.jit around it "
+                           "(or the Cell in graph mode), or compute gradients there and give them to an Accumulator")
 
     def __call__(self, called: str) -> None:
         """Do nothing."""
@@ -90,23 +91,23 @@ require_python = _OutsideGraphs()  # `require_python(called)` raises RuntimeErro
 
 
 class Functions(NamedTuple):
-    """What a train step does with a piece; see `make_train_step`. Functions are by position: `batch.positional`."""
+    """Hold what a train step does with a piece; see `make_train_step`. Functions take arguments by position."""
 
     forward_fn: Callable
     weight_fn: Optional[Callable]
     has_aux: bool = False
     batch_axis: int = 0
     reduction: str = "mean"
-    name: str = "forward_fn"  # what messages call it
+    name: str = "forward_fn"  # its name in messages
 
 
 def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Callable:
     """Return `(rows, *piece) -> (loss, aux, gradients, weight, factor)`, uncompiled.
 
-    The loss is the mean of the piece, the gradients are those of what `forward_fn` returned, times the loss scale;
-    weight and factor are for `Way.add`. `begin` says whether to mark in the journal that a piece begins, before its
-    gradients are made. Where a stage looks at gradients, a sum is divided by its weight before the backward pass: a
-    stage sees those of a mean.
+    The loss is the mean over the piece. The gradients are those of the value that `forward_fn` returned, times the loss
+    scale. Weight and factor are for `Way.add`. `begin` says whether to mark in the journal that a piece begins, before
+    its gradients are computed. If a stage looks at gradients, a sum is divided by its weight before the backward pass,
+    because stages expect the gradients of a mean.
     """
     (forward_fn, weight_fn, has_aux, _, reduction, name) = functions  # a graph cannot read a named tuple
     divides = reduction == "sum" and way.looks_at_gradients
@@ -123,7 +124,7 @@ def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Cal
     def gradients_of(rows: int, *piece: Any) -> tuple[Tensor, Any, Gradients, Scalar, Optional[float]]:
         weight = weight_of(weight_fn, rows, piece)
         if isinstance(weight, Tensor):
-            # The weight comes first: all gradients would wait for it otherwise, and be in memory together.
+            # The weight comes first: otherwise all gradients would wait for it, and be in memory together.
             piece = tuple([after(weight, value) if isinstance(value, Tensor) else value for value in piece])
         (scaled_loss, loss, aux), gradients = grad_fn(as_tensor(weight), *piece)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
@@ -135,7 +136,7 @@ def make_gradients_of(functions: Functions, way: Way, begin: bool = True) -> Cal
 
 
 def weight_of(weight_fn: Optional[Callable], rows: int, piece: tuple) -> Scalar:
-    """Return what a piece weighs: as from `weight_fn`, or its rows."""
+    """Return the weight of a piece: the result of `weight_fn`, or its number of samples."""
     if weight_fn is None:
         return float(rows)
     weight = weight_fn(*piece)
@@ -144,9 +145,9 @@ def weight_of(weight_fn: Optional[Callable], rows: int, piece: tuple) -> Scalar:
 
 
 def mean_loss(loss: Tensor, weight: Scalar, is_added: bool) -> Tensor:
-    """Return a mean loss to report: 0 for a weight of 0, and NaN for one that is NaN or infinite.
+    """Return the mean loss to report: 0 for a weight of 0, and NaN for a weight that is NaN or infinite.
 
-    `is_added`: its gradient was added as it is, whatever the weight; then a loss that is not 0 is not hidden.
+    `is_added`: its gradient was added without the weight; then a loss that is not 0 is reported also for a weight of 0.
     """
     if is_added:
         return loss + weight * 0.0
@@ -156,15 +157,15 @@ def mean_loss(loss: Tensor, weight: Scalar, is_added: bool) -> Tensor:
 
 
 def divisor(weight: Tensor) -> Tensor:
-    """Return what a sum of this weight is divided by: 1 for no weight, so that 0/0 is 0."""
+    """Return the divisor of a sum with this weight: 1 for a weight of 0, so that 0/0 is 0."""
     return ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
 
 
 def parted(result: Any, has_aux: bool) -> tuple:
-    """Return what `forward_fn` returned as `(loss, aux)`; aux is () without `has_aux`."""
+    """Return the result of `forward_fn` as `(loss, aux)`; aux is () without `has_aux`."""
     if not has_aux:
         return result, ()
-    # In branches of their own: graph mode would look into what is not a tuple before it asks.
+    # In separate branches: graph mode would unpack a result that is not a tuple before it tests the condition.
     if isinstance(result, tuple):
         require_aux(len(result))
         return result[0], result[1]
@@ -173,7 +174,7 @@ def parted(result: Any, has_aux: bool) -> tuple:
 
 
 def checked_loss(loss: Any, name: str = "forward_fn") -> Tensor:
-    """Return a loss that is a float scalar. TypeError or ValueError if it is not."""
+    """Return the loss. Raise TypeError or ValueError unless it is a float scalar."""
     if isinstance(loss, Tensor):
         require_loss(loss.shape, loss.dtype, name)
     else:
@@ -183,7 +184,9 @@ def checked_loss(loss: Any, name: str = "forward_fn") -> Tensor:
 
 @constexpr
 def require_loss(shape: tuple, dtype: ms.Type, name: str) -> bool:
-    """Refuse a loss that is not a float scalar: value_and_grad would differentiate a sum of its elements, or a cast."""
+    """Raise an error unless the loss is a float scalar: value_and_grad would differentiate a sum of elements, or a
+    cast.
+    """
     require_readable(shape, name, "the loss alone")
     if tuple(shape) != ():
         raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); return the mean over the "
@@ -195,7 +198,7 @@ def require_loss(shape: tuple, dtype: ms.Type, name: str) -> bool:
 
 @constexpr
 def require_aux(length: int) -> bool:
-    """Refuse what is not a pair: graph mode would drop a third value without an error."""
+    """Raise TypeError unless there are two values: graph mode would drop a third value without an error."""
     require_readable(length, "forward_fn", _PAIR)
     if length != 2:
         raise TypeError(f"forward_fn returned {length} values, expected {_PAIR}")
@@ -203,17 +206,17 @@ def require_aux(length: int) -> bool:
 
 
 def require_readable(fact: Any, name: str, expected: str) -> None:
-    """Refuse the shape or length of a Python object that a graph cannot read: MindSpore gives it as a Tensor."""
+    """Raise TypeError for a Python object that a graph cannot read: MindSpore gives its shape or length as a Tensor."""
     if isinstance(fact, Tensor):
-        raise TypeError(f"{name} returned a Python object that no graph can read, expected {expected}{_A_TENSOR}; of a "
-                        f"ModelOutput or a dataclass{_OF_A_MODEL.replace(';', ',', 1)}")
+        raise TypeError(f"{name} returned a Python object that a graph cannot read, expected {expected}{_A_TENSOR}; "
+                        f"for a ModelOutput or a dataclass{_OF_A_MODEL.replace(';', ',', 1)}")
 
 
 @constexpr
 def refuse(returned: Any, is_none: bool, name: str, expected: str) -> None:
-    """Refuse what is not a Tensor, or not a tuple, and say what it is. TypeError.
+    """Raise TypeError for a result that is not a Tensor or not a tuple, and say what it is.
 
-    `is_none`: a number that is computed in a graph is None here, too.
+    `is_none`: whether it is None; a number that is computed in a graph is None here, too.
     """
     kind, remedy = type(returned).__name__, ""
     got = "None" if is_none else "a number" if returned is None else f"a value of type {kind}"
@@ -232,8 +235,8 @@ def refuse(returned: Any, is_none: bool, name: str, expected: str) -> None:
 
 @constexpr
 def require_one_weight(length: Optional[int]) -> bool:
-    """Refuse several weights."""
+    """Raise ValueError for a tuple of weights."""
     if length is not None:
         raise ValueError(f"weight_fn returned a tuple of {length}, expected one number or Tensor; give losses={length} "
-                         "to make_train_step if forward_fn returns as many losses, each with a weight of its own")
+                         f"to make_train_step if forward_fn returns {length} losses, each with a weight of its own")
     return True

@@ -1,4 +1,4 @@
-"""A batch and its pieces: which arguments are cut, the rows of a piece, and what the pieces return together."""
+"""A batch and its pieces: which arguments are cut, the samples of a piece, and how results of pieces are joined."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Optional, Union
@@ -15,42 +15,44 @@ if TYPE_CHECKING:
 _NESTED = ("a tuple, list or dict, expected Tensors and plain values; give each Tensor as an argument of its own (a "
            "dict as **batch)")
 Aux = Union[Tensor, tuple[Tensor, ...]]
-Cut = tuple[Optional[int], ...]  # along which axis each argument is cut; None: it goes to every piece whole
+Cut = tuple[Optional[int], ...]  # the axis along which each argument is cut; None: it is passed whole to every piece
 
 
 def layout(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
-    """Return the number of samples in a batch, and the axis of each argument that counts them, or None. Also in graphs.
+    """Return the number of samples in a batch, and for each argument the axis that counts them, or None. Graphs call
+    it.
     """
     return _layout(tuple([_kind(argument) for argument in batch]), batch_axis)
 
 
 def checked_pieces(pieces: object) -> int:
-    """Return `pieces` as an int >= 1. TypeError or ValueError if it is invalid."""
+    """Return `pieces` as an int >= 1. Raise TypeError or ValueError if it is invalid."""
     return whole_number("pieces", pieces, "it is the number of pieces that a batch is cut into")
 
 
 def checked_axis(batch_axis: object) -> int:
-    """Return `batch_axis` as an int >= 0. TypeError or ValueError if it is invalid."""
+    """Return `batch_axis` as an int >= 0. Raise TypeError or ValueError if it is invalid."""
     return whole_number("batch_axis", batch_axis, "it is the axis that counts the samples", minimum=0)
 
 
 def axis_of(axes: int, batch_axis: int) -> int:
-    """Return which of so many axes counts the samples: `batch_axis`, or 0 where there is no such axis."""
+    """Return the axis that counts the samples, given the number of axes: `batch_axis`, or 0 if there is no such
+    axis.
+    """
     return batch_axis if batch_axis < axes else 0
 
 
 @constexpr
 def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
-    """`kinds` holds for each argument its shape, the reason to refuse it, or None for a plain value."""
+    """Compute `layout`. `kinds` holds for each argument its shape, an error message, or None for a plain value."""
     refused = next((kind for kind in kinds if isinstance(kind, str)), None)
     if refused is not None:
         # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
         raise TypeError(f"the batch holds {refused}")
     dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
     if dynamic is not None:
-        raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected lengths that are "
-                         "known when the graph is compiled: one axis counts the samples; leave set_inputs out, or give "
-                         "it the full shapes")
+        raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected a shape that is "
+                         "known when the graph is compiled; leave set_inputs out, or give it the full shapes")
     axes = [axis_of(len(kind), batch_axis) if kind else None for kind in kinds]
     lengths = [None if axis is None else kind[axis] for kind, axis in zip(kinds, axes)]
     samples = next((length for length in lengths if length is not None), None)
@@ -68,16 +70,18 @@ def _kind(argument: Any) -> Union[tuple, str, None]:
 
 
 def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
-    """Return the first row of each piece of a batch, and its rows.
+    """Return the first sample and the number of samples of each piece of a batch.
 
-    There may be fewer than `pieces`, and the last one may be shorter.
+    There may be fewer than `pieces` pieces, and the last one may be shorter.
     """
     rows = max(-(-samples // pieces), 1)
     return [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
 
 
 def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
-    """Return the arguments of one piece: `rows` (int Tensor) of those that are cut, the others whole."""
+    """Return the arguments of one piece: the samples `rows` (int Tensor) of arguments that are cut, the others
+    whole.
+    """
     inputs = ()  # type: tuple
     for argument, axis in zip(batch, cut):
         inputs = (*inputs, argument if axis is None else ops.gather(argument, rows, axis))
@@ -85,7 +89,7 @@ def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
 
 
 def checked_aux(aux: Aux, rows: int, batch_axis: int) -> Aux:
-    """Return the aux of a piece of `rows`. TypeError or ValueError if it cannot be joined to that of other pieces."""
+    """Return the aux of a piece. Raise TypeError or ValueError if it cannot be joined to that of other pieces."""
     require_aux_values(len(aux_values(aux)))
     for value in aux_values(aux):
         require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows, batch_axis)
@@ -93,13 +97,13 @@ def checked_aux(aux: Aux, rows: int, batch_axis: int) -> Aux:
 
 
 def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor, batch_axis: int) -> tuple[Tensor, ...]:
-    """Return the Tensors of a batch's aux: all rows, and the scalars' weighted means.
+    """Join the aux of pieces: concatenate values per sample, and return the weighted means of scalars.
 
     Args:
-        results: For each piece its weight (float32, `(1,)`) and the Tensors of its aux, one after the other.
-        pieces: How many there are.
+        results: For each piece, its weight (float32, `(1,)`) followed by the Tensors of its aux.
+        pieces: Number of pieces.
         divisor: The sum of the weights.
-        batch_axis: The axis that counts the samples, where there is one.
+        batch_axis: The axis that counts the samples, in Tensors with that axis.
     """
     if pieces == 1:
         return tuple(results[1:])
@@ -131,7 +135,7 @@ def aux_values(aux: Aux) -> tuple[Tensor, ...]:
 
 @constexpr
 def require_aux_values(count: int) -> bool:
-    """Refuse an empty aux: there is nothing to join."""
+    """Raise ValueError for an empty aux: there is nothing to join."""
     if count == 0:
         raise ValueError("forward_fn returned an empty aux; return the loss alone, without has_aux=True")
     return True
@@ -139,7 +143,9 @@ def require_aux_values(count: int) -> bool:
 
 @constexpr
 def require_aux_shape(shape: Optional[tuple], rows: int, batch_axis: int) -> bool:
-    """Refuse aux that is neither a scalar nor a row per sample: it cannot be joined to that of the whole batch."""
+    """Raise an error for aux that is neither a scalar nor a value per sample: it cannot be joined to that of the
+    batch.
+    """
     remedy = "return Tensors of shape () or with one row for each sample, or give pieces=1"
     if shape is None:
         raise TypeError(f"forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {remedy}")

@@ -1,4 +1,4 @@
-"""A program: the graphs for all batches of one layout, which the host calls one after the other.
+"""The graphs for all batches of one layout, which the host calls one after the other: a program.
 
     whole:   value_and_grad, add, end           alone: value_and_grad, update: a window of one microbatch
     pieces:  value_and_grad, add  for each piece, which gathers its own samples; then end, and the mean of the losses
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """The graphs for batches of one layout: one for each kind of piece, and one that ends the microbatch.
+    """Add a batch of one layout by its graphs: one for each kind of piece, and one that ends the microbatch.
 
-    The sums go from piece to piece. Keeping what each returned would cut MindSpore's pool of memory into parts, and the
-    peak would grow with their number (48 pieces: 286 MB instead of 84).
+    Sums are passed from piece to piece. Keeping the results of each piece would fragment MindSpore's memory pool, and
+    the peak would grow with the number of pieces (48 pieces: 286 MB instead of 84).
 
     Args:
-        accumulator: Where gradients go.
-        starts: First sample and samples of each piece; none for a batch without samples.
+        accumulator: The accumulator that collects the gradients.
+        starts: First sample and number of samples of each piece; empty for a batch without samples.
         piece_of: Called as `piece_of(*key)`, once for each key of a piece; returns the function that adds one:
             `(start, totals, *own, *batch) -> totals`, or `(totals, weight, aux)`.
-        absent: How many pieces this rank lacks: where ranks sum each piece, all have to add as many.
-        losses: How many losses there are. `totals` are the sums of weight * loss, then those of the weights: float32
+        absent: Number of pieces that this rank lacks: if ranks sum each piece, all must add the same number.
+        losses: Number of losses. `totals` holds the sums of weight * loss, then those of the weights: float32
             `(2 * losses,)`.
         has_aux: Whether there is aux.
         batch_axis: The axis that counts the samples.
 
     Attributes:
-        whole: `(*batch) -> loss`, or `(loss, aux)`: one graph for a batch that is not cut. None: it is cut.
-        alone: The same for a window of one microbatch, which needs no buffers. None: there is none.
+        whole: `(*batch) -> loss`, or `(loss, aux)`: one graph for a batch that is not cut. None if it is cut.
+        alone: The same for a window of one microbatch, which needs no buffers, or None.
     """
 
     def __init__(self, accumulator: Accumulator, starts: list[tuple[int, int]], piece_of: Callable, absent: int = 0,
@@ -65,7 +65,7 @@ class Program:
         return self.run([(rows,) for _, rows in self.starts], [()] * len(self.starts), batch)
 
     def run(self, keys: list[tuple], inputs: list[tuple], batch: tuple) -> Any:
-        """Add each piece by the graph of its key, given its own inputs. Return as in a call."""
+        """Add each piece by the graph of its key, given its own inputs. Return what a call returns."""
         totals, results, aux, place = Tensor(np.zeros(2 * self.losses), ms.float32), [], None, 0
         try:
             for place in range(len(self.starts)):
@@ -100,7 +100,7 @@ class Program:
         return tuple(totals[:self.losses])
 
     def _end_fn(self, batch_axis: int) -> Callable:
-        """Return `(totals, *results) -> (*losses, *aux)`, which ends a microbatch of as many pieces."""
+        """Return `(totals, *results) -> (*losses, *aux)`, which ends a microbatch that is cut into these pieces."""
         way, losses, pieces, absent = self._way, self.losses, len(self.starts), self._absent
 
         def end(totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
@@ -116,7 +116,7 @@ class Program:
 
 
 def program_of(functions: Functions, accumulator: Accumulator, samples: int, cut: Cut, pieces: int) -> Program:
-    """Return the program for batches of so many samples, of which `cut` says what is cut, into so many pieces."""
+    """Return the program for batches of `samples` samples, cut into `pieces` along the axes in `cut`."""
     starts, way = starts_of(samples, pieces), accumulator.way
     absent = pieces - len(starts) if way.exchange.inside > 1 else 0
     program = Program(accumulator, starts, partial(_piece_fn, functions, accumulator, cut), absent,
@@ -130,7 +130,7 @@ def program_of(functions: Functions, accumulator: Accumulator, samples: int, cut
 
 
 def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, rows: int) -> Callable:
-    """Return `(start, totals, *batch) -> totals`, or `(totals, weight, aux)`, which adds a piece of so many samples."""
+    """Return `(start, totals, *batch) -> totals`, or `(totals, weight, aux)`, which adds a piece of `rows` samples."""
     has_aux, axis, way = functions.has_aux, functions.batch_axis, accumulator.way  # a graph cannot read a named tuple
     gradients_of = make_gradients_of(functions, way)
 
@@ -148,7 +148,7 @@ def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, rows: in
 
 
 def _whole_fns(functions: Functions, accumulator: Accumulator, samples: int) -> tuple[Callable, Callable]:
-    """Return what adds a microbatch that is not cut, and what updates with it alone."""
+    """Return two functions of a microbatch that is not cut: one adds it, one updates with it as a window of its own."""
     has_aux, way = functions.has_aux, accumulator.way
     marked, unmarked = (make_gradients_of(functions, way, begin) for begin in (True, False))
 

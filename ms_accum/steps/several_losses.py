@@ -1,4 +1,4 @@
-"""Several losses, each with a denominator of its own: the window's totals are known before it is trained.
+"""Several losses, each with a denominator of its own. The totals of a window are computed before it is trained.
 
     batches of a window ─ weigh each piece ─► totals of all ranks: W_t for each loss t, P pieces
                                                    │
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from .graphs import Functions
     from .pieces import Cut
 
-_SINGLE = ("a train step with losses={} has to know a window before it trains it, expected no single calls with "
-           "accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "
+_SINGLE = ("a train step with losses={} needs all batches of a window before it trains, and cannot train single calls "
+           "with accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "
            "accumulate_step=1 and cut the batch into pieces")
-_OPEN = ("the open window was weighed as a whole, and not all of it was trained, expected whole windows: call "
-         "accumulator.reset(), which drops it; to leave a loop without that, leave it when train_step.updated is true")
+_OPEN = ("the open window was not trained to its end, but the weights of all its batches were already summed; call "
+         "accumulator.reset(), which drops it. Next time, leave the loop when train_step.updated is true")
 
 
 class KnownWindow(NamedTuple):
-    """A window that is known before it is trained.
+    """Hold a window that is known before it is trained.
 
     Attributes:
-        batches: Key and arguments of each microbatch.
-        weights: Of the pieces of each microbatch: float64 `(pieces, losses)`.
-        updates: Updates done before it.
+        batches: Key of the graphs and arguments of each microbatch.
+        weights: For each microbatch, the weights of its pieces: float64 `(pieces, losses)`.
+        updates: Number of updates before it.
     """
 
     batches: list[tuple]
@@ -53,35 +53,36 @@ class KnownWindow(NamedTuple):
 
 
 class SeveralLossesStep(TrainStep):
-    """A train step whose `forward_fn` returns several losses; see `make_train_step`."""
+    """Train with a `forward_fn` that returns several losses; see `make_train_step`."""
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
                  losses: int, batch_axis: int, counts: str) -> None:
         self._way, self._losses = accumulator.way, losses
         way = self._way
         if way.exchange.inside > 1:
-            raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so that '
-                             'windows cannot be weighed before; give sync="window"')
+            raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so the weights '
+                             'of a window cannot be summed before it is trained; give sync="window"')
         if any(overrides(stage, "weigh") for stage in way.stages):
             raise ValueError(f'got losses={losses} with on_nonfinite="skip_microbatch", which changes the weight of a '
-                             'window after it was weighed; give "skip_window"')
+                             'window while it is trained; give "skip_window"')
 
         if way.buffers.is_compiled and not way.counters.apart:
-            raise ValueError(f"got losses={losses} with an Accumulator that another train step has filled, whose "
-                             "graphs count one loss; give each its own, or build this step before the other one runs")
+            raise ValueError(f"got losses={losses} with an Accumulator that another train step has already used with "
+                             "one loss; give each step its own Accumulator, or build this step before the other one "
+                             "runs")
 
         def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> WeighedProgram:
             return WeighedProgram(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
 
-        way.counters.count_apart()  # an update counts in `seen` what the first loss weighs
+        way.counters.count_apart()  # `seen` counts the weights of the first loss
         way.buffers.fix_unit(1.0)
         super().__init__(function, accumulator, pieces, program_for, batch_axis, counts)
 
     def _epoch(self, batches: Iterable) -> Iterator[Any]:
-        """See `TrainStep.epoch`: it reads the batches of a window before it trains the first of them, and after the
-        update of the window before.
+        """See `TrainStep.epoch`. It reads all batches of a window after the update of the previous one, then trains on
+        them.
 
-        After an error of reading, those of the same window that were read before are not trained.
+        If reading a batch raises an error, the batches of the same window that were read before are not trained.
         """
         self._require_closed()
         yield from super()._epoch(batches)
@@ -102,7 +103,7 @@ class SeveralLossesStep(TrainStep):
                 yield result, batch is None and left == 0
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """See `TrainStep`: the batch is a window of its own. RuntimeError unless `accumulate_step=1`."""
+        """See `TrainStep`. The batch is a window of its own. Raise RuntimeError unless `accumulate_step=1`."""
         require_python("a train step")
         if not self._way.length.is_one:
             step = self.accumulator.fingerprint()["accumulate_step"]
@@ -114,7 +115,7 @@ class SeveralLossesStep(TrainStep):
         return result
 
     def flush(self) -> bool:
-        """See `TrainStep`. RuntimeError if a window is open."""
+        """See `TrainStep`. Raise RuntimeError if a window is open."""
         require_python("flush of a train step")
         self._require_closed()
         return super().flush()
@@ -131,11 +132,11 @@ class SeveralLossesStep(TrainStep):
         self._total, self._nothing = compiled(total), Tensor(np.zeros(self._losses + 1), ms.float32)
 
     def _weigh_with_others(self) -> None:
-        """Weigh the windows of the ranks that still have data together with them."""
+        """Take part in summing the weights of windows of the ranks that still have data."""
         self._total(self._nothing)
 
     def _require_closed(self) -> None:
-        """Refuse an open window, which was weighed as a whole. RuntimeError."""
+        """Raise RuntimeError if a window is open: its weights were summed for all of its batches."""
         facts = self.keeper.facts()
         require_whole(facts.unfinished)
         if facts.mini_step > 0:
@@ -145,9 +146,9 @@ class SeveralLossesStep(TrainStep):
         return KnownWindow([], [], int(self.accumulator.update_step))
 
     def _read(self, window: KnownWindow, batch: tuple, named: dict) -> bool:
-        """Add a batch to a window and weigh it, without training. Return whether the window is full."""
+        """Add a batch and its weights to a window, without training. Return whether the window is full."""
         key, arguments = self.prepared(batch, named)
-        # Copies, which `weigh` waits for: who gave the batch may fill the same Tensors again.
+        # Copies, which `weigh` waits for: the caller may fill the same Tensors again.
         arguments = tuple(value.copy() if isinstance(value, Tensor) else value for value in arguments)
         window.batches.append((key, arguments))
         with self.forgetting_graphs():
@@ -169,7 +170,7 @@ class SeveralLossesStep(TrainStep):
 
 
 class WeighedProgram(Program):
-    """The graphs for batches of a window whose totals are known. A batch that is not cut is a single piece."""
+    """Add batches of a window whose totals are known. A batch that is not cut is a single piece."""
 
     def __init__(self, functions: Functions, accumulator: Accumulator, losses: int, samples: int,
                  cut: Cut, pieces: int) -> None:
@@ -179,7 +180,7 @@ class WeighedProgram(Program):
         self._weigh = compiled(_weigh_fn(functions.weight_fn, self.starts, cut, losses))
 
     def weigh(self, *batch: Any) -> np.ndarray:
-        """Return the weights of the pieces, without training on them: float64 `(pieces, losses)`. It waits for them."""
+        """Return the weights of the pieces, without training: float64 `(pieces, losses)`. It waits for the device."""
         if not self.starts:
             return np.zeros((1, self.losses))
         return self._weigh(*batch).asnumpy().astype(np.float64)
@@ -192,7 +193,7 @@ class WeighedProgram(Program):
 
 def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: int, rows: int,
               present: tuple[bool, ...]) -> Callable:
-    """Return what adds a piece. A loss that has no weight in it is left out: as a mean over nothing it is 0/0."""
+    """Return a function that adds a piece. A loss of weight 0 in it is left out: a mean over nothing is 0/0."""
     (forward_fn, _, has_aux, axis, reduction, _), way = functions, accumulator.way
     is_sum = reduction == "sum"
     counts = [t for t in range(count) if present[t]]
@@ -252,7 +253,7 @@ def _checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:
 
 @constexpr
 def require_losses(length: int, count: int) -> bool:
-    """Refuse what is not a tuple of as many losses as were announced."""
+    """Raise TypeError unless there is a tuple of `count` losses."""
     require_readable(length, "forward_fn", f"a tuple of {count} because of losses={count}")
     if length != count:
         raise TypeError(f"forward_fn returned {length} losses, expected a tuple of {count} because of losses={count}; "
@@ -262,9 +263,9 @@ def require_losses(length: int, count: int) -> bool:
 
 @constexpr
 def require_entries(name: str, losses: int, entries: Optional[int]) -> bool:
-    """Refuse what is no tuple with an entry for each loss."""
+    """Raise ValueError unless there is a tuple with an entry for each loss."""
     if entries != losses:
         got = "no tuple" if entries is None else f"a tuple of {entries}"
-        raise ValueError(f"{name} is {got}, expected a tuple of {losses} because of losses={losses}, an entry for "
-                         "each; let weight_fn return as many weights, or give losses= (in a shell: --losses) as many")
+        raise ValueError(f"{name} is {got}, expected a tuple of {losses} because of losses={losses}; let weight_fn "
+                         "return one weight for each loss, or change losses= (in a shell: --losses)")
     return True

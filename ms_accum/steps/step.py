@@ -1,4 +1,4 @@
-"""A train step of straight graphs, scheduled by the host: one adds a microbatch or a piece of it, one updates.
+"""A train step made of graphs without control flow: one adds a microbatch or a piece, one updates. The host calls them.
 
     host:    keeper: count down ─► program of the batch's layout ─► keeper: full? close the window
                                              │                                        │
@@ -31,23 +31,23 @@ _INSIDE = "train it with a TrainOneStepCell in AutoParallel(cell), or without Au
 
 
 class TrainStep(Uncopied):
-    """A step over a batch, scheduled by the host. What `make_train_step` returns.
+    """Train on one microbatch per call, and update when the window is full. Built by `make_train_step`.
 
     Args:
-        function: The function whose parameters order a batch with names.
+        function: The function whose parameters define the order of a named batch.
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
         program_for: Called as `program_for(samples, cut, names)`, once for each layout of a batch; returns a `Program`.
         batch_axis: Which axis counts the samples.
-        counts: What `seen` counts, in the plural.
+        counts: Plural noun for the unit of `seen`, e.g. "samples".
 
     Attributes:
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
-        updated: Whether the microbatch of the last call closed a window with an update, so that none is open: a bool.
-            When an epoch yields its last loss, and after it: whether that one or the incomplete window made an update.
-        trained: How many microbatches were trained since the last epoch began (without epochs: by all calls), an int.
-            After an interrupt it may be one more than the losses that were yielded, and is right.
+        updated: Whether the last call closed its window with an update, so that no window is open: a bool. From the
+            last loss of an epoch on: whether the last microbatch or the flush of the incomplete window made an update.
+        trained: Number of microbatches trained since the last epoch began (without epochs: by all calls), an int. After
+            an interrupt it may be one more than the number of losses yielded; `trained` is the correct number.
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, program_for: Callable,
@@ -65,27 +65,28 @@ class TrainStep(Uncopied):
         self.forget_graphs()
 
     def forget_graphs(self) -> None:
-        """Compile everything again from now on."""
+        """Forget all compiled graphs, so that later calls compile again."""
         self._programs: dict[tuple, Program] = {}
         self.keeper = Keeper(self.accumulator, partial(straight, way=self.accumulator.way))
 
     def epoch(self, batches: Iterable) -> Iterator[Any]:
-        """Train on each of `batches`, and yield what each call returns. Apply the incomplete last window.
+        """Train on each batch, yield its loss, and apply the incomplete last window.
 
-        The next batch is read when a microbatch is trained, *before* its loss is yielded: a batch may be made with the
-        current weights, but it does not see what the body of the loop has just done. Where it has to (reinforcement
-        learning), call the step directly, and `flush()` at the end.
+        The incomplete last window is applied before the last loss is yielded, so that it also happens in
+        `zip(data, train_step.epoch(data))`, and `updated` is true then.
 
-        The incomplete window is applied before the last loss is yielded, so it happens in
-        `zip(data, train_step.epoch(data))`, too, and `updated` is true then. To know which batch is the last, each is
-        read before the loss of the one before it is yielded. So an iterator whose loop is left early has been read one
-        batch further: give `islice(iterator, n)` to train on n of its batches. A generator must not wait for what the
-        loop does, and the position of a loader is one ahead. An error of reading a batch is raised after the loss of
-        the one before it, and not at all if the loop is left with that loss.
+        Batches are read one ahead: when a microbatch is trained, the next batch is read *before* the loss is yielded,
+        to know which batch is the last. So a batch may be made with the current weights, but not with results of the
+        loop body; a generator must not wait for these. If batches depend on the loop body (reinforcement learning),
+        call the step directly, and `flush()` at the end. If you leave the loop early, the iterator has been read one
+        batch further; use `islice(iterator, n)` to train on n batches. The position of a data loader is one ahead, too.
+        An error while reading a batch is raised after the loss of the previous batch was yielded; it is not raised if
+        you leave the loop at that loss.
 
-        Leaving the loop early (`break`, an error) leaves the window open: the next epoch goes on with it, `flush()`
-        applies it, `accumulator.reset()` drops it. With several ranks, the data may be uneven: a rank at its end takes
-        part in the windows of the others with weight 0, and gets its last loss when all have ended.
+        Leaving the loop early (`break`, an error) leaves the window open: the next epoch continues it, `flush()`
+        applies it, `accumulator.reset()` drops it. With several ranks, the numbers of batches may differ: a rank that
+        runs out of data takes part in the windows of the others with weight 0, and yields its last loss when all ranks
+        have finished.
 
         Args:
             batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
@@ -95,9 +96,10 @@ class TrainStep(Uncopied):
             The loss, or `(loss, aux)`, of each microbatch.
 
         Raises:
-            ValueError: If a `mindspore.dataset` of samples has no batch operation, if a parameter was frozen since the
-                optimizer was built, or if its list of learning rates has no rate for the next update.
-            RuntimeError: With several losses, if the last loop left a window open. In a compiled function.
+            ValueError: If a `mindspore.dataset` of samples has no batch operation, if a parameter was frozen after the
+                optimizer was built, or if the optimizer's list of learning rates has no rate for the next update.
+            RuntimeError: With several losses, if the last loop left a window open. Also if called in a compiled
+                function.
         """
         require_python("epoch of a train step")
         return self._epoch(batches)
@@ -116,7 +118,7 @@ class TrainStep(Uncopied):
             self.flush()
 
     def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
-        """Train on each batch. Yield what that returned, and whether it was the last one."""
+        """Train on each batch. Yield the result, and whether the batch was the last one."""
         batch = next_or_error(batches)
         while batch is not None:
             if isinstance(batch, Exception):
@@ -127,31 +129,32 @@ class TrainStep(Uncopied):
             yield result, batch is None
 
     def _flush_after_last(self) -> None:
-        """Flush, and let `updated` tell of the last batch, too."""
+        """Flush, and set `updated` if the last batch or the flush made an update."""
         updated = self.updated
         self.flush()
         self.updated = self.updated or updated
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Train on one microbatch, given by position or by name: Tensors or NumPy arrays. Return the loss, or
-        `(loss, aux)`.
+        """Train on one microbatch and return its loss, or `(loss, aux)`.
+
+        The arguments are those of `forward_fn`, by position or by name: Tensors or NumPy arrays.
 
         Raises:
             TypeError: If an argument is a tuple, list or dict, or `forward_fn` has no parameter of that name.
             ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
-            RuntimeError: If an error left a part of a batch in the open window, or stopped an update. In a compiled
-                function (`ms.jit`).
+            RuntimeError: If an error left a part of a batch in the open window, or stopped an update. Also if called in
+                a compiled function (`ms.jit`).
         """
         require_python("a train step")
         key, batch = self.prepared(batch, named)
         return self.train(key, batch)
 
     def status(self) -> Status:
-        """Return where the accumulator stands, in one read, which waits for the device; see `Accumulator`."""
+        """Return the accumulator's counters (see `Accumulator`) in one read, which waits for the device."""
         return self.accumulator.status()
 
     def __repr__(self) -> str:
-        """Return what it does and where it stands. It waits for the device."""
+        """Return the settings and counters as text. It waits for the device."""
         accumulator, status = self.accumulator, self.status()
         length, held = accumulator.fingerprint()["accumulate_step"], str(status.mini_step)
         if accumulator.way.length.budget is None:
@@ -164,9 +167,10 @@ class TrainStep(Uncopied):
             f"{status.seen:,} {self._counts}"]))
 
     def flush(self) -> bool:
-        """Apply the incomplete window, if one is open. Return whether a window was closed: applied or dropped.
+        """Apply the incomplete window if one is open. Return whether a window was closed (applied or dropped).
 
-        On several ranks, take part in the windows of the others until none has data: every rank has to call it.
+        With several ranks, every rank has to call it: each takes part in the windows of the others until no rank has
+        data.
         """
         require_python("flush of a train step")
         with self.forgetting_graphs():
@@ -174,7 +178,7 @@ class TrainStep(Uncopied):
         return closed
 
     def prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
-        """Return the key of the graphs that a batch needs, and its arguments by position."""
+        """Return the key of the graphs for a batch, and its arguments by position."""
         batch = as_tensors(batch)
         names: tuple[str, ...] = ()
         if named:
@@ -188,7 +192,7 @@ class TrainStep(Uncopied):
         return (*layout(batch, self.batch_axis), names), batch
 
     def program(self, key: tuple) -> Program:
-        """Return the program for batches with this key, in the network's mode. The first one fixes the unit of weights.
+        """Return the program for batches with this key, in the network's mode. The first call sets the unit of weights.
         """
         if self._mode is None:
             self._mode = TrainMode(self._function, self.accumulator.weights)
@@ -204,7 +208,7 @@ class TrainStep(Uncopied):
         return self._programs[compiled_for]
 
     def train(self, key: tuple, batch: tuple) -> Any:
-        """Train on a microbatch, and close the window if it is full. Return what the program returned."""
+        """Train on a microbatch, and close the window if it is full. Return the result of the program."""
         self.updated = False
         with self.forgetting_graphs():
             program = self.program(key)
@@ -219,12 +223,12 @@ class TrainStep(Uncopied):
         return result
 
     def forgetting_graphs(self) -> AbstractContextManager:
-        """Forget all graphs after an error within the block, and explain it."""
+        """Forget all graphs after an error in the block, and explain the error."""
         return explaining_errors(self.accumulator.optimizer, self.forget_graphs)
 
 
 def next_or_error(batches: Iterator) -> Any:
-    """Return the next batch, None at the end, or the error of reading it. What was trained before stays valid.
+    """Return the next batch, None at the end, or the error that reading it raised. Earlier training stays valid.
 
     An interrupt (KeyboardInterrupt, SystemExit) is raised at once.
     """

@@ -1,4 +1,4 @@
-"""The training mode of a network: warn of one that is in evaluation mode, and notice when the mode changes."""
+"""The training mode of a network: warn if it is in evaluation mode, and detect when the mode changes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,15 +11,15 @@ from mindspore import Parameter, nn
 from ..core.optimizers import cells_of
 
 _EVALUATING = ("{} is in evaluation mode, so {} ({}) computes as in evaluation: no Dropout, fixed statistics of "
-               "BatchNorm; call set_train() on the network before you train it. If that is what you want, call "
-               "set_train() on the network, and set_train(False) on that layer")
+               "BatchNorm; call set_train() on the network before you train it. If you want evaluation mode in this "
+               "layer, call set_train() on the network, then set_train(False) on the layer")
 
 
 class TrainMode:
-    """The layers of a step's networks that compute one thing in training and another one in evaluation.
+    """Watch the layers of a step's networks that compute differently in training and evaluation mode.
 
     Args:
-        function: The function that is differentiated: a Cell, or a function that names Cells.
+        function: The function that is differentiated: a Cell, or a function that uses Cells.
         weights: The parameters that are trained.
     """
 
@@ -28,11 +28,13 @@ class TrainMode:
         self._layers = [layer for network in self._networks for _, layer in _that_know(network)]
 
     def flags(self) -> tuple[bool, ...]:
-        """Return `training` of each layer; a graph that was compiled with other flags computes something else."""
+        """Return `training` of each layer; a graph that was compiled with other flags must be compiled again."""
         return tuple([layer.training for layer in self._layers])
 
     def warn_if_evaluating(self) -> None:
-        """Warn of a trained network in evaluation mode. One that is in training mode may hold layers that are not."""
+        """Warn if a trained network is in evaluation mode. In training mode, single layers may be in evaluation
+        mode.
+        """
         for network in self._networks:
             name, layer = evaluating(network) or ("", None)
             if layer is not None and any(id(p) in self._trained for p in network.get_parameters()):
@@ -42,7 +44,7 @@ class TrainMode:
 
 
 def evaluating(network: nn.Cell) -> Optional[tuple[str, nn.Cell]]:
-    """Return name and layer of the first layer that knows the mode, if network and layers are in evaluation mode."""
+    """Return the first layer that depends on the mode, with its name, if all such layers are in evaluation mode."""
     layers = list(_that_know(network))
     if not layers or network.training or any(layer.training for _, layer in layers):
         return None
@@ -63,6 +65,6 @@ def _reads_training(kind: type) -> bool:
 
 
 def _own_methods(kind: type) -> Iterator[Any]:
-    """Yield the methods that a Cell does not have by itself."""
+    """Yield the methods that a class does not inherit from Cell."""
     for base in kind.__mro__[:kind.__mro__.index(nn.Cell)]:
         yield from filter(isfunction, vars(base).values())

@@ -1,4 +1,4 @@
-"""Build a train step: the door to straight graphs, pieces, several losses, and all options of an accumulator."""
+"""Build a train step, with pieces, several losses and all options of an accumulator."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -45,48 +45,52 @@ def make_train_step(
     stages: tuple[Stage, ...] = (),
     buffer_dtype: Optional[ms.Type] = None,
 ) -> TrainStep:
-    """Build a compiled train step: forward, backward, add, and the update when the window closes.
+    """Build a compiled train step that accumulates gradients and updates once per window.
 
         train_step = make_train_step(forward_fn, optimizer, accumulate_step=4)
         for loss in train_step.epoch(dataset):  # the mean loss of each microbatch
-            ...                                 # with the last one, the incomplete window is applied, too
+            ...                                 # the incomplete last window is applied, too
 
-    Each call of `train_step(data, label)` or `train_step(**batch)` is one microbatch.
+    Each call of `train_step(data, label)` or `train_step(**batch)` trains on one microbatch: it runs forward and
+    backward and adds the gradients. The call that makes the window full also updates.
 
     Args:
         forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
-            `()`. With `has_aux`, `(*batch) -> (loss, aux)`. A function, a Cell or a `functools.partial`. A batch with
-            names (a dict, or keyword arguments) is matched to its parameters by name.
-        optimizer: An optimizer, for which an `Accumulator` with `reduction="mean"` is built; or such an accumulator.
-        accumulate_step: Microbatches in a window, with an optimizer: an int, `{update_step: n}`, a callable or
-            `until_weight(budget)`, see `Accumulator`.
+            `()`. With `has_aux`, `(*batch) -> (loss, aux)`. It may be a function, a Cell or a `functools.partial`. The
+            arguments of a named batch (a dict, or keyword arguments) are matched to its parameters by name.
+        optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`. For an optimizer, such an accumulator is
+            built.
+        accumulate_step: Number of microbatches in a window: an int, `{update_step: n}`, a callable or
+            `until_weight(budget)`; see `Accumulator`. Required with an optimizer, not allowed with an Accumulator.
         pieces: Number of pieces that each microbatch is cut into. Peak activation memory is that of one piece. The
-            batch size n is the length of the batch axis of the first Tensor that has axes (of named ones, in the order
-            of `forward_fn`'s parameters). Tensors whose batch axis has length n are cut, all other arguments go to
-            every piece whole. Pieces have ceil(n / pieces) samples; if that does not divide n, the last one is shorter
-            and weighs less. A batch with n = 0 counts as a microbatch of weight 0 and loss 0 (aux None).
-        batch_axis: The axis that counts the samples, e.g. 1 for `(time, batch, features)`. Of a Tensor that has no such
-            axis, it is axis 0.
-        weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: what the mean in `forward_fn` divides by,
-            e.g. the number of unmasked tokens. None: the number of samples. Of a batch with names, it gets those that
-            it has parameters for.
-        loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens) instead
-            of their mean, and `weight_fn` how many they are. The gradients go into the buffers as they are, and a
-            window divides once by the weights of all ranks: with weights that change, as numbers of tokens do, that
-            takes less time and memory than a mean (see the page on language models). A sum of float16 losses overflows:
+            batch size n is the length of the batch axis of the first Tensor that has axes; named arguments are taken in
+            the order of `forward_fn`'s parameters. Tensors whose batch axis has length n are cut; all other arguments
+            are passed whole to every piece. A piece has ceil(n / pieces) samples. If that does not divide n, the last
+            piece is shorter and weighs less. An empty batch (n = 0) counts as a microbatch with weight 0, loss 0 and
+            aux None.
+        batch_axis: The axis that counts the samples, e.g. 1 for `(time, batch, features)`. For Tensors with fewer axes,
+            axis 0.
+        weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: the denominator of the mean in
+            `forward_fn`, e.g. the number of unmasked tokens. None: the number of samples. With a named batch, only the
+            arguments that appear in its signature are passed.
+        loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens) and
+            `weight_fn` returns their number. With "sum", gradients are added without a multiplication, and the window
+            is divided once by the weights of all ranks. For weights that change, such as numbers of tokens, this takes
+            less time and memory than a mean (see the page on language models). A sum of float16 losses overflows:
             return it in float32. Float16 buffers may overflow as well.
-        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
-            those of shape `()` are returned as their mean (float32) by the weights, those with one row per sample (on
-            the batch axis) as those of the whole batch.
-        losses: How many losses `forward_fn` returns, in a tuple, each a mean over a count of its own: tokens for one,
-            images or routed tokens for another. `weight_fn` returns a tuple of as many weights. The gradient is that of
-            the sum of their means over the window, on all ranks. A window is weighed before it is trained: `epoch`
-            reads its batches ahead, and a single call has to be a window (`accumulate_step=1`). The weights multiply
-            the losses, before the backward pass, so this has to be linear: what a `bprop` adds or clips is wrong where
-            microbatches differ. Return the loss of what it adds as one more loss (see the page on language models).
-        clip_norm: With an optimizer; see `Accumulator`. So are the following.
-        loss_scaler: See `Accumulator`. Return the loss in float32 then: a float16 loss overflows from a scale
-            of 2**16 on.
+        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors.
+            Tensors of shape `()` are averaged over the pieces by weight, in float32. Tensors with one entry per sample
+            on the batch axis are joined to those of the whole batch.
+        losses: Number of losses that `forward_fn` returns in a tuple. Each is a mean over a count of its own, e.g. text
+            tokens, images or routed tokens. `weight_fn` returns a tuple of as many weights. The gradient is that of the
+            sum of the losses' means over the window, on all ranks. The weights of a window are computed before it is
+            trained, so `epoch` reads its batches ahead, and single calls need `accumulate_step=1`. The losses are
+            multiplied by the weights before the backward pass, so the backward pass must be linear: gradients that a
+            `bprop` adds or clips are wrong if microbatches differ. Return the loss of an added gradient as one more
+            loss (see the page on language models).
+        clip_norm: See `Accumulator`. This and the following arguments require an optimizer.
+        loss_scaler: See `Accumulator`. With a loss scaler, return the loss in float32: a float16 loss overflows at
+            scales of 2**16 and above.
         on_nonfinite: See `Accumulator`.
         max_skips: See `Accumulator`.
         reducer: See `Accumulator`.
@@ -96,36 +100,37 @@ def make_train_step(
         buffer_dtype: See `Accumulator`.
 
     Returns:
-        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is the weighted mean over the pieces, 0
-        if they weigh nothing, and is never divided by `accumulate_step`: a float32 Tensor of shape `()`, or a tuple of
-        them.
+        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`, or a
+        tuple of them: the weighted mean over the pieces, or 0 if all weights are 0. It is never divided by
+        `accumulate_step`.
 
     Raises:
         TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
             another expression, which MindSpore cannot compile.
-        ValueError: If an argument is out of range, an accumulator comes with `accumulate_step` or other arguments of
-            `Accumulator`, it has `reduction="sum"`, or a parameter was frozen since it was built.
-        RuntimeError: When called, if an error left a part of a batch in the open window (see below).
+        ValueError: If an argument is out of range, if an accumulator is given together with `accumulate_step` or other
+            arguments of `Accumulator` or has `reduction="sum"`, or if a parameter was frozen after the optimizer was
+            built.
+        RuntimeError: When the step is called, if an error left a part of a batch in the open window (see below).
 
-    If the loss is a mean, the weight multiplies the gradients, after the backward pass, so layers whose backward pass
-    is not linear work and float16 does not overflow. A piece with the same number of samples as the first one costs no
-    multiplication, another weight costs one per gradient, as does a weight that is a Tensor. Pieces of weight 0 are
-    ignored, even if their loss is 0/0; a weight that is negative, NaN or infinite makes the loss NaN. Numbers in a
-    batch are constants of the graph: each new value triggers a recompilation, so give what changes as a Tensor.
+    If the loss is a mean, the gradients are multiplied by the weight after the backward pass, so layers whose backward
+    pass is not linear work and float16 does not overflow. A piece with as many samples as the first one needs no
+    multiplication; any other weight, and a weight that is a Tensor, needs one per gradient. Pieces of weight 0 are
+    ignored, even if their loss is 0/0. A weight that is negative, NaN or infinite makes the loss NaN. Python numbers in
+    a batch are constants of the graph: each new value triggers a recompilation, so pass values that change as Tensors.
 
-    The device owns the window. The host counts down the microbatches that it needs, and reads the device's counters
-    when none is missing, after every error, load or flush. An accumulator is filled by one train step, or by hand:
-    adding by hand to a step's accumulator raises a RuntimeError. Two steps may take turns; each reads where the window
-    stands when it goes on.
+    The window is kept on the device. The host counts the remaining microbatches, and reads the device's counters when
+    the window should be full and after every error, load or flush. An accumulator is filled by train steps or by hand,
+    not both: adding by hand to a step's accumulator raises a RuntimeError. Two steps may take turns; each reads the
+    state of the window when it continues.
 
-    If an error or an interrupt stops a batch that is cut into pieces, the window may hold some of them. It is never
-    applied then: the next call, `flush` and `save_checkpoint` raise a RuntimeError until `accumulator.reset()` drops
-    the open window. (Unless `avoid_busy_waiting` was called, MindSpore may report an error only after later calls; then
-    `flush` may be the first to raise. `accumulator.apply()` does not check.) If an error stops the forward pass or the
-    loss of a batch that is not cut, the window stays as it was.
+    If an error or an interrupt stops a batch that is cut into pieces, the window may hold some of the pieces. Such a
+    window is never applied: the next call, `flush` and `save_checkpoint` raise a RuntimeError until
+    `accumulator.reset()` drops the open window. (Unless `avoid_busy_waiting` was called, MindSpore may report an error
+    only after later calls; then `flush` may be the first to raise. `accumulator.apply()` does not check.) An error in
+    the forward pass or the loss of a batch that is not cut leaves the window unchanged.
 
-    Source: cutting a batch inside the step is `jax.lax.scan` over microbatches; two graphs scheduled by the host are
-    the scheme of RATEX; `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`.
+    Source: cutting a batch inside the step corresponds to `jax.lax.scan` over microbatches; two graphs scheduled by the
+    host are the scheme of RATEX; `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`.
 
     Example:
         >>> import numpy as np
@@ -161,7 +166,7 @@ def make_train_step(
                          positional("weight_fn", weight_fn, count, names), has_aux, batch_axis, loss_reduction)
 
     if losses > 1:
-        from .several_losses import SeveralLossesStep  # an optional kind of step, which imports what is below this
+        from .several_losses import SeveralLossesStep  # an optional kind of step, which imports from this room
 
         return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, batch_axis, counts)
 
@@ -172,13 +177,13 @@ def make_train_step(
 
 
 def fix_unit_of_sums(accumulator: Accumulator, loss_reduction: str) -> None:
-    """Count gradients of sums in the unit 1: they go into the buffers as they are."""
+    """Set the unit of weights to 1 for a loss that is a sum: its gradients are added without a multiplication."""
     if loss_reduction == "sum" and not accumulator.way.looks_at_gradients:
         accumulator.way.buffers.fix_unit(1.0)
 
 
 def require_functions(**functions: Optional[Callable]) -> None:
-    """Refuse what cannot be called or compiled. TypeError."""
+    """Raise TypeError if a function cannot be called or compiled."""
     for name, function in functions.items():
         if function is not None or name != "weight_fn":
             require_callable(name, function)
@@ -190,16 +195,16 @@ def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None, 
     if not isinstance(optimizer, Accumulator):
         checked_parameters(optimizer)
         if accumulate_step is None:
-            raise TypeError("accumulate_step is missing, expected it with an optimizer: the number of microbatches in "
-                            "a window; give accumulate_step=4, say, or an Accumulator in the place of the optimizer")
+            raise TypeError("accumulate_step is missing, expected the number of microbatches in a window; give e.g. "
+                            "accumulate_step=4, or an Accumulator instead of the optimizer")
         return Accumulator(optimizer, accumulate_step, reduction="mean", **options)
     if accumulate_step is not None or given:
         names = ", ".join([*(["accumulate_step"] if accumulate_step is not None else []), *given])
-        raise ValueError(f"got an Accumulator and also {names}, which the Accumulator has already; give an optimizer "
-                         "with these arguments, or the Accumulator alone")
+        raise ValueError(f"got an Accumulator and also {names}, which the Accumulator already has; give an "
+                         "optimizer with these arguments, or only the Accumulator")
     require_trainable(optimizer.weights)
     reduction = optimizer.fingerprint()["reduction"]
     if reduction != "mean":
-        raise ValueError(f'the accumulator has reduction={reduction!r}, expected "mean": the loss is '
-                         'undivided here, and a sum of N such gradients is N times too large; give reduction="mean"')
+        raise ValueError(f'the accumulator has reduction={reduction!r}, expected "mean": a train step and a cell do '
+                         'not divide the loss, so a sum of N gradients is N times too large; give reduction="mean"')
     return optimizer

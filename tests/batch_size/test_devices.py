@@ -32,7 +32,7 @@ def test_what_is_not_there_is_said(monkeypatch):
     monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")
     assert free_memory("Ascend") == int(0.9 * 64 * 2**30)
     for device, message in (
-            ("Ascend", r"no CANN for a dry run: ASCEND_HOME_PATH is not set, and .+; install CANN's toolkit"),
+            ("Ascend", r"a dry run needs CANN: ASCEND_HOME_PATH is not set, and .+; install CANN's toolkit"),
             ("GPU", r"the memory of GPU is unknown \(.+\); give a memory limit, or another device")):
         with pytest.raises(ValueError, match=message) as refused:
             plan_micro_batch(min, 4, device_target=device)

@@ -134,7 +134,7 @@ def test_it_belongs_to_one_accumulator_and_bad_arguments_are_refused():
     taken = GradientNoiseScale(0.5)
     assert accumulator_with(taken).fingerprint()["noise_scale"] == "GradientNoiseScale(decay=0.5)"
     for error, message, function, argument in (
-            (ValueError, r"noise_scale is another accumulator's, .* give each accumulator", accumulator_with, taken),
+            (ValueError, r"noise_scale belongs to another accumulator, .*; give each", accumulator_with, taken),
             (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None", accumulator_with, True),
             (TypeError, r"decay is '1' of type str, expected a number with 0 < decay <= 1", GradientNoiseScale, "1"),
             (ValueError, r"decay is 0, expected a number with 0 < decay <= 1; 1 takes plain", GradientNoiseScale, 0)):

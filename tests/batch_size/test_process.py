@@ -58,7 +58,7 @@ def processes():
 @pytest.mark.parametrize(("call", "limits", "ended", "reason"), [
     ((signal.raise_signal, signal.SIGKILL), {}, "out of memory", ""),
     ((crashing,), {}, "failed", "its process ended with status 3: the last words"),
-    ((time.sleep, 1000), {"timeout": 0.1}, "failed", "it was not done within 0.1 s"),
+    ((time.sleep, 1000), {"timeout": 0.1}, "failed", "it did not finish within 0.1 s"),
     ((growing,), {"memory_limit": 700 * MIB}, "beyond the limit", "")])
 def test_whatever_happens_is_named_and_leaves_no_process(call, limits, ended, reason):
     before = processes()
@@ -109,4 +109,4 @@ plan_micro_batch(make_step, 2, memory_limit=2**40)
     done = subprocess.run([sys.executable, "unguarded.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
-    assert 'a script needs `if __name__ == "__main__":` around what is not to run in each trial' in said
+    assert 'a script needs `if __name__ == "__main__":` around code that must not run in each trial' in said

@@ -164,7 +164,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"ramp is 0, expected an int >= 1; None takes all updates"):
         batch_ramp(9, 0.1, ramp=0)
     for rates in ([1, 1, 0.5, 1], [0, 1, 0, 0.1]):  # restarts, and a pause
-        with pytest.raises(ValueError, match=r"learning_rate\[3\] is .*, more than the .* before it, .* Give each"):
+        with pytest.raises(ValueError, match=r"learning_rate\[3\] is .*, more than the .* before it, .*; give each"):
             seesaw(4, rates)
     with pytest.raises(TypeError, match=r"accumulate_step is Schedule\(accumulate_step=<63>, .* of type Schedule, exp"):
         WindowLength(batch_ramp(100_000, 0.1))

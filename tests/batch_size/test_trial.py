@@ -129,7 +129,7 @@ def test_what_is_no_step_or_chooses_a_device_is_refused(monkeypatch):
         made_step(pickled(no_step), "CPU", 4)
     devices = iter(["GPU", "CPU", "CPU"])  # before the step is made, and after
     monkeypatch.setattr(ms, "get_context", lambda name: next(devices))
-    with pytest.raises(ValueError, match=r"make_step, or its module, chose the device CPU, expected GPU; leave that"):
+    with pytest.raises(ValueError, match=r"make_step, or its module, set the device CPU, expected GPU; leave"):
         made_step(pickled(no_step), "GPU", 4)
 
 
@@ -137,7 +137,7 @@ def test_what_is_no_step_or_chooses_a_device_is_refused(monkeypatch):
     (Outcome("completed", result=5), "completed", "completed"),
     (Outcome("completed", result=11), "beyond the limit", "beyond the limit"),
     (Outcome("out of memory"), "out of memory",
-     "failed: this machine ran out of memory, not the NPU that is planned for"),
+     "failed: this machine ran out of memory, not the planned NPU"),
     (Outcome("failed", "why"), "failed: why", "failed: why (if the step reads values: in a dry run, all are 0)")])
 def test_a_dry_run_has_no_times_and_blames_this_machine(outcome, on_a_device, in_a_dry_run, monkeypatch):
     monkeypatch.setattr(trial, "in_a_process", lambda *_, **__: outcome)
@@ -233,7 +233,7 @@ def test_a_dry_run_updates_after_the_first_step(kind, accumulate_step, updates):
 def test_a_dry_run_of_a_step_alone_is_refused_with_the_remedy():
     """Before it runs. Control: what it built is nothing that updates."""
     for built, found in ((partial(counted_step, "step", 2, False), "NoneType"), (no_accumulator, "int")):
-        said = (f"what make_step returns behind the step is of type {found}, expected the train step, cell or "
+        said = (f"what make_step returns after the step is of type {found}, expected the train step, cell or "
                 "Accumulator that it built; for a dry run, return step, train_step")
         with pytest.raises(TypeError, match=said):
             trial.peak_of(pickled(built), "CPU", 4, 3)

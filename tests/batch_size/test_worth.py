@@ -105,7 +105,7 @@ def test_the_table_follows_from_the_equations():
 @pytest.mark.parametrize(("message", "call"), [
     (r"the noise scale cannot be measured: got an unexpected keyword argument 'accumulate_step'; write `def make_step",
      (lambda n: int, 16, "CPU")),
-    ("the batch is 1 sample, expected at least 2", (make_step, 1, "CPU")),
+    ("the batch has 1 sample, expected at least 2", (make_step, 1, "CPU")),
     ("a dry run for Ascend computes no gradients, so it has no noise scale", (make_step, 16, "Ascend"))])
 def test_what_cannot_be_measured_is_refused(message, call, monkeypatch):
     monkeypatch.setenv("MS_SIMULATION_LEVEL", "1")

@@ -254,10 +254,10 @@ CASES = {
         lambda: amp_at(around(Lifted(), nn.LayerNorm((16,))), "to_float"), mean_loss, True,
         [("1.drop", "Dropout", "random")]),
     "a random layer of one's own": Case(lambda: around(nn.SequentialCell(nn.ReLU(), layers.Drop())), mean_loss, None, [
-        ("1.1", "Drop", "random")], ("all else that the layer does in training alone", "nn.Dropout of its own")),
+        ("1.1", "Drop", "random")], ("anything else that the layer does only in training", "separate nn.Dropout")),
     "a sum behind random layers": Case(lambda: around(nn.Dropout(p=0.5), layers.Drop()), sum_loss, False, [
         ("1", "Dropout", "random"), ("2", "Drop", "random"), ("total", "function", WRONG)],
-        ("is a sum over samples, of which accumulation over 4 pieces takes the mean",)),
+        ("is a sum over samples, but accumulation over 4 pieces takes the mean",)),
     "BatchNorm in a random layer": Case(lambda: around(layers.Drop(nn.BatchNorm1d(16))), mean_loss, False, [
         ("1", "Drop", "random"), ("1.inside", "BatchNorm1d", STATISTICS)]),
     "attention": Case(attention, mean_loss, True, [
@@ -317,7 +317,7 @@ CASES = {
        for added, options, found in ((0.01, SCALED, [("1", "Adds", "not scaled")]), (0.01, {}, []), (0.0, SCALED, []))},
     # A sum over the samples, where a mean is expected: it is no clip.
     "a sum added by a bprop": Case(lambda: around(layers.Adds(0.01, mean=False)), mean_loss, False, [
-        ("1", "Adds", "nonlinear backward pass")], ("one that a bprop adds", "add the loss of that part to the one")),
+        ("1", "Adds", "nonlinear backward pass")], ("because a bprop adds it", "add the loss of that part to the one")),
     "underflow, with a scaler": Case(lambda: amp_at(around(nn.Tanh()), "to_float"), small_loss(1e-6), True, [],
                                      options=SCALED),
     "no token, and another mean": Case(
@@ -412,10 +412,10 @@ def test_packed_documents_are_named_where_the_loss_divides_by_fewer_tokens_than_
 
 
 @pytest.mark.parametrize(("level", "activation", "hidden", "counts", "said"), [
-    ("float32", nn.Tanh, 1, [8, 4, 3, 1], "its pieces 0.5, 0.25, 0.1875, 0.0625, but they were weighted 0.25, 0.25"),
+    ("float32", nn.Tanh, 1, [8, 4, 3, 1], "weights 0.5, 0.25, 0.1875, 0.0625, but accumulation used 0.25, 0.25"),
     ("float32", nn.Tanh, 1, [8, 0, 5, 3], "is finite, but not that of each piece; a mean over no unmasked token is"),
-    ("O3", nn.ReLU, 6, [48, 46, 46, 45], "counts its pieces 0.2595"),
-    ("O3", nn.Tanh, 5, [15, 14, 13, 13], "counts its pieces 0.2727")])
+    ("O3", nn.ReLU, 6, [48, 46, 46, 45], "the pieces have the weights 0.2595"),
+    ("O3", nn.Tanh, 5, [15, 14, 13, 13], "the pieces have the weights 0.2727")])
 def test_a_mean_over_a_mask_needs_its_weights(level, activation, hidden, counts, said):
     """Also where a piece has no token, and its gradient is NaN.
 

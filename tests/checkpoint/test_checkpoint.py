@@ -191,7 +191,8 @@ def test_another_run_is_refused():
     scale = r"accumulator:loss_scaler\.scale_value"
     for path, other, message in (
             ("c.ckpt", {"accumulate_step": 4}, r"with accumulate_step 3, but this run has 4; save when train_step\.up"),
-            ("c.ckpt", {"reduction": "sum"}, r"was saved with reduction mean, but this run has sum; build it alike"),
+            ("c.ckpt", {"reduction": "sum"}, r"was saved with reduction mean, but this run has sum; build it "
+                                            "with the same arguments"),
             ("c.ckpt", {"on_nonfinite": "skip_window"}, r"was saved with on_nonfinite apply, but this run has skip_wi"),
             ("c.ckpt", {"hidden": 6}, r"first\.weight is of Float32 \(5, 6\) in the file, but of Float32 \(6, 6\) in"),
             ("c.ckpt", {"buffer_dtype": ms.float16}, r"accumulator:first\.weight is of Float32 .*, but of Float16"),
@@ -224,7 +225,7 @@ def test_damaged_files_are_refused_and_never_executed(suffix):
         damaged.append(whole[:bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1:])
     for data in damaged:
         path.write_bytes(data)
-        refused(path, r"c\.\w+ is (truncated, or no checkpoint of|damaged \(SHA-256 mismatch\))", network, acc)
+        refused(path, r"c\.\w+ is (truncated, or not a checkpoint of|damaged \(SHA-256 mismatch\))", network, acc)
     data = b'{"ms_accum checkpoint, sha256": "' + b"0" * 64 + b'"}' + pickle.dumps(Malice())
     path.write_bytes(data.replace(b"0" * 64, sha256(data).hexdigest().encode()))
     refused(path, r"c\.\w+ cannot be read", network, acc)
@@ -238,7 +239,7 @@ def test_damaged_files_are_refused_and_never_executed(suffix):
 def test_bad_arguments_and_foreign_files_are_refused():
     network, acc, _ = build()
     ms.save_checkpoint(network, "foreign.ckpt")
-    refused("foreign.ckpt", r"foreign\.ckpt is truncated, or no checkpoint of ms_accum; give a file", network, acc)
+    refused("foreign.ckpt", r"foreign\.ckpt is truncated, or not a checkpoint of ms_accum; give a file", network, acc)
 
     def function(grads):
         return True
@@ -264,8 +265,8 @@ def test_bad_arguments_and_foreign_files_are_refused():
                 ((network, "c.ckpt"), r"^path is of type MLP, .*; give {}\(path, network, train_step\), with the path"),
                 ((network, "c.ckpt", acc), r"^path is of type MLP, expected a str or a path; give {}\(path, network, "),
                 ((acc, "c.ckpt"), "^path is of type Accumulator, expected a str or a path"),
-                (("c.ckpt", network), r"^{} got no accumulator, .*; give {}\(path, network, train_step\), or the "
-                                      r"network alone to mindspore\.{}"),
+                (("c.ckpt", network), r"^{} got no accumulator; give {}\(path, network, train_step\), or give only "
+                                      r"the network to mindspore\.{}"),
                 (("c.ckpt",), "^{} got no network and no accumulator"), ((), "^{} got no path and no network and no ")):
             with pytest.raises(TypeError, match=message.replace("{}", call.__name__)):
                 call(*arguments)

@@ -72,7 +72,7 @@ def test_a_load_that_is_interrupted_is_refused_by_the_next_call(accumulate_step)
         train_step(*batch)
     with pytest.raises(KeyboardInterrupt), loading(train_step.accumulator.way, True):
         raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="stopped an update, of which the parameters may hold a part"):
+    with pytest.raises(RuntimeError, match="stopped an update, so it may have changed only some of the"):
         train_step(*batch)
     train_step.accumulator.reset()
     train_step(*batch)

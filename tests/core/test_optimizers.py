@@ -111,7 +111,7 @@ def test_an_optimizer_of_another_network_is_refused(use):
     function = use(NETWORK)
     assert NETWORK in cells_of(function)
     require_same_parameters(function, nn.SGD(NETWORK.trainable_params(), 0.1))
-    with pytest.raises(ValueError, match=r"another Parameter called first\.weight than the network has, expected one"):
+    with pytest.raises(ValueError, match=r"updates a Parameter called first\.weight, but the network has a different"):
         require_same_parameters(function, nn.SGD(MLP().trainable_params(), 0.1))
 
 

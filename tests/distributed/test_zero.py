@@ -96,16 +96,16 @@ REFUSALS = {
     "whole": r"ValueError: zero=1 with an optimizer of whole parameters; build it from shard_parameters\(",
     "no zero": r"ValueError: the optimizer updates this rank's slices, which zero=0 does not gather; give DataParallel",
     "no reducer": r"ValueError: the optimizer updates this rank's slices, but there is no reducer to gather them; give",
-    "some": r"ValueError: first\.bias is no slice, but other parameters of the optimizer are; give all of them",
+    "some": r"ValueError: first\.bias is not a slice, but other parameters of the optimizer are slices; give all",
     "Lamb": WHOLE_LOOKING.format("Lamb"), "AdaFactor": WHOLE_LOOKING.format("AdaFactor"),
     "LARS": WHOLE_LOOKING.format("LARS"),
     "centralized": r"ValueError: the optimizer has grad_centralization=True, .*; leave it out, or give zero=0",
     "own": r"ValueError: Normed updates elements of first\.weight by the gradients of others, .*; give an elementwise",
     "careful": r"ValueError: Careful updates elements of first\.weight by the gradients of others",
     "frozen": r"ValueError: Frozen moved nothing in two updates, .*; begin with a learning rate above 0, or give",
-    "one in a node": "zero=2 with one rank in each node divides no buffers; give zero=1",
+    "one in a node": "zero=2 divides no buffers if each node has one rank; give zero=1",
     "stage": r"ValueError: Measuring looks at the gradients of a window, .*; sum over elements by self\.exchange",
-    "twice": r"ValueError: first\.weight is a slice already; give shard_parameters the network's parameters, once",
+    "twice": r"ValueError: first\.weight is already a slice; call shard_parameters only once, with the network's",
     "float": r"TypeError: an entry of parameters is of type float, expected a Parameter, or a group as a dict; give",
     "whole gradients": r"ValueError: the gradient of first\.weight has shape \(15,\), expected \(5, 6\); .* with ZeRO",
     "accepted": "accepted"}
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(left_by):
 
 def test_an_update_that_stops_before_the_gather_is_found(left_by):
     for said in left_by("zero_interrupted"):
-        assert said.startswith("RuntimeError: an error or an interrupt stopped an update, of which the parameters may")
+        assert said.startswith("RuntimeError: an error or an interrupt stopped an update, so it may have changed")
 
 
 def test_on_one_device_nothing_is_cut():

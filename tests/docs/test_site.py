@@ -35,7 +35,7 @@ def test_it_holds_every_page_and_public_name_and_asks_no_other_server(site):
     page = (site / "reference" / "api.html").read_text(encoding="utf-8")
     for name in PUBLIC:
         assert f'id="{name}"' in page, name
-    assert "Microbatches in a window: an int" in page, "an argument's description"
+    assert "Number of microbatches in a window: an int" in page, "an argument's description"
     for path in (*PATHS, *TUTORIALS.glob("*.ipynb")):
         text = (site / path.relative_to(TUTORIALS)).with_suffix(".html").read_text(encoding="utf-8")
         asked = r'<(?:script|link|img)[^>]* (?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?|png|svg)"'

@@ -319,11 +319,12 @@ def test_what_does_not_fit_is_refused():
               r"without a TrainOneStepCell of ms_accum in it; give Model\(TrainOneStep") for make in makers.values()]
     for name in ("PerUpdate", "WindowLog"):
         calls += [
-            (partial(train, TwoCells(one, other), makers[name]()), f"{name} found 2 TrainOneStepCells, whose updates"),
-            (partial(makers[name]().on_train_begin, Sunk(one)), f"{name} with dataset_sink_mode=True: single microbat")]
+            (partial(train, TwoCells(one, other), makers[name]()), f"{name} found 2 TrainOneStepCells, expected one"),
+            (partial(makers[name]().on_train_begin, Sunk(one)), f"{name} got dataset_sink_mode=True, which hides sin")]
     labelled = Model(one, nn.CrossEntropyLoss())
     calls += [(partial(labelled.train, 1, dataset(), [make()], dataset_sink_mode=False),
-               r"^Model got a loss_fn and a TrainOneStepCell, .*; give Model\(TrainOneStepCell\(nn\.WithLossCell\(")
+               r"^Model got a loss_fn together with a TrainOneStepCell, .*; give "
+               r"Model\(TrainOneStepCell\(nn\.WithLossCell\(")
               for make in makers.values()]
     two_rates = make_cell(optimizer=partial(momentum, rate=[0.3, 0.1]))[1]  # the third update is the flush's
     calls += [

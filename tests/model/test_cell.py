@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused(mode_named):
              lambda: TrainOneStepCell(lambda x: x, acc)),
             (TypeError, "weight_fn is of type int, expected a function",
              lambda: TrainOneStepCell(cell.network, acc, weight_fn=3)),
-            (TypeError, r"the microbatch has arguments with names \(label\), expected none", lambda: cell(x, label=y)),
+            (TypeError, r"got keyword arguments \(label\), expected arguments by p", lambda: cell(x, label=y)),
             (ValueError, r"give Model\(TrainOneStepCell\(\.\.\.\)\) without an optimizer",
              lambda: Model(cell, optimizer=acc.optimizer)),
             (ValueError, r"dynamic shape \(None, 6\).*leave set_inputs out", in_a_graph)):

@@ -20,7 +20,7 @@ from ms_accum.steps.errors import explaining_errors
 
 pytest_plugins = ["support.launch"]
 DIFFER = "ValueError: rank 1 and rank 0 differ in "
-OTHER_RANK = "CheckpointError: rank 1 failed, and so nothing was done on this one; see its message"
+OTHER_RANK = "CheckpointError: rank 1 failed, so nothing was done on this rank; see its message"
 
 
 REFUSALS = {
@@ -28,7 +28,7 @@ REFUSALS = {
     "loss_scaler": DIFFER + "the loss_scaler; give every rank the same one", "alike": "accepted",
     "accumulate_step": DIFFER + "accumulate_step; give every rank the same network and arguments",
     "seed": DIFFER + "the values of first.weight, the .*; give every rank the same seed, or broadcast=True",
-    "nodes": "ValueError: 2 ranks make no whole number of nodes of 3; start as many ranks on each host",
+    "nodes": "ValueError: 2 ranks cannot be divided into nodes of 3; start as many ranks on each host",
     "started": DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node",
     "shapes": DIFFER + r"parameters \(names, shapes, dtypes\), the optimizer, its learning rate or state; ",
     "alone": "UserWarning: this run has 2 ranks, but this accumulator has no reducer",
@@ -110,7 +110,7 @@ def test_callbacks_where_ranks_have_uneven_data(left_by, sync):
             np.testing.assert_array_equal(rows[:, :2], np.array(expected)[:, :2])
         refused = [said for said in left["said"] if said != "accepted"]
         assert len(refused) == rank
-        changed = "RuntimeError: the learning rate was changed after 3 updates, which this rank made"
+        changed = "RuntimeError: the learning rate was changed after 3 updates that this rank made"
         assert all(said.startswith(changed) for said in refused)
 
 
@@ -174,7 +174,7 @@ def test_selftest_on_two_ranks(left_by):
         "float32": {"holds"}, "float16": {"holds"}, "bfloat16": {"no kernel"}}
     assert {row[0] for row in whole[1]} > ranks
     assert {(row[0], row[3]) for row in half[1] if row[2] == "FAILS"} == {(check, "rank 0, 1") for check in ranks}
-    assert one[1] == [["token weights, means", "float32", "FAILS", "rank 1: see what it wrote to stderr"]]
+    assert one[1] == [["token weights, means", "float32", "FAILS", "rank 1: see its output on stderr"]]
 
 
 def test_a_rank_that_fails_ends_the_run(folder_of):
@@ -187,7 +187,7 @@ def test_a_rank_that_fails_ends_the_run(folder_of):
 
 
 ALONE = ("RuntimeError: another rank does not take part in an exchange: it left its epoch early, ended, or is late; "
-         "expected")
+         "let every rank")
 
 
 @pytest.mark.slow

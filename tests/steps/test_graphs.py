@@ -41,12 +41,12 @@ pair = lambda z: (z.mean(), z)
 AUX = r"expected \(loss, aux\) because of has_aux=True; aux may be a tuple"
 TWO = "a tuple of 2 because of losses=2"
 JOIN = r"return Tensors of shape \(\) or with one row for each sample, or give pieces=1$"
-ROWS = "return a Tensor with a row per sample, or a tuple of such Tensors of one float dtype$"
+ROWS = "return a Tensor with one row per sample, or a tuple of such Tensors of one float dtype$"
 WEIGHT = "give the number of samples or unmasked tokens in the microbatch$"
 MEAN = r"expected shape \(\); return the mean over the samples$"
 CUT = {"has_aux": True, "pieces": 2}
 NO_NUMBER = r"expected the loss alone; return the loss itself, without float\(\), \.item\(\) or \.asnumpy\(\)"
-A_NUMBER = "a (number|Python object that no graph can read|value of type float)"
+A_NUMBER = "a (number|Python object that a graph cannot read|value of type float)"
 ACCEPTED = "accepted and changed the window$"
 
 
@@ -78,7 +78,7 @@ CASES = [
     (step(scalar, weight_fn=two_weights), "ValueError weight_fn returned a tuple of 2, .*; give losses=2 to"),
     (step(scalar, losses=2), f"TypeError forward_fn returned a value of type Tensor, expected {TWO}$"),
     (step(losses, losses=2), f"TypeError forward_fn returned 3 losses, expected {TWO}; with has_aux=True, "),
-    (step(losses, losses=2, weight_fn=minus_one), f"ValueError weight is no tuple, expected {TWO}, an "),
+    (step(losses, losses=2, weight_fn=minus_one), f"ValueError weight is no tuple, expected {TWO}; let "),
     (cached(nothing, mean), f"TypeError encode_fn returned neither a Tensor nor .*; {ROWS}"),
     (cached(vector, mean), rf"ValueError encode_fn .* of shape \(3,\) for 2 samples; {ROWS}"),
     (cached(mixed, mean), f"TypeError encode_fn returned Tensors of Float32, Float16; {ROWS}"),
@@ -136,7 +136,7 @@ def cases_of_models(mode):
     """A graph cannot read a Python object, nor take a part of it. The last one, the control, is the remedy."""
     for returns in ("CausalLMOutput", "Outputs", "dict"):
         (model, first), unreadable = model_of(returns), mode == "graph" and returns != "dict"
-        got = "a Python object that no graph can read" if unreadable else f"a value of type {returns}"
+        got = "a Python object that a graph cannot read" if unreadable else f"a value of type {returns}"
         remedy = "return its entry for the loss" if returns == "dict" else "take the loss from a tuple, .*return_dict=F"
         for functions, expected in [
                 (step(model), "the loss alone"), ({"cell": model}, "the loss alone"), (step(model, losses=2), TWO),

@@ -13,7 +13,7 @@ from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 pytestmark = pytest.mark.core
 
 COUNTS = (0, 20, 2, 8, 1, 12, 3)  # of the second loss in each microbatch of 20: they vary by more than 10 times
-OPEN = r"was weighed as a whole, .* call accumulator\.reset\(\)"
+OPEN = r"was not trained to its end, .* call accumulator\.reset\(\)"
 
 
 def microbatches():
@@ -44,7 +44,7 @@ def step_of(**options):
 def test_a_window_that_was_not_weighed_or_not_trained_as_a_whole_is_refused():
     """A single call, a loop that is left, and microbatches of others. After a reset, all is as if it had not been."""
     step = step_of()
-    with pytest.raises(RuntimeError, match=r"losses=2 has to know .* accumulate_step=3; train with train_step\.epoch"):
+    with pytest.raises(RuntimeError, match=r"losses=2 needs all batches .* accumulate_step=3; train with train_step"):
         step(*microbatches()[0])
     assert int(step.accumulator.mini_step) == 0
     trained = []
@@ -71,7 +71,7 @@ def test_a_window_that_is_closed_inside_the_loop_ends_it(method):
     for _ in range(4):
         next(epoch)
     getattr(step.accumulator, method)()
-    with pytest.raises(RuntimeError, match=r"closed or dropped in the middle of an epoch .*leave the loop and call"):
+    with pytest.raises(RuntimeError, match=r"closed or dropped inside the loop, .*leave the loop and call"):
         list(epoch)
 
 
@@ -81,7 +81,7 @@ def test_what_does_not_compose_is_refused():
     network = MLP()
     accumulator = Accumulator(sgd(network), 2, reduction="mean")
     make_train_step(mean_loss(network), accumulator)(*microbatches()[0][:2])
-    with pytest.raises(ValueError, match="that another train step has filled, whose graphs count one loss; give each"):
+    with pytest.raises(ValueError, match="that another train step has already used with one loss; give each step"):
         make_train_step(pair_of(network), accumulator, losses=2)
 
 
@@ -180,7 +180,7 @@ def test_the_check_finds_what_a_bprop_adds_where_pieces_differ(samples):
         wrong = samples == 10 and added > 0 and not options
         assert report.ok is not wrong
         assert {cause.layer for cause in report.causes} == ({"adds"} if wrong else set())
-        assert ("one that a bprop adds; the weights of several losses" in str(report)) is wrong
+        assert ("because a bprop adds it; the weights of several losses" in str(report)) is wrong
         assert ("return the loss of that part as one more loss" in str(report)) is wrong
 
 

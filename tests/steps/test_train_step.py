@@ -243,9 +243,9 @@ CELL = nn.WithLossCell(MLP(), LOSS)
 STEP, CACHED = partial(make_train_step, LOSS), partial(make_grad_cache_step, MLP(), LOSS)
 DOOR = partial(TrainOneStepCell, CELL)
 IN_ANY_DOOR = [
-    (ValueError, "got an Accumulator and also accumulate_step, which the Accumulator has already", (READY, 2), {}),
+    (ValueError, "got an Accumulator and also accumulate_step, which the Accumulator already has", (READY, 2), {}),
     (ValueError, "also clip_norm, loss_scaler,", (READY,), {"clip_norm": 1.0, "loss_scaler": amp.StaticLossScaler(8)}),
-    (TypeError, "accumulate_step is missing, expected it with an .* give accumulate_step=4", (SGD,), {}),
+    (TypeError, "accumulate_step is missing, expected the number of .* give e.g. accumulate_step=4", (SGD,), {}),
     (TypeError, "optimizer is of type int, expected a MindSpore optimizer", (3, 2), {}),
     (ValueError, r"reduction='sum', expected \"mean\": .* N times too large", (SUM,), {}),
     (TypeError, r"unexpected argument clipnorm; did you mean clip_norm\?", (READY,), {"clipnorm": 1.0}),
@@ -274,7 +274,7 @@ def test_bad_arguments_are_refused(make, error, message, arguments, options):
 def test_a_network_that_was_built_again_is_refused_with_the_remedy():
     """Before anything is compiled."""
     old, new, graphs = MLP(), MLP(), compiled_graphs()
-    said = r"the optimizer updates another Parameter called first\.weight .*built again .*, build the optimizer"
+    said = r"the optimizer updates a Parameter called first\.weight, .*built again .*, build the optimizer"
     train_step = make_train_step(mean_loss(new), sgd(old), 2)
     with pytest.raises(ValueError, match=said):
         train_step(*BATCHES[0])
@@ -365,13 +365,13 @@ def test_an_accumulator_is_filled_by_one_step_or_by_hand():
         accumulator.add(accumulator.optimizer.parameters)
     accumulator.way.add_unmarked(accumulator.optimizer.parameters, 1.0)
     train_step(*batch)
-    with pytest.raises(RuntimeError, match="holds 4 microbatches, of which only 3 came from this train step"):
+    with pytest.raises(RuntimeError, match="holds 4 microbatches, but only 3 came from this train step"):
         train_step(*batch)
     accumulator.reset()
     other_network = MLP()
     filled = Accumulator(sgd(other_network), 3, reduction="mean")
     filled.add(filled.optimizer.parameters)
-    with pytest.raises(RuntimeError, match="were added to this accumulator by hand, expected one train step"):
+    with pytest.raises(RuntimeError, match="were added to this accumulator by hand, so a train step or cell"):
         make_train_step(mean_loss(other_network), filled)(*batch)
     for step in (train_step, other, train_step):
         step(*batch)

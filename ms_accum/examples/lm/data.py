@@ -1,4 +1,4 @@
-"""Cut a text into documents, and documents into rows of a few widths."""
+"""Cut a text into documents, and documents into samples of a few widths."""
 from __future__ import annotations
 
 import re
@@ -28,16 +28,16 @@ class Documents:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Bytes in each row: int `(n,)`."""
+        """Return the number of bytes in each row: int `(n,)`."""
         return np.array([len(row) for row in self.rows])
 
     @property
     def size(self) -> int:
-        """The number of bytes."""
+        """Return the number of bytes."""
         return int(self.lengths.sum())
 
     def count(self, rows: np.ndarray) -> int:
-        """Return how many bytes `rows`, int `(m,)`, hold."""
+        """Return the number of bytes in `rows`, int `(m,)`."""
         return int(self.lengths[rows].sum())
 
     def batch(self, rows: np.ndarray) -> tuple[np.ndarray]:
@@ -48,7 +48,7 @@ class Documents:
         return (tokens,)
 
     def entropy(self) -> float:
-        """Return the entropy of a single byte, in bits: what a model without context would reach."""
+        """Return the entropy of a single byte in bits: the best loss of a model without context."""
         counts = np.bincount(np.concatenate(self.rows), minlength=256)
         shares = counts[counts > 0] / self.size
         return float(-shares @ np.log2(shares))
@@ -57,7 +57,7 @@ class Documents:
 def microbatches(documents: Documents, order: np.ndarray, size: int) -> list[np.ndarray]:
     """Cut `order`, int `(n,)`, into microbatches of `size` rows of one width; empty rows fill up the last of a width.
 
-    Without them, each last one would be a shape of its own, and a graph to compile.
+    Without empty rows, each last microbatch would have its own shape, for which a graph is compiled.
     """
     size = min(size, len(order))
     width = widths(documents.lengths[order])
@@ -72,11 +72,11 @@ def widths(lengths: np.ndarray) -> np.ndarray:
 
 
 def load(source: str, seed: int) -> tuple[Documents, Documents]:
-    """Load the text that `--text` names. Return documents to train on, and drawn ones to validate on.
+    """Load the text of `--text`. Return documents to train on, and randomly chosen ones to validate on.
 
-    "topics": the documentation of Python's language that comes with Python (`pydoc_data.topics`). "excerpt": a part of
-    its documents. Anything else is a file; it need not be UTF-8. ValueError if it holds fewer than `FEWEST` documents,
-    OSError if it cannot be read.
+    "topics": the documentation of the language that comes with Python (`pydoc_data.topics`). "excerpt": a part of its
+    documents. Anything else is a file; it need not be UTF-8. Raise ValueError if it holds fewer than `FEWEST`
+    documents, OSError if it cannot be read.
     """
     if source in ("excerpt", "topics"):
         documents = documents_of("\n\n".join(topics.values()).encode())
@@ -94,14 +94,14 @@ def load(source: str, seed: int) -> tuple[Documents, Documents]:
 def documents_of(text: bytes) -> list[bytes]:
     """Split a text at its empty lines. Each document ends in a newline.
 
-    One that occurs twice is taken once, or it could be validated on after it was trained on.
+    A document that occurs twice is used once, because it could be in both the training and the validation data.
     """
     parts = re.split(rb"\n\s*\n", text.replace(b"\r\n", b"\n"))
     return list(dict.fromkeys(part.strip(b"\n") + b"\n" for part in parts if part.strip()))
 
 
 def split(documents: list[bytes], seed: int) -> tuple[Documents, Documents]:
-    """Return documents to train on, and drawn ones to validate on."""
+    """Return documents to train on, and randomly chosen ones to validate on."""
     held_out = {*np.random.default_rng(seed).permutation(len(documents))[:len(documents) // HELD_OUT].tolist()}
     train, validation = ([document for i, document in enumerate(documents) if (i in held_out) == drawn]
                          for drawn in (False, True))

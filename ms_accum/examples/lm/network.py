@@ -1,4 +1,4 @@
-"""A byte-level transformer, its loss in bits per byte, and text that it generates."""
+"""A byte-level transformer, its loss in bits per byte, and a function that generates text."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,7 +37,8 @@ class Network(nn.Cell):
                 parameter.set_data(Tensor(rng.normal(0, spread, parameter.shape), ms.float32))
 
     def construct(self, tokens: Tensor) -> Tensor:
-        """Return logits, float32 `(n, width, 256)`, of each byte of tokens, int32 `(n, width)`, from the bytes before.
+        """Return logits, float32 `(n, width, 256)`, of each byte of tokens, int32 `(n, width)`, given the bytes before
+        it.
 
         A row begins at the start of a document, or inside one that is longer than the context.
         """
@@ -85,17 +86,17 @@ class BitsPerByte(nn.Cell):
 
 
 def count_bytes(tokens: Tensor) -> Tensor:
-    """Return how many bytes the mean of `BitsPerByte` divides by: int32 `()`."""
+    """Return the number of bytes that the mean of `BitsPerByte` divides by: int32 `()`."""
     return (tokens != PADDING).astype(ms.int32).sum(-1).sum()
 
 
 def count_one(tokens: Tensor) -> Tensor:
-    """Return 1, or 0 for padding alone: all microbatches count alike in the mean of means. int32 `()`."""
+    """Return 1, or 0 if there is only padding: all microbatches weigh the same in the mean of means. int32 `()`."""
     return ops.minimum(count_bytes(tokens), 1)
 
 
 def generate(logits: Callable[[Tensor], Tensor], length: int, seed: int, temperature: float = 0.7) -> str:
-    """Return `length` bytes that a network generates from nothing, as printable text.
+    """Return `length` bytes that a network generates without a prompt, as printable text.
 
     `logits` is a `Network`, compiled or not. It is always called with one row of the same shape.
     """

@@ -1,4 +1,4 @@
-"""Train a language model on microbatches that hold different numbers of bytes: the token mean in one program."""
+"""Train a language model on microbatches with different numbers of bytes: an example of the token mean."""
 from __future__ import annotations
 
 from argparse import Namespace
@@ -29,7 +29,7 @@ def train(options: Namespace, report: Report, weight_fn: Callable[[Tensor], Tens
     network = Network(options.seed)
     parameters = network.trainable_params()
     optimizer = OPTIMIZERS[options.optimizer](shard_parameters(parameters) if options.zero else parameters, options.lr)
-    # The loss is a mean over bytes, so a microbatch weighs as many as it holds.
+    # The loss is a mean over bytes, so the weight of a microbatch is its number of bytes.
     train_step = make_train_step(BitsPerByte(network), optimizer, options.accumulate_step, weight_fn=weight_fn,
                                  clip_norm=options.clip_norm,
                                  reducer=DataParallel(sync=options.sync, zero=options.zero))
@@ -54,19 +54,19 @@ def train(options: Namespace, report: Report, weight_fn: Callable[[Tensor], Tens
 
 
 def order(documents: Documents, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Return the rows of each microbatch of an epoch, of one width each, in seeded order: int `(n,)` each."""
+    """Return the rows of each microbatch of an epoch, of one width each, in an order from the seed: int `(n,)` each."""
     rng = np.random.default_rng([seed, epoch])
     found = microbatches(documents, rng.permutation(len(documents)), batch_size)
     return [found[i] for i in rng.permutation(len(found))]
 
 
 def evaluate(bits: Callable[[Tensor], Tensor], documents: Documents, batch_size: int) -> float:
-    """Return the bits per byte of all documents, as a `BitsPerByte` measures them."""
+    """Return the bits per byte of all documents, as measured by a `BitsPerByte`."""
     batches = microbatches(documents, np.arange(len(documents)), batch_size)
     total = sum(float(bits(*map(Tensor, documents.batch(rows)))) * documents.count(rows) for rows in batches)
     return total / documents.size
 
 
 def train_mean_of_means(options: Namespace, report: Report) -> Network:
-    """Train with a common mistake: each microbatch weighs the same, however many bytes it holds."""
+    """Train with a common mistake: all microbatches weigh the same, whatever their number of bytes."""
     return train(options, report, count_one)

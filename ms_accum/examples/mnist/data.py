@@ -45,7 +45,7 @@ class Mnist:
 
 
 def load(source: str) -> Mnist:
-    """Load the digits that `--data` names.
+    """Load the digits of `--data`.
 
     "embedded": the 10,000 + 2,000 digits in the package. "full": all 60,000 + 10,000, downloaded once into
     `fetch.cache_folder()`; for errors see `fetch.full_set`. Anything else is a folder in the layout of MindSpore's

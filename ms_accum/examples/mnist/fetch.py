@@ -37,9 +37,10 @@ def cache_folder() -> Path:
 
 
 def full_set(folder: Path) -> Path:
-    """Return `folder`, which then holds the complete MNIST: download it, if it is not there yet.
+    """Download the complete MNIST into `folder` if it is not there yet. Return `folder`.
 
-    OSError if no mirror delivered files of the right md5 (it names each answer), or `folder` is not writable.
+    Raise OSError if no mirror delivered files with the right md5 (the message names each answer), or `folder` is not
+    writable.
     """
     if all((folder / name).is_file() and _md5((folder / name).read_bytes()) == md5 for name, md5 in MD5.items()):
         return folder

@@ -1,4 +1,4 @@
-"""Define what runs on the device: the tutorial's network and its loss."""
+"""Define the tutorial's network and its loss."""
 from __future__ import annotations
 
 from math import sqrt

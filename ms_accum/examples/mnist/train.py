@@ -1,4 +1,4 @@
-"""Train on digits with accumulated gradients: the library in one program."""
+"""Train on digits with accumulated gradients: an example of the library in one program."""
 from __future__ import annotations
 
 from argparse import Namespace
@@ -23,7 +23,7 @@ def train(options: Namespace, report: Report) -> Network:
     mnist = load(options.data)
     if options.compare and options.optimizer == "adam":
         raise ValueError("--compare trains in float64, which MindSpore's Adam does not take; give --optimizer sgd")
-    # Float32 rounds the gradients of 2 x 32 and of 64 digits differently, and from there two trainings drift apart.
+    # Float32 rounds the gradients of 2 x 32 and of 64 digits differently, so two trainings differ more and more.
     network = Network(options.seed, ms.float64 if options.compare else ms.float32)
     parameters = network.trainable_params()
     optimizer = OPTIMIZERS[options.optimizer](shard_parameters(parameters) if options.zero else parameters, options.lr)
@@ -36,7 +36,7 @@ def train(options: Namespace, report: Report) -> Network:
     exchange = train_step.accumulator.exchange  # on one device: rank 0 of 1
     logits = ms.jit(network)
     for epoch in report.epochs_left():
-        # Dealt out one by one, so that a window of all ranks holds the digits that a window of one process would.
+        # Distributed one by one, so that a window of all ranks holds the same digits as a window of one process.
         microbatches = order(len(mnist.train), options.batch_size, options.seed, epoch)[exchange.rank::exchange.ranks]
         losses = report.progress(train_step.epoch(mnist.train.batch(rows) for rows in microbatches),
                                  [len(rows) for rows in microbatches])
@@ -48,7 +48,7 @@ def train(options: Namespace, report: Report) -> Network:
 
 
 def order(digits: int, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
-    """Return the rows of each microbatch of an epoch, in seeded order: int `(n,)` each."""
+    """Return the digits of each microbatch of an epoch, in an order from the seed: int `(n,)` each."""
     rows = np.random.default_rng([seed, epoch]).permutation(digits)
     return [rows[start:start + batch_size] for start in range(0, digits, batch_size)]
 
