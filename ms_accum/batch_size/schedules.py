@@ -80,9 +80,7 @@ def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]
 
 
 class Schedule(NamedTuple):
-    """Hold the result of `seesaw` and `batch_ramp`: `{update: microbatches in a window}`, and a rate for each
-    update.
-    """
+    """Hold the result of `seesaw` or `batch_ramp`: `{update: microbatches in a window}`, and a rate for each update."""
 
     accumulate_step: dict[int, int]
     learning_rate: list[float]

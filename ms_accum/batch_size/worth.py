@@ -69,9 +69,7 @@ def noise_of(make_step: bytes, device_target: str, microbatch: int, accumulate_s
 
 
 def lengths_of(plan: Plan) -> list[int]:
-    """Return the window lengths to compare: powers of 2 up to twice the planned window, at least 4, and the planned
-    one.
-    """
+    """Return the lengths to compare: powers of 2 up to twice the planned window, at least 4, and the planned one."""
     return sorted({plan.accumulate_step, *(2**i for i in range(max(3, int(log2(4 * plan.accumulate_step)))))})
 
 

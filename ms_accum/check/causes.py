@@ -176,9 +176,7 @@ def _grows(batch: tuple, piece: tuple) -> bool:
 
 
 def _distance(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """Return the largest difference of a pair, relative to the larger norm; of the first rows if the second has
-    fewer.
-    """
+    """Return the largest relative difference of a pair; of its first rows if the second Tensor has fewer."""
     distances = [0.0]
     for one, other in pairs:
         for axis in [axis for axis, (a, b) in enumerate(zip(one.shape, other.shape)) if a > b][:1]:

@@ -157,9 +157,7 @@ class Division:
         return np.concatenate([t.astype(ms.float32).asnumpy().ravel() for t in (*gradients, loss)]) / np.float32(scale)
 
     def _undivided(self, restored: bool = True) -> np.ndarray:
-        """Return the gradients of the batch: in float32 without the loss scale; in 16 bits they might underflow without
-        it.
-        """
+        """Return the gradients of the batch: in float32 without the loss scale, in 16 bits with it (underflow)."""
         return self.gradients(self.batch, restored, 1 / self.loss_scale if self.roundoff <= FLOAT32 else 1.0)
 
     def norms(self, gradients: np.ndarray) -> np.ndarray:

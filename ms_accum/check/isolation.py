@@ -63,8 +63,7 @@ class Layers:
 
     @contextmanager
     def in_float32(self, forward_fn: Callable, batch: tuple) -> Iterator[tuple]:
-        """Compute in float32 in the block, also layers with `to_float`, `amp` or parameters in 16 bits; yield the
-        batch.
+        """Compute in float32 in the block, also layers with `to_float`, `amp` or 16-bit parameters; yield the batch.
 
         Casts in the code of a layer are kept.
         """

@@ -281,9 +281,7 @@ class _Run:
         self.of_window = {f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in open_state}
 
     def exchanged_alike(self, about: dict) -> bool:
-        """Return whether the checkpoint has the same number of ranks and exchange, so that each rank has its own
-        file.
-        """
+        """Return whether the checkpoint has the same ranks and exchange, so that each rank has its own file."""
         return about.get("reducer") == self.settings["reducer"]
 
     @classmethod
@@ -325,9 +323,7 @@ class _Run:
 
     def contents(self, extra: Any, generation: str, is_open: bool,
                  joined: dict[str, Tensor]) -> tuple[dict[str, Parameter], dict]:
-        """Return the entries of a rank's file, and their description. Rank 0's file also holds divided state,
-        `joined`.
-        """
+        """Return the entries of a rank's file, and their description. Rank 0's file also holds the `joined` state."""
         empty = set() if is_open else self.of_window - {_UNIT}
         entries = {name: joined.get(name, p) for name, p in self.entries.items()
                    if name not in empty and (name in joined or name not in self.divided)}

@@ -296,8 +296,7 @@ class Accumulator(Uncopied):
         return self.way.scaled(loss)
 
     def require_progress(self) -> None:
-        """Raise RuntimeError if more than `max_skips` were skipped in a row. Call it from Python; it waits for the
-        device.
+        """Raise RuntimeError if more than `max_skips` were skipped in a row. Not for graphs: it waits for the device.
         """
         Keeper(self).require_progress()
 

@@ -197,8 +197,7 @@ class Keeper:
         return Facts(*self._run[graph]().asnumpy().tolist())
 
     def require_progress(self, facts: Optional[Facts] = None) -> None:
-        """Raise RuntimeError if more than `max_skips` were skipped in a row, some of them since it was last raised.
-        """
+        """Raise RuntimeError if more than `max_skips` were skipped in a row, some of them since the last error."""
         max_skips = self._counters.max_skips
         if max_skips is None:
             return

@@ -37,9 +37,7 @@ class Portable:
     """Scale and clear by assigning new values, with kernels that every device has."""
 
     def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
-        """Return `factor * gradient` for each gradient, in `dtypes`. `InPlace` overwrites gradients: clear them
-        next.
-        """
+        """Return `factor * gradient` for each gradient, in `dtypes`. `InPlace` overwrites them: clear them next."""
         return mapped(scaled, factor, gradients, dtypes)
 
     def clear(self, zero: Tensor, buffers: Gradients) -> None:

@@ -130,9 +130,7 @@ class WindowLength:
         return max(self.host_length(update_step) - mini_step, 0)
 
     def length_after(self, update_step: int) -> int:
-        """Return the least number of microbatches that an empty window needs after `update_step` updates. For the
-        host.
-        """
+        """Return the least number of microbatches in the window after `update_step` updates. For the host."""
         return self.host_length(update_step) if self.budget is None else 1
 
     def is_full_of(self, microbatches: int, update_step: int, weight: np.float32) -> bool:

@@ -286,9 +286,7 @@ def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:
 
 
 def checked_loss_scaler(scaler: object, ranks: int) -> Optional[amp.LossScaler]:
-    """Return the loss scaler, or None. Raise TypeError or ValueError unless its scale is usable and equal on all
-    ranks.
-    """
+    """Return the loss scaler or None. Raise an error unless its scale is usable and equal on all ranks."""
     if scaler is None:
         return None
     if not isinstance(scaler, amp.LossScaler) or not isinstance(getattr(scaler, "scale_value", None), Tensor):

@@ -146,8 +146,7 @@ class Way:
 
     def add_piece(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1,
                   factor: Optional[Scalar] = None) -> Scalar:
-        """Add a piece of a microbatch, after `begin`; `end_microbatch` follows the last piece. See `add` for the
-        arguments.
+        """Add a piece of a microbatch, after `begin`; call `end_microbatch` after the last one. Arguments: see `add`.
 
         Return the sum of `active` over the ranks that exchange microbatches: the number of them that still have data.
         """
@@ -301,9 +300,7 @@ def clipping(clip_norm: Optional[float], grad_norm: Parameter, exchange: OneDevi
 
 @constexpr
 def note_filled(number: int, is_driven: bool) -> bool:
-    """Note that a way is filled by hand. Raise RuntimeError if a train step fills it, which counts and sets the
-    unit.
-    """
+    """Note that a way is filled by hand. Raise RuntimeError if a train step, which sets the unit, fills it."""
     if is_driven:
         raise RuntimeError("a train step or a cell fills this accumulator, so nothing can be added by hand; give the "
                            "hand-written loop an Accumulator of its own")

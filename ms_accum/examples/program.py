@@ -179,9 +179,7 @@ class Report:
         print(f"resumed    {printable(path)}, saved after epoch {len(self.epochs)}")
 
     def epochs_left(self) -> range:
-        """Return the numbers of the epochs to train, from 1. If there are none, print that the training has
-        finished.
-        """
+        """Return the numbers of the epochs to train, from 1. If there are none, print that training has finished."""
         left = range(len(self.epochs) + 1, self.options.epochs + 1)
         if not left:
             last = self.epochs[-1]

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class FlushCallback(Callback):
-    """Apply the incomplete last window of each epoch and of the training. Give it to each `Model` with a
-    `TrainOneStepCell`.
+    """Apply the incomplete last window of each epoch and of the training. Use it with every `TrainOneStepCell`.
 
     Put it before callbacks that save or read the weights. It flushes every `TrainOneStepCell` of the run after
     microbatch number `dataset.get_dataset_size()` of an epoch, so that the evaluation of `Model.fit` uses the updated

@@ -183,9 +183,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self._train_flags = self._mode.flags()
 
     def _settle_unit(self, batch: tuple) -> int:
-        """Return the number of samples. The number in the first batch becomes the unit of weights, which graphs
-        hold.
-        """
+        """Return the number of samples. That of the first batch becomes the unit of weights, which graphs hold."""
         samples = layout(batch, self.batch_axis)[0]
         if samples > 0:
             self._way.buffers.fix_unit(float(samples))
@@ -213,18 +211,14 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         return loss
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
-        """Raise ValueError: a `Model` with `optimizer=` would differentiate the cell and update again in each
-        microbatch.
-        """
+        """Raise ValueError: a `Model` with `optimizer=` would differentiate the cell and update again each time."""
         if requires_grad:
             raise ValueError("a TrainOneStepCell of ms_accum computes the gradients and updates itself, and cannot be "
                              "trained by another step; give Model(TrainOneStepCell(...)) without an optimizer")
         return super().set_grad(False)
 
     def to_float(self, dst_type: ms.Type) -> NoReturn:
-        """Raise ValueError: a cast would also cast the optimizer and the buffers. Use mixed precision on the
-        network.
-        """
+        """Raise ValueError: it would also cast the optimizer and the buffers. Use mixed precision on the network."""
         raise ValueError("a TrainOneStepCell of ms_accum was given to auto_mixed_precision or to_float, or to a Model "
                          f"with amp_level, expected its network: the optimizer would compute in {dst_type}, too; "
                          'call network = auto_mixed_precision(network, "O2") before you build the cell')

@@ -101,8 +101,6 @@ def saved_graphs(folder: str) -> Iterator[None]:
 
 
 def fused_products(folder: Path) -> int:
-    """Return the number of products that are fused with their addition, in the graph of a folder that has most of
-    them.
-    """
+    """Return the number of products that are fused with their addition, in the graph of the folder with the most."""
     graphs = [file.read_text(encoding="utf-8") for file in folder.glob("graph_build*.ir")]
     return max((graph.count("InplaceMatmulAdd(") for graph in graphs), default=0)

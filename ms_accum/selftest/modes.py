@@ -37,9 +37,7 @@ def synchronize() -> None:
 
 
 def recover() -> None:
-    """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next graph, but no later
-    one.
-    """
+    """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next graph (only that)."""
     size = next(_sizes)
     with suppress(RuntimeError), running("jit"):
         ms.jit(ms.grad(_gathered))(Tensor(np.ones((1, size), np.float32)), Tensor(np.zeros((1, size), np.int64)))

@@ -29,8 +29,7 @@ def windows(training: Training, expected: Expected, windows: Sequence) -> float:
 
 
 def reported(training: Training, expected: Expected, windows: Sequence) -> float:
-    """Train on whole windows of samples, and compare the losses that were returned and the samples that were counted.
-    """
+    """Train on whole windows of samples, and compare the returned losses and the number of samples counted."""
     require_small(training, expected)
     seen, samples = int(training.accumulator.seen), sum(len(batch[0]) for window in windows for batch in window)
     losses = [float(loss) for loss in training.learn(windows)]

@@ -83,9 +83,7 @@ def named_values(function: Callable, named: Mapping[str, Any]) -> dict[str, Any]
 
 
 def ordered(function: Callable, names: Iterable[str]) -> tuple[str, ...]:
-    """Return names in the order of the function's parameters; those for its `**kwargs` come last, in the given
-    order.
-    """
+    """Return names in the order of the function's parameters; those for its `**kwargs` come last, as given."""
     order = list(_parameters(function))
     return tuple(sorted(names, key=lambda name: order.index(name) if name in order else len(order)))
 

@@ -230,9 +230,7 @@ def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _same(once: Tensor, again: Tensor) -> Tensor:
-    """Return whether two Tensors agree up to rounding in 16 bits: bool Tensor of shape `()`. NaN agrees with
-    anything.
-    """
+    """Return whether two Tensors agree up to rounding in 16 bits: bool Tensor of shape `()`. NaN always agrees."""
     return ops.logical_not((once - again).abs().max() > 2e-2 * once.abs().max())
 
 

@@ -184,9 +184,7 @@ def checked_loss(loss: Any, name: str = "forward_fn") -> Tensor:
 
 @constexpr
 def require_loss(shape: tuple, dtype: ms.Type, name: str) -> bool:
-    """Raise an error unless the loss is a float scalar: value_and_grad would differentiate a sum of elements, or a
-    cast.
-    """
+    """Raise an error unless the loss is a float scalar: value_and_grad would differentiate a sum or a cast of it."""
     require_readable(shape, name, "the loss alone")
     if tuple(shape) != ():
         raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); return the mean over the "

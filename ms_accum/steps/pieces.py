@@ -19,9 +19,7 @@ Cut = tuple[Optional[int], ...]  # the axis along which each argument is cut; No
 
 
 def layout(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
-    """Return the number of samples in a batch, and for each argument the axis that counts them, or None. Graphs call
-    it.
-    """
+    """Return the number of samples in a batch, and for each argument the axis that counts them, or None."""
     return _layout(tuple([_kind(argument) for argument in batch]), batch_axis)
 
 
@@ -36,9 +34,7 @@ def checked_axis(batch_axis: object) -> int:
 
 
 def axis_of(axes: int, batch_axis: int) -> int:
-    """Return the axis that counts the samples, given the number of axes: `batch_axis`, or 0 if there is no such
-    axis.
-    """
+    """Return the axis that counts the samples: `batch_axis`, or 0 if there are too few axes."""
     return batch_axis if batch_axis < axes else 0
 
 
@@ -79,9 +75,7 @@ def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
 
 
 def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
-    """Return the arguments of one piece: the samples `rows` (int Tensor) of arguments that are cut, the others
-    whole.
-    """
+    """Return the arguments of one piece: samples `rows` (int Tensor) of those that are cut, the others whole."""
     inputs = ()  # type: tuple
     for argument, axis in zip(batch, cut):
         inputs = (*inputs, argument if axis is None else ops.gather(argument, rows, axis))
@@ -143,9 +137,7 @@ def require_aux_values(count: int) -> bool:
 
 @constexpr
 def require_aux_shape(shape: Optional[tuple], rows: int, batch_axis: int) -> bool:
-    """Raise an error for aux that is neither a scalar nor a value per sample: it cannot be joined to that of the
-    batch.
-    """
+    """Raise an error for aux that is neither a scalar nor a value per sample: it cannot be joined."""
     remedy = "return Tensors of shape () or with one row for each sample, or give pieces=1"
     if shape is None:
         raise TypeError(f"forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {remedy}")

@@ -79,8 +79,7 @@ class SeveralLossesStep(TrainStep):
         super().__init__(function, accumulator, pieces, program_for, batch_axis, counts)
 
     def _epoch(self, batches: Iterable) -> Iterator[Any]:
-        """See `TrainStep.epoch`. It reads all batches of a window after the update of the previous one, then trains on
-        them.
+        """See `TrainStep.epoch`. It reads all batches of a window, after the previous update, before it trains.
 
         If reading a batch raises an error, the batches of the same window that were read before are not trained.
         """

@@ -192,8 +192,7 @@ class TrainStep(Uncopied):
         return (*layout(batch, self.batch_axis), names), batch
 
     def program(self, key: tuple) -> Program:
-        """Return the program for batches with this key, in the network's mode. The first call sets the unit of weights.
-        """
+        """Return the program for batches with this key, in the network's mode. The first call sets the unit."""
         if self._mode is None:
             self._mode = TrainMode(self._function, self.accumulator.weights)
             self._mode.warn_if_evaluating()

@@ -32,9 +32,7 @@ class TrainMode:
         return tuple([layer.training for layer in self._layers])
 
     def warn_if_evaluating(self) -> None:
-        """Warn if a trained network is in evaluation mode. In training mode, single layers may be in evaluation
-        mode.
-        """
+        """Warn if a trained network is in evaluation mode (not if only single layers are)."""
         for network in self._networks:
             name, layer = evaluating(network) or ("", None)
             if layer is not None and any(id(p) in self._trained for p in network.get_parameters()):

@@ -37,8 +37,7 @@ class Network(nn.Cell):
                 parameter.set_data(Tensor(rng.normal(0, spread, parameter.shape), ms.float32))
 
     def construct(self, tokens: Tensor) -> Tensor:
-        """Return logits, float32 `(n, width, 256)`, of each byte of tokens, int32 `(n, width)`, given the bytes before
-        it.
+        """Return logits, float32 `(n, width, 256)`, of each byte of tokens, int32 `(n, width)`, given those before it.
 
         A row begins at the start of a document, or inside one that is longer than the context.
         """
