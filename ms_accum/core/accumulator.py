@@ -350,6 +350,7 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, layou
 def _warned_length(accumulate_step: AccumulateStep, buffer_dtype: Optional[ms.Type]) -> WindowLength:
     """Return the length of windows, and warn if windows are too long for the buffers."""
     length = length_of(accumulate_step)
+    buffer_dtype_of(buffer_dtype, ms.float32)  # raises, if it is no dtype of a buffer
     warn_of_lost_gradients(buffer_dtype, length.longest)
     return length
 
