@@ -203,9 +203,10 @@ class Accumulator(Uncopied):
         own = exchange.ranks == 1 and loss_scaler is None and not stages  # buffers, not copies, reach the optimizer
         stages = bound(stages_of(loss_scaler, on_nonfinite, noise_scale, stages, counters, self), prefix, exchange,
                        counters)
-        self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange,
-                       Buffers(prefix, exchange.buffers(prefix), layout.dtypes, exchange.shared_unit), counters,
-                       Journal(prefix), (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks,
+        # "sum": a parameter may be called "measured", as a counter is.
+        buffers = Buffers(prefix, exchange.buffers(f"{prefix}.sum"), layout.dtypes, exchange.shared_unit)
+        self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange, buffers, counters, Journal(prefix),
+                       (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks,
                        clip_norm, () if after_update is None else (after_update,))
         self._kept = (*counters.run_state, *_state_of_hook(after_update, optimizer),
                       *(p for stage in stages for p in stage.run_state))

@@ -35,6 +35,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         cell = TrainOneStepCell(nn.WithLossCell(network, loss_fn), optimizer, accumulate_step=4)
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), LossMonitor()])
 
+    A window that is open at the end of an epoch continues in the next epoch; give `FlushCallback` to apply it.
+
     Each call trains on one microbatch, and updates when the window is full. Like any Cell, it is compiled in graph mode
     and runs op by op in PyNative. Its Parameters include all state of the network, the optimizer and the accumulator,
     so `ModelCheckpoint` also saves an open window.

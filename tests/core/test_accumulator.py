@@ -197,7 +197,7 @@ def test_one_buffer_for_each_parameter_and_names_that_are_unique_here_and_the_sa
     assert [*accumulator.state.values()] == [*accumulator.parameters]
     open_state = {id(p) for p in accumulator.way.window_state}
     of_window = {name for name, p in accumulator.state.items() if id(p) in open_state}
-    assert {"p0", "p1", "mini_step", "weight_sum", "weight_unit"} < of_window < {*accumulator.state}
+    assert {"sum.p0", "sum.p1", "mini_step", "weight_sum", "weight_unit"} < of_window < {*accumulator.state}
     assert not {"update_step", "skipped", "skipped_in_row", "seen", "closed_windows"} & of_window
     assert {tuple(one.state) for one in accumulators} == {tuple(accumulator.state)}
     names = [p.name for one in accumulators for p in one.parameters]

@@ -227,6 +227,25 @@ def test_a_graph_that_was_compiled_but_never_ran_holds_the_unit():
         assert (buffers.unit, float(buffers.weight_unit)) == (unit, unit)
 
 
+def test_parameters_may_have_the_names_of_counters():
+    """In a graph, names are unique. Control: a parameter that has the whole name of a counter."""
+    counters = [name for name in accumulator_of(["w"]).state if not name.startswith("sum.")]
+    assert {"mini_step", "weight_unit"} <= {*counters}
+
+    def step(accumulator):
+        compiled(accumulator.__call__, "graph")((Tensor([1.0]),) * len(accumulator.weights))
+        return [float(weight.asnumpy()[0]) for weight in accumulator.weights]
+
+    assert step(accumulator_of(counters)) == [-1] * len(counters)
+    number = int(accumulator_of(["w"]).mini_step.name.partition(".")[0].removeprefix("accumulator"))
+    with pytest.raises(RuntimeError, match="already exist"):
+        step(accumulator_of([f"accumulator{number + 1}.mini_step"]))
+
+
+def accumulator_of(names):
+    return Accumulator(nn.SGD([Parameter(Tensor([0.0]), name=name) for name in names], 1.0), 1)
+
+
 # --- emptying ---------------------------------------------------------------------------------------------------------
 
 
