@@ -203,7 +203,6 @@ class Accumulator(Uncopied):
         own = exchange.ranks == 1 and loss_scaler is None and not stages  # buffers, not copies, reach the optimizer
         stages = bound(stages_of(loss_scaler, on_nonfinite, noise_scale, stages, counters, self), prefix, exchange,
                        counters)
-        # "sum": a parameter may be called "measured", as a counter is.
         buffers = Buffers(prefix, exchange.buffers(f"{prefix}.sum"), layout.dtypes, exchange.shared_unit)
         self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange, buffers, counters, Journal(prefix),
                        (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks,

@@ -46,7 +46,8 @@ class Buffers:
 
     Args:
         prefix: Prefix of the name of `weight_unit`.
-        parameters: The buffers, from an exchange.
+        parameters: The buffers, from an exchange. Their names begin with "{prefix}.sum", because a network's parameter
+            may have the name of a counter.
         gradient_dtypes: dtypes of the gradients that `weighed` returns, one for each parameter.
         unit: The unit of weights. None: the host sets it.
 
