@@ -182,7 +182,7 @@ class SkipWindow(Stage):
 
 @ms.jit_class
 class LossScale(Stage):
-    """Multiply the loss by the scale of a `LossScaler`, divide gradients by it, and adjust it once per window.
+    """Multiply the loss by the scale of a `LossScaler`, and divide gradients by it.
 
     Only one accumulator may adjust a scaler. A `SkipWindow` drops the windows that overflow.
 
@@ -201,8 +201,6 @@ class LossScale(Stage):
                              "this one are open; give each accumulator its own")
         _owners[scaler] = ref(owner)
         self.scaler = scaler
-        # A static one adjusts nothing, which makes MindSpore warn.
-        self.adjusted = () if type(scaler).adjust is amp.StaticLossScaler.adjust else (scaler,)
         self.named = {name: value for name, value in vars(scaler).items() if isinstance(value, Parameter)}
         self.run_state = tuple(self.named.values())
 
@@ -219,10 +217,14 @@ class LossScale(Stage):
         """See `Stage`. Compute in float32 at least, and divide, because 1 / scale may be too small for float32."""
         return mapped(_divided, self.scaler.scale_value + 0.0, gradients)
 
+
+@ms.jit_class
+class AdjustedLossScale(LossScale):
+    """Also adjust the scale, once per window. (A method that adjusts nothing would make MindSpore warn.)"""
+
     def on_close(self, applied: bool) -> None:
         """See `Stage`."""
-        for scaler in self.adjusted:
-            scaler.adjust(Tensor(applied))
+        self.scaler.adjust(Tensor(applied))
 
 
 def _divided(scale: Tensor, gradient: Tensor) -> Tensor:
@@ -250,7 +252,10 @@ def checked_nonfinite(on_nonfinite: object, scaler: object, max_skips: object) -
 def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: Optional[Stage],
               others: tuple[Stage, ...], counters: Counters, owner: object) -> tuple[Stage, ...]:
     """Return the stages of an accumulator, in the order in which gradients pass them."""
-    scaling = () if scaler is None else (LossScale(scaler, owner),)
+    scaling: tuple[Stage, ...] = ()
+    if scaler is not None:
+        is_static = type(scaler).adjust is amp.StaticLossScaler.adjust
+        scaling = ((LossScale if is_static else AdjustedLossScale)(scaler, owner),)
     skipping: tuple[Stage, ...] = ()
     if on_nonfinite == "skip_microbatch":
         skipping = (SkipMicrobatch(counters),)

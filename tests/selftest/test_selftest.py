@@ -21,7 +21,7 @@ from ms_accum.core.buffers import Buffers
 from ms_accum.core.counters import Counters
 from ms_accum.core.keeper import Keeper
 from ms_accum.core.kernels import InPlace, Portable
-from ms_accum.core.stages import LossScale, SkipWindow
+from ms_accum.core.stages import AdjustedLossScale, LossScale, SkipWindow
 from ms_accum.core.way import Way
 from ms_accum.selftest import command, figures, kernels, losses, nonfinite, plain, selection
 from ms_accum.selftest.drivers import Driver
@@ -166,7 +166,7 @@ BREAKAGES = {
     "NaN is applied": (SkipWindow, "accepts", accepted, {"skipping", "loss scale", "save and resume"}),
     "the loss scale stays in the gradient": (LossScale, "restore", not_restored, {
         "token weights, means", "loss scale"}),
-    "the loss scale stays as it is": (LossScale, "on_close", not_adjusted, {"loss scale"}),
+    "the loss scale stays as it is": (AdjustedLossScale, "on_close", not_adjusted, {"loss scale"}),
     "buffers are not emptied": (Portable, "clear", not_cleared, ALL),
     "flush does nothing": (Keeper, "flush", not_flushed, {"incomplete window"}),
     "gradients of a sum are weighed again": (Way, "add", weighed_again, {"token weights, sums"}),

@@ -41,6 +41,7 @@ def rows_and_some(x, y):
     ("jit", 3, {"accumulate_step": 1, "sizes": 1}),  # alone, counted, and apply at the end of an epoch
     ("graph", 7, {"accumulate_step": 2, "sizes": 1, "pieces": 4, "weight_fn": rows, "on_nonfinite": "skip_window",
                   "loss_scaler": amp.DynamicLossScaler(2.0**8, 2, 2)}),
+    ("jit", 5, {"accumulate_step": 2, "sizes": 1, "loss_scaler": amp.StaticLossScaler(2.0**8)}),
     ("jit", 7, {"accumulate_step": 2, "sizes": 1, "weight_fn": rows_and_some, "losses": 2}),
 ])
 def test_steps_compile_once_and_warn_of_nothing(mode_named, capfd, context, graphs, options):
