@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Optional, overload
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.dataset import GeneratorDataset
@@ -36,6 +37,17 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
 def as_tensors(values: Iterable) -> tuple:
     """Return the values of a batch. NumPy arrays are copied to Tensors, so that the caller may fill them again."""
     return tuple(map(_as_tensor, values))
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a Tensor, so that the caller may fill it again, and any other value unchanged.
+
+    On CPU, `Tensor.copy` takes 5 to 20 times as long as NumPy (2.10), and `copy.deepcopy` shares the memory.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    on_host = ms.get_context("device_target") == "CPU" and value.dtype != ms.bfloat16
+    return Tensor(value.asnumpy()) if on_host else value.copy()
 
 
 def require_batched(batches: Any) -> None:

@@ -20,6 +20,7 @@ from mindspore.ops import constexpr
 from ..core.counters import require_whole
 from ..core.stages import overrides
 from ..tensors import as_vector, as_weight
+from .batch import copied
 from .graphs import checked_loss, compiled, divisor, parted, refuse, require_python, require_readable
 from .pieces import checked_aux, counted, select_rows, starts_of
 from .program import Program
@@ -148,7 +149,7 @@ class SeveralLossesStep(TrainStep):
         """Add a batch and its weights to a window, without training. Return whether the window is full."""
         key, arguments = self.prepared(batch, named)
         # Copies, which `weigh` waits for: the caller may fill the same Tensors again.
-        arguments = tuple(value.copy() if isinstance(value, Tensor) else value for value in arguments)
+        arguments = tuple(map(copied, arguments))
         window.batches.append((key, arguments))
         with self.forgetting_graphs():
             program = self.program(key)
@@ -176,12 +177,17 @@ class WeighedProgram(Program):
         super().__init__(accumulator, starts_of(samples, pieces),
                          partial(_piece_fn, functions, accumulator, cut, losses), losses=losses,
                          has_aux=functions.has_aux, batch_axis=functions.batch_axis)
-        self._weigh = compiled(_weigh_fn(functions.weight_fn, self.starts, cut, losses))
+        self._weigh = None if functions.weight_fn is None else compiled(
+            _weigh_fn(functions.weight_fn, self.starts, cut, losses))
 
     def weigh(self, *batch: Any) -> np.ndarray:
         """Return the weights of the pieces, without training: float64 `(pieces, losses)`. It waits for the device."""
         if not self.starts:
             return np.zeros((1, self.losses))
+        if self._weigh is None:
+            for last in [value for value in batch if isinstance(value, Tensor)][-1:]:
+                last.asnumpy()
+            return np.repeat([[float(rows)] for _, rows in self.starts], self.losses, axis=1)
         return self._weigh(*batch).asnumpy().astype(np.float64)
 
     def __call__(self, window: Tensor, weights: np.ndarray, *batch: Any) -> Any:
@@ -224,13 +230,13 @@ def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: i
     return piece
 
 
-def _weigh_fn(weight_fn: Optional[Callable], starts: list[tuple[int, int]], cut: Cut, losses: int) -> Callable:
+def _weigh_fn(weight_fn: Callable, starts: list[tuple[int, int]], cut: Cut, losses: int) -> Callable:
     """Return `(*batch) -> weights`, float32 `(pieces, losses)`."""
     def weigh(*batch: Any) -> Tensor:
         weights = ()  # type: tuple[Tensor, ...]
         for start, rows in starts:
             inputs = select_rows(ops.arange(start, start + rows), cut, batch)
-            of_piece = (float(rows),) * losses if weight_fn is None else weight_fn(*inputs)
+            of_piece = weight_fn(*inputs)
             require_entries("weight", losses, len(of_piece) if isinstance(of_piece, tuple) else None)
             weights = (*weights, as_vector(tuple([as_weight(weight) for weight in of_piece])))
         return ops.stack(weights)

@@ -1,7 +1,7 @@
 """Several losses: what is refused. That they are exact is drawn in test_differential.py."""
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from support.layers import Adds
 from support.training import LOSS, sgd
 
@@ -208,3 +208,37 @@ def test_what_the_first_loss_weighs_is_what_was_seen(first, seen):
     assert (int(accumulator.update_step), int(accumulator.seen)) == (2, seen)
     make_train_step(loss, accumulator)(x, y)
     assert int(accumulator.seen) == seen + 6
+
+
+@pytest.mark.parametrize("filled", [
+    lambda tensor, value: ops.assign(tensor, value),
+    lambda tensor, value: np.copyto(tensor.asnumpy(), value.asnumpy()),  # on CPU, a view
+], ids=["assign", "numpy"])
+def test_a_generator_may_fill_the_same_tensors_again(filled):
+    """Without weights and with them. Control: windows of the last batch."""
+    def again():
+        held = [Parameter(value.copy()) for value in microbatches()[0]]
+        for batch in microbatches():
+            for tensor, value in zip(held, batch):
+                filled(tensor, value)
+            yield tuple(held)
+
+    def run(data, weight_fn):
+        network = MLP()
+        step = make_train_step(means_of(network), sgd(network), 7, weight_fn=weight_fn, losses=2)
+        list(step.epoch(data))
+        return values(network.trainable_params())
+
+    for weight_fn in (None, counts):
+        expected = run(microbatches(), weight_fn)
+        assert difference(run(again(), weight_fn), expected) == 0
+        assert difference(run(microbatches()[-1:] * 7, weight_fn), expected) > 1e-4
+
+
+def means_of(network):
+    """Two means over all samples: never NaN, also without weights."""
+    def forward_fn(x, y, counted):
+        logits = network(x)
+        return LOSS(logits, y), (ops.square(logits).sum(-1) * counted).mean()
+
+    return forward_fn
