@@ -83,20 +83,21 @@ class Accumulator(Uncopied):
         reduction: "sum" or "mean", as above.
         buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16. A float16
             buffer overflows if the sum of weight * gradient exceeds 65504. A train step or a cell first divides the
-            weights by the number of samples in its first piece, except with `loss_reduction="sum"`. In long windows,
+            weights by the number of samples in its first piece, but not if ranks sum each microbatch, or if losses are
+            sums (`loss_reduction="sum"`) and no stage looks at gradients. In long windows,
             16-bit buffers stop growing without an overflow, so updates are too small. With gradients of one sign, the
             update is 0.04 % too small after 1,000 microbatches in float16, 24 % after 5,000 and 60 % after 10,000; in
             bfloat16, 50 % after 1,000 and 95 % after 10,000. A warning is given if a window may hold more than 512
             microbatches (bfloat16: 64).
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
             "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0. A microbatch whose pieces
-            are all skipped is not counted, so the window stays open for one more (`optax.skip_not_finite`); a piece
-            that you gave the weight 0 is not a skipped one. "skip_window": drop the window when it closes, without an
+            are all skipped is not counted, so the window waits for one more (as in `optax.skip_not_finite`). A piece
+            to which you gave the weight 0 is not skipped. "skip_window": drop the window when it closes, without an
             update. A gradient counts as finite if the sum of its elements is finite.
         max_skips: Largest number of windows ("skip_microbatch": microbatches or pieces of this rank) that may be
-            skipped in a row. One more raises a RuntimeError: in a train step or `flush` at the end of a window, in a
-            cell at once. In a hand-written loop, call `require_progress()`, because a graph cannot raise it. None: no
-            limit.
+            skipped in a row. One more raises a RuntimeError. A train step and `flush` raise it at the end of a window,
+            a cell at once. In a hand-written loop, call `require_progress()`, because a graph cannot raise it. None:
+            no limit.
         reducer: A `DataParallel`, which gives all ranks of a run started with `msrun` the same update. None: one
             device.
         after_update: A function without arguments that is called after each update, e.g. for a moving average of the
@@ -108,8 +109,8 @@ class Accumulator(Uncopied):
         stages: A tuple of stages of your own; see `ms_accum.Stage`.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
             Differentiate `scaled(loss)`. When the window closes, the accumulated gradient is divided by the scale
-            before it is measured, averaged or clipped, and the scaler is adjusted once. A window whose gradient holds
-            NaN or infinity is dropped. The scaler's Parameters become state of the accumulator.
+            before it is averaged or clipped, and the scaler is adjusted once. A window whose gradient holds NaN or
+            infinity is dropped. The scaler's Parameters become state of the accumulator.
 
     Attributes:
         mini_step: Number of microbatches in the open window: int32 Parameter of shape `()`.
@@ -132,8 +133,9 @@ class Accumulator(Uncopied):
         optimizer, noise_scale, loss_scaler: As given.
         exchange: The exchange that the reducer built; it has the attributes `rank` and `ranks`.
 
-    Steps, cells and checkpoints also use `way`, which gradients pass through (see `Way`); `looks_at_pieces`, whether a
-    stage looks at single pieces; `state`, all state by its names in a checkpoint; and `fingerprint()`.
+    Steps, cells and checkpoints also use `way`, which gradients pass through (see `Way`); `state`, all state by its
+    names in a checkpoint; `fingerprint()`; and `looks_at_pieces`, whether each piece counts by itself: a stage looks
+    at it, ranks sum it, or its weight may close the window.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -325,7 +327,7 @@ class Accumulator(Uncopied):
         return {INSTANCE.sub("", p.name).removeprefix(cell_prefix(self.optimizer)): p for p in self.parameters}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be equal in a run that resumes in the middle of a window."""
+        """Return the settings that must be equal in a run that resumes; some only in the middle of a window."""
         return dict(self._settings)
 
 

@@ -53,7 +53,11 @@ _MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 com
 
 
 class Facts(NamedTuple):
-    """Hold the state of the open window on the device, in one read."""
+    """Hold the state of the open window on the device, in one read.
+
+    See `Accumulator` for the counters. `unfinished` is the number of marks in the journal; `full` is 1 or 0; `accepted`
+    is 1 or 0, or -1 if the stages were not asked.
+    """
 
     mini_step: int
     update_step: int
@@ -61,7 +65,7 @@ class Facts(NamedTuple):
     skipped_in_row: int
     skipped: int
     full: int
-    accepted: int = -1  # not asked
+    accepted: int = -1
 
 
 class Turn:
@@ -69,7 +73,9 @@ class Turn:
 
     Attributes:
         is_alone: Whether it is a window of its own and the buffers are empty: the block may update without buffers.
-        updated: At the end, whether it closed a window with an update; unknown if the block closes windows itself.
+        updated: At the end, whether it closed a window with an update. False if the block closes windows itself: the
+            host does not know.
+        closed: Whether the block closes windows itself.
     """
 
     def __init__(self, is_alone: bool) -> None:
@@ -89,15 +95,16 @@ class Keeper:
 
     Args:
         accumulator: The accumulator. Several keepers may share it: each reads the device first when it continues.
-        compiling: Function that compiles a function without control flow; by default, functions run op by op.
+        compiling: Function that compiles a function without control flow. By default, functions run op by op.
     """
 
     def __init__(self, accumulator: Accumulator, compiling: Callable[[Callable], Callable] = lambda f: f) -> None:
         self.accumulator, self._way, self._length = accumulator, accumulator.way, accumulator.way.length
         self._counters, self._exchange = self._way.counters, self._way.exchange
+        # By the names of the inner functions below: "counted", "judged", "apply" and so on.
         self._run = {function.__name__: compiling(function) for function in (
             *_questions(self._way), *_endings(self._way), end_of(accumulator), nothing_of(accumulator))}
-        self._held = 0  # microbatches in the open window of a step, at most
+        self._held = 0  # microbatches in the open window of a step; at most, because some may have been skipped
         self._dropped = 0  # windows dropped in a row
         self._fixed: Optional[int] = None  # the length that `open` gave the window; None: `accumulate_step` decides
         self.before_exchange: Callable[[], object] = lambda: None  # in `flush`: what other ranks do before a window
@@ -339,7 +346,7 @@ def end_of(accumulator: Accumulator) -> Callable:
 def nothing_of(accumulator: Accumulator, active: int = 0) -> Callable:
     """Return `() -> ranks that still have data`, which takes part in the exchange of a piece and adds nothing.
 
-    `active`: 1 if this rank still has data, and counts its microbatch by this piece.
+    `active`: 1 if this rank still has data, and this piece stands for its empty microbatch.
     """
     way = accumulator.way
 

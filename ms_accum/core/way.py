@@ -35,10 +35,11 @@ _numbers = count()
 _by_hand: set[int] = set()
 _closed_by_hand: set[int] = set()
 
-# A window of all ranks, as a plain tuple:
-#   its gradients, divided by a unit of weights (usually the samples of the first piece, so that equal pieces need no
-#   multiplication); the unit; its sums; and whether it is accepted: True, or a bool Tensor of shape () if a stage may
-#   drop it.
+# A window of all ranks, as a plain tuple (gradients, unit, sums, accepted):
+#   gradients: sums, divided by the unit;
+#   unit: usually the number of samples in the first piece, so that equal pieces need no multiplication;
+#   sums: of the window, with the places in stages.py;
+#   accepted: True, or a bool Tensor of shape () if a stage may drop the window.
 Window = tuple
 
 
@@ -54,18 +55,19 @@ class Way:
         optimizer: The optimizer.
         dtypes: dtypes of its parameters.
         length: The `WindowLength`, which decides when a window is full.
-        stages: The stages that are switched on.
+        stages: The stages that are switched on: objects that may change, observe or drop what passes (see `Stage`).
         exchange: The exchange that sums over ranks.
         buffers, counters, journal: The objects in which pieces are added, counted and marked.
         kernels: Kernels that scale buffers, and kernels that scale gradients that are not buffers.
-        contributors: With `reduction="sum"`, the number of ranks, by which the sum is divided. None: divide by weights.
+        contributors: With `reduction="sum"`, the number of ranks, which divides the sum. None: the weights divide it.
         clip_norm: As in `Accumulator`.
         hooks: Functions that are called after an update.
 
     Attributes:
         may_drop: Whether a stage may drop a window.
-        looks_at_gradients: Whether a stage weighs or measures the mean gradient of each piece.
-        measuring, judging, watching, closing: The stages that override `measure`, `accepts`, `on_update`, `on_close`.
+        looks_at_gradients: Whether a stage weighs or measures the gradient of each piece.
+        measuring, judging, closing: The stages that override `measure`, `accepts`, `on_close`.
+        watching: The stages that override `on_update`, each with the places of its values in the sums.
         weights: The whole parameters to give gradients for, in the optimizer's order.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
     """
@@ -110,7 +112,7 @@ class Way:
 
     def add(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1,
             factor: Optional[Scalar] = None) -> Numbers:
-        """Add the gradients of a piece's scaled loss. Return its sums over the ranks that exchange microbatches.
+        """Add the gradients of a piece's scaled loss. Return its sums over the ranks that exchange each microbatch.
 
         `weight` comes from `as_weight`. `counted` is the number that `seen` counts, if it is not the weight. `factor`
         is the factor on the gradients, if it is not the weight: 1 for gradients of a sum, if no stage looks at
@@ -185,7 +187,7 @@ class Way:
     def update_alone(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
         """Update with a window of one microbatch, without buffers, if no window is open.
 
-        Its gradients are in units of `factor`; see `add` for the arguments.
+        The gradients are not multiplied by `factor` yet; see `add` for the arguments.
 
         Call it only if no stage looks at pieces or may drop a window, ranks do not sum each microbatch, and no weight
         decides when a window is full.

@@ -213,10 +213,10 @@ class WindowLog(_OfOneCell):
             log(train_step, loss)
 
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
-    mean over the window's microbatches; `weight`, the sum of their weights; `learning_rate`, that of this window's
-    update (`optimizer.get_lr()` is that of the next update; with groups, `learning_rate_0` and so on; NaN before the
-    first update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, the totals so far (see
-    `Accumulator`); with a loss scaler `loss_scale`; and with a noise scale `noise_scale`.
+    mean over the window's microbatches; `weight`, the sum of their weights; `learning_rate`, if it is known, that of
+    this window's update (`optimizer.get_lr()` is that of the next update; with groups, `learning_rate_0` and so on; NaN
+    before the first update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so
+    far (see `Accumulator`); with a loss scaler `loss_scale`; and with a noise scale `noise_scale`.
 
     A dropped window has a row, too: `skipped` grows and `update_step` does not. For a window that was open when the
     training began, the loss is the mean over the microbatches that the log has seen. The log reads a few numbers after
@@ -224,8 +224,8 @@ class WindowLog(_OfOneCell):
 
     With several ranks, losses and weights are those of this rank; with `sync="microbatch"` and "node", weights are sums
     over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A rank
-    that has run out of data takes part in the windows of the others. If such windows close in the same flush as its own
-    last window, `grad_norm` of its last window is NaN, and so are weights that are sums.
+    that has run out of data takes part in the windows of the others. If they close in the same flush as this rank's
+    last window, then `grad_norm` is NaN in the row of that window. `weight` is NaN, too, if it is a sum over ranks.
 
     Args:
         to: Path of a CSV file, which is overwritten, or a function of a dict. For TensorBoard:

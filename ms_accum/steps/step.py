@@ -44,8 +44,8 @@ class TrainStep(Uncopied):
     Attributes:
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
-        updated: Whether the last call closed its window with an update, so that no window is open: a bool. From the
-            last loss of an epoch on: whether the last microbatch or the flush of the incomplete window made an update.
+        updated: Whether the last call closed its window with an update, so that no window is open: a bool. After the
+            last loss of an epoch, this includes the update of the incomplete last window.
         trained: Number of microbatches trained since the last epoch began (without epochs: by all calls), an int. After
             an interrupt it may be one more than the number of losses yielded; `trained` is the correct number.
     """
@@ -80,8 +80,8 @@ class TrainStep(Uncopied):
         loop body; a generator must not wait for these. If batches depend on the loop body (reinforcement learning),
         call the step directly, and `flush()` at the end. If you leave the loop early, the iterator has been read one
         batch further; use `islice(iterator, n)` to train on n batches. The position of a data loader is one ahead, too.
-        An error while reading a batch is raised after the loss of the previous batch was yielded; it is not raised if
-        you leave the loop at that loss.
+        An error while reading a batch is raised after the loss of the previous batch was yielded. If you leave the loop
+        at that loss, it is not raised.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch continues it, `flush()`
         applies it, `accumulator.reset()` drops it. With several ranks, the numbers of batches may differ: a rank that
@@ -178,7 +178,7 @@ class TrainStep(Uncopied):
         return closed
 
     def prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
-        """Return the key of the graphs for a batch, and its arguments by position."""
+        """Return the key `(samples, cut, names)` of the graphs for a batch, and its arguments by position."""
         batch = as_tensors(batch)
         names: tuple[str, ...] = ()
         if named:
@@ -192,7 +192,7 @@ class TrainStep(Uncopied):
         return (*layout(batch, self.batch_axis), names), batch
 
     def program(self, key: tuple) -> Program:
-        """Return the program for batches with this key, in the network's mode. The first call sets the unit."""
+        """Return the program for batches with this key, in the network's mode. The first sets the unit of weights."""
         if self._mode is None:
             self._mode = TrainMode(self._function, self.accumulator.weights)
             self._mode.warn_if_evaluating()

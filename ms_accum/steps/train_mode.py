@@ -10,7 +10,7 @@ from mindspore import Parameter, nn
 
 from ..core.optimizers import cells_of
 
-_EVALUATING = ("{} is in evaluation mode, so {} ({}) computes as in evaluation: no Dropout, fixed statistics of "
+_EVALUATING = ("{} is in evaluation mode, so {} computes as in evaluation: no Dropout, fixed statistics of "
                "BatchNorm; call set_train() on the network before you train it. If you want evaluation mode in this "
                "layer, call set_train() on the network, then set_train(False) on the layer")
 
@@ -25,7 +25,7 @@ class TrainMode:
 
     def __init__(self, function: Callable, weights: Iterable[Parameter]) -> None:
         self._networks, self._trained = cells_of(function), {id(p) for p in weights}
-        self._layers = [layer for network in self._networks for _, layer in _that_know(network)]
+        self._layers = [layer for network in self._networks for _, layer in _dependent_layers(network)]
 
     def flags(self) -> tuple[bool, ...]:
         """Return `training` of each layer; a graph that was compiled with other flags must be compiled again."""
@@ -36,21 +36,24 @@ class TrainMode:
         for network in self._networks:
             name, layer = evaluating(network) or ("", None)
             if layer is not None and any(id(p) in self._trained for p in network.get_parameters()):
-                place = f"its layer {name}" if name else "it"
-                warn(_EVALUATING.format(type(network).__name__, place, type(layer).__name__), UserWarning, stacklevel=2)
+                place = f"its layer {name} ({type(layer).__name__})" if name else "it"
+                warn(_EVALUATING.format(type(network).__name__, place), UserWarning, stacklevel=2)
                 return
 
 
 def evaluating(network: nn.Cell) -> Optional[tuple[str, nn.Cell]]:
-    """Return the first layer that depends on the mode, with its name, if all such layers are in evaluation mode."""
-    layers = list(_that_know(network))
+    """Return the first layer that depends on the mode, with its name, if the network and all of them evaluate."""
+    layers = list(_dependent_layers(network))
     if not layers or network.training or any(layer.training for _, layer in layers):
         return None
     return layers[0]
 
 
-def _that_know(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
-    """Yield the layers of a network whose own code reads `self.training`, with their names."""
+def _dependent_layers(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
+    """Yield the layers whose own code reads `self.training`, with their names.
+
+    Leave out those that compute the same in both modes: Dropout with probability 0, BatchNorm with fixed statistics.
+    """
     for name, cell in network.cells_and_names():
         is_off = getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1
         is_fixed = getattr(cell, "use_batch_statistics", None) is not None
