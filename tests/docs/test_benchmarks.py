@@ -19,7 +19,7 @@ import records
 import report
 import run
 from case import Case, initial_weights, mlp_shapes, samples
-from suites import ascend, distributed
+from suites import ascend, distributed, options
 
 BENCHMARKS = Path(run.__file__).parent
 ABSOLUTE_PATH = re.compile(r"""(?:^|[\s"'=:(])/[\w.]""")
@@ -309,6 +309,18 @@ def test_first_calls_take_at_most_half_as_much_again_as_the_tutorials_class():
         assert max(*times, *sizes) <= 1.5
         cells = [" / ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (times, sizes)]
         assert f"| {label} | {' | '.join(cells)} |" in page
+
+
+def test_the_table_of_options_has_the_records_figures():
+    """Time of each contestant of the suite, but for the second copy of the first one, which differs by noise alone."""
+    page = (BENCHMARKS.parent / "guide" / "benchmarks.md").read_text(encoding="utf-8")
+    groups = [group["contestants"] for group in read("options")["groups"]]
+    assert {figures["status"] for group in groups for figures in group.values()} == {"agreed"}
+    table = re.search(r"^\| option \|.*\n((?:\|.*\n)+)", page, re.MULTILINE)[1].splitlines()[1:]
+    for name in {*options.CONTESTANTS} - {"tutorial", "ms_accum-again"}:
+        cells = " | ".join(f"{group[name]['ratio']['median']:.2f}" for group in groups)
+        assert len([row for row in table if f" | {cells} | " in row]) == 1, name
+    assert len(table) == len(options.CONTESTANTS) - 2
 
 
 def test_the_notes_on_batch_sizes_have_the_records_figures():
