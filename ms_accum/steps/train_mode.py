@@ -14,6 +14,9 @@ _EVALUATING = ("{} is in evaluation mode, so {} computes as in evaluation: no Dr
                "BatchNorm; call set_train() on the network before you train it. If you want evaluation mode in this "
                "layer, call set_train() on the network, then set_train(False) on the layer")
 
+# Attributes that hold a layer's rate of dropout: of Dropout, Dropout1d and MultiheadAttention.
+_RATES = ("p", "prob", "dropout")
+
 
 class TrainMode:
     """Watch the layers of a step's networks that compute differently in training and evaluation mode.
@@ -52,11 +55,13 @@ def evaluating(network: nn.Cell) -> Optional[tuple[str, nn.Cell]]:
 def _dependent_layers(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
     """Yield the layers whose own code reads `self.training`, with their names.
 
-    Leave out those that compute the same in both modes: Dropout with probability 0, BatchNorm with fixed statistics.
+    Leave out those that compute the same in both modes: layers whose rate of dropout is 0, such as
+    `nn.MultiheadAttention` by default, and BatchNorm with fixed statistics.
     """
     for name, cell in network.cells_and_names():
-        is_off = getattr(cell, "p", None) == 0 or getattr(cell, "keep_prob", None) == 1
-        is_fixed = getattr(cell, "use_batch_statistics", None) is not None
+        values = vars(cell)
+        is_off = any(values.get(rate) == 0 for rate in _RATES) or values.get("keep_prob") == 1
+        is_fixed = values.get("use_batch_statistics") is not None
         if not (is_off or is_fixed) and _reads_training(type(cell)):
             yield name, cell
 

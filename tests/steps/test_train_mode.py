@@ -3,13 +3,14 @@ import warnings
 
 import numpy as np
 import pytest
-from mindspore import nn
+from mindspore import mint, nn
 from support.modes import compiled_graphs
 from support.training import LOSS, sgd
 
 from ms_accum import TrainOneStepCell, check_equivalence, make_grad_cache_step, make_train_step
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, mean_loss, tensors
+from ms_accum.steps.train_mode import evaluating
 
 BATCH = tensors(np.random.default_rng(0).normal(size=(6, 6)), np.arange(6) % 3)
 
@@ -102,6 +103,14 @@ def test_nothing_is_said_where_the_mode_is_right_or_makes_no_difference(layer, c
         warnings.simplefilter("error", UserWarning)
         step(*BATCH)
         step(*BATCH)
+
+
+def test_a_rate_of_dropout_of_0_is_no_layer_that_depends_on_the_mode():
+    layers = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout,
+              lambda p: nn.MultiheadAttention(3, 1, dropout=p)]
+    for rate in (0.0, 0.1):
+        found = [evaluating(nn.SequentialCell(layer(p=rate)).set_train(False)) for layer in layers]
+        assert [layer is not None for layer in found] == [rate > 0] * len(layers)
 
 
 @pytest.mark.parametrize(("driver", "context"), [*((driver, "jit") for driver in DRIVERS), (cell_call, "graph")])
