@@ -25,7 +25,7 @@ from .lost_window import watched
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
 from .probe import kernels
 from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, needing_whole_gradients, stages_of
-from .way import Way, note_closed, note_filled
+from .way import Way, note_applied, note_closed, note_filled
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
@@ -85,10 +85,11 @@ class Accumulator(Uncopied):
             buffer overflows if the sum of weight * gradient exceeds 65504. A train step or a cell first divides the
             weights by the number of samples in its first piece, but not if ranks sum each microbatch, or if losses are
             sums (`loss_reduction="sum"`) and no stage looks at gradients. In long windows,
-            16-bit buffers stop growing without an overflow, so updates are too small. With gradients of one sign, the
+            16-bit buffers round later gradients up or away, without an overflow. With random gradients of one sign, the
             update is 0.04 % too small after 1,000 microbatches in float16, 24 % after 5,000 and 60 % after 10,000; in
-            bfloat16, 50 % after 1,000 and 95 % after 10,000. A warning is given if a window may hold more than 512
-            microbatches (bfloat16: 64).
+            bfloat16, 50 % after 1,000 and 95 % after 10,000. Equal gradients may also give updates that are too large
+            (float16: by 12 % after 1,500). A warning is given if a window of `accumulate_step` may hold more than 512
+            microbatches (bfloat16: 64); `add` and `apply` do not warn.
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
             "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0. A microbatch whose pieces
             are all skipped is not counted, so the window waits for one more (as in `optax.skip_not_finite`). A piece
@@ -240,6 +241,7 @@ class Accumulator(Uncopied):
             TypeError, ValueError: If `grads` or `weight` does not fit (in graph mode: when the graph is compiled). The
                 state is then unchanged.
             RuntimeError: If a train step or a cell uses this accumulator (in graph mode: when the graph is compiled).
+            ValueError: If a parameter is frozen (in graph mode: when the graph is compiled; not later).
         """
         self.add(grads, weight)
         return self.close_if(self.way.is_full())
@@ -269,7 +271,7 @@ class Accumulator(Uncopied):
 
         For an empty window, the optimizer runs with a gradient of 0; `flush` does nothing in this case.
         """
-        note_closed(self.way.number)
+        note_applied(self.way.number)
         window = self.way.window()
         accepted = window[3]
         if accepted:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 # bfloat16: 256). These are a quarter of that: there, sums of equal gradients are off by 3 % of their norm, and those of
 # gradients of one sign, drawn from 0.5 to 1.5 times their mean, by 0.8 % at most.
 LONGEST_SUM = {ms.float16: 512, ms.bfloat16: 64}
-_LOST = ("buffer_dtype is {} and windows may hold {} gradients, expected at most {} in 16 bits: the sum becomes so "
-         "large that later gradients are rounded away, without an overflow, and updates are too small; leave out "
-         "buffer_dtype, which makes float32 buffers, or give shorter windows")
+_LOST = ("buffer_dtype is {0} and windows may hold {1} gradients, expected at most {2} in 16 bits: the sum becomes so "
+         "large that later gradients are rounded up or away, without an overflow, and updates are wrong; leave out "
+         "buffer_dtype, which makes float32 buffers, or give shorter windows (with until_weight, at_most={2})")
 
 
 @ms.jit_class
@@ -151,13 +151,13 @@ def allocate(number: int) -> bool:
     return True
 
 
-def warn_of_lost_gradients(buffer_dtype: Optional[ms.Type], longest: Optional[int], pieces: int = 1) -> None:
+def warn_of_lost_gradients(buffer_dtype: Optional[ms.Type], longest: int, pieces: int = 1) -> None:
     """Warn if windows of up to `longest` microbatches, each in `pieces` pieces, are too long for 16-bit buffers.
 
     With several pieces, warn only if the accumulator has not warned already, for the microbatches alone.
     """
     limit = LONGEST_SUM.get(buffer_dtype)
-    if limit is not None and longest is not None and longest * pieces > limit >= longest * (pieces > 1):
+    if limit is not None and longest * pieces > limit >= longest * (pieces > 1):
         warn(_LOST.format(buffer_dtype, f"{longest} x {pieces}" if pieces > 1 else longest, limit), stacklevel=2)
 
 

@@ -44,8 +44,8 @@ _CHANGED = ("the open window was closed or dropped inside the loop, but its weig
             "batches; leave the loop and call accumulator.reset(). Call flush(), apply() and reset() only outside of "
             "the loop")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
-          "finite, after update {}; look for NaN in the batches since then, lower the learning rate, or load a "
-          "checkpoint; another call continues the training")
+          "finite, after update {}; look for NaN in the batches since then, lower the initial loss scale or the "
+          "learning rate, or load a checkpoint; another call continues the training")
 _SKIPPED = ("{} {} in a row were skipped, because their gradients were not finite, so nothing was trained with them; "
             "lower the initial loss scale or the learning rate, or look for NaN in the batches; give max_skips={} to "
             "get an error instead")

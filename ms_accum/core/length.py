@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Optional, Union
 
 import mindspore as ms
@@ -52,7 +52,7 @@ class WindowLength:
         description: A text that is equal for equal lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
         is_one: Whether each window holds one microbatch.
         longest: Largest number of microbatches in a window; for a function, the largest of the lengths in
-            `description`. None for `until_weight` without `at_most`.
+            `description`. For `until_weight` without `at_most`, if each microbatch weighs at least 1.
 
     Raises:
         TypeError: If `accumulate_step`, or a key or value of it, is not an integer (a bool and a float are not), or the
@@ -79,7 +79,7 @@ class WindowLength:
             self.description = str(self.stages[0][1])
         self.is_one = self.schedule is None and self.stages == ((0, 1),)
         longest = max(lengths) if self.schedule else max(length for _, length in self.stages)
-        self.longest = None if self.budget is not None and longest == LARGEST_INT32 else longest
+        self.longest = longest if self.budget is None or longest < LARGEST_INT32 else ceil(self.budget)
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from itertools import count
 from typing import TYPE_CHECKING, Optional
+from weakref import WeakValueDictionary
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
 from ..tensors import after, checked_gradients, clip_factor, mapped, norm_of, square_sum, weighted
+from .optimizers import require_trainable
 from .stages import ACTIVE, COUNTED, MEASURED, TAKEN, WEIGHT, overrides
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from .stages import Stage
 
 _numbers = count()
+_ways: WeakValueDictionary[int, Way] = WeakValueDictionary()
 # Calls by hand, in compiled graphs or op by op: the numbers of the ways that were filled, and closed.
 _by_hand: set[int] = set()
 _closed_by_hand: set[int] = set()
@@ -87,6 +90,7 @@ class Way:
             for method in ("measure", "accepts", "on_close"))
         self.looks_at_gradients = any(overrides(stage, "weigh", "measure") for stage in stages)
         self.may_drop, self.number = len(self.judging) > 0, next(_numbers)
+        _ways[self.number] = self
         ends = [MEASURED]
         for stage in stages:
             ends.append(ends[-1] + stage.measures)
@@ -302,11 +306,23 @@ def clipping(clip_norm: Optional[float], grad_norm: Parameter, exchange: OneDevi
 
 @constexpr
 def note_filled(number: int, is_driven: bool) -> bool:
-    """Note that a way is filled by hand. Raise RuntimeError if a train step, which sets the unit, fills it."""
+    """Note that a way is filled by hand.
+
+    Raise RuntimeError if a train step, which sets the unit, fills it; ValueError if a parameter is frozen.
+    """
     if is_driven:
         raise RuntimeError("a train step or a cell fills this accumulator, so nothing can be added by hand; give the "
                            "hand-written loop an Accumulator of its own")
+    require_trainable(_ways[number].weights)
     _by_hand.add(number)
+    return True
+
+
+@constexpr
+def note_applied(number: int) -> bool:
+    """Note that a window is applied by hand; see `note_closed`. Raise ValueError if a parameter is frozen."""
+    require_trainable(_ways[number].weights)
+    _closed_by_hand.add(number)
     return True
 
 

@@ -266,7 +266,7 @@ class WindowLog(_OfOneCell):
     def __call__(self, train_step: TrainStep, loss: Any = None) -> None:
         """Record the loss of a microbatch, after the call that trained it, and log its window if it was closed.
 
-        Also call it without a loss: after a flush or reset of your own, and before the first microbatch if you continue
+        Also call it without a loss: after the last flush of your own, and before the first microbatch if you continue
         an open window. The next epoch begins when `train_step.trained` starts again.
 
         Args:
@@ -277,20 +277,30 @@ class WindowLog(_OfOneCell):
             OSError: At the first call, if the file cannot be written.
         """
         accumulator = train_step.accumulator
+        status = accumulator.status()
         if self._followed is not accumulator:
             self._begin(accumulator)
-            self._followed = accumulator
-            self._place = (1, 0)
+            self._followed, self._place = accumulator, (1, 0)
+            self._held, self._skipped = 0, status.skipped
             if loss is not None:
-                self._came_late(accumulator.status())
+                self._came_late(status)
         if loss is None:
             self._catch_up()
         else:
+            self._follow(status)
             trained = getattr(train_step, "trained", self._trained + 1)
             self._place = self._place[0] + (trained <= self._trained), self._place[1] + 1
             self._trained = trained
             self._count(loss)
             self._log_closed()
+        self._held, self._skipped = status.mini_step, status.skipped
+
+    def _follow(self, status: Status) -> None:
+        """Log the window that was closed before this microbatch, or forget the one that was reset before it."""
+        if status.mini_step > 0:  # the microbatch is in an open window
+            self._log_closed()
+        if (status.closed_windows, status.skipped) == (self._closed, self._skipped) and status.mini_step <= self._held:
+            self._losses, self._weight = [], 0.0
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and begin the file."""

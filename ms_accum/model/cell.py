@@ -176,13 +176,13 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         return super().compile(*batch, **named)
 
     def _settle_mode(self) -> None:
-        """Warn at the first call of a network in evaluation mode, and compile again if the mode has changed."""
+        """Warn if the network is in evaluation mode, and compile again if the mode has changed."""
         if self._mode is None:
             self._mode = TrainMode(self.network, self.accumulator.weights)
-            self._mode.warn_if_evaluating()
+            self._train_flags = self._mode.flags()
         elif self._mode.flags() != self._train_flags:
             self.compile_cache.clear()
-        self._train_flags = self._mode.flags()
+            self._train_flags = self._mode.flags()
 
     def _settle_unit(self, batch: tuple) -> int:
         """Return the number of samples. That of the first batch becomes the unit of weights, which graphs hold."""

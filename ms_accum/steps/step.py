@@ -195,7 +195,6 @@ class TrainStep(Uncopied):
         """Return the program for batches with this key, in the network's mode. The first sets the unit of weights."""
         if self._mode is None:
             self._mode = TrainMode(self._function, self.accumulator.weights)
-            self._mode.warn_if_evaluating()
         compiled_for = key, self._mode.flags()
         if compiled_for not in self._programs:
             require_unsharded()

@@ -29,13 +29,20 @@ class TrainMode:
     def __init__(self, function: Callable, weights: Iterable[Parameter]) -> None:
         self._networks, self._trained = cells_of(function), {id(p) for p in weights}
         self._layers = [layer for network in self._networks for _, layer in _dependent_layers(network)]
+        self._seen: set[tuple[bool, ...]] = set()
 
     def flags(self) -> tuple[bool, ...]:
-        """Return `training` of each layer; a graph that was compiled with other flags must be compiled again."""
-        return tuple([layer.training for layer in self._layers])
+        """Return `training` of each layer; a graph that was compiled with other flags must be compiled again.
 
-    def warn_if_evaluating(self) -> None:
-        """Warn if a trained network is in evaluation mode (not if only single layers are)."""
+        Warn, once for each mode, if a trained network is in evaluation mode (not if only single layers are).
+        """
+        flags = tuple([layer.training for layer in self._layers])
+        if flags not in self._seen:
+            self._seen.add(flags)
+            self._warn_if_evaluating()
+        return flags
+
+    def _warn_if_evaluating(self) -> None:
         for network in self._networks:
             name, layer = evaluating(network) or ("", None)
             if layer is not None and any(id(p) in self._trained for p in network.get_parameters()):

@@ -216,3 +216,28 @@ def test_one_device_does_not_look_at_the_state_of_its_optimizer(monkeypatch):
     assert descend().exchange.ranks == 1
     with pytest.raises(AssertionError):  # control
         descend(reducer=DataParallel())
+
+
+def test_a_parameter_that_is_frozen_between_calls_raises_an_error_by_hand(mode):
+    """Before anything is added, and before an update. A graph of a user's own sees it when it is compiled.
+
+    Control: with the parameter thawed, the loop continues as one in which nothing was frozen.
+    """
+    ended = []
+    for freezes in (False, True):
+        accumulator = descend(accumulate_step=2)
+        weight = accumulator.weights[0]
+        add, apply = (compiled(method, mode) for method in (accumulator.add, accumulator.apply))
+        if freezes:
+            for method, arguments in ((add, (gradients(1),)), (apply, ())):
+                weight.requires_grad = False
+                with pytest.raises(ValueError, match="p0 has requires_grad=False, expected trainable parameters"):
+                    method(*arguments)
+                weight.requires_grad = True
+                assert int(accumulator.mini_step) == int(accumulator.update_step) == 0
+        add(gradients(1))
+        add(gradients(2))
+        apply()
+        ended.append(values(accumulator.weights))
+    assert difference(*ended) == 0
+    assert int(accumulator.update_step) == 1

@@ -154,7 +154,8 @@ def test_windows_that_are_warned_of_lose_gradients(dtype):
 
 @pytest.mark.parametrize(("accumulate_step", "pieces", "most"), [
     (513, 1, "513"), ({0: 2, 9: 600, 12: 4}, 1, "600"), (lengthening, 1, "1024"),
-    (until_weight(9, at_most=700), 1, "700"), (200, 3, "200 x 3"), (512, 1, None), (until_weight(9), 1, None),
+    (until_weight(9, at_most=700), 1, "700"), (200, 3, "200 x 3"), (512, 1, None), (until_weight(512), 1, None),
+    (until_weight(512.5), 1, "513"), (until_weight(5000, at_most=512), 1, None),
     (128, 4, None), (600, 2, "600")])
 def test_windows_too_long_for_16_bits_are_warned_of_once(accumulate_step, pieces, most):
     """Once also in pieces. Control: float32 buffers."""

@@ -105,6 +105,20 @@ def test_nothing_is_said_where_the_mode_is_right_or_makes_no_difference(layer, c
         step(*BATCH)
 
 
+@pytest.mark.parametrize("driver", [step_call, cell_call])
+def test_a_network_that_stays_in_evaluation_mode_after_an_evaluation_is_warned_of_once(driver):
+    """As when `set_train()` is forgotten after it. Control: in training mode, and at a second call, nothing is said."""
+    network = with_layer(nn.BatchNorm1d(3)).set_train()
+    step, said = driver(network, sgd(network)), []
+    for mode in (True, True, False, False, True, False):
+        network.set_train(mode)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(*BATCH)
+        said.append(sum("is in evaluation mode" in str(one.message) for one in caught))
+    assert said == [0, 0, 1, 0, 0, 0]
+
+
 def test_a_rate_of_dropout_of_0_is_no_layer_that_depends_on_the_mode():
     layers = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout,
               lambda p: nn.MultiheadAttention(3, 1, dropout=p)]
