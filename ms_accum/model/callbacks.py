@@ -9,6 +9,7 @@ from math import nan
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
 
@@ -213,10 +214,11 @@ class WindowLog(_OfOneCell):
             log(train_step, loss)
 
     The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
-    mean over the window's microbatches; `weight`, the sum of their weights; `learning_rate`, if it is known, that of
-    this window's update (`optimizer.get_lr()` is that of the next update; with groups, `learning_rate_0` and so on; NaN
-    before the first update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so
-    far (see `Accumulator`); with a loss scaler `loss_scale`; and with a noise scale `noise_scale`.
+    mean over the window's microbatches (of several losses, the sum of these means); `weight`, the sum of their weights
+    (of the first loss); `learning_rate`, if it is known, that of this window's update (`optimizer.get_lr()` is that of
+    the next update; with groups, `learning_rate_0` and so on; NaN before the first update); `grad_norm`, before
+    clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so far (see `Accumulator`); with a loss scaler
+    `loss_scale`; and with a noise scale `noise_scale`.
 
     A dropped window has a row, too: `skipped` grows and `update_step` does not. For a window that was open when the
     training began, the loss is the mean over the microbatches that the log has seen. The log reads a few numbers after
@@ -228,8 +230,8 @@ class WindowLog(_OfOneCell):
     last window, then `grad_norm` is NaN in the row of that window. `weight` is NaN, too, if it is a sum over ranks.
 
     Args:
-        to: Path of a CSV file, which is overwritten, or a function of a dict. For TensorBoard:
-            `lambda row: writer.add_scalar("loss", row["loss"], row["update_step"])`.
+        to: Path of a CSV file, which is overwritten (give a resumed run another name), or a function of a dict. For
+            TensorBoard: `lambda row: writer.add_scalar("loss", row["loss"], row["update_step"])`.
 
     Raises:
         TypeError: If `to` is neither a path nor a function.
@@ -260,8 +262,8 @@ class WindowLog(_OfOneCell):
         self._to: Any = to if callable(to) else os.path.abspath(to)
 
         self._followed: Optional[Accumulator] = None  # in a loop of a user's own
-        self._losses: list[tuple[float, float]] = []  # of each microbatch: its loss and weight
-        self._weight, self._trained = 0.0, 0
+        self._losses: list[tuple[tuple, tuple]] = []  # of each microbatch: its losses and their weights
+        self._weight, self._trained, self._closed, self._held, self._skipped = 0.0, 0, 0, 0, 0
 
     def __call__(self, train_step: TrainStep, loss: Any = None) -> None:
         """Record the loss of a microbatch, after the call that trained it, and log its window if it was closed.
@@ -291,16 +293,19 @@ class WindowLog(_OfOneCell):
             trained = getattr(train_step, "trained", self._trained + 1)
             self._place = self._place[0] + (trained <= self._trained), self._place[1] + 1
             self._trained = trained
-            self._count(loss)
+            self._count(loss, getattr(train_step, "loss_weights", ()))
             self._log_closed()
         self._held, self._skipped = status.mini_step, status.skipped
 
     def _follow(self, status: Status) -> None:
-        """Log the window that was closed before this microbatch, or forget the one that was reset before it."""
-        if status.mini_step > 0:  # the microbatch is in an open window
+        """Log the window that was closed before this microbatch, or forget one that was reset, or loaded over."""
+        is_open, closed = status.mini_step > 0, status.closed_windows  # whether the microbatch is in an open window
+        if is_open:
             self._log_closed()
-        if (status.closed_windows, status.skipped) == (self._closed, self._skipped) and status.mini_step <= self._held:
+        stands = closed == self._closed and status.skipped == self._skipped
+        if closed < self._closed or (stands and status.mini_step <= self._held):
             self._losses, self._weight = [], 0.0
+            self._closed = closed if is_open else closed - 1
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and begin the file."""
@@ -345,15 +350,18 @@ class WindowLog(_OfOneCell):
             self._count(context.net_outputs)
         self._log_closed()
 
-    def _count(self, loss: Any) -> None:
-        """Add the loss of a microbatch to those of its window."""
+    def _count(self, loss: Any, weights: tuple[float, ...] = ()) -> None:
+        """Add the loss of a microbatch to those of its window; of several losses, also given their weights."""
         accumulator = self._accumulator
         windows = int(accumulator.closed_windows) - self._closed
         weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
         if windows == 0 and weight < self._weight:  # somebody has reset the window since this microbatch
             self._losses = []
+        elif weights:
+            losses = loss[0] if isinstance(loss[0], tuple) else loss
+            self._losses.append((tuple(map(float, losses)), weights))
         else:
-            self._losses.append((float(loss[0] if isinstance(loss, tuple) else loss), weight - self._weight))
+            self._losses.append(((float(loss[0] if isinstance(loss, tuple) else loss),), (weight - self._weight,)))
         self._weight = weight
 
     on_train_step_end = on_train_epoch_end = on_train_end = take
@@ -378,16 +386,15 @@ class WindowLog(_OfOneCell):
 
     def _row(self, of_others: int) -> dict[str, Union[int, float]]:
         """Return the row of this rank's window. `of_others` windows of other ranks were closed after it."""
-        # A microbatch of weight 0 is ignored, even if its loss is NaN.
-        counted = [(loss, weight) for loss, weight in self._losses if weight != 0]
-        total, weight = sum(loss * weight for loss, weight in counted), sum(weight for _, weight in counted)
         accumulator, status = self._accumulator, self._accumulator.status()
         exchange, scaler = accumulator.exchange, accumulator.loss_scaler
         noise_scale: Any = accumulator.noise_scale  # a GradientNoiseScale
         row = {"epoch": self._place[0], "microbatch": self._place[1],
-               "update_step": status.update_step - of_others, "loss": total / (weight or 1.0),
+               "update_step": status.update_step - of_others, "loss": _mean_of(self._losses),
                "weight": status.window_weight, **_rates_of_last_update(self._optimizer), "grad_norm": status.grad_norm,
                "skipped": status.skipped, "seen": status.seen}
+        if self._losses and len(self._losses[0][1]) > 1:
+            row.update(weight=sum(weights[0] for _, weights in self._losses))
         if of_others:
             row.update(weight=self._weight if exchange.inside == 1 else nan, grad_norm=nan)
         if scaler is not None:
@@ -395,6 +402,15 @@ class WindowLog(_OfOneCell):
         if noise_scale is not None:
             row["noise_scale"] = noise_scale.scale()
         return row
+
+
+def _mean_of(losses: list[tuple[tuple, tuple]]) -> float:
+    """Return the weighted mean over microbatches, summed over the losses; a loss of weight 0 may be NaN."""
+    if not losses:
+        return 0.0
+    values, weights = (np.array(each, np.float64) for each in zip(*losses))
+    totals = np.multiply(values, weights, out=np.zeros_like(weights), where=weights != 0).sum(0)
+    return float((totals / np.where(weights.sum(0) == 0, 1, weights.sum(0))).sum())
 
 
 def _train_cells(run_context: RunContext) -> list[TrainOneStepCell]:

@@ -54,7 +54,11 @@ class KnownWindow(NamedTuple):
 
 
 class SeveralLossesStep(TrainStep):
-    """Train with a `forward_fn` that returns several losses; see `make_train_step`."""
+    """Train with a `forward_fn` that returns several losses; see `make_train_step`.
+
+    Attributes:
+        loss_weights: Of the last microbatch: the weight of each loss, a tuple of floats.
+    """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
                  losses: int, batch_axis: int, counts: str) -> None:
@@ -166,6 +170,7 @@ class SeveralLossesStep(TrainStep):
         self.keeper.open(len(window.batches))
         for (key, batch), weights in zip(window.batches, window.weights):
             self.keeper.require_open()
+            self.loss_weights = tuple(weights.sum(0).tolist())
             yield self.train(key, (totals, weights, *batch))
 
 

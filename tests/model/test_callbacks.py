@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mindspore import ParameterTuple, amp, mint, nn
+from mindspore import ParameterTuple, amp, mint, nn, ops
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import LambdaCallback, LearningRateScheduler, Model, ModelCheckpoint, ReduceLROnPlateau
 from support import reference
 from support.cells import Counting as Unrated
 from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, momentum, train, trained_oracle
 
-from ms_accum import FlushCallback, PerUpdate, WindowLog, make_train_step
+from ms_accum import FlushCallback, PerUpdate, WindowLog, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -197,6 +197,49 @@ def test_a_loop_that_goes_on_with_an_open_window(tells):
     assert [row["microbatch"] for row in rows] == [3, 8]
     assert [row["weight"] for row in rows] == [24, 18]
     np.testing.assert_allclose([row["loss"] for row in rows], [np.mean(losses[:3]), np.mean(losses[5:8])], rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_the_loss_of_a_window_with_several_losses_is_that_of_the_undivided_batch(has_aux):
+    """Both terms, each with its denominator; one of weight 0 is NaN. Control: the mean of the first loss alone."""
+    network, rows, data = MLP(), [], [tensors(x, y) for x, y in batches([6, 3, 6])]
+    data[1] = (data[1][0], data[1][1] * 0)
+
+    def pair(x, y):
+        logits = network(x)
+        losses = logits.square().mean(), (logits.square().sum(-1) * (y > 0)).sum() / (y > 0).sum()
+        return (losses, logits.mean()) if has_aux else losses
+
+    optimizer = nn.SGD(network.trainable_params(), 0.0)
+
+    def counts(x, y):
+        return len(y), (y > 0).sum()
+
+    step, log = make_train_step(pair, optimizer, 3, losses=2, has_aux=has_aux, weight_fn=counts), WindowLog(rows.append)
+    for loss in step.epoch(data):
+        log(step, loss)
+    undivided = pair(*map(ops.concat, zip(*data)))
+    first, second = undivided[0] if has_aux else undivided
+    assert [(row["weight"], row["seen"]) for row in rows] == [(15, 15)]
+    assert rows[0]["loss"] == pytest.approx(float(first + second), rel=1e-5)
+    assert rows[0]["loss"] != pytest.approx(float(first), rel=1e-2)
+
+
+def test_a_loop_that_goes_back_to_a_checkpoint_logs_all_its_windows(tmp_path):
+    """In one process, to an open window and to closed ones."""
+    for saved, ran, after, updates in ((4, 6, 5, [1, 2, 3, 3, 4]), (3, 6, 3, [1, 2, 3, 3]), (2, 3, 4, [1, 2, 2, 3])):
+        network, rows = MLP(), []
+        step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), {0: 2, 1: 1, 2: 3})
+        log, batch = WindowLog(rows.append), tensors(*batches([6])[0])
+        for i in range(ran):
+            log(step, step(*batch))
+            if i + 1 == saved:
+                save_checkpoint(tmp_path / "a.ckpt", network, step)
+        load_checkpoint(tmp_path / "a.ckpt", network, step)
+        for _ in range(after):
+            log(step, step(*batch))
+        step.accumulator.reset()
+        assert [row["update_step"] for row in rows] == updates
 
 
 def test_per_update_shows_the_optimizer():
