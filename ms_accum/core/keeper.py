@@ -2,7 +2,7 @@
 
 (In a cell in graph mode, and with an Accumulator by hand, the device decides.) The keeper counts down, and reads the
 device once per window, when the window should be full. With `until_weight`, or in a cell with `max_skips`, it reads
-after each microbatch.
+after each microbatch; in another cell that may skip, after each 64th, to warn of many skips.
 
     microbatch:  count down ─ some missing ─► nothing to read
                      │ none missing: read the facts
@@ -49,6 +49,7 @@ _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all
 _SKIPPED = ("{} {} in a row were skipped, because their gradients were not finite, so nothing was trained with them; "
             "lower the initial loss scale or the learning rate, or look for NaN in the batches; give max_skips={} to "
             "get an error instead")
+_FEW_READS = 64  # microbatches of a cell between two reads of the skips
 _MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 
 
@@ -106,6 +107,7 @@ class Keeper:
             *_questions(self._way), *_endings(self._way), end_of(accumulator), nothing_of(accumulator))}
         self._held = 0  # microbatches in the open window of a step; at most, because some may have been skipped
         self._dropped = 0  # windows dropped in a row
+        self._unread = 0  # microbatches of a cell since skips were last read
         self._fixed: Optional[int] = None  # the length that `open` gave the window; None: `accumulate_step` decides
         self.before_exchange: Callable[[], object] = lambda: None  # in `flush`: what other ranks do before a window
         self.forget()
@@ -137,6 +139,10 @@ class Keeper:
         if turn.closed:
             self._missing = 1  # the window is not full: no more is known without reading
             self.require_progress()
+            self._unread += 1
+            if self._unread == _FEW_READS and self._way.stages and not self._counters.warned:
+                self._unread = 0
+                self._warn_of_skips(self.facts().skipped_in_row)
         elif turn.updated:
             self._missing = 1 if self._length.is_one else None  # else the next one's length is not known
         elif missing > 1:

@@ -448,7 +448,9 @@ def _learning_rate(optimizer: nn.Cell) -> Optional[bytes]:
 def _rates_of_last_update(optimizer: nn.Cell) -> dict[str, float]:
     """Return the learning rate of the last update by column, one for each group; empty if it is unknown."""
     groups = getattr(optimizer, "param_groups", None)  # of `mindspore.mint.optim`
-    rates = [group["lr"] for group in groups] if groups else getattr(optimizer, "learning_rate", None)
+    # `mint.optim.SGD` updates with "lr_float", and a new value of "lr" has no effect (2.10).
+    rates = [group.get("lr_float", group["lr"]) for group in groups] if groups else getattr(
+        optimizer, "learning_rate", None)
     if rates is None:
         return {}
     rates = rates if isinstance(rates, (list, tuple, nn.CellList)) else [rates]

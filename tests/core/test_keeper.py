@@ -117,3 +117,19 @@ def test_many_skips_in_a_row_are_warned_of_once(driver, options, noun):
         for _ in range(12):
             step(*batch)
         step.flush()
+
+
+@pytest.mark.parametrize("context", ["graph", "pynative"])
+def test_a_cell_warns_of_many_skips_at_its_64th_microbatch(mode_named, context):
+    """It does not read the device before. Control: finite batches, and a cell that skips nothing, say nothing."""
+    mode_named(context)
+    skips = {"on_nonfinite": "skip_window"}
+    for value, options, warns in ((np.nan, skips, 1), (1.0, skips, 0), (np.nan, {}, 0)):
+        cell, batch, said = skipping_step("cell", **options), tensors(np.full((6, 6), value), np.zeros(6)), []
+        for calls in (63, 1, 128):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always", UserWarning)
+                for _ in range(calls):
+                    cell(*batch)
+            said.append(sum("64 windows in a row were skipped" in str(warning.message) for warning in warned))
+        assert said == [0, warns, 0]

@@ -4,6 +4,7 @@ import itertools
 from functools import partial
 from unittest.mock import Mock
 
+import mindspore as ms
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -197,6 +198,21 @@ def test_a_loop_that_goes_on_with_an_open_window(tells):
     assert [row["microbatch"] for row in rows] == [3, 8]
     assert [row["weight"] for row in rows] == [24, 18]
     np.testing.assert_allclose([row["loss"] for row in rows], [np.mean(losses[:3]), np.mean(losses[5:8])], rtol=1e-5)
+
+
+def test_the_rate_of_mints_sgd_is_the_one_it_updates_with():
+    """A new value of "lr" has no effect on it: the change of the parameters says so."""
+    network, rows, (batch,) = MLP(), [], [tensors(x, y) for x, y in batches([6])]
+    step = make_train_step(mean_loss(network), mint.optim.SGD(network.trainable_params(), 0.25), 1)
+    log, moved = WindowLog(rows.append), []
+    for rate in (None, 0.5):
+        if rate:
+            ops.assign(step.accumulator.optimizer.param_groups[0]["lr"], rate)
+        before, weights = network.first.weight.asnumpy().copy(), network.trainable_params()
+        gradient = ms.value_and_grad(mean_loss(network), None, weights)(*batch)[1][0].asnumpy().copy()
+        log(step, step(*batch))
+        moved.append(np.linalg.norm(before - network.first.weight.asnumpy()) / np.linalg.norm(gradient))
+    assert [row["learning_rate"] for row in rows] == pytest.approx(moved, rel=1e-3)
 
 
 @pytest.mark.parametrize("has_aux", [False, True])
