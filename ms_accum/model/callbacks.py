@@ -277,10 +277,13 @@ class WindowLog(_OfOneCell):
 
         Raises:
             OSError: At the first call, if the file cannot be written.
+            ValueError: If it follows another step.
         """
         accumulator = train_step.accumulator
         status = accumulator.status()
         if self._followed is not accumulator:
+            if self._followed is not None:
+                raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
             self._begin(accumulator)
             self._followed, self._place = accumulator, (1, 0)
             self._held, self._skipped = 0, status.skipped

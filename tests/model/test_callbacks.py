@@ -214,6 +214,8 @@ def test_the_rate_of_mints_sgd_is_the_one_it_updates_with():
             log(step, step(*batch))
             moved.append(np.linalg.norm(before - weight.asnumpy()) / np.linalg.norm(gradient))
     assert [row["learning_rate"] for row in rows] == pytest.approx(moved, rel=1e-3)
+    with pytest.raises(ValueError, match="follows another train step; give each step a WindowLog of its own"):
+        log(make_cell()[1], 1.0)
 
 
 @pytest.mark.parametrize("has_aux", [False, True])
