@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from inspect import getclosurevars, unwrap
+from inspect import getclosurevars, isfunction, unwrap
 from math import prod
 from numbers import Real
+from types import MethodType, ModuleType
 from typing import Any, Union
 from weakref import ref
 
@@ -80,24 +81,28 @@ def require_same_parameters(function: Callable, optimizer: nn.Optimizer) -> None
                              "parameters different names with Cell.update_parameters_name")
 
 
-def cells_of(function: Callable) -> list[nn.Cell]:
+def cells_of(function: Callable, in_containers: bool = False) -> list[nn.Cell]:
     """Return the Cells that a function uses, or the function itself if it is a Cell.
 
-    They are found by the names in its code: variables, attributes of `self` in a method, arguments of a `partial`.
-    Functions that it names are searched, too, except MindSpore's.
+    They are found by the names in its code: variables, attributes of objects, defaults, arguments of a `partial`.
+    Functions and methods that it names are searched, too, except MindSpore's. With `in_containers`, also return the
+    Cells in lists, tuples and dicts, of which the function may use only some.
     """
     found: list[nn.Cell] = []
     waiting: list[object] = [function]
-    seen: set[int] = set()
+    seen: dict[tuple[int, ...], object] = {}
     while waiting:
         value = waiting.pop(0)
-        if id(value) in seen:
+        key = (id(value.__self__), id(value.__func__)) if isinstance(value, MethodType) else (id(value),)
+        if key in seen:
             continue
-        seen.add(id(value))
+        seen[key] = value  # which keeps it, and its id
         if isinstance(value, nn.Cell):
             found.append(value)
         elif isinstance(value, partial):
             waiting += [*value.args, *value.keywords.values(), value.func]
+        elif isinstance(value, (list, tuple, dict)):
+            waiting += [] if not in_containers else value.values() if isinstance(value, dict) else value
         elif callable(value) and not str(getattr(value, "__module__", "")).startswith("mindspore."):
             waiting += _named_in(value)
     return found
@@ -110,11 +115,20 @@ def _named_in(function: Any) -> list[object]:
         return [owner]
     with suppress(TypeError, ValueError):
         function = unwrap(function)
-        names = getclosurevars(function)
-        code = getattr(function, "__func__", function).__code__
-        held = [getattr(owner, name) for name in code.co_names if name in getattr(owner, "__dict__", {})]
-        return [*names.nonlocals.values(), *names.globals.values(), *held]
+        names, plain = getclosurevars(function), getattr(function, "__func__", function)
+        values = [*names.nonlocals.values(), *names.globals.values(), *(plain.__defaults__ or ()),
+                  *(plain.__kwdefaults__ or {}).values()]
+        return values + [held for value in (owner, *values) for held in _held_by(value, plain.__code__.co_names)]
     return []
+
+
+def _held_by(value: object, names: Iterable[str]) -> list[object]:
+    """Return the attributes and methods with these names, if it is an object of a user's own class."""
+    kind = type(value)
+    if isinstance(value, (nn.Cell, ModuleType)) or kind.__module__.partition(".")[0] in ("builtins", "mindspore"):
+        return []
+    held = getattr(value, "__dict__", {})
+    return [getattr(value, name) for name in names if name in held or isfunction(getattr(kind, name, None))]
 
 
 def state_of(optimizer: object) -> list[tuple[str, Parameter]]:

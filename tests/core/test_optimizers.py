@@ -102,10 +102,56 @@ def by_a_method(network):
     return network.construct
 
 
+class Trainer:
+    """A class of a user's own, whose methods call each other."""
+
+    def __init__(self, network):
+        self.network, self.networks = network, [network]
+
+    def forward_fn(self, x):
+        return self.again(x) if x is None else self.logits(x).mean()
+
+    def again(self, x):
+        return self.forward_fn(x)
+
+    def logits(self, x):
+        return self.network(x)
+
+    def of_a_list(self, x):
+        return self.networks[0](x).mean()
+
+
+def by_an_attribute(network):
+    trainer = Trainer(network)
+    return lambda x: trainer.network(x).mean()
+
+
+def by_a_default(given):
+    def forward_fn(x, network=given):
+        return network(x).mean()
+
+    return forward_fn
+
+
+def in_a_dict(network):
+    networks = {"first": (network,)}
+    return lambda x: networks["first"][0](x).mean()
+
+
+@pytest.mark.parametrize("use", [in_a_dict, lambda network: Trainer(network).of_a_list])
+def test_networks_in_containers_are_found_if_asked_for(use):
+    """An optimizer of another network with equal names is no error: the function may use only some of them."""
+    function = use(NETWORK)
+    assert cells_of(function) == []
+    assert cells_of(function, True) == [NETWORK]
+    require_same_parameters(function, nn.SGD(MLP().trainable_params(), 0.1))
+
+
 @pytest.mark.parametrize("use", [
     mean_loss, lambda network: in_a_global, lambda network: partial(mean_loss(network), y=None),
     lambda network: partial(in_an_argument, network), lambda network: partial(in_an_argument, network=network),
-    lambda network: network, by_a_method], ids=["closure", "global", "partial", "given", "named", "cell", "method"])
+    lambda network: network, by_a_method, lambda network: Trainer(network).forward_fn, by_an_attribute, by_a_default],
+    ids=["closure", "global", "partial", "given", "named", "cell", "method", "trainer", "attribute", "default"])
 def test_an_optimizer_of_another_network_is_refused(use):
     """Control: one of the same network, and functions that use none."""
     function = use(NETWORK)
