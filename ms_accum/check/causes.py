@@ -52,7 +52,7 @@ _NO_MEAN = ("no weighted mean: the gradient of the batch is not a weighted mean 
             "make_grad_cache_step")
 _NONLINEAR = ("nonlinear backward pass: the gradient that it returns is not proportional to the one that it gets, e.g. "
               "because a bprop clips it",
-              "clip relative to the norm of the gradient, or clip the accumulated gradient with clip_norm=")
+              "clip relative to the norm of each sample's gradient, or clip the accumulated gradient with clip_norm=")
 _ADDED = ("nonlinear backward pass: a part of the gradient does not grow with the loss, e.g. because a bprop adds it",
           "add the loss of that part to the one that forward_fn returns")
 _ADDED_TO_SEVERAL = (
@@ -295,7 +295,7 @@ def _not_scaled(division: Division, comparison: Comparison, called: list[nn.Cell
     """Return the causes if a part of the gradient does not scale with the loss, given a loss scaler."""
     if division.loss_scale == 1 or _scales(division, comparison, 1.0):
         return []
-    return _backward_of(division, called, _NOT_SCALED)
+    return _backward_of(division, called, _NOT_SCALED if _adds(division, comparison) else _NONLINEAR)
 
 
 def _scales(division: Division, comparison: Comparison, times: float) -> bool:
@@ -304,10 +304,14 @@ def _scales(division: Division, comparison: Comparison, times: float) -> bool:
 
 
 def _adds(division: Division, comparison: Comparison) -> bool:
-    """Return whether the gradient of t times the loss is a * t + b. Between these t, a clip begins to bind."""
-    small, one, large = (division.gradients(division.batch, times=t) for t in (_FEW, 1.0, 1 / _FEW))  # a + b / t
-    left = _FEW * small - (1 + _FEW) * one + large
-    return bool((division.norms(left) <= 4 * comparison.explained).all())
+    """Return whether the gradient of t times the loss is a * t + b.
+
+    Between the positive t, a clip begins to bind. At t = -1, a clip that always binds is -b, not b.
+    """
+    small, one, large, minus = (
+        division.gradients(division.batch, times=t) for t in (_FEW, 1.0, 1 / _FEW, -1.0))  # a + b / t
+    left = _FEW * small - (1 + _FEW) * one + large, minus - one + 2 * (large - one) / (_FEW - 1)
+    return all((division.norms(rest) <= 4 * comparison.explained).all() for rest in left)
 
 
 def _backward_of(division: Division, cells: Iterable[nn.Cell], cause: tuple[str, str]) -> list[Cause]:

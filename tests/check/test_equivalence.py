@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, nn, ops
 from support import layers
-from support.cells import Clip, Counting
+from support.cells import Clip, Counting, Sign
 from support.layers import amp_at, around, attention, causes, cnn, drawn, info_nce, labels, noisy_loss, normal, sum_loss
 
 from ms_accum import Accumulator, check_equivalence, make_train_step
@@ -239,6 +239,13 @@ CASES = {
         lambda bound=bound: around(nn.SequentialCell(nn.Dense(16, 16), Clip(bound)), nn.Tanh()),
         mean_loss, not clipped, clipped, ("a bprop clips", "clip_norm=") * bool(clipped))
        for bound, clipped in ((0.02, CLIPPED), (1e-4, CLIPPED), (0.5, []))},
+    # Nothing is added, neither by a clip that always binds, nor by one that binds with a loss scaler only.
+    "the sign of a gradient": Case(
+        lambda: around(nn.SequentialCell(nn.Dense(16, 16), Sign()), nn.Tanh()), mean_loss, False,
+        [("1.1", "Sign", "nonlinear backward pass")], ("a bprop clips", "each sample's gradient")),
+    "a clip, with a scaler": Case(
+        lambda: around(nn.SequentialCell(nn.Dense(16, 16), Clip(0.5)), nn.Tanh()), mean_loss, False, CLIPPED,
+        ("a bprop clips",), options=SCALED),
     # No sum of two means over arguments whose sums are weights.
     **{f"{samples} samples of a contrastive loss": Case(
         MLP, info_nce, False, CONTRASTIVE, ("make_grad_cache_step",),
