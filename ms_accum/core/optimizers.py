@@ -5,15 +5,18 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dis import get_instructions
 from functools import partial
 from hashlib import sha256
-from inspect import getclosurevars, isfunction, unwrap
+from inspect import isfunction, unwrap
 from math import prod
 from numbers import Real
-from types import MethodType, ModuleType
+from types import CodeType, MethodType, ModuleType
 from typing import Any, Union
+from warnings import warn
 from weakref import ref
 
+import mindspore as ms
 from mindspore import Parameter, nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
@@ -23,6 +26,7 @@ from ..tensors import FLOATS
 INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of the names of an accumulator's own Parameters
 _PLACE = re.compile(r"\[(\d+)\]$")
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
+_DEEPEST = 4  # attributes of attributes: self.a.b.c.network
 _named_by: dict[str, ref] = {}
 
 
@@ -53,6 +57,14 @@ def require_trainable(parameters: Iterable[Parameter]) -> None:
         raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
                          "graph mode would still update it; build the optimizer from network.trainable_params() after "
                          "freezing")
+
+
+def warn_if_idle(optimizer: nn.Optimizer) -> None:
+    """Warn of an optimizer of `mindspore.mint` that runs op by op on CPU: it changes no parameter (MindSpore 2.10)."""
+    if type(optimizer).__module__.startswith("mindspore.mint.") and ms.get_context("device_target") == "CPU":
+        warn(f"mint.optim.{type(optimizer).__name__} changes no parameter op by op on CPU (MindSpore 2.10); call "
+             "set_context(mode=GRAPH_MODE), or use make_train_step, which compiles its graphs, or an optimizer of "
+             "mindspore.nn", UserWarning, stacklevel=2)
 
 
 def require_rates(optimizer: nn.Optimizer) -> None:
@@ -113,13 +125,30 @@ def _named_in(function: Any) -> list[object]:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Cell):
         return [owner]
-    with suppress(TypeError, ValueError):
-        function = unwrap(function)
-        names, plain = getclosurevars(function), getattr(function, "__func__", function)
-        values = [*names.nonlocals.values(), *names.globals.values(), *(plain.__defaults__ or ()),
-                  *(plain.__kwdefaults__ or {}).values()]
-        return values + [held for value in (owner, *values) for held in _held_by(value, plain.__code__.co_names)]
+    if not isinstance(function, type) and not hasattr(function, "__code__") and owner is None:
+        owner, function = function, function.__call__  # an object that is called
+    with suppress(AttributeError, TypeError, ValueError):
+        plain = unwrap(getattr(function, "__func__", function))
+        codes = list(_codes_in(plain.__code__))
+        names = {name for code in codes for name in code.co_names}
+        loaded = {found.argval for code in codes for found in get_instructions(code) if found.opname == "LOAD_GLOBAL"}
+        values = [*(cell.cell_contents for cell in plain.__closure__ or ()), *(plain.__defaults__ or ()),
+                  *(plain.__kwdefaults__ or {}).values(),
+                  *(plain.__globals__[name] for name in sorted(loaded & plain.__globals__.keys()))]
+        held = [owner, *values]
+        for _ in range(_DEEPEST):
+            held = [found for value in held for found in _held_by(value, names)]
+            values += held
+        return values
     return []
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and that of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def _held_by(value: object, names: Iterable[str]) -> list[object]:

@@ -12,7 +12,7 @@ from mindspore.ops import constexpr
 from ..arguments import Uncopied, instance_of, one_of, spelled
 from ..core.accumulator import REDUCTIONS
 from ..core.keeper import Keeper
-from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of
+from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
 from ..distributed.parallel_modes import require_plain
 from ..steps.batch import positional, positions_of
 from ..steps.errors import explaining_errors
@@ -180,6 +180,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         if self._mode is None:
             self._mode = TrainMode(self.network, self.accumulator.weights)
             self._train_flags = self._mode.flags()
+            if ms.get_context("mode") == ms.PYNATIVE_MODE:
+                warn_if_idle(self.optimizer)
         elif self._mode.flags() != self._train_flags:
             self.compile_cache.clear()
             self._train_flags = self._mode.flags()

@@ -74,7 +74,9 @@ def _dependent_layers(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
 
 
 def _reads_training(kind: type) -> bool:
-    return any("training" in method.__code__.co_names for method in _own_methods(kind))
+    """Return whether a method of the class reads `training`, or a function that the method calls by its name."""
+    return any("training" in function.__code__.co_names for method in _own_methods(kind)
+               for function in (method, *filter(isfunction, map(method.__globals__.get, method.__code__.co_names))))
 
 
 def _own_methods(kind: type) -> Iterator[Any]:

@@ -120,6 +120,23 @@ class Trainer:
     def of_a_list(self, x):
         return self.networks[0](x).mean()
 
+    def closure(self):
+        return lambda x: self.network(x).mean()
+
+    def __call__(self, x):
+        return self.logits(x).mean()
+
+
+class Owner:
+    def __init__(self, network):
+        self.trainer = Trainer(network)
+
+    def forward_fn(self, x):
+        return self.trainer.network(x).mean()
+
+
+network = MLP()  # no method of Trainer means this one
+
 
 def by_an_attribute(network):
     trainer = Trainer(network)
@@ -150,8 +167,10 @@ def test_networks_in_containers_are_found_if_asked_for(use):
 @pytest.mark.parametrize("use", [
     mean_loss, lambda network: in_a_global, lambda network: partial(mean_loss(network), y=None),
     lambda network: partial(in_an_argument, network), lambda network: partial(in_an_argument, network=network),
-    lambda network: network, by_a_method, lambda network: Trainer(network).forward_fn, by_an_attribute, by_a_default],
-    ids=["closure", "global", "partial", "given", "named", "cell", "method", "trainer", "attribute", "default"])
+    lambda network: network, by_a_method, lambda network: Trainer(network).forward_fn, by_an_attribute, by_a_default,
+    lambda network: Trainer(network).closure(), Trainer, lambda network: Owner(network).forward_fn],
+    ids=["closure", "global", "partial", "given", "named", "cell", "method", "trainer", "attribute", "default", "self",
+         "object", "owner"])
 def test_an_optimizer_of_another_network_is_refused(use):
     """Control: one of the same network, and functions that use none."""
     function = use(NETWORK)

@@ -3,9 +3,11 @@
 That its updates are exact, and what it says of dropped windows, is drawn in test_differential.py; callbacks are in
 test_callbacks.py.
 """
+import warnings
+
 import mindspore as ms
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, mint, nn
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint, amp
 from support.model_runs import TwoCells, dataset, make_cell, train
 from support.modes import compiled_graphs
@@ -13,6 +15,7 @@ from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
 from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.modes import running
 from ms_accum.selftest.networks import MLP, batches, tensors
 
 
@@ -191,3 +194,20 @@ def test_mixed_precision_is_the_networks(level, mode_named):
     logits = network(tensors(x, y)[0]).asnumpy()
     assert (logits == logits.astype("float16")).all() == (level == "O2")
     assert loss > 0
+
+
+@pytest.mark.parametrize(("mode", "build", "warns"), [
+    ("pynative", mint.optim.SGD, True), ("pynative", mint.optim.Adam, True), ("pynative", nn.SGD, False),
+    ("graph", mint.optim.SGD, False)])
+def test_an_optimizer_that_changes_nothing_op_by_op_is_warned_of(mode, build, warns):
+    """When the parameters move, MindSpore has changed: then remove `warn_if_idle`."""
+    network = MLP()
+    before = [value.copy() for value in values(network.trainable_params())]
+    with running(mode):
+        cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), build(network.trainable_params(), 0.1), 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cell(*tensors(*batches([6])[0]))
+    said = [str(one.message) for one in caught if "changes no parameter op by op" in str(one.message)]
+    assert len(said) == warns
+    assert (difference(before, values(network.trainable_params())) == 0) == warns

@@ -25,6 +25,17 @@ class Doubled(nn.Cell):
         return 2.0 if self.training else 1.0
 
 
+class Asking(nn.Cell):
+    """A layer that a function asks for the mode."""
+
+    def construct(self, x):
+        return factor_of(self) * x
+
+
+def factor_of(cell):
+    return 2.0 if cell.training else 1.0
+
+
 class Scaled(nn.Cell):
     """A layer without a mode. `training` in its docstring changes nothing."""
 
@@ -70,6 +81,7 @@ DRIVERS = [step_call, of_a_cell, several, cached, cell_call]
 
 @pytest.mark.parametrize(("layer", "name"), [
     (nn.BatchNorm1d(3), "1 (BatchNorm1d)"), (nn.Dropout(p=0.5), "1 (Dropout)"), (Doubled(), "1 (Doubled)"),
+    (Asking(), "1 (Asking)"),
     (nn.MultiheadAttention(3, 1, dropout=0.1), "1 (MultiheadAttention)")])
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.filterwarnings("error:.*is in evaluation mode")
