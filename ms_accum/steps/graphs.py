@@ -23,6 +23,7 @@ _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct 
 _A_TENSOR = "; return the loss itself, without float(), .item() or .asnumpy()"
 NETWORK = "the network"  # the name of a cell's function in messages
 _WITH_LOSS = "; if it computes no loss, give TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)"
+_MISSING_LOSS = {NETWORK: _WITH_LOSS, "forward_fn": "; if it computes no loss, give nn.WithLossCell(network, loss_fn)"}
 
 
 class Graph(nn.Cell):
@@ -188,7 +189,7 @@ def require_loss(shape: tuple, dtype: ms.Type, name: str) -> bool:
     require_readable(shape, name, "the loss alone")
     if tuple(shape) != ():
         raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); return the mean over the "
-                         f"samples{_WITH_LOSS if name == NETWORK else ''}")
+                         f"samples{_MISSING_LOSS.get(name, '')}")
     if dtype not in FLOATS:
         raise TypeError(f"{name} returned a loss of {dtype}, expected a float dtype; do not cast the network's loss")
     return True

@@ -43,7 +43,7 @@ TWO = "a tuple of 2 because of losses=2"
 JOIN = r"return Tensors of shape \(\) or with one row for each sample, or give pieces=1$"
 ROWS = "return a Tensor with one row per sample, or a tuple of such Tensors of one float dtype$"
 WEIGHT = "give the number of samples or unmasked tokens in the microbatch$"
-MEAN = r"expected shape \(\); return the mean over the samples$"
+MEAN = r"expected shape \(\); return the mean over the samples(; if it computes no loss, give .*WithLossCell.*)?$"
 CUT = {"has_aux": True, "pieces": 2}
 NO_NUMBER = r"expected the loss alone; return the loss itself, without float\(\), \.item\(\) or \.asnumpy\(\)"
 A_NUMBER = "a (number|Python object that a graph cannot read|value of type float)"
