@@ -213,7 +213,7 @@ def test_the_notes_and_the_page_have_the_records_figures():
     assert table.splitlines() == [line(row) for row in RECORD["rows"] if row not in equal]
     assert all(row["ms_accum"] <= 1e-5 for row in RECORD["rows"] if "ms_accum" in row)
     (by_images,) = (row["by_images"] for row in RECORD["rows"] if "by_images" in row)
-    assert f"weighing by images is off by {by_images:.2g}" in PAGE
+    assert f"weighting by images is off by {by_images:.2g}" in PAGE
     uneven = {row["library"]: row for row in RECORD["rows"] if row["data"] == UNEVEN[0]}
     said = re.findall(r"([\d.]+) \((\w+)\)", PAGE)
     assert {(f"{row['error']:.2g}", NAMES[name]) for name, row in uneven.items() if row["error"] > 1e-6} == set(said)
