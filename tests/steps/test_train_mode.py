@@ -3,7 +3,7 @@ import warnings
 
 import numpy as np
 import pytest
-from mindspore import mint, nn
+from mindspore import Tensor, mint, nn
 from support.modes import compiled_graphs
 from support.training import LOSS, sgd
 
@@ -44,7 +44,8 @@ class Scaled(nn.Cell):
 
 
 def with_layer(layer):
-    return nn.SequentialCell(MLP(hidden=3), layer, nn.Dense(3, 3))
+    weights = Tensor(np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3))
+    return nn.SequentialCell(MLP(hidden=3), layer, nn.Dense(3, 3, weight_init=weights, bias_init="zeros"))
 
 
 def cell_call(network, optimizer, **options):
@@ -152,7 +153,7 @@ def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):
         expected.append(float((logits ** 2).mean() if driver is cached else LOSS(logits, BATCH[1])))
         loss = step(*BATCH)
         found.append(float(loss[0] if isinstance(loss, tuple) else loss))
-    assert abs(expected[0] - expected[1]) > 1e-3
+    assert abs(expected[0] - expected[1]) > 1e-2
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
