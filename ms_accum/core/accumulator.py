@@ -84,12 +84,12 @@ class Accumulator(Uncopied):
         buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16. A float16
             buffer overflows if the sum of weight * gradient exceeds 65504. A train step or a cell first divides the
             weights by the number of samples in its first piece, but not if ranks sum each microbatch, or if losses are
-            sums (`loss_reduction="sum"`) and no stage looks at gradients. In long windows,
-            16-bit buffers round later gradients up or away, without an overflow. With random gradients of one sign, the
-            update is 0.04 % too small after 1,000 microbatches in float16, 24 % after 5,000 and 60 % after 10,000; in
-            bfloat16, 50 % after 1,000 and 95 % after 10,000. Equal gradients may also give updates that are too large
-            (float16: by 12 % after 1,500). A warning is given if a window of `accumulate_step` may hold more than 512
-            microbatches (bfloat16: 64); `add` and `apply` do not warn.
+            sums (`loss_reduction="sum"`) and no stage looks at gradients. In long windows, 16-bit buffers round later
+            gradients up or away, without an overflow. With random gradients of one sign, the update is 0.04 % too small
+            after 1,000 microbatches in float16, 24 % after 5,000 and 60 % after 10,000; in bfloat16, 50 % after 1,000
+            and 95 % after 10,000. Equal gradients may also give updates that are too large (float16: by 12 % after
+            1,500). A warning is given if a window of `accumulate_step` may hold more than 512 microbatches (bfloat16:
+            64); `add` and `apply` do not warn.
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
             "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0. A microbatch whose pieces
             are all skipped is not counted, so the window waits for one more (as in `optax.skip_not_finite`). A piece

@@ -189,7 +189,7 @@ class WeighedProgram(Program):
         """Return the weights of the pieces, without training: float64 `(pieces, losses)`. It waits for the device."""
         if not self.starts:
             return np.zeros((1, self.losses))
-        if self._weigh is None:
+        if self._weigh is None:  # known without the device; but wait for the copies, which are made one by one
             for last in [value for value in batch if isinstance(value, Tensor)][-1:]:
                 last.asnumpy()
             return np.repeat([[float(rows)] for _, rows in self.starts], self.losses, axis=1)

@@ -27,7 +27,7 @@ class TrainMode:
     """
 
     def __init__(self, function: Callable, weights: Iterable[Parameter]) -> None:
-        self._networks, self._trained = cells_of(function, True), {id(p) for p in weights}
+        self._networks, self._trained = cells_of(function, in_containers=True), {id(p) for p in weights}
         self._layers = [layer for network in self._networks for _, layer in _dependent_layers(network)]
         self._seen: set[tuple[bool, ...]] = set()
 
