@@ -158,6 +158,31 @@ def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+class Trainer:
+    """It reaches its network through a method and a list."""
+
+    def __init__(self, network):
+        self.networks = [network]
+
+    def loss(self, x, y):
+        return LOSS(self.logits(x), y)
+
+    def logits(self, x):
+        return self.networks[0](x)
+
+
+@pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
+def test_a_mode_counts_behind_a_method_and_a_list(mode):
+    """Losses are those of the mode of each call. Control: the two modes differ."""
+    network = with_layer(Doubled())
+    step, found, expected = make_train_step(Trainer(network).loss, nn.SGD(network.trainable_params(), 0.0), 1), [], []
+    for training in (False, True, False):
+        expected.append(float(LOSS(network.set_train(training)(BATCH[0]), BATCH[1])))
+        found.append(float(step(*BATCH)))
+    assert abs(expected[0] - expected[1]) > 1e-2
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_the_check_says_that_it_ran_in_evaluation_mode():
     """Where BatchNorm is exact. Control: in training mode it is not, and in neither where there is no such layer."""
     network = with_layer(nn.BatchNorm1d(3)).set_train(False)
