@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Optional, ParamSpec, TypeVar, Union
 
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
@@ -24,6 +25,7 @@ from ..core.counters import require_whole
 from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import gather, require_alike, together
+from .entries import Entry
 from .file import (
     ABOUT,
     CheckpointError,
@@ -191,15 +193,25 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     exchange.require_whole_state()
     rank, ranks = exchange.rank, exchange.ranks
     run = _together(ranks, lambda: _Run(network, accumulator), CheckpointError)
-    first = _together(ranks, lambda: read_file(path) if rank == 0 else ({}, {"generation": "0" * 16}), CheckpointError)
-    generation, alike = _told(ranks, first[1]["generation"], run.exchanged_alike(first[1]))
-    mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
-    loaded, about = _together(ranks, lambda: run.checked(mine, first if rank == 0 else read_file(mine), generation,
-                                                         path), CheckpointError)
-    with loading(accumulator.way, about["open"]):
-        for name, value in loaded.items():
-            # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
-            ops.assign(run.entries[name], run.cut(name, value))
+    with ExitStack() as opened:
+        first = _together(ranks, lambda: read_file(path, opened) if rank == 0 else ({}, {"generation": "0" * 16}),
+                          CheckpointError)
+        generation, alike = _told(ranks, first[1]["generation"], run.exchanged_alike(first[1]))
+        mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
+
+        def read() -> tuple[dict[str, Entry], dict]:
+            entries, about = first if rank == 0 else read_file(mine, opened)
+            if run.divided and mine != path:  # rank 0's file holds them
+                others = read_file(path, opened)[0]
+                entries.update({name: others[name] for name in run.divided if name in others})
+            return run.checked(mine, entries, about, generation), about
+
+        found, about = _together(ranks, read, CheckpointError)
+        with loading(accumulator.way, about["open"]):
+            for name, entry in found.items():
+                # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+                ops.assign(run.entries[name], run.cut(name, entry.read()))
+                ms.runtime.synchronize()  # or MindSpore would queue the entries, and hold them all
     return about["extra"]
 
 
@@ -330,16 +342,8 @@ class _Run:
         return entries, {**self.settings, "open": is_open, "unit": [_UNIT],
                          "generation": generation, "extra": extra}
 
-    def checked(self, path: Path, file: tuple[dict[str, Tensor], dict], generation: str,
-                first: Path) -> tuple[dict[str, Tensor], dict]:
-        """Return the entries to load, and their description. Raise CheckpointError if the file does not fit this run.
-
-        `first`: rank 0's file, which holds the divided state.
-        """
-        loaded, about = file
-        if self.divided and path != first:
-            others = read_file(first)[0]
-            loaded.update({name: others[name] for name in self.divided if name in others})
+    def checked(self, path: Path, found: dict[str, Entry], about: dict, generation: str) -> dict[str, Entry]:
+        """Return the entries to load. Raise CheckpointError if a file with this description does not fit this run."""
         if about["generation"] != generation:
             raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
         for name, expected in self.settings.items():
@@ -349,27 +353,27 @@ class _Run:
                 raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; "
                                       f"{remedy}")
         ignored = {_TORN, *(() if self.exchanged_alike(about) else about["unit"])}
-        loaded = {name: value for name, value in loaded.items() if name not in ignored}
+        found = {name: entry for name, entry in found.items() if name not in ignored}
         unneeded = {_TORN} if about["open"] else self.of_window
-        _require_entries(path, loaded, unneeded, {**self.entries, **self.divided}, self.entries)
-        return loaded, about
+        _require_entries(path, found, unneeded, {**self.entries, **self.divided}, self.entries)
+        return found
 
 
-def _require_entries(path: Path, loaded: dict[str, Tensor], unneeded: set[str], shaped: dict[str, Parameter],
+def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], shaped: dict[str, Parameter],
                      entries: dict[str, Parameter]) -> None:
     """Raise CheckpointError unless the file holds all entries, in the shapes of `shaped`."""
-    for name in {**entries, **loaded}:
-        found = _described(loaded.get(name), loaded.get(name))
+    for name in {**entries, **found}:
+        held = _described(found.get(name), found.get(name))
         wanted = _described(entries.get(name), shaped.get(name))
-        if found != wanted and (name in loaded or name not in unneeded):
-            raise CheckpointError(f"{path}: {name} is {found} in the file, but {wanted} in this run; build network, "
+        if held != wanted and (name in found or name not in unneeded):
+            raise CheckpointError(f"{path}: {name} is {held} in the file, but {wanted} in this run; build network, "
                                   "optimizer and accumulator with the same arguments")
-    if _SCALE in loaded:
+    if _SCALE in found:
         try:
-            require_scale(loaded[_SCALE])
+            require_scale(found[_SCALE].read())
         except ValueError as error:
             raise CheckpointError(f"{path}: in {_SCALE}, {error}") from error
 
 
-def _described(entry: Optional[Tensor], shaped: Any) -> str:
+def _described(entry: Any, shaped: Any) -> str:
     return "missing" if entry is None else f"of {entry.dtype} {tuple(shaped.shape)}"

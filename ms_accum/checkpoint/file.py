@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from glob import escape
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from ..steps.errors import one_line
+from .entries import Entry, entries_in
 
 SUFFIXES = (".ckpt", ".safetensors")
 ABOUT = "ms_accum"
@@ -188,25 +189,25 @@ def rename_file(part: Path, path: Path) -> None:
         os.close(folder)
 
 
-def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
+def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
     """Return the entries of a complete file, and their description. Raise CheckpointError if it is not complete.
 
-    Raise FileNotFoundError if there is no such file.
+    The file stays open until `opened` closes it, so that entries come from the file that was checked, also if another
+    process saves to this path. Raise FileNotFoundError if there is no such file.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}; give a file that save_checkpoint (in a shell: --save) "
                                 "wrote, or begin without one")
-    with path.open("rb") as file:
-        place, digest = _digest_in(file)
-        if place < 0:
-            raise CheckpointError(f"{path} is truncated, or not a checkpoint of ms_accum; give a file that "
-                                  "save_checkpoint wrote")
-        sealed = _digest_of(file, place) == digest
-    if not sealed:
+    file = opened.enter_context(path.open("rb"))
+    place, digest = _digest_in(file)
+    if place < 0:
+        raise CheckpointError(f"{path} is truncated, or not a checkpoint of ms_accum; give a file that save_checkpoint "
+                              "wrote")
+    if _digest_of(file, place) != digest:
         raise CheckpointError(f"{path} is damaged (SHA-256 mismatch); restore it from a copy")
     try:
-        loaded = ms.load_checkpoint(str(path), format=path.suffix[1:])
-        text = loaded.pop(ABOUT).asnumpy().tobytes()
+        entries = entries_in(file, path.suffix)
+        text = entries.pop(ABOUT).read().asnumpy().tobytes()
         about = json.loads(text[len(_BLANK) + 2:])
         about["extra"] = json.loads(about["extra"])
         version = about["version"]
@@ -216,4 +217,4 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict]:
     if version != _VERSION:
         raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that "
                               "wrote it")
-    return loaded, about
+    return entries, about
