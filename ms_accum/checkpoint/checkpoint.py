@@ -13,7 +13,7 @@ from functools import wraps
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Optional, ParamSpec, TypeVar, Union
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Union
 
 import mindspore as ms
 import numpy as np

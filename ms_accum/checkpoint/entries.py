@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
     def read(self) -> Tensor:
         """Return the values, in memory of their own. Raise OSError if the file ends before them."""
-        values = np.empty(prod(self.shape), _stored(self.dtype))
+        values: np.ndarray = np.empty(prod(self.shape), _stored(self.dtype))
         left = values.view(np.uint8)
         for place, length in self.parts:
             self.file.seek(place)

@@ -21,7 +21,7 @@ from ..cli.interrupts import raise_if_interrupted
 from ..cli.options import count, number, output
 from ..cli.process import join_ranks, versions
 from ..distributed.data_parallel import DataParallel
-from ..distributed.ranks import gather, wait_for_all
+from ..distributed.ranks import gather, wait_for_all, world_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -153,7 +153,7 @@ class Report:
         Raise CheckpointError if `resumed` is from a run with other options.
         """
         options, self.accumulator = self.options, train_step.accumulator
-        self.ranks = ranks = self.accumulator.exchange.ranks
+        self.ranks = ranks = world_size()
         if resumed is not None:
             self._resume(resumed)
         sync = DataParallel(sync=options.sync, zero=options.zero).sync

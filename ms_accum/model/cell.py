@@ -135,7 +135,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self.batch_axis = checked_axis(batch_axis)
         self._way = accumulator.way
-        fix_unit_of_sums(accumulator, one_of("loss_reduction", loss_reduction, REDUCTIONS))
+        fix_unit_of_sums(accumulator.way, one_of("loss_reduction", loss_reduction, REDUCTIONS))
         functions = Functions(network, positional("weight_fn", weight_fn), reduction=loss_reduction, name=NETWORK)
         self._takes = (type(network).__name__, *positions_of(network))
         self._gradients_of = make_gradients_of(functions, self._way, begin=False)

@@ -10,6 +10,7 @@ from mindspore import Tensor, ops
 
 from ms_accum import Accumulator, TrainOneStepCell, make_train_step
 
+from ..distributed.ranks import world_size
 from .modes import running
 
 
@@ -62,7 +63,7 @@ class Driver:
         """Apply the incomplete window if one is open. Return whether a window was closed."""
         if self.kind != "hand":
             return bool(self.steps[0].flush())
-        if self.mode == "pynative" or self.accumulator.exchange.ranks > 1:
+        if self.mode == "pynative" or world_size() > 1:
             return self.accumulator.flush()
         closed = bool(self._flush_by_hand())
         self.accumulator.require_progress()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
 from ms_accum import Accumulator
 
@@ -92,13 +92,17 @@ class Training:
         return MLP(seed=self.seed, dtype=getattr(ms, self.dtype))
 
     @cached_property
+    def optimizer(self) -> nn.Optimizer:
+        """Return the optimizer that updates the network."""
+        return plain.optimizer_of(self.setting.trained(self.network.trainable_params()))
+
+    @cached_property
     def accumulator(self) -> Accumulator:
         """Return the accumulator that is checked."""
         setting = self.setting
         summed = setting.by_hand is not None and self.name.startswith("by hand")
-        optimizer = plain.optimizer_of(setting.trained(self.network.trainable_params()))
-        return Accumulator(optimizer, setting.accumulate_step,
-                           reduction="sum" if summed else "mean", **setting.options())
+        return Accumulator(self.optimizer, setting.accumulate_step, reduction="sum" if summed else "mean",
+                           **setting.options())
 
     @cached_property
     def driver(self) -> Driver:
@@ -120,8 +124,7 @@ class Training:
     @property
     def state(self) -> list[ms.Parameter]:
         """Return the network's and the optimizer's state."""
-        return list({id(p): p for p in (*self.network.get_parameters(), *self.accumulator.optimizer.get_parameters())
-                     }.values())
+        return list({id(p): p for p in (*self.network.get_parameters(), *self.optimizer.get_parameters())}.values())
 
     def expect(self, phase: Phase) -> plain.Expected:
         """Train in plain MindSpore."""
@@ -159,7 +162,7 @@ class Training:
 
     def bits(self) -> list[np.ndarray]:
         """Return all values of the state."""
-        return [p.asnumpy().copy() for p in (*self.state, *self.accumulator.state.values())]
+        return [p.asnumpy().copy() for p in (*self.state, *self.accumulator.parameters)]
 
 
 def once(*batch: Tensor) -> float:

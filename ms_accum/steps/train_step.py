@@ -19,6 +19,7 @@ from .step import TrainStep
 if TYPE_CHECKING:
     from ..core.length import AccumulateStep
     from ..core.stages import Stage
+    from ..core.way import Way
     from ..distributed.data_parallel import DataParallel
     from .pieces import Cut
 
@@ -158,7 +159,7 @@ def make_train_step(
         max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,
         stages=stages, buffer_dtype=buffer_dtype)
 
-    fix_unit_of_sums(accumulator, loss_reduction)
+    fix_unit_of_sums(accumulator.way, loss_reduction)
     counts = "samples" if weight_fn is None else "counted by weight_fn"
 
     def functions_for(count: int, names: tuple[str, ...]) -> Functions:
@@ -176,10 +177,10 @@ def make_train_step(
     return TrainStep(forward_fn, accumulator, pieces, program_for, batch_axis, counts)
 
 
-def fix_unit_of_sums(accumulator: Accumulator, loss_reduction: str) -> None:
+def fix_unit_of_sums(way: Way, loss_reduction: str) -> None:
     """Set the unit of weights to 1 for a loss that is a sum: its gradients are added without a multiplication."""
-    if loss_reduction == "sum" and not accumulator.way.looks_at_gradients:
-        accumulator.way.buffers.fix_unit(1.0)
+    if loss_reduction == "sum" and not way.looks_at_gradients:
+        way.buffers.fix_unit(1.0)
 
 
 def require_functions(**functions: Optional[Callable]) -> None:
