@@ -4,7 +4,7 @@ The checks are `constexpr` functions: graph mode runs them while it compiles, so
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf, nan
 from numbers import Real
 from typing import Any, Optional, Union
@@ -201,6 +201,15 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
 
 
 # --- what a graph is given --------------------------------------------------------------------------------------------
+
+
+def require_trainable(parameters: Iterable[Parameter]) -> None:
+    """Raise ValueError for frozen parameters: graph mode would update them, PyNative would not (MindSpore 2.10)."""
+    frozen = next((p for p in parameters if not p.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
+                         "graph mode would still update it; build the optimizer from network.trainable_params() after "
+                         "freezing")
 
 
 def as_weight(weight: Scalar) -> Scalar:

@@ -135,8 +135,7 @@ class Accumulator(Uncopied):
         exchange: The exchange that the reducer built; it has the attributes `rank` and `ranks`.
 
     Steps, cells and checkpoints also use `way`, which gradients pass through (see `Way`); `state`, all state by its
-    names in a checkpoint; `fingerprint()`; and `looks_at_pieces`, whether each piece counts by itself: a stage looks
-    at it, ranks sum it, or its weight may close the window.
+    names in a checkpoint; and `fingerprint()`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -218,7 +217,6 @@ class Accumulator(Uncopied):
         """Set the public attributes."""
         way = self.way
         self.weights = way.weights
-        self.looks_at_pieces = way.exchange.inside > 1 or way.length.budget is not None or way.looks_at_gradients
         self.mini_step, self.update_step, self.seen = counters.mini_step, counters.update_step, counters.seen
         self.closed_windows, self.weight_sum = counters.closed_windows, counters.weight_sum
         self.skipped, self.skipped_in_row = counters.skipped, counters.skipped_in_row

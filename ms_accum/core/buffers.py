@@ -145,8 +145,8 @@ def allocate(number: int) -> bool:
 
     If MindSpore shards, it allocates them itself, when it knows the slices.
     """
-    for parameter in () if shards() else _buffers[number].parameters:
-        if parameter.has_init:
+    for parameter in _buffers[number].parameters:
+        if parameter.has_init and not shards():
             parameter.init_data()
     return True
 

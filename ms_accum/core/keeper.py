@@ -28,9 +28,8 @@ from warnings import warn
 import mindspore as ms
 from mindspore import Tensor, ops
 
-from ..tensors import as_tensor, as_vector
+from ..tensors import as_tensor, as_vector, require_trainable
 from .counters import NoProgress, require_whole
-from .optimizers import require_trainable
 from .stages import ACTIVE, TAKEN
 
 if TYPE_CHECKING:

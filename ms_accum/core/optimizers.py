@@ -21,7 +21,7 @@ from mindspore import Parameter, nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from ..distributed.zero import whole_of, whole_parameters
-from ..tensors import FLOATS
+from ..tensors import FLOATS, require_trainable
 
 INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of the names of an accumulator's own Parameters
 _PLACE = re.compile(r"\[(\d+)\]$")
@@ -48,15 +48,6 @@ def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Para
                          "give it network.trainable_params()")
     _require_unscaled(optimizer)
     return tuple(parameters)
-
-
-def require_trainable(parameters: Iterable[Parameter]) -> None:
-    """Raise ValueError for frozen parameters: graph mode would update them, PyNative would not (MindSpore 2.10)."""
-    frozen = next((p for p in parameters if not p.requires_grad), None)
-    if frozen is not None:
-        raise ValueError(f"{frozen.name} has requires_grad=False, expected trainable parameters in the optimizer: "
-                         "graph mode would still update it; build the optimizer from network.trainable_params() after "
-                         "freezing")
 
 
 def warn_if_idle(optimizer: nn.Optimizer) -> None:

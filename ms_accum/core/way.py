@@ -17,8 +17,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
-from ..tensors import after, checked_gradients, clip_factor, mapped, norm_of, square_sum, weighted
-from .optimizers import require_trainable
+from ..tensors import after, checked_gradients, clip_factor, mapped, norm_of, require_trainable, square_sum, weighted
 from .stages import ACTIVE, COUNTED, MEASURED, TAKEN, WEIGHT, overrides
 
 if TYPE_CHECKING:
@@ -69,6 +68,8 @@ class Way:
     Attributes:
         may_drop: Whether a stage may drop a window.
         looks_at_gradients: Whether a stage weighs or measures the gradient of each piece.
+        looks_at_pieces: Whether each piece counts by itself: a stage looks at its gradient, ranks sum it, or its weight
+            may close the window.
         measuring, judging, closing: The stages that override `measure`, `accepts`, `on_close`.
         watching: The stages that override `on_update`, each with the places of its values in the sums.
         weights: The whole parameters to give gradients for, in the optimizer's order.
@@ -89,6 +90,7 @@ class Way:
             tuple(stage for stage in stages if overrides(stage, method))
             for method in ("measure", "accepts", "on_close"))
         self.looks_at_gradients = any(overrides(stage, "weigh", "measure") for stage in stages)
+        self.looks_at_pieces = self.looks_at_gradients or exchange.inside > 1 or length.budget is not None
         self.may_drop, self.number = len(self.judging) > 0, next(_numbers)
         _ways[self.number] = self
         ends = [MEASURED]
@@ -193,8 +195,7 @@ class Way:
 
         The gradients are not multiplied by `factor` yet; see `add` for the arguments.
 
-        Call it only if no stage looks at pieces or may drop a window, ranks do not sum each microbatch, and no weight
-        decides when a window is full.
+        Call it only if `looks_at_pieces` and `may_drop` are false.
         """
         gradients, unit = checked_gradients(*self.expected, gradients), weight if factor is None else factor
         if isinstance(unit, Tensor) or unit == 0:  # a microbatch of weight 0 is ignored, NaN included

@@ -14,8 +14,9 @@ from mindspore import Tensor, nn
 from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
 
 from ..arguments import instance_of
-from ..core.optimizers import require_rates, require_trainable
+from ..core.optimizers import require_rates
 from ..steps.batch import require_batched
+from ..tensors import require_trainable
 from .cell import TrainOneStepCell
 
 if TYPE_CHECKING:

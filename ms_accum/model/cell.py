@@ -1,8 +1,8 @@
 """A train step as a Cell, for `mindspore.train.Model` and other code that takes a train-step Cell."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import mindspore as ms
@@ -15,7 +15,7 @@ from ..core.keeper import Keeper
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
 from ..distributed.parallel_modes import require_plain
 from ..steps.batch import positional, positions_of
-from ..steps.errors import explaining_errors
+from ..steps.errors import explain
 from ..steps.graphs import NETWORK, Functions, compiled, make_gradients_of
 from ..steps.pieces import checked_axis, layout
 from ..steps.program import program_of
@@ -141,7 +141,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self._gradients_of = make_gradients_of(functions, self._way, begin=False)
         self._nothing = program_of(functions, accumulator, 0, (), 1)
         self._mode: Optional[TrainMode] = None
-        self._train_flags: tuple[bool, ...] = ()
+        self._train_flags: Optional[tuple[bool, ...]] = None
         # In graph mode, everything is compiled, the end of a window as well.
         self._keepers = {ms.GRAPH_MODE: Keeper(accumulator, compiled), ms.PYNATIVE_MODE: Keeper(accumulator)}
 
@@ -179,12 +179,14 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         """Warn if the network is in evaluation mode, and compile again if the mode has changed."""
         if self._mode is None:
             self._mode = TrainMode(self.network, self.accumulator.weights)
-            self._train_flags = self._mode.flags()
             if ms.get_context("mode") == ms.PYNATIVE_MODE:
                 warn_if_idle(self.optimizer)
-        elif self._mode.flags() != self._train_flags:
-            self.compile_cache.clear()
-            self._train_flags = self._mode.flags()
+        flags = tuple([layer.training for layer in self._mode.layers])
+        if flags != self._train_flags:
+            self._mode.warn_if_evaluating()
+            if self._train_flags is not None:
+                self.compile_cache.clear()
+            self._train_flags = flags
 
     def _settle_unit(self, batch: tuple) -> int:
         """Return the number of samples. That of the first batch becomes the unit of weights, which graphs hold."""
@@ -236,8 +238,13 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         with self._forgetting_graphs():
             return self._keeper().flush()[0]
 
-    def _forgetting_graphs(self) -> AbstractContextManager:
-        return explaining_errors(self.optimizer, self.compile_cache.clear)
+    @contextmanager
+    def _forgetting_graphs(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            explain(error, self.optimizer, self.compile_cache.clear)
+            raise
 
     def _keeper(self) -> Keeper:
         return self._keepers[ms.get_context("mode")]

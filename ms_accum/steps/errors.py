@@ -1,8 +1,8 @@
 """After an error: forget the graphs, and name the missing rank, the failed piece or the used-up learning rates."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from os import environ
 
 from ..core.counters import NoProgress
@@ -13,26 +13,22 @@ from ..distributed.ranks import raise_if_left_alone
 _REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")
 
 
-@contextmanager
-def explaining_errors(optimizer: Callable, forget_graphs: Callable[[], object]) -> Iterator[None]:
-    """Forget all graphs after an error in the block, and raise an error that explains it, if the cause is known.
+def explain(error: Exception, optimizer: Callable, forget_graphs: Callable[[], object]) -> None:
+    """Forget all graphs after an error, and raise one that explains it, if the cause is known.
 
     A graph in which a kernel has failed fails in all later calls (MindSpore 2.10).
 
     Args:
+        error: The error. After `NoProgress`, which no kernel raised, nothing is done.
         optimizer: The optimizer whose update may have failed.
-        forget_graphs: Function that is called after an error, so that everything is compiled again.
+        forget_graphs: Function that is called, so that everything is compiled again.
     """
-    try:
-        yield
-    except NoProgress:
-        raise
-    except Exception as error:
-        forget_graphs()
-        raise_if_left_alone(error)
-        with suppress(RuntimeError):  # of a device that cannot be read any more
-            require_rates(optimizer)
-        raise
+    if isinstance(error, NoProgress):
+        return
+    forget_graphs()
+    raise_if_left_alone(error)
+    with suppress(RuntimeError):  # of a device that cannot be read any more
+        require_rates(optimizer)
 
 
 def ask_about_piece(error: Exception, place: int, pieces: int, runs_whole: bool = False) -> None:

@@ -124,7 +124,7 @@ def program_of(functions: Functions, accumulator: Accumulator, samples: int, cut
     if pieces == 1 and samples:
         add, alone = _whole_fns(functions, accumulator, samples)
         program.whole = straight(add, accumulator.way)
-        if not accumulator.looks_at_pieces and not way.may_drop:
+        if not way.looks_at_pieces and not way.may_drop:
             program.alone = straight(alone, accumulator.way)
     return program
 

@@ -7,17 +7,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
 from ..arguments import Uncopied
 from ..core.buffers import warn_of_lost_gradients
 from ..core.keeper import Keeper
-from ..core.optimizers import cells_of, require_rates, require_same_parameters, require_trainable
+from ..core.optimizers import cells_of, require_rates, require_same_parameters
 from ..distributed.parallel_modes import require_plain, require_unsharded
+from ..tensors import require_trainable
 from .batch import as_arguments, as_tensors, named_values, ordered, require_batched
-from .errors import explaining_errors
+from .errors import explain
 from .graphs import require_python, straight
 from .pieces import layout
 from .train_mode import TrainMode
@@ -195,8 +196,9 @@ class TrainStep(Uncopied):
         """Return the program for batches with this key, in the network's mode. The first sets the unit of weights."""
         if self._mode is None:
             self._mode = TrainMode(self._function, self.accumulator.weights)
-        compiled_for = key, self._mode.flags()
+        compiled_for = key, tuple([layer.training for layer in self._mode.layers])
         if compiled_for not in self._programs:
+            self._mode.warn_if_evaluating()
             require_unsharded()
             way, samples = self.accumulator.way, key[0]
             require_same_parameters(self._function, way.optimizer)
@@ -220,9 +222,14 @@ class TrainStep(Uncopied):
         self.updated = turn.updated
         return result
 
-    def forgetting_graphs(self) -> AbstractContextManager:
+    @contextmanager
+    def forgetting_graphs(self) -> Iterator[None]:
         """Forget all graphs after an error in the block, and explain the error."""
-        return explaining_errors(self.accumulator.optimizer, self.forget_graphs)
+        try:
+            yield
+        except Exception as error:
+            explain(error, self.accumulator.optimizer, self.forget_graphs)
+            raise
 
 
 def next_or_error(batches: Iterator) -> Any:

@@ -24,25 +24,22 @@ class TrainMode:
     Args:
         function: The function that is differentiated: a Cell, or a function that uses Cells.
         weights: The parameters that are trained.
+
+    Attributes:
+        layers: These layers. If their `training` changes, graphs must be compiled again.
     """
 
     def __init__(self, function: Callable, weights: Iterable[Parameter]) -> None:
         self._networks, self._trained = cells_of(function, in_containers=True), {id(p) for p in weights}
-        self._layers = [layer for network in self._networks for _, layer in _dependent_layers(network)]
+        self.layers = [layer for network in self._networks for _, layer in _dependent_layers(network)]
         self._seen: set[tuple[bool, ...]] = set()
 
-    def flags(self) -> tuple[bool, ...]:
-        """Return `training` of each layer; a graph that was compiled with other flags must be compiled again.
-
-        Warn, once for each mode, if a trained network is in evaluation mode (not if only single layers are).
-        """
-        flags = tuple([layer.training for layer in self._layers])
-        if flags not in self._seen:
-            self._seen.add(flags)
-            self._warn_if_evaluating()
-        return flags
-
-    def _warn_if_evaluating(self) -> None:
+    def warn_if_evaluating(self) -> None:
+        """Warn, once for each mode, if a trained network is in evaluation mode (not if only single layers are)."""
+        mode = tuple([layer.training for layer in self.layers])
+        if mode in self._seen:
+            return
+        self._seen.add(mode)
         for network in self._networks:
             name, layer = evaluating(network) or ("", None)
             if layer is not None and any(id(p) in self._trained for p in network.get_parameters()):

@@ -9,7 +9,8 @@ from mindspore import amp, nn
 
 from ..arguments import boolean, one_of, require_callable, spelled, whole_number
 from ..core.accumulator import REDUCTIONS, Accumulator
-from ..core.optimizers import checked_parameters, require_trainable
+from ..core.optimizers import checked_parameters
+from ..tensors import require_trainable
 from .batch import positional
 from .graphs import Functions
 from .pieces import checked_axis, checked_pieces

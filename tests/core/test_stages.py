@@ -136,8 +136,9 @@ def test_a_stage_that_looks_at_no_piece_sees_windows_without_buffers():
     for x, y in batches([6, 6, 6]):
         train_step(*tensors(x, y))
     assert int(stage.closed) == 3
-    assert (train_step.accumulator.looks_at_pieces, train_step.accumulator.way.may_drop) == (False, False)
-    assert float(train_step.accumulator.way.buffers.parameters[0].asnumpy().any()) == 0
+    way = train_step.accumulator.way
+    assert (way.looks_at_pieces, way.may_drop) == (False, False)
+    assert float(way.buffers.parameters[0].asnumpy().any()) == 0
 
 
 @ms.jit_class
