@@ -1,8 +1,15 @@
-"""The shape of the package: rooms import downwards only, no private name of another module; short functions."""
+"""The shape of the package: rooms import downwards only, no private names, short functions; a call passes few files."""
 import ast
+import re
+import sys
 from pathlib import Path
 
 import pytest
+from mindspore import nn
+
+from ms_accum import Accumulator, make_train_step
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
+from ms_accum.tensors import global_norm
 
 pytestmark = pytest.mark.core
 
@@ -73,3 +80,42 @@ def test_what_breaks_a_rule_is_found(name, source, problem):
     if " imports " in problem:
         assert problems(name, f"if TYPE_CHECKING:\n    {source}".replace("\n    from", "\n        from")) == []
     assert problems("steps/step.py", "from ..core.length import WindowLength\nfrom .batch import layout") == []
+
+
+def files_of(function, *arguments):
+    """The files of the package in which Python functions run during a call; graphs run none."""
+    found = set()
+
+    def note(frame, event, argument):
+        if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            found.add(Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix())
+
+    sys.setprofile(note)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_call_passes_few_files():
+    """By hand, op by op: 8 after the first call. A train step: 15, then 7. Control: a function of one file."""
+    network, (x, y) = MLP(), tensors(*batches([4])[0])
+    accumulator = Accumulator(nn.SGD(network.trainable_params()), 8)
+    grads = tuple(p * 0 for p in accumulator.weights)
+    accumulator(grads)
+    assert len(files_of(accumulator, grads)) <= 8
+    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params()), 8)
+    assert len(files_of(train_step, x, y)) <= 15
+    assert len(files_of(train_step, x, y)) <= 7
+    assert files_of(global_norm, grads) == {"tensors.py"}
+
+
+def test_an_accumulator_has_few_names_and_few_files_reach_through_it():
+    """Control: the pattern finds two attributes, and not one."""
+    assert len([name for name in dir(Accumulator(nn.SGD(MLP().trainable_params()), 2)) if name[0] != "_"]) <= 26
+    reaching = re.compile(r"\baccumulator\.[a-z_]+\.[a-z_]+")
+    assert [bool(reaching.search(line)) for line in ("accumulator.way.length", "accumulator.way")] == [True, False]
+    lines = [line for path in PACKAGE.rglob("*.py") if path.name != "accumulator.py"
+             for line in path.read_text(encoding="utf-8").splitlines()]
+    assert sum(bool(reaching.search(line)) for line in lines if not re.match(r"\s*(#|>>>)", line)) <= 8
