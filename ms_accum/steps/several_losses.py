@@ -62,8 +62,7 @@ class SeveralLossesStep(TrainStep):
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
                  losses: int, batch_axis: int, counts: str) -> None:
-        self._way, self._losses = accumulator.way, losses
-        way = self._way
+        way = accumulator.way
         if way.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so the weights '
                              'of a window cannot be summed before it is trained; give sync="window"')
@@ -82,6 +81,7 @@ class SeveralLossesStep(TrainStep):
         way.counters.count_apart()  # `seen` counts the weights of the first loss
         way.buffers.fix_unit(1.0)
         super().__init__(function, accumulator, pieces, program_for, batch_axis, counts)
+        self._way, self._losses = way, losses
 
     def _epoch(self, batches: Iterable) -> Iterator[Any]:
         """See `TrainStep.epoch`. It reads all batches of a window, after the previous update, before it trains.
@@ -126,18 +126,18 @@ class SeveralLossesStep(TrainStep):
 
     def forget_graphs(self) -> None:
         """See `TrainStep`."""
-        exchange = self._way.exchange
+        exchange = self.accumulator.exchange
 
         def total(weights: Tensor) -> Tensor:
             return as_vector(exchange.total(_numbers(weights)))
 
         super().forget_graphs()
         self.keeper.before_exchange = self._weigh_with_others
-        self._total, self._nothing = compiled(total), Tensor(np.zeros(self._losses + 1), ms.float32)
+        self._total = compiled(total)
 
     def _weigh_with_others(self) -> None:
         """Take part in summing the weights of windows of the ranks that still have data."""
-        self._total(self._nothing)
+        self._total(Tensor(np.zeros(self._losses + 1), ms.float32))
 
     def _require_closed(self) -> None:
         """Raise RuntimeError if a window is open: its weights were summed for all of its batches."""
