@@ -83,7 +83,7 @@ def test_what_breaks_a_rule_is_found(name, source, problem):
 
 
 def files_of(function, *arguments):
-    """The files of the package in which Python functions run during a call; graphs run none."""
+    """The files of the package whose Python functions run in a call; compiled graphs do not count."""
     found = set()
 
     def note(frame, event, argument):
@@ -111,7 +111,7 @@ def test_a_call_passes_few_files():
     assert files_of(global_norm, grads) == {"tensors.py"}
 
 
-def test_an_accumulator_has_few_names_and_few_files_reach_through_it():
+def test_an_accumulator_has_few_names_and_few_lines_reach_through_it():
     """Control: the pattern finds two attributes, and not one."""
     assert len([name for name in dir(Accumulator(nn.SGD(MLP().trainable_params()), 2)) if name[0] != "_"]) <= 26
     reaching = re.compile(r"\baccumulator\.[a-z_]+\.[a-z_]+")

@@ -23,7 +23,7 @@ from ..arguments import instance_of
 from ..core.accumulator import Accumulator
 from ..core.counters import require_whole
 from ..core.optimizers import divided_state, own_name, state_of
-from ..core.stages import require_scale
+from ..core.stages import empty_stages, require_scale
 from ..distributed.ranks import gather, require_alike, together
 from .entries import Entry
 from .file import (
@@ -117,7 +117,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     exchange = accumulator.exchange
     exchange.require_whole_state()
     rank, ranks = exchange.rank, exchange.ranks
-    run = _together(ranks, lambda: _Run.whole(network, accumulator), OSError)
+    run = _together(ranks, lambda: _finished(network, accumulator), OSError)
     generation, held = _told(ranks, token_hex(8), int(accumulator.mini_step))
     mine = path_of_rank(path, rank, ranks, generation)
     with part_of(path) as part:
@@ -133,7 +133,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             _together(ranks, write, OSError)
             # Until rank 0's file has its name, the others belong to no checkpoint.
             _together(ranks, lambda: rename_file(part, path) if rank == 0 else None, OSError)
-        except OSError:  # and no other error, after which rank 0's may have its name
+        except OSError:  # rank 0's file has no name yet; after another error, it may have it
             if rank > 0:
                 mine.unlink(missing_ok=True)
             raise
@@ -169,10 +169,10 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or not a checkpoint of ms_accum, or was saved with a
             different network, optimizer, `reduction`, `clip_norm`, `on_nonfinite` or noise scale; the message names the
-            entry. If a window was open, also if it was saved with a different number of ranks, `DataParallel` or
-            `accumulate_step` (functions are compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, all of them
-            raise it. It does not compare arguments of the optimizer that are not Parameters, the factor and window of a
-            loss scaler, or arguments of the train step.
+            entry. With an open window, the number of ranks, `DataParallel` and `accumulate_step` must be equal, too
+            (functions are compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, all of them raise it. It does
+            not compare arguments of the optimizer that are not Parameters, the factor and window of a loss scaler, or
+            arguments of the train step.
         TypeError, ValueError: As in `save_checkpoint`.
 
     Source: see `save_checkpoint`.
@@ -192,7 +192,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     exchange = accumulator.exchange
     exchange.require_whole_state()
     rank, ranks = exchange.rank, exchange.ranks
-    run = _together(ranks, lambda: _Run(network, accumulator), CheckpointError)
+    run = _together(ranks, lambda: _State(network, accumulator), CheckpointError)
     with ExitStack() as opened:
         first = _together(ranks, lambda: read_file(path, opened) if rank == 0 else ({}, {"generation": "0" * 16}),
                           CheckpointError)
@@ -201,17 +201,19 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
         def read() -> tuple[dict[str, Entry], dict]:
             entries, about = first if rank == 0 else read_file(mine, opened)
+            _require_generation(mine, about, generation)
             if run.divided and mine != path:  # rank 0's file holds them
-                others = read_file(path, opened)[0]
+                others, of_others = read_file(path, opened)
+                _require_generation(path, of_others, generation)
                 entries.update({name: others[name] for name in run.divided if name in others})
-            return run.checked(mine, entries, about, generation), about
+            return run.checked(mine, entries, about), about
 
         found, about = _together(ranks, read, CheckpointError)
         with loading(accumulator.way, about["open"]):
             for name, entry in found.items():
                 # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
                 ops.assign(run.entries[name], run.cut(name, entry.read()))
-                ms.runtime.synchronize()  # or MindSpore would queue the entries, and hold them all
+                ms.runtime.synchronize()  # otherwise MindSpore queues the entries, and holds them all
     return about["extra"]
 
 
@@ -226,6 +228,7 @@ def loading(way: Way, is_open: bool) -> Iterator[None]:
         way.empty()
     else:
         way.counters.empty()
+        empty_stages(way.stages)
     way.journal.updating(way.counters.mini_step)
     yield
     way.buffers.adopt(float(way.buffers.weight_unit))
@@ -246,7 +249,7 @@ def _together(ranks: int, do: Callable[[], Any], failure: type[Exception]) -> An
 
 
 def _told(ranks: int, generation: str, number: int) -> tuple[str, list[int]]:
-    """Return rank 0's generation (16 hexadecimal digits) and each rank's number on every rank."""
+    """Return, on every rank, rank 0's generation (16 hexadecimal digits) and the numbers of all ranks."""
     row = np.array([*generation.encode(), number], np.int32)
     rows = gather(row) if ranks > 1 else row[None]
     return bytes(rows[0, :-1].tolist()).decode(), rows[:, -1].tolist()
@@ -255,7 +258,7 @@ def _told(ranks: int, generation: str, number: int) -> tuple[str, list[int]]:
 # --- what a file holds ------------------------------------------------------------------------------------------------
 
 
-class _Run:
+class _State:
     """Hold what a run saves and loads.
 
     Attributes:
@@ -273,7 +276,7 @@ class _Run:
                   for name, p in (*((p.name, p) for p in accumulator.weights), *state_of(optimizer))]
         named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
         self.entries: dict[str, Parameter] = {}
-        once = {id(p): (name, p) for name, p in reversed(named)}  # each by the first of its names
+        once = {id(p): (name, p) for name, p in reversed(named)}  # the first name wins
         for name, parameter in reversed(once.values()):
             if name in (ABOUT, *self.entries):
                 raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
@@ -286,7 +289,7 @@ class _Run:
         divided = divided_state(optimizer)
         self.divided = {name: divided[id(p)] for name, p in self.entries.items() if id(p) in divided}
         self.copied = {id(p) for _, p in state_of(optimizer)} - set(divided)
-        if exchange.divides_buffers:  # a shard holds parts of parameters by their order alone
+        if exchange.divides_buffers:  # a slice of a bucket fits only the same parameters in the same order
             order = repr([(p.name, p.shape) for p in accumulator.weights]).encode()
             self.settings["reducer"] += f", parameters {sha256(order).hexdigest()[:16]}"
         open_state = {id(p) for p in accumulator.way.window_state}
@@ -295,12 +298,6 @@ class _Run:
     def exchanged_alike(self, about: dict) -> bool:
         """Return whether the checkpoint has the same ranks and exchange, so that each rank has its own file."""
         return about.get("reducer") == self.settings["reducer"]
-
-    @classmethod
-    def whole(cls, network: nn.Cell, accumulator: Accumulator) -> _Run:
-        """Return what to save. Raise RuntimeError if an error or an interrupt stopped a batch or an update."""
-        require_whole(int(accumulator.way.journal.unfinished))
-        return cls(network, accumulator)
 
     def join_state(self, part: Path) -> Callable[[], dict[str, Tensor]]:
         """Gather divided state, one entry after the other, on rank 0's disk. All ranks have to call it.
@@ -323,8 +320,8 @@ class _Run:
                     errors.append(error)
 
         def joined() -> dict[str, Tensor]:
-            for error in errors:
-                raise error
+            if errors:
+                raise errors[0]
             return found
 
         return joined
@@ -336,27 +333,36 @@ class _Run:
     def contents(self, extra: Any, generation: str, is_open: bool,
                  joined: dict[str, Tensor]) -> tuple[dict[str, Parameter], dict]:
         """Return the entries of a rank's file, and their description. Rank 0's file also holds the `joined` state."""
-        empty = set() if is_open else self.of_window - {_UNIT}
+        left_out = set() if is_open else self.of_window - {_UNIT}
         entries = {name: joined.get(name, p) for name, p in self.entries.items()
-                   if name not in empty and (name in joined or name not in self.divided)}
-        return entries, {**self.settings, "open": is_open, "unit": [_UNIT],
-                         "generation": generation, "extra": extra}
+                   if name not in left_out and (name in joined or name not in self.divided)}
+        return entries, {**self.settings, "open": is_open, "generation": generation, "extra": extra}
 
-    def checked(self, path: Path, found: dict[str, Entry], about: dict, generation: str) -> dict[str, Entry]:
+    def checked(self, path: Path, found: dict[str, Entry], about: dict) -> dict[str, Entry]:
         """Return the entries to load. Raise CheckpointError if a file with this description does not fit this run."""
-        if about["generation"] != generation:
-            raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
         for name, expected in self.settings.items():
             if about.get(name) != expected and (about["open"] or name not in _OF_WINDOW):
                 remedy = ("save when train_step.updated is true: a closed window loads on any number of ranks and with "
                           "any accumulate_step") if name in _OF_WINDOW else "build it with the same arguments"
                 raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; "
                                       f"{remedy}")
-        ignored = {_TORN, *(() if self.exchanged_alike(about) else about["unit"])}
+        ignored = {_TORN} if self.exchanged_alike(about) else {_TORN, _UNIT}
         found = {name: entry for name, entry in found.items() if name not in ignored}
         unneeded = {_TORN} if about["open"] else self.of_window
         _require_entries(path, found, unneeded, {**self.entries, **self.divided}, self.entries)
         return found
+
+
+def _finished(network: nn.Cell, accumulator: Accumulator) -> _State:
+    """Return what to save. Raise RuntimeError if an error or an interrupt stopped a batch or an update."""
+    require_whole(int(accumulator.way.journal.unfinished))
+    return _State(network, accumulator)
+
+
+def _require_generation(path: Path, about: dict, generation: str) -> None:
+    """Raise CheckpointError if another call saved this file than rank 0's."""
+    if about["generation"] != generation:
+        raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
 
 
 def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], shaped: dict[str, Parameter],
@@ -365,7 +371,8 @@ def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], sh
     for name in {**entries, **found}:
         held = _described(found.get(name), found.get(name))
         wanted = _described(entries.get(name), shaped.get(name))
-        if held != wanted and (name in found or name not in unneeded):
+        is_needed = name not in unneeded and 0 not in shaped[name].shape if name in shaped else True
+        if held != wanted and (name in found or is_needed):  # a ".ckpt" holds no entry without elements
             raise CheckpointError(f"{path}: {name} is {held} in the file, but {wanted} in this run; build network, "
                                   "optimizer and accumulator with the same arguments")
     if _SCALE in found:

@@ -6,7 +6,7 @@ is that of one entry.
 A ".safetensors" file is the length of a header, the header (JSON, with the dtype, shape and place of each entry), and
 the data. A ".ckpt" file is a protocol buffer, whose fields are these:
 
-    Checkpoint:  1 value (repeated; an entry above 512 MiB is several)
+    Checkpoint:  1 value (repeated; above 512 MiB, one for each slice of an entry)
     value:       1 tag, the name        2 tensor
     tensor:      1 dims (repeated)      2 dtype, as "Float32"      3 data
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from math import prod
+from operator import index
 from typing import BinaryIO, NamedTuple
 
 import mindspore as ms
@@ -26,8 +27,8 @@ from mindspore import Tensor
 
 _DTYPES = {"BOOL": ms.bool_, "U8": ms.uint8, "I8": ms.int8, "U16": ms.uint16, "I16": ms.int16, "U32": ms.uint32,
            "I32": ms.int32, "U64": ms.uint64, "I64": ms.int64, "F16": ms.float16, "BF16": ms.bfloat16,
-           "F32": ms.float32, "F64": ms.float64}  # by their names in safetensors
-_NAMED = {str(dtype): dtype for dtype in _DTYPES.values()}  # by their names in MindSpore
+           "F32": ms.float32, "F64": ms.float64, "C64": ms.complex64}  # by their names in safetensors
+_NAMED = {str(dtype): dtype for dtype in (*_DTYPES.values(), ms.complex128)}  # by their names in MindSpore
 
 
 class Entry(NamedTuple):
@@ -70,8 +71,6 @@ def entries_in(file: BinaryIO, suffix: str) -> dict[str, Entry]:
         wanted = prod(entry.shape) * np.dtype(_stored(entry.dtype)).itemsize
         if min(entry.shape, default=0) < 0 or length != wanted:
             raise ValueError(f"{name} takes {length} bytes, expected {wanted}")
-        if any(place < 0 or part < 0 or place + part > size for place, part in entry.parts):
-            raise ValueError(f"{name} lies outside of the file")
     return found
 
 
@@ -84,35 +83,39 @@ def _in_safetensors(file: BinaryIO, size: int) -> dict[str, Entry]:
     start = 8 + int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(min(start, size) - 8))
     header.pop("__metadata__", None)
-    found = {}
-    for name, about in header.items():
-        first, end = about["data_offsets"]
-        found[name] = Entry(file, _DTYPES[about["dtype"]], tuple(about["shape"]), ((start + first, end - first),))
+    found, place = {}, 0
+    for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        first, end = map(index, about["data_offsets"])
+        if first != place or end < first:
+            raise ValueError(f"{name} begins at {first}, expected {place}, where the entry before it ends")
+        place, shape = end, tuple(map(index, about["shape"]))
+        found[name] = Entry(file, _DTYPES[about["dtype"]], shape, ((start + first, end - first),))
+    if start + place != size:
+        raise ValueError(f"the file has {size} bytes, expected {start + place}")
     return found
 
 
 def _in_ckpt(file: BinaryIO, size: int) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+    parts: dict[tuple, list[tuple[int, int]]] = {}
     for _, start, length in _fields(file, 0, size):
-        (_, tag, letters), (_, place, end) = _fields(file, start, start + length)
-        file.seek(tag)
-        name = file.read(letters).decode()
-        dims, part, dtype = [], (0, 0), ""
-        for number, at, value in _fields(file, place, place + end):
-            if number == 1:
-                dims.append(value)
-            elif number == 2:
-                file.seek(at)
-                dtype = file.read(value).decode()
-            else:
-                part = at, value
-        parts = (*found[name].parts, part) if name in found else (part,)
-        found[name] = Entry(file, _NAMED[dtype], () if dims == [0] else tuple(dims), parts)
+        (_, *tag), (_, place, length) = _fields(file, start, start + length)
+        *dims, (_, *dtype), (_, *data) = _fields(file, place, place + length)
+        shape = tuple(value for _, _, value in dims)
+        described = _text(file, *tag), _text(file, *dtype), () if shape == (0,) else shape  # (0,) stands for a scalar
+        parts.setdefault(described, []).append((data[0], data[1]))
+    found = {name: Entry(file, _NAMED[dtype], shape, tuple(of)) for (name, dtype, shape), of in parts.items()}
+    if len(found) < len(parts):
+        raise ValueError("two entries have the same name")
     return found
 
 
+def _text(file: BinaryIO, place: int, length: int) -> str:
+    file.seek(place)
+    return file.read(length).decode()
+
+
 def _fields(file: BinaryIO, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each field of a message, the place of its bytes and their length, or its number as value."""
+    """Yield number, place and length of each field of a message; for an integer, its value in place of the length."""
     while place < end:
         file.seek(place)
         number, kind = divmod(_varint(file), 8)
@@ -121,14 +124,16 @@ def _fields(file: BinaryIO, place: int, end: int) -> Iterator[tuple[int, int, in
             raise ValueError(f"field {number} is of kind {kind}, expected a number or bytes")
         yield number, place, value
         place += value if kind == 2 else 0
+    if place > end:
+        raise ValueError("a field is longer than its message")
 
 
 def _varint(file: BinaryIO) -> int:
     """Read a number: 7 bits in each byte, the lowest first; the upper bit says that another byte follows."""
-    value = shift = 0
-    while True:
+    value = 0
+    for shift in range(0, 64, 7):
         byte = file.read(1)[0]
         value |= (byte & 127) << shift
         if byte < 128:
             return value
-        shift += 7
+    raise ValueError("a number has more than 64 bits")

@@ -1,7 +1,7 @@
 """The file of a checkpoint: written atomically, with a SHA-256 of its contents, read only if it is complete.
 
-It is in one of MindSpore's own formats. The entry "ms_accum" describes the other entries as JSON and holds the SHA-256
-of the file. With several ranks, each rank has a file, and rank 0's file names the generation of the others.
+It is in one of MindSpore's own formats. The entry "ms_accum" holds the settings of the run and `extra` as JSON, and the
+SHA-256 of the file. With several ranks, each rank has a file, and rank 0's file names the generation of the others.
 """
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from secrets import token_hex
 from shutil import rmtree
 from socket import gethostname
 from typing import Any, BinaryIO, Union
+from warnings import warn
 
 import mindspore as ms
 import numpy as np
@@ -30,9 +31,9 @@ ABOUT = "ms_accum"
 _VERSION = 4
 _MARK = b'{"ms_accum checkpoint, sha256": "'
 _DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
-_BLANK = _MARK + b"0" * 64
+_ZEROED = _MARK + b"0" * 64
 _CHUNK = 2**20  # bytes
-# This host. Containers that share its name count processes apart.
+# This host. Containers may share the name of the host, but not the numbers of processes.
 _HERE = sha256(f"{gethostname()} {Path('/proc/self/ns/pid').resolve().name}".encode()).hexdigest()[:8]
 
 
@@ -62,11 +63,10 @@ def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
 
 @contextmanager
 def part_of(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file that will be renamed to `path`, in a folder that the end of the block removes.
+    """Yield the path of a file in a temporary folder. The writer makes the folder; the end of the block removes it.
 
-    MindSpore and safetensors first write beside it, under names of their own, and MindSpore removes an old file before
-    it writes. Folders of this host's processes that were killed in such a block are removed as well; other processes
-    may be writing now.
+    It is a folder because MindSpore and safetensors make temporary files beside their own, and MindSpore removes an old
+    file before it writes. Folders of processes of this host that were killed are removed as well.
     """
     start = f".{path.stem.lstrip('.')}.part-{_HERE}-"
     name = re.compile(rf"{re.escape(start)}(\d{{1,7}})-[0-9a-f]{{8}}")
@@ -106,7 +106,7 @@ def write_file(part: Path, entries: dict[str, Parameter], about: dict) -> None:
     `about` holds JSON values. Raise TypeError if its "extra" is not one, OSError if the file cannot be written.
     """
     about = {"version": _VERSION, "mindspore": ms.__version__, **about, "extra": _as_json(about["extra"])}
-    text = _BLANK + b'"}' + json.dumps(about).encode()
+    text = _ZEROED + b'"}' + json.dumps(about).encode()
     saved = [{"name": name, "data": p} for name, p in entries.items()]
     saved.append({"name": ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
     _require_folder(part.parents[1])
@@ -126,7 +126,7 @@ def _require_folder(folder: Path) -> None:
 def _as_json(extra: Any) -> str:
     try:
         text = json.dumps(extra)
-        if repr(json.loads(text)) != repr(extra):  # where NaN is equal to NaN, and 1 is not to True
+        if repr(json.loads(text)) != repr(extra):  # as text, NaN equals NaN, and 1 differs from True
             raise TypeError("it would come back as something else")
         return text
     except (TypeError, ValueError, RecursionError) as error:
@@ -145,28 +145,28 @@ def _digest_in(file: BinaryIO) -> tuple[int, bytes]:
         chunk = before + chunk
         if found := _DIGEST.search(chunk):
             return start + found.start(1), found[1]
-        before = chunk[-len(_BLANK):]
+        before = chunk[-len(_ZEROED):]
         start += len(chunk) - len(before)
     return -1, b""
 
 
 def _digest_of(file: BinaryIO, place: int) -> bytes:
-    """Return the SHA-256 of a file in which the SHA-256 at `place` is replaced by blanks."""
+    """Return the SHA-256 of a file in which the SHA-256 at `place` is replaced by zeros."""
     digest, left = sha256(), place
     file.seek(0)
     while left > 0:
         chunk = file.read(min(_CHUNK, left))
         digest.update(chunk)
         left -= len(chunk)
-    digest.update(_BLANK[len(_MARK):])
-    file.seek(place + len(_BLANK) - len(_MARK))
+    digest.update(_ZEROED[len(_MARK):])
+    file.seek(place + len(_ZEROED) - len(_MARK))
     while chunk := file.read(_CHUNK):
         digest.update(chunk)
     return digest.hexdigest().encode()
 
 
 def _seal(part: Path) -> None:
-    """Write the SHA-256 of a file over its blanks, and flush it to the disk."""
+    """Write the SHA-256 of a file over the zeros in its place, and flush it to the disk."""
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(part, 0o666 & ~umask)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
@@ -180,11 +180,14 @@ def _seal(part: Path) -> None:
 
 
 def rename_file(part: Path, path: Path) -> None:
-    """Rename a file to its final name, and flush the name to the disk."""
+    """Rename a file to its final name, and flush the name to the disk. Warn if the file system cannot flush a name."""
     os.replace(part, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # or the name may be lost with the power
+        os.fsync(folder)
+    except OSError as error:  # not an error of the save: the file has its name
+        warn(f"{path} is saved, but its folder cannot be flushed to the disk ({one_line(error)}): a power cut may lose "
+             "the new file", UserWarning, stacklevel=2)
     finally:
         os.close(folder)
 
@@ -192,7 +195,7 @@ def rename_file(part: Path, path: Path) -> None:
 def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
     """Return the entries of a complete file, and their description. Raise CheckpointError if it is not complete.
 
-    The file stays open until `opened` closes it, so that entries come from the file that was checked, also if another
+    The file stays open until `opened` closes it, so that entries come from the file that was checked, even if another
     process saves to this path. Raise FileNotFoundError if there is no such file.
     """
     if not path.exists():
@@ -208,9 +211,11 @@ def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
     try:
         entries = entries_in(file, path.suffix)
         text = entries.pop(ABOUT).read().asnumpy().tobytes()
-        about = json.loads(text[len(_BLANK) + 2:])
+        about = json.loads(text[len(_ZEROED) + 2:])
         about["extra"] = json.loads(about["extra"])
-        version = about["version"]
+        version, about["open"] = about["version"], bool(about["open"])
+        if not re.fullmatch("[0-9a-f]{16}", about["generation"]):
+            raise ValueError("the generation is not a hexadecimal number")
     # A file with a right checksum and wrong contents was forged, so any error means that it cannot be read.
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {one_line(error)})") from error

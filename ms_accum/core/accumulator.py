@@ -25,7 +25,7 @@ from .lost_window import watched
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
 from .probe import kernels
 from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, needing_whole_gradients, stages_of
-from .way import Way, note_applied, note_closed, note_filled
+from .way import Way, note_closed, note_filled
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
@@ -269,7 +269,7 @@ class Accumulator(Uncopied):
 
         For an empty window, the optimizer runs with a gradient of 0; `flush` does nothing in this case.
         """
-        note_applied(self.way.number)
+        note_closed(self.way.number, ops.isconstant(self.mini_step), True)  # in a graph, no value is known
         window = self.way.window()
         accepted = window[3]
         if accepted:
@@ -289,7 +289,7 @@ class Accumulator(Uncopied):
 
     def reset(self) -> None:
         """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
-        note_closed(self.way.number)
+        note_closed(self.way.number, ops.isconstant(self.mini_step), False)
         self.way.journal.updating(self.mini_step)  # an interrupt may leave the buffers full
         self.way.empty()
 

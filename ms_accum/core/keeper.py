@@ -1,8 +1,8 @@
 """The keeper: decide on the host when a window of a train step closes.
 
-(In a cell in graph mode, and with an Accumulator by hand, the device decides.) The keeper counts down, and reads the
-device once per window, when the window should be full. With `until_weight`, or in a cell with `max_skips`, it reads
-after each microbatch; in another cell that may skip, after each 64th, to warn of many skips.
+(In a cell, and with an Accumulator by hand, the device decides.) The keeper counts down, and reads the device once per
+window, when the window should be full. With `until_weight`, or in a cell with `max_skips`, it reads after each
+microbatch; in a cell without `max_skips` that may skip, after each 64th, to warn of many skips.
 
     microbatch:  count down ─ some missing ─► nothing to read
                      │ none missing: read the facts
@@ -73,21 +73,13 @@ class Turn:
 
     Attributes:
         is_alone: Whether it is a window of its own and the buffers are empty: the block may update without buffers.
-        updated: At the end, whether it closed a window with an update. False if the block closes windows itself: the
-            host does not know.
-        closed: Whether the block closes windows itself.
+        updated: Whether it closed a window with an update. The block sets it if it updates without buffers. False if
+            the device closes windows: the host does not know.
+        closes: Whether the device closes the window, if it is full. The block sets it.
     """
 
     def __init__(self, is_alone: bool) -> None:
-        self.is_alone, self.updated, self.closed = is_alone, False, False
-
-    def updates_itself(self) -> None:
-        """Note that the block updates with this microbatch, without buffers."""
-        self.updated = True
-
-    def closes_itself(self) -> None:
-        """Note that the block closes the window on the device, if it is full."""
-        self.closed = True
+        self.is_alone, self.updated, self.closes = is_alone, False, False
 
 
 class Keeper:
@@ -106,14 +98,14 @@ class Keeper:
             *_questions(self._way), *_endings(self._way), end_of(accumulator), nothing_of(accumulator))}
         self._held = 0  # microbatches in the open window of a step; at most, because some may have been skipped
         self._dropped = 0  # windows dropped in a row
-        self._unread = 0  # microbatches of a cell since skips were last read
+        self._unread = 0  # microbatches of a cell since the last read of skips
         self._fixed: Optional[int] = None  # the length that `open` gave the window; None: `accumulate_step` decides
-        self.before_exchange: Callable[[], object] = lambda: None  # in `flush`: what other ranks do before a window
+        self.before_exchange: Callable[[], object] = lambda: None  # called in `flush` before each exchange
         self.forget()
 
     def forget(self) -> None:
         """Read the device before the next microbatch."""
-        self._missing: Optional[int] = None  # microbatches that the open window needs, at least
+        self._missing: Optional[int] = None  # microbatches still needed, at least
 
     @contextmanager
     def microbatch(self) -> Iterator[Turn]:
@@ -135,19 +127,24 @@ class Keeper:
             require_trainable(self._way.weights)
         turn = Turn(missing == 1 and self._held == 0)
         yield turn
-        if turn.closed:
+        if turn.closes:
+            self._look_after_skips()
             self._missing = 1  # the window is not full: no more is known without reading
-            self.require_progress()
-            self._unread += 1
-            if self._unread == _FEW_READS and self._way.stages and not self._counters.warned:
-                self._unread = 0
-                self._warn_of_skips(self.facts().skipped_in_row)
         elif turn.updated:
             self._missing = 1 if self._length.is_one else None  # else the next one's length is not known
         elif missing > 1:
             self._held, self._missing = self._held + 1, missing - 1
         else:
             turn.updated = self._close_if_full()
+
+    def _look_after_skips(self) -> None:
+        """After a microbatch of a cell: raise an error after too many skips, or warn of many, with few reads."""
+        self.require_progress()
+        self._unread += 1
+        warns = self._way.stages and self._counters.max_skips is None and not self._counters.warned
+        if warns and self._unread >= _FEW_READS:
+            self._unread = 0
+            self._warn_of_skips(self.facts().skipped_in_row)
 
     def open(self, microbatches: int) -> None:
         """Open a window of this many microbatches, regardless of `accumulate_step`. No window may be open now."""
@@ -209,7 +206,7 @@ class Keeper:
         return Facts(*self._run[graph]().asnumpy().tolist())
 
     def require_progress(self, facts: Optional[Facts] = None) -> None:
-        """Raise RuntimeError if more than `max_skips` were skipped in a row, some of them since the last error."""
+        """Raise RuntimeError if more than `max_skips` were skipped in a row, unless these were reported before."""
         max_skips = self._counters.max_skips
         if max_skips is None:
             return
@@ -235,7 +232,10 @@ class Keeper:
         return facts
 
     def _settled(self) -> int:
-        """Close the open window if it is full. Return the least number of microbatches that the open window needs."""
+        """Close the open window if it is full. Return the least number of microbatches that the open window needs.
+
+        Raise RuntimeError if `open` has opened a window that was not trained to its end.
+        """
         if self._fixed is not None:
             self._fixed = None
             raise RuntimeError(_CHANGED)
@@ -253,7 +253,7 @@ class Keeper:
 
     def _close_if_full(self) -> bool:
         """Close the window if it is full on the device. Return whether it was applied."""
-        # If a weight closes windows, most reads close no window, and need no verdict.
+        # If a weight closes windows, most reads find no full window: no verdict is needed.
         judge = self._way.may_drop and self._exchange.ranks == 1 and self._length.budget is None
         facts = self.facts("judged" if judge else "counted")
         require_whole(facts.unfinished)
@@ -305,7 +305,7 @@ def _questions(way: Way) -> tuple[Callable, ...]:
 
     def judged() -> Tensor:
         window = way.window()
-        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+        # `depend` uses the unit, which nobody needs; otherwise MindSpore warns of "nodes eliminated by mistake".
         accepted = ops.depend(as_tensor(window[3]), window[1])
         return ops.concat((counted(), accepted.astype(ms.int32).reshape(1)))
 

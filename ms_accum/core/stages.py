@@ -136,6 +136,13 @@ def overrides(stage: Stage, *methods: str) -> bool:
     return any(getattr(type(stage), method) is not getattr(Stage, method) for method in methods)
 
 
+def empty_stages(stages: tuple[Stage, ...]) -> None:
+    """Set to 0 what stages keep of the open window."""
+    for stage in stages:
+        for parameter in stage.window_state:
+            ops.assign(parameter, ops.zeros_like(parameter))
+
+
 @ms.jit_class
 class SkipMicrobatch(Stage):
     """Give a microbatch or piece that is not finite the weight 0, and count it in `skipped`.

@@ -4,8 +4,8 @@
     window:  exchange across ─► restore ─► accepts?
     update:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► close ─► empty
 
-Ranks *inside* sum every microbatch, ranks *across* every window: see `distributed.exchange`. On one device, both change
-nothing. Steps in brackets are only for ZeRO.
+Ranks *inside* sum each microbatch; ranks *across* sum each window: see `distributed.exchange`. On one device, both
+change nothing. Steps in brackets are only for ZeRO.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.ops import constexpr
 
 from ..tensors import after, checked_gradients, clip_factor, mapped, norm_of, require_trainable, square_sum, weighted
-from .stages import ACTIVE, COUNTED, MEASURED, TAKEN, WEIGHT, overrides
+from .stages import ACTIVE, COUNTED, MEASURED, TAKEN, WEIGHT, empty_stages, overrides
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
 _numbers = count()
 _ways: WeakValueDictionary[int, Way] = WeakValueDictionary()
-# Calls by hand, in compiled graphs or op by op: the numbers of the ways that were filled, and closed.
+# The numbers of the ways that were filled by hand, that were closed by hand, and that a graph may close by hand: a
+# `constexpr` function notes them, which runs at each call op by op, but in a graph only when it is compiled.
 _by_hand: set[int] = set()
 _closed_by_hand: set[int] = set()
+_closed_in_graphs: set[int] = set()
 
 # A window of all ranks, as a plain tuple (gradients, unit, sums, accepted):
 #   gradients: sums, divided by the unit;
@@ -68,8 +70,8 @@ class Way:
     Attributes:
         may_drop: Whether a stage may drop a window.
         looks_at_gradients: Whether a stage weighs or measures the gradient of each piece.
-        looks_at_pieces: Whether each piece counts by itself: a stage looks at its gradient, ranks sum it, or its weight
-            may close the window.
+        looks_at_pieces: Whether single pieces matter: a stage looks at the gradient of each, ranks sum each, or the
+            weight of one may close the window.
         measuring, judging, closing: The stages that override `measure`, `accepts`, `on_close`.
         watching: The stages that override `on_update`, each with the places of its values in the sums.
         weights: The whole parameters to give gradients for, in the optimizer's order.
@@ -146,10 +148,13 @@ class Way:
         self.journal.mark(-1)
 
     def add_unmarked(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
-        """Add a microbatch without `begin`, in a graph that may also read the buffers; see `add` for the arguments."""
+        """Mark and add a microbatch in one call, without `begin`. The graph may also read the buffers.
+
+        See `add` for the arguments.
+        """
         gradients = checked_gradients(*self.expected, gradients)
         begun = self.journal.mark(ops.depend(Tensor(1, ms.int32), gradients[-1]))
-        # Without the dependency, Ascend would make the gradient that the mark waits for in its buffer, before the mark.
+        # Otherwise, Ascend would add the last gradient to its buffer before the mark.
         self.add_microbatch(mapped(after, begun, gradients), weight, factor)
 
     def add_piece(self, gradients: Gradients, weight: Scalar, counted: Optional[Scalar] = None, active: int = 1,
@@ -174,7 +179,7 @@ class Way:
         return self.length.is_full(counters.mini_step, counters.update_step, counters.counted_sum)
 
     # --- a window -----------------------------------------------------------------------------------------------------
-    # No method has the name of a dict's method: a graph takes `update` and `clear` of a local name for those of a dict.
+    # No method is named as one of dict: in a graph, `x.update()` and `x.clear()` of a local name are taken for dict's.
 
     def window(self, active: Scalar = 1.0) -> Window:
         """Return the window of all ranks, for `update_with`. `active`: 1 on a rank that still has data."""
@@ -193,7 +198,7 @@ class Way:
     def update_alone(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
         """Update with a window of one microbatch, without buffers, if no window is open.
 
-        The gradients are not multiplied by `factor` yet; see `add` for the arguments.
+        Arguments are those of `add`. This method applies the factor itself.
 
         Call it only if `looks_at_pieces` and `may_drop` are false.
         """
@@ -204,6 +209,7 @@ class Way:
         for stage in self.closing:
             stage.on_close(True)
         self.counters.close(weight)
+        empty_stages(self.stages)
         self.journal.done()
 
     def close(self, applied: bool) -> None:
@@ -219,9 +225,7 @@ class Way:
         """Empty the open window, also after an error."""
         self.counters.empty()
         self.buffers.empty(self.counters.weight_sum)
-        for stage in self.stages:
-            for parameter in stage.window_state:
-                ops.assign(parameter, ops.zeros_like(parameter))
+        empty_stages(self.stages)
         self.journal.done()
 
     def restored(self, gradients: Gradients) -> Gradients:
@@ -231,7 +235,7 @@ class Way:
         return gradients
 
     def _judged(self, window: Window) -> Window:
-        # Restored before anything is measured: norms of scaled gradients may overflow if the gradients do not.
+        # Restored before anything is measured: norms of scaled gradients may overflow where true ones do not.
         gradients, accepted = self.restored(window[0]), True
         for stage in self.judging:
             verdict = stage.accepts(gradients, window[2])
@@ -246,9 +250,9 @@ class Way:
             stage.on_update(gradients, unit, sums, sums[start:end])
         factor = normalising(self.contributors, unit, sums[WEIGHT])
         factor = clipping(self.clip_norm, self.counters.grad_norm, self.exchange, gradients, factor)
-        if isinstance(factor, Tensor):  # what scales buffers in place comes after what reads them
+        if isinstance(factor, Tensor):  # scale in place only after all that reads the buffers
             factor = ops.depend(factor, ops.assign_add(self.counters.update_step, 1))
-        else:  # a statement of its own: a graph drops a result that has a name and no use
+        else:  # not assigned: a graph drops a named result that nobody uses
             ops.assign_add(self.counters.update_step, 1)
         self.counters.see(sums[COUNTED])
         self.exchange.cut_parameters()
@@ -268,7 +272,8 @@ class Way:
     def take_over(self, driver: object) -> bool:
         """Let `driver` fill the accumulator. Return whether it must read the device first.
 
-        It must if another driver has filled the accumulator, a checkpoint was loaded, or a window was closed by hand.
+        It must if another driver has filled the accumulator, a checkpoint was loaded, a window was closed by hand, or a
+        graph may close one by hand.
         Raise RuntimeError if the accumulator was filled by hand.
         """
         if self.number in _by_hand:
@@ -279,7 +284,7 @@ class Way:
         if self.number in _closed_by_hand:
             _closed_by_hand.remove(self.number)
             return True
-        return before != self._driver
+        return before != self._driver or self.number in _closed_in_graphs
 
     def release(self) -> None:
         """Let the next driver of the accumulator read the device first."""
@@ -287,7 +292,7 @@ class Way:
 
 
 def normalising(contributors: Optional[int], unit: Scalar, weight: Scalar) -> Scalar:
-    """Return the factor that turns a sum in this unit of weights into the gradient: 0, not 0/0, without weight."""
+    """Return the factor that turns a sum in this unit of weights into the gradient; 0 if the weight is 0."""
     if contributors is not None:
         return unit / contributors
     if not isinstance(weight, Tensor):
@@ -320,15 +325,13 @@ def note_filled(number: int, is_driven: bool) -> bool:
 
 
 @constexpr
-def note_applied(number: int) -> bool:
-    """Note that a window is applied by hand; see `note_closed`. Raise ValueError if a parameter is frozen."""
-    require_trainable(_ways[number].weights)
-    _closed_by_hand.add(number)
-    return True
+def note_closed(number: int, runs_op_by_op: bool, is_applied: bool) -> bool:
+    """Note that a window was closed or dropped by hand, so that a keeper that counts down reads the device again.
 
-
-@constexpr
-def note_closed(number: int) -> bool:
-    """Note that a window was closed or dropped by hand, so that a keeper that counts down reads the device again."""
-    _closed_by_hand.add(number)
+    A graph calls this only when it is compiled, so a keeper then reads the device before each microbatch. Raise
+    ValueError if the window is applied and a parameter is frozen.
+    """
+    if is_applied:
+        require_trainable(_ways[number].weights)
+    (_closed_by_hand if runs_op_by_op else _closed_in_graphs).add(number)
     return True

@@ -96,22 +96,7 @@ class FlushCallback(Callback):
     on_train_end = on_train_epoch_end
 
 
-class _OfOneCell(Callback):
-    """Follow the microbatches of one `TrainOneStepCell`; a base of callbacks."""
-
-    def on_train_begin(self, run_context: RunContext) -> None:
-        """Find the cell. Raise ValueError if there is not exactly one, or in data sink mode."""
-        cells, name = _cells_to_train(run_context), type(self).__name__
-        if len(cells) > 1:
-            raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, expected one, because each counts its own "
-                             "updates; train them in separate Models")
-        if run_context.original_args().get("dataset_sink_mode"):
-            raise ValueError(f"{name} got dataset_sink_mode=True, which hides single microbatches from callbacks; give "
-                             "dataset_sink_mode=False")
-        self._optimizer, self._accumulator = cells[0].optimizer, cells[0].accumulator
-
-
-class PerUpdate(_OfOneCell):
+class PerUpdate(Callback):
     """Wrap a callback so that it is called after each update, not after each microbatch, and counts updates.
 
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
@@ -162,7 +147,8 @@ class PerUpdate(_OfOneCell):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the number of updates, and pass the event on."""
-        super().on_train_begin(run_context)
+        cell = _one_cell(self, run_context)
+        self._optimizer, self._accumulator = cell.optimizer, cell.accumulator
         self._update_step, self._begun = int(self._accumulator.update_step), False
         self._pass_on("on_train_begin", run_context)
 
@@ -204,7 +190,7 @@ class PerUpdate(_OfOneCell):
     on_train_end = partialmethod(_pass_on_after, "on_train_end")
 
 
-class WindowLog(_OfOneCell):
+class WindowLog(Callback):
     """Log each window when it closes, to a CSV file or by calling a function.
 
     Give it to `Model` as a callback, after `FlushCallback` and other callbacks that flush, and before callbacks that
@@ -313,8 +299,7 @@ class WindowLog(_OfOneCell):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and begin the file."""
-        super().on_train_begin(run_context)
-        self._begin(self._accumulator)
+        self._begin(_one_cell(self, run_context).accumulator)
 
     def _begin(self, accumulator: Accumulator) -> None:
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer
@@ -415,6 +400,18 @@ def _mean_of(losses: list[tuple[tuple, tuple]]) -> float:
     values, weights = (np.array(each, np.float64) for each in zip(*losses))
     totals = np.multiply(values, weights, out=np.zeros_like(weights), where=weights != 0).sum(0)
     return float((totals / np.where(weights.sum(0) == 0, 1, weights.sum(0))).sum())
+
+
+def _one_cell(callback: Callback, run_context: RunContext) -> TrainOneStepCell:
+    """Return the cell that a callback follows. Raise ValueError if there is not exactly one, or in data sink mode."""
+    cells, name = _cells_to_train(run_context), type(callback).__name__
+    if len(cells) > 1:
+        raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, expected one, because each counts its own "
+                         "updates; train them in separate Models")
+    if run_context.original_args().get("dataset_sink_mode"):
+        raise ValueError(f"{name} got dataset_sink_mode=True, which hides single microbatches from callbacks; give "
+                         "dataset_sink_mode=False")
+    return cells[0]
 
 
 def _train_cells(run_context: RunContext) -> list[TrainOneStepCell]:

@@ -157,7 +157,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             if samples == 0:
                 return self._count_nothing(batch)
             with self._keeper().microbatch() as turn:
-                turn.closes_itself()
+                turn.closes = True
                 return super().__call__(*batch)
 
     def _count_nothing(self, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:

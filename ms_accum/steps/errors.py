@@ -14,7 +14,7 @@ _REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")
 
 
 def explain(error: Exception, optimizer: Callable, forget_graphs: Callable[[], object]) -> None:
-    """Forget all graphs after an error, and raise one that explains it, if the cause is known.
+    """Forget all graphs after an error, and raise an error that names the cause, if it is known.
 
     A graph in which a kernel has failed fails in all later calls (MindSpore 2.10).
 
@@ -27,7 +27,7 @@ def explain(error: Exception, optimizer: Callable, forget_graphs: Callable[[], o
         return
     forget_graphs()
     raise_if_left_alone(error)
-    with suppress(RuntimeError):  # of a device that cannot be read any more
+    with suppress(RuntimeError):  # the device may be unreadable by now
         require_rates(optimizer)
 
 

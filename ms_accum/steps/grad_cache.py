@@ -39,7 +39,7 @@ def make_grad_cache_step(
     accumulate_step: Optional[AccumulateStep] = None,
     *,
     pieces: int,
-) -> GradCacheStep:
+) -> TrainStep:
     """Build a compiled train step for a loss over a whole batch, such as InfoNCE, that needs the memory of one piece.
 
         representations = encode_fn(piece) for each piece             # forward only
@@ -99,22 +99,15 @@ def make_grad_cache_step(
         raise ValueError('the accumulator looks at single pieces (noise_scale, "skip_microbatch", or sync="microbatch" '
                          'or "node"), but here the gradient of a piece is not an estimate of that of the batch; give '
                          '"skip_window" or sync="window"')
-    return GradCacheStep(encode_fn, loss_fn, accumulator, pieces)
 
+    def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Program:
+        encode = _encoder(positional("encode_fn", encode_fn, len(cut), names))
+        program = Program(accumulator, starts_of(samples, pieces), partial(_backward_fn, encode, way, samples, cut))
+        if samples:
+            program.whole = _cached(program, encode, positional("loss_fn", loss_fn), accumulator, samples, cut)
+        return program
 
-class GradCacheStep(TrainStep):
-    """Train on a loss over whole batches, built by `make_grad_cache_step`; see there, and `TrainStep`."""
-
-    def __init__(self, encode_fn: Callable, loss_fn: Callable, accumulator: Accumulator, pieces: int) -> None:
-        def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Program:
-            encode = _encoder(positional("encode_fn", encode_fn, len(cut), names))
-            program = Program(accumulator, starts_of(samples, pieces),
-                              partial(_backward_fn, encode, accumulator.way, samples, cut))
-            if samples:
-                program.whole = _cached(program, encode, positional("loss_fn", loss_fn), accumulator, samples, cut)
-            return program
-
-        super().__init__(encode_fn, accumulator, pieces, program_for)
+    return TrainStep(encode_fn, accumulator, pieces, program_for)
 
 
 def _cached(program: Program, encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int,

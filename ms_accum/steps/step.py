@@ -2,7 +2,7 @@
 
     host:    keeper: count down ─► program of the batch's layout ─► keeper: full? close the window
                                              │                                        │
-    device:                    gather samples, value_and_grad, add     exchange, clip, optimizer, clear
+    device:                    gather samples, value_and_grad, add     exchange, clip, optimizer, empty
 """
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class TrainStep(Uncopied):
                 self._orders[frozenset(named)] = ordered(self._function, named)
             names = self._orders[frozenset(named)]
             batch = (*batch, *[named[name] for name in names])
-        # One graph for each layout: as arguments, samples and cut would cost 16 us a call.
+        # One graph for each layout: to pass samples and cut as arguments would cost 16 us a call.
         return (*layout(batch, self.batch_axis), names), batch
 
     def program(self, key: tuple) -> Program:
@@ -215,7 +215,7 @@ class TrainStep(Uncopied):
             run: Callable = program
             with self.keeper.microbatch() as turn:
                 if turn.is_alone and program.alone is not None:
-                    turn.updates_itself()
+                    turn.updated = True
                     run = program.alone
                 result = run(*batch)
                 self.trained += 1
@@ -233,7 +233,7 @@ class TrainStep(Uncopied):
 
 
 def next_or_error(batches: Iterator) -> Any:
-    """Return the next batch, None at the end, or the error that reading it raised. Earlier training stays valid.
+    """Return the next batch, None at the end, or the error that reading it raised.
 
     An interrupt (KeyboardInterrupt, SystemExit) is raised at once.
     """

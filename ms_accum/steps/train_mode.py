@@ -35,7 +35,7 @@ class TrainMode:
         self._seen: set[tuple[bool, ...]] = set()
 
     def warn_if_evaluating(self) -> None:
-        """Warn, once for each mode, if a trained network is in evaluation mode (not if only single layers are)."""
+        """Warn, once for each mode, if a trained network is in evaluation mode (a single layer does not count)."""
         mode = tuple([layer.training for layer in self.layers])
         if mode in self._seen:
             return
@@ -49,7 +49,7 @@ class TrainMode:
 
 
 def evaluating(network: nn.Cell) -> Optional[tuple[str, nn.Cell]]:
-    """Return the first layer that depends on the mode, with its name, if the network and all of them evaluate."""
+    """Return the first layer that depends on the mode, with its name, if the network and all such layers evaluate."""
     layers = list(_dependent_layers(network))
     if not layers or network.training or any(layer.training for _, layer in layers):
         return None
@@ -60,14 +60,20 @@ def _dependent_layers(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
     """Yield the layers whose own code reads `self.training`, with their names.
 
     Leave out those that compute the same in both modes: layers whose rate of dropout is 0, such as
-    `nn.MultiheadAttention` by default, and BatchNorm with fixed statistics.
+    `nn.MultiheadAttention` by default, and BatchNorm with `use_batch_statistics`.
     """
     for name, cell in network.cells_and_names():
         values = vars(cell)
-        is_off = any(values.get(rate) == 0 for rate in _RATES) or values.get("keep_prob") == 1
-        is_fixed = values.get("use_batch_statistics") is not None
-        if not (is_off or is_fixed) and _reads_training(type(cell)):
+        # A user's layer may call anything by these names.
+        rates = [value for key in _RATES if _is_number(value := values.get(key))]
+        keeps_all = _is_number(kept := values.get("keep_prob")) and kept == 1
+        is_set = values.get("use_batch_statistics") is not None
+        if not (0 in rates or keeps_all or is_set) and _reads_training(type(cell)):
             yield name, cell
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _reads_training(kind: type) -> bool:

@@ -4,6 +4,7 @@ import pickle
 import random
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -318,6 +319,46 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(monkeypatch, suffix):
     other = MLP(seed=7)
     assert ms.load_param_into_net(other, ms.load_checkpoint(str(path), format=suffix[1:]))[0] == []
     assert difference(values(other.trainable_params()), values(network.trainable_params())) == 0
+
+
+def test_a_folder_that_cannot_be_flushed_is_a_warning(monkeypatch):
+    """As on some network file systems: the file has its name by then. Control: that of a file is an error."""
+    network, acc, _ = build()
+    fsync = os.fsync
+
+    def refusing(kind):
+        def refuse(descriptor):
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode) == (kind == "folder"):
+                raise OSError(22, "Invalid argument")
+            fsync(descriptor)
+        return refuse
+
+    save_checkpoint("c.ckpt", network, acc, extra="old")
+    monkeypatch.setattr(os, "fsync", refusing("file"))
+    with pytest.raises(OSError, match=r"c\.ckpt cannot be written"):
+        save_checkpoint("c.ckpt", network, acc, extra="new")
+    assert load_checkpoint("c.ckpt", network, acc) == "old"
+    monkeypatch.setattr(os, "fsync", refusing("folder"))
+    with pytest.warns(UserWarning, match=r"c\.ckpt is saved, but its folder cannot be flushed to the disk \(.*Invalid"):
+        save_checkpoint("c.ckpt", network, acc, extra="new")
+    assert load_checkpoint("c.ckpt", network, acc) == "new"
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_parameters_without_elements_and_complex_ones_come_back(suffix):
+    """MindSpore writes no entry without elements into a ".ckpt", and its loader knows no complex numbers."""
+    made = []
+    for scale in (1, 0):
+        network, acc, _ = build()
+        network.empty = ms.Parameter(Tensor(np.zeros((0, 3), np.float32)), name="empty", requires_grad=False)
+        network.turn = ms.Parameter(Tensor(np.array([1 + 2j, 3]) * scale, ms.complex64), name="turn",
+                                    requires_grad=False)
+        made.append((network, acc))
+    save_checkpoint(f"c{suffix}", *made[0])
+    load_checkpoint(f"c{suffix}", *made[1])
+    assert made[1][0].turn.asnumpy().tolist() == [1 + 2j, 3]
+    other = build()  # control: it has no such parameters
+    refused(f"c{suffix}", "turn is of Complex64|empty is of Float32", *other[:2])
 
 
 def test_a_full_disk_leaves_the_old_file():

@@ -1,12 +1,14 @@
 """Entries of a file, read one by one: held against `mindspore.load_checkpoint`."""
 import json
 import os
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 from mindspore.train import serialization
+from mindspore.train.checkpoint_pb2 import Checkpoint, MapTensorProto, TensorProto
 
 from ms_accum.checkpoint.entries import entries_in
 
@@ -53,8 +55,8 @@ def test_entries_are_what_mindspore_loads(suffix, kilobytes, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_file_that_is_cut_raises(suffix):
-    """Wherever it is cut, by finding the entries or by reading them."""
+def test_a_file_that_is_cut_is_never_read_as_complete(suffix):
+    """Wherever it is cut, it raises an error or has fewer entries."""
     saved(f"c{suffix}")
     with open(f"c{suffix}", "rb") as file:
         whole = file.read()
@@ -69,13 +71,62 @@ def test_a_file_that_is_cut_raises(suffix):
     assert missed == 0
 
 
-def test_entries_outside_of_the_file_or_of_another_length_are_refused():
-    for first, end, message in ((0, 8, "a takes 8 bytes, expected 4"), (4, 8, "a lies outside of the file")):
-        header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [first, end]}}).encode()
-        with open("c.safetensors", "wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header + b"1234")
-        with pytest.raises(ValueError, match=message):
-            read("c.safetensors")
+def of_safetensors(*entries, data=b"12345678"):
+    """A file with these entries: (dtype, shape, data_offsets)."""
+    header = {f"e{i}": dict(zip(("dtype", "shape", "data_offsets"), entry)) for i, entry in enumerate(entries)}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def of_ckpt(*entries):
+    """A file with these entries: (name, dims, dtype, data)."""
+    tensors = [TensorProto(dims=dims, tensor_type=dtype, tensor_content=data) for _, dims, dtype, data in entries]
+    return b"".join(Checkpoint(value=[Checkpoint.Value(tag=name, tensor=tensor)]).SerializeToString()
+                    for (name, *_), tensor in zip(entries, tensors))
+
+
+FORGED = {  # contents, and what the error says
+    "beyond the file": (".safetensors", of_safetensors(("F32", [3], [0, 12])), "has .* bytes, expected"),
+    "another length": (".safetensors", of_safetensors(("F32", [1], [0, 8])), "e0 takes 8 bytes, expected 4"),
+    "a hole": (".safetensors", of_safetensors(("F32", [1], [4, 8])), "begins at 4, expected 0"),
+    "overlapping": (".safetensors", of_safetensors(("F32", [2], [0, 8]), ("F32", [1], [4, 8])), "at 4, expected 8"),
+    "in the header": (".safetensors", of_safetensors(("F32", [3], [-4, 8])), "begins at -4, expected 0"),
+    "backwards": (".safetensors", of_safetensors(("F32", [2], [0, 8]), ("F32", [0], [8, 0])), "expected"),
+    "bytes left": (".safetensors", of_safetensors(("F32", [1], [0, 4])), "has .* bytes, expected"),
+    "float places": (".safetensors", of_safetensors(("F32", [2], [0.0, 8.0])), "float"),
+    "float axes": (".safetensors", of_safetensors(("F32", [2.0], [0, 8])), "float"),
+    "a long header": (".safetensors", (2**63).to_bytes(8, "little") + b"{}", None),
+    "an unknown dtype": (".safetensors", of_safetensors(("F7", [2], [0, 8])), "F7"),
+    "too few bytes": (".ckpt", of_ckpt(("a", [2], "Float32", b"1234")), "a takes 4 bytes, expected 8"),
+    "a negative axis": (".ckpt", of_ckpt(("a", [-1], "Float32", b"1234")), "a takes 4 bytes, expected"),
+    "no such dtype": (".ckpt", of_ckpt(("a", [1], "Float7", b"1234")), "Float7"),
+    "two of a name": (".ckpt", of_ckpt(("a", [1], "Float32", b"1234"), ("a", [2], "Float16", b"1234")), "same name"),
+    "a field without end": (".ckpt", b"\x0a\x7f", "longer than its message|too many|not enough|index"),
+    "a number without end": (".ckpt", b"\xff" * 2**21, "more than 64 bits"),
+    "a nested tensor": (".ckpt", Checkpoint(value=[Checkpoint.Value(tag="a", maptensor=MapTensorProto(
+        tensor=[TensorProto(tensor_type="Float32", tensor_content=b"1234")]))]).SerializeToString(), None),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_file_raises_before_a_value_is_read(case):
+    """Controls: the same makers with right contents."""
+    suffix, contents, said = FORGED[case]
+    Path(f"c{suffix}").write_bytes(contents)
+    with open(f"c{suffix}", "rb") as file:
+        # Any error: `read_file` makes a CheckpointError of it.
+        with pytest.raises((ValueError, KeyError, TypeError, IndexError, OverflowError), match=said):
+            entries_in(file, suffix)
+
+
+def test_a_right_file_of_the_same_makers_is_read():
+    Path("c.safetensors").write_bytes(of_safetensors(("F32", [1], [4, 8]), ("I32", [], [0, 4])))
+    slices = ("b", [2], "Int8", b"1"), ("b", [2], "Int8", b"2")
+    Path("c.ckpt").write_bytes(of_ckpt(("a", [0], "Float32", b"1234"), *slices))
+    number, = np.frombuffer(b"5678", np.float32)
+    assert read("c.safetensors")["e0"].asnumpy().tolist() == [number]
+    assert read("c.ckpt")["b"].asnumpy().tolist() == [49, 50]
+    assert read("c.ckpt")["a"].shape == ()
 
 
 def test_a_file_that_becomes_shorter_raises():

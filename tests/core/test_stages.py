@@ -130,6 +130,33 @@ def test_what_a_stage_keeps_of_a_window_goes_with_it():
         assert int(stage.opened) == 0
 
 
+@ms.jit_class
+class Scaling(Stage):
+    """Count the pieces of a window while they are scaled, and keep the number when it closes."""
+
+    def __init__(self):
+        self.open, self.last = (
+            Parameter(Tensor(0, ms.int32), name=name, requires_grad=False) for name in ("open", "last"))
+        self.window_state, self.run_state = (self.open,), (self.last,)
+
+    def scale_loss(self, loss):
+        return ops.depend(loss, ops.assign_add(self.open, 1))
+
+    def on_close(self, applied):
+        ops.assign(self.last, self.open + 0)
+
+
+@pytest.mark.parametrize("accumulate_step", [1, 2])
+def test_what_a_stage_keeps_of_a_window_is_0_when_the_next_begins(accumulate_step):
+    """Also in windows of one microbatch, which have no buffers."""
+    network, stage = MLP(), Scaling()
+    train_step = make_train_step(mean_loss(network), sgd(network), accumulate_step, stages=(stage,))
+    assert train_step.accumulator.way.looks_at_pieces is False
+    for x, y in batches([6] * 2 * accumulate_step):
+        train_step(*tensors(x, y))
+    assert (int(stage.open), int(stage.last)) == (0, accumulate_step)
+
+
 def test_a_stage_that_looks_at_no_piece_sees_windows_without_buffers():
     network, stage = MLP(), Closing()
     train_step = make_train_step(mean_loss(network), sgd(network), 1, stages=(stage,))

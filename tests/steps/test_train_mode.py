@@ -141,6 +141,16 @@ def test_a_rate_of_dropout_of_0_is_no_layer_that_depends_on_the_mode():
         assert [layer is not None for layer in found] == [rate > 0] * len(layers)
 
 
+@pytest.mark.parametrize("value", [np.zeros(2), Tensor([0.0, 1.0]), False, "zero", None])
+def test_a_layer_that_calls_something_else_p_or_dropout_depends_on_the_mode(value):
+    """Control: a rate of 0."""
+    layer = Doubled()
+    layer.p = layer.dropout = layer.keep_prob = value
+    assert evaluating(nn.SequentialCell(layer).set_train(False)) is not None
+    layer.dropout = 0
+    assert evaluating(nn.SequentialCell(layer).set_train(False)) is None
+
+
 @pytest.mark.parametrize(("driver", "context"), [*((driver, "jit") for driver in DRIVERS), (cell_call, "graph")])
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
 def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):

@@ -394,3 +394,23 @@ def test_a_window_that_is_closed_by_hand_is_noticed_at_the_next_call(close):
             updated.append(train_step.updated)
         first = 3 if close == "reset" or not by_hand else 0
         assert updated == [i >= first - (not by_hand) for i in range(4)]
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_window_that_is_closed_by_hand_does_not_make_the_next_one_longer(jitted):
+    """Also by a compiled `apply`, of which the host knows only that it exists. Windows: 4 microbatches, later 2."""
+    network, (x, y) = MLP(), tensors(*batches([4])[0])
+    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params()), {0: 4, 2: 2})
+    apply = ms.jit(train_step.accumulator.apply) if jitted else train_step.accumulator.apply
+    lengths = []
+    for by_hand in (True, True, False, False):
+        length, closed = 0, False
+        while not closed:
+            train_step(x, y)
+            length += 1
+            if by_hand:
+                apply()
+            closed = by_hand or train_step.updated
+        lengths.append(length)
+    assert lengths == [1, 1, 2, 2]
+    assert int(train_step.accumulator.update_step) == 4
