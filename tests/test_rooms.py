@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from mindspore import nn
 
+import ms_accum
 from ms_accum import Accumulator, make_train_step
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from ms_accum.tensors import global_norm
@@ -84,11 +85,11 @@ def test_what_breaks_a_rule_is_found(name, source, problem):
 
 def files_of(function, *arguments):
     """The files of the package whose Python functions run in a call; compiled graphs do not count."""
-    found = set()
+    found, installed = set(), Path(ms_accum.__file__).parent  # perhaps not PACKAGE
 
     def note(frame, event, argument):
-        if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
-            found.add(Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix())
+        if Path(frame.f_code.co_filename).is_relative_to(installed):
+            found.add(Path(frame.f_code.co_filename).relative_to(installed).as_posix())
 
     sys.setprofile(note)
     try:
