@@ -1,5 +1,7 @@
-"""The setting that makes MindSpore fast on few CPU cores."""
+"""Settings and calls of MindSpore's runtime that every room may use."""
 from os import environ
+
+import mindspore as ms
 
 
 def avoid_busy_waiting() -> None:
@@ -20,3 +22,9 @@ def avoid_busy_waiting() -> None:
         1
     """
     environ.setdefault("MS_DEV_HOST_BLOCKING_RUN", "1")
+
+
+def synchronize() -> None:
+    """Wait for the device. On CPU, do nothing: MindSpore has nothing to wait for, and logs an error."""
+    if ms.get_context("device_target") != "CPU":
+        ms.runtime.synchronize()

@@ -14,6 +14,7 @@ import mindspore as ms
 
 from ..arguments import instance_of
 from ..core.accumulator import Accumulator
+from ..runtime import synchronize
 from ..steps.graphs import compiled
 from .process import in_a_process, is_dry_run, pickled
 
@@ -85,7 +86,7 @@ def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -
         _update_with(getattr(built, "accumulator", built))
     for _ in range(steps - 1):
         step()
-    ms.runtime.synchronize()
+    synchronize()
     if device_target != "CPU":
         return ms.runtime.max_memory_allocated() if dry else ms.runtime.max_memory_reserved()
     return _peak_of_process()

@@ -15,7 +15,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Union
 
-import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
@@ -25,6 +24,7 @@ from ..core.counters import require_whole
 from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import empty_stages, require_scale
 from ..distributed.ranks import gather, require_alike, together
+from ..runtime import synchronize
 from .entries import Entry
 from .file import (
     ABOUT,
@@ -213,7 +213,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             for name, entry in found.items():
                 # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
                 ops.assign(run.entries[name], run.cut(name, entry.read()))
-                ms.runtime.synchronize()  # otherwise MindSpore queues the entries, and holds them all
+                synchronize()  # otherwise MindSpore queues the entries, and holds them all
     return about["extra"]
 
 
@@ -224,12 +224,11 @@ def loading(way: Way, is_open: bool) -> Iterator[None]:
     `is_open`: whether the checkpoint holds an open window. If not, buffers that take no memory yet stay without memory.
     """
     way.release()
+    way.journal.updating(way.counters.mini_step)  # before anything is changed
+    way.counters.empty()
+    empty_stages(way.stages)
     if is_open or way.buffers.is_allocated:
-        way.empty()
-    else:
-        way.counters.empty()
-        empty_stages(way.stages)
-    way.journal.updating(way.counters.mini_step)
+        way.buffers.empty(way.counters.weight_sum)
     yield
     way.buffers.adopt(float(way.buffers.weight_unit))
     way.journal.done()

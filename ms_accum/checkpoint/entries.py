@@ -16,6 +16,7 @@ Source: https://github.com/huggingface/safetensors#format, https://protobuf.dev/
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from math import prod
 from operator import index
@@ -38,22 +39,26 @@ class Entry(NamedTuple):
         file: The file.
         dtype, shape: Of the entry.
         parts: Places and lengths of its data, in bytes.
+        written: When the file was last written, in nanoseconds.
     """
 
     file: BinaryIO
     dtype: ms.Type
     shape: tuple[int, ...]
     parts: tuple[tuple[int, int], ...]
+    written: int
 
     def read(self) -> Tensor:
-        """Return the values, in memory of their own. Raise OSError if the file ends before them."""
+        """Return the values, in memory of their own. Raise OSError if the file was written since it was found."""
         values: np.ndarray = np.empty(prod(self.shape), _stored(self.dtype))
         left = values.view(np.uint8)
         for place, length in self.parts:
             self.file.seek(place)
             if self.file.readinto(left[:length]) < length:  # type: ignore[attr-defined]
-                raise OSError(f"{self.file.name} has become shorter while it was read")
+                raise OSError(f"{self.file.name} has become shorter while it was read; load another file")
             left = left[length:]
+        if written_at(self.file) != self.written:
+            raise OSError(f"{self.file.name} was written while it was read; load another file")
         if self.dtype == ms.bfloat16:  # NumPy has none: these are the upper halves of float32
             return Tensor((values.astype(np.uint32) << 16).view(np.float32).reshape(self.shape), ms.bfloat16)
         return Tensor.from_numpy(values.reshape(self.shape))
@@ -68,14 +73,19 @@ def entries_in(file: BinaryIO, suffix: str) -> dict[str, Entry]:
     found = _in_ckpt(file, size) if suffix == ".ckpt" else _in_safetensors(file, size)
     for name, entry in found.items():
         length = sum(length for _, length in entry.parts)
-        wanted = prod(entry.shape) * np.dtype(_stored(entry.dtype)).itemsize
+        wanted = prod(entry.shape) * _stored(entry.dtype).itemsize
         if min(entry.shape, default=0) < 0 or length != wanted:
             raise ValueError(f"{name} takes {length} bytes, expected {wanted}")
     return found
 
 
-def _stored(dtype: ms.Type) -> type:
-    return np.uint16 if dtype == ms.bfloat16 else ms.dtype_to_nptype(dtype)
+def written_at(file: BinaryIO) -> int:
+    """Return when an open file was last written, in nanoseconds."""
+    return os.fstat(file.fileno()).st_mtime_ns
+
+
+def _stored(dtype: ms.Type) -> np.dtype:
+    return np.dtype("uint16" if dtype == ms.bfloat16 else str(dtype).lower())
 
 
 def _in_safetensors(file: BinaryIO, size: int) -> dict[str, Entry]:
@@ -89,7 +99,8 @@ def _in_safetensors(file: BinaryIO, size: int) -> dict[str, Entry]:
         if first != place or end < first:
             raise ValueError(f"{name} begins at {first}, expected {place}, where the entry before it ends")
         place, shape = end, tuple(map(index, about["shape"]))
-        found[name] = Entry(file, _DTYPES[about["dtype"]], shape, ((start + first, end - first),))
+        found[name] = Entry(file, _DTYPES[about["dtype"]], shape, ((start + first, end - first),),
+                            written_at(file))
     if start + place != size:
         raise ValueError(f"the file has {size} bytes, expected {start + place}")
     return found
@@ -103,7 +114,8 @@ def _in_ckpt(file: BinaryIO, size: int) -> dict[str, Entry]:
         shape = tuple(value for _, _, value in dims)
         described = _text(file, *tag), _text(file, *dtype), () if shape == (0,) else shape  # (0,) stands for a scalar
         parts.setdefault(described, []).append((data[0], data[1]))
-    found = {name: Entry(file, _NAMED[dtype], shape, tuple(of)) for (name, dtype, shape), of in parts.items()}
+    found = {name: Entry(file, _NAMED[dtype], shape, tuple(of), written_at(file))
+             for (name, dtype, shape), of in parts.items()}
     if len(found) < len(parts):
         raise ValueError("two entries have the same name")
     return found

@@ -24,7 +24,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from ..steps.errors import one_line
-from .entries import Entry, entries_in
+from .entries import Entry, entries_in, written_at
 
 SUFFIXES = (".ckpt", ".safetensors")
 ABOUT = "ms_accum"
@@ -192,6 +192,15 @@ def rename_file(part: Path, path: Path) -> None:
         os.close(folder)
 
 
+def _require_complete(file: BinaryIO, path: Path) -> None:
+    place, digest = _digest_in(file)
+    if place < 0:
+        raise CheckpointError(f"{path} is truncated, or not a checkpoint of ms_accum; give a file that save_checkpoint "
+                              "wrote")
+    if _digest_of(file, place) != digest:
+        raise CheckpointError(f"{path} is damaged (SHA-256 mismatch); restore it from a copy")
+
+
 def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
     """Return the entries of a complete file, and their description. Raise CheckpointError if it is not complete.
 
@@ -201,15 +210,15 @@ def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}; give a file that save_checkpoint (in a shell: --save) "
                                 "wrote, or begin without one")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file; give a file that save_checkpoint wrote")
     file = opened.enter_context(path.open("rb"))
-    place, digest = _digest_in(file)
-    if place < 0:
-        raise CheckpointError(f"{path} is truncated, or not a checkpoint of ms_accum; give a file that save_checkpoint "
-                              "wrote")
-    if _digest_of(file, place) != digest:
-        raise CheckpointError(f"{path} is damaged (SHA-256 mismatch); restore it from a copy")
+    written = written_at(file)
+    _require_complete(file, path)
     try:
         entries = entries_in(file, path.suffix)
+        if written_at(file) != written:
+            raise OSError("it was written while it was read")
         text = entries.pop(ABOUT).read().asnumpy().tobytes()
         about = json.loads(text[len(_ZEROED) + 2:])
         about["extra"] = json.loads(about["extra"])

@@ -16,9 +16,9 @@ from ms_accum import make_train_step
 
 from ..core.kernels import InPlace
 from ..core.probe import kernels
+from ..runtime import synchronize
 from . import plain
 from .kernels import fusion_is_switched_on
-from .modes import synchronize
 from .networks import MLP, mean_loss
 from .reads import counted_reads
 from .rows import Check, Figure, Name, NotRun

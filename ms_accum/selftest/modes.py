@@ -30,12 +30,6 @@ def running(mode: str) -> Iterator[None]:
         ms.set_context(mode=before)
 
 
-def synchronize() -> None:
-    """Wait for the device. On CPU, do nothing: MindSpore has nothing to wait for, and logs an error."""
-    if ms.get_context("device_target") != "CPU":
-        ms.runtime.synchronize()
-
-
 def recover() -> None:
     """Compile a small new graph: after an error, MindSpore 2.10 may fail to compile the next graph (only that)."""
     size = next(_sizes)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Optional, Union
 
+from ..runtime import synchronize
 from ..steps.errors import one_line
-from .modes import recover, synchronize
+from .modes import recover
 
 HOLDS, FAILS, NO_KERNEL, NOT_RUN, MEASURED = "holds", "FAILS", "no kernel", "not run", "measured"
 

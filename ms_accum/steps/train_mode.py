@@ -19,19 +19,19 @@ _RATES = ("p", "prob", "dropout")
 
 
 class TrainMode:
-    """Watch the layers of a step's networks that compute differently in training and evaluation mode.
+    """Watch the mode of all layers of a step's networks: any code may read it, also that of `function`.
 
     Args:
         function: The function that is differentiated: a Cell, or a function that uses Cells.
         weights: The parameters that are trained.
 
     Attributes:
-        layers: These layers. If their `training` changes, graphs must be compiled again.
+        layers: The layers. If `training` of one changes, graphs must be compiled again.
     """
 
     def __init__(self, function: Callable, weights: Iterable[Parameter]) -> None:
         self._networks, self._trained = cells_of(function, in_containers=True), {id(p) for p in weights}
-        self.layers = [layer for network in self._networks for _, layer in _dependent_layers(network)]
+        self.layers = [layer for network in self._networks for _, layer in network.cells_and_names()]
         self._seen: set[tuple[bool, ...]] = set()
 
     def warn_if_evaluating(self) -> None:
@@ -59,21 +59,19 @@ def evaluating(network: nn.Cell) -> Optional[tuple[str, nn.Cell]]:
 def _dependent_layers(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
     """Yield the layers whose own code reads `self.training`, with their names.
 
-    Leave out those that compute the same in both modes: layers whose rate of dropout is 0, such as
+    Leave out those of MindSpore's that compute the same in both modes: layers whose rate of dropout is 0, such as
     `nn.MultiheadAttention` by default, and BatchNorm with `use_batch_statistics`.
     """
     for name, cell in network.cells_and_names():
-        values = vars(cell)
-        # A user's layer may call anything by these names.
-        rates = [value for key in _RATES if _is_number(value := values.get(key))]
-        keeps_all = _is_number(kept := values.get("keep_prob")) and kept == 1
-        is_set = values.get("use_batch_statistics") is not None
-        if not (0 in rates or keeps_all or is_set) and _reads_training(type(cell)):
+        if _reads_training(type(cell)) and not (type(cell).__module__.startswith("mindspore.") and _is_fixed(cell)):
             yield name, cell
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_fixed(layer: nn.Cell) -> bool:
+    """Return whether one of MindSpore's layers computes the same in both modes."""
+    values = vars(layer)
+    return (any(values.get(rate) == 0 for rate in _RATES) or values.get("keep_prob") == 1
+            or values.get("use_batch_statistics") is not None)
 
 
 def _reads_training(kind: type) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, amp, nn
+from mindspore import Tensor, amp, nn, ops
 from support.pages import recipe
 
 from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
@@ -319,6 +319,74 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(monkeypatch, suffix):
     other = MLP(seed=7)
     assert ms.load_param_into_net(other, ms.load_checkpoint(str(path), format=suffix[1:]))[0] == []
     assert difference(values(other.trainable_params()), values(network.trainable_params())) == 0
+
+
+PRINTING = """
+import sys
+from mindspore import nn
+from ms_accum import Accumulator, load_checkpoint, save_checkpoint
+network = nn.Dense(2, 1)
+accumulator = Accumulator(nn.SGD(network.trainable_params()), 2)
+for path in ("c.ckpt", "c.safetensors"):
+    save_checkpoint(path, network, accumulator)
+print("loading", file=sys.stderr, flush=True)
+for path in ("c.ckpt", "c.safetensors"):
+    load_checkpoint(path, network, accumulator)
+print("loaded", file=sys.stderr, flush=True)
+import mindspore
+mindspore.log.warning("seen")
+"""
+
+
+def test_a_load_prints_nothing():
+    """No warning and no error of MindSpore either. Control: what it logs is seen."""
+    environment = {name: value for name, value in os.environ.items() if name != "GLOG_v"}
+    said = subprocess.run([sys.executable, "-c", PRINTING], env=environment, capture_output=True, text=True, check=True)
+    assert "\nloading\nloaded\n" in f"\n{said.stderr}"
+    assert "seen" in said.stderr.partition("loaded")[2]
+
+
+@pytest.mark.parametrize("state_of_run", ["open", "interrupted"])
+def test_a_load_that_is_interrupted_anywhere_leaves_no_run_that_trains(state_of_run, monkeypatch):
+    """At each assignment, in a run with an open window, or after a first load that was interrupted: the next call
+    trains as if nothing had happened (no value has changed yet) or raises an error. Control: a whole load heals it.
+    """
+    assign, left = ops.assign, [-1]
+
+    def interrupted(*arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return assign(*arguments)
+
+    network, acc, train_step = build()
+    train(train_step, 0, 5)
+    save_checkpoint("c.ckpt", network, acc)
+    saved, refused_calls = state(network, acc), 0
+    monkeypatch.setattr(ops, "assign", interrupted)
+    for at in range(1, 60):
+        load_checkpoint("c.ckpt", network, acc)
+        acc.reset()
+        train(train_step, 6, 8)  # an open window
+        if state_of_run == "interrupted":
+            left[0] = 20
+            with pytest.raises(KeyboardInterrupt):
+                load_checkpoint("c.ckpt", network, acc)
+        before, left[0] = state(network, acc), at
+        try:
+            load_checkpoint("c.ckpt", network, acc)
+            break  # it needs fewer assignments
+        except KeyboardInterrupt:
+            pass
+        finally:
+            left[0] = -1
+        if state(network, acc) != before or state_of_run == "interrupted":
+            refused_calls += 1
+            with pytest.raises(RuntimeError, match="an error or an interrupt stopped an update"):
+                train(train_step, 8, 9)
+    assert refused_calls > 20
+    load_checkpoint("c.ckpt", network, acc)
+    assert state(network, acc) == saved
 
 
 def test_a_folder_that_cannot_be_flushed_is_a_warning(monkeypatch):

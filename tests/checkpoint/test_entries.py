@@ -1,6 +1,7 @@
 """Entries of a file, read one by one: held against `mindspore.load_checkpoint`."""
 import json
 import os
+import time
 from pathlib import Path
 
 import mindspore as ms
@@ -127,6 +128,18 @@ def test_a_right_file_of_the_same_makers_is_read():
     assert read("c.safetensors")["e0"].asnumpy().tolist() == [number]
     assert read("c.ckpt")["b"].asnumpy().tolist() == [49, 50]
     assert read("c.ckpt")["a"].shape == ()
+
+
+def test_a_file_that_is_written_in_place_while_it_is_read_raises():
+    saved("c.safetensors")
+    with open("c.safetensors", "rb") as file:
+        first, second, *_ = entries_in(file, ".safetensors").values()
+        first.read()
+        time.sleep(0.02)  # the clock of the file system
+        with open("c.safetensors", "r+b") as other:
+            other.write(b"1")
+        with pytest.raises(OSError, match=r"c\.safetensors was written while it was read; load another file"):
+            second.read()
 
 
 def test_a_file_that_becomes_shorter_raises():

@@ -141,14 +141,13 @@ def test_a_rate_of_dropout_of_0_is_no_layer_that_depends_on_the_mode():
         assert [layer is not None for layer in found] == [rate > 0] * len(layers)
 
 
-@pytest.mark.parametrize("value", [np.zeros(2), Tensor([0.0, 1.0]), False, "zero", None])
-def test_a_layer_that_calls_something_else_p_or_dropout_depends_on_the_mode(value):
-    """Control: a rate of 0."""
+@pytest.mark.parametrize("value", [np.zeros(2), Tensor([0.0, 1.0]), False, "zero", None, 0, 1])
+def test_a_layer_of_a_users_own_may_call_anything_p_or_dropout(value):
+    """Control: a rate of 0 in a layer of MindSpore."""
     layer = Doubled()
     layer.p = layer.dropout = layer.keep_prob = value
     assert evaluating(nn.SequentialCell(layer).set_train(False)) is not None
-    layer.dropout = 0
-    assert evaluating(nn.SequentialCell(layer).set_train(False)) is None
+    assert evaluating(nn.SequentialCell(nn.Dropout(p=0.0)).set_train(False)) is None
 
 
 @pytest.mark.parametrize(("driver", "context"), [*((driver, "jit") for driver in DRIVERS), (cell_call, "graph")])
@@ -164,6 +163,43 @@ def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):
         expected.append(float((logits ** 2).mean() if driver is cached else LOSS(logits, BATCH[1])))
         loss = step(*BATCH)
         found.append(float(loss[0] if isinstance(loss, tuple) else loss))
+    assert abs(expected[0] - expected[1]) > 1e-2
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def is_training(cell):
+    return cell.training
+
+
+def indirectly(cell):
+    return is_training(cell)
+
+
+class Hidden(nn.Cell):
+    """A layer whose code hides that it asks for the mode."""
+
+    def construct(self, x):
+        return x * 2 if self.asked() else x
+
+    def asked(self):
+        return indirectly(self)
+
+
+@pytest.mark.parametrize("asks", ["function", "layer"])
+@pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
+def test_a_mode_counts_wherever_it_is_asked_for(asks, mode):
+    """In the function that is differentiated, or behind two functions. Control: the two modes differ."""
+    network = with_layer(Hidden() if asks == "layer" else nn.ReLU())
+
+    def forward_fn(x, y):
+        loss = LOSS(network(x), y)
+        return loss * 2 if network.training and asks == "function" else loss
+
+    step, found, expected = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.0), 1), [], []
+    for training in (True, False, True):
+        network.set_train(training)
+        expected.append(float(forward_fn(*BATCH)))
+        found.append(float(step(*BATCH)))
     assert abs(expected[0] - expected[1]) > 1e-2
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
