@@ -173,6 +173,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             (functions are compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, all of them raise it. It does
             not compare arguments of the optimizer that are not Parameters, the factor and window of a loss scaler, or
             arguments of the train step.
+        OSError: If the file was written while it was read (a save of ms_accum never does that); load another one.
         TypeError, ValueError: As in `save_checkpoint`.
 
     Source: see `save_checkpoint`.
