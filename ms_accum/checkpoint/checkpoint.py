@@ -173,7 +173,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             (functions are compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, all of them raise it. It does
             not compare arguments of the optimizer that are not Parameters, the factor and window of a loss scaler, or
             arguments of the train step.
-        OSError: If the file was written while it was read (a save of ms_accum never does that); load another one.
+        OSError: If other code wrote to the file while it was read (a save of ms_accum never does). Later calls then
+            raise RuntimeError, until a whole file is loaded.
         TypeError, ValueError: As in `save_checkpoint`.
 
     Source: see `save_checkpoint`.
@@ -371,8 +372,9 @@ def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], sh
     for name in {**entries, **found}:
         held = _described(found.get(name), found.get(name))
         wanted = _described(entries.get(name), shaped.get(name))
-        is_needed = name not in unneeded and 0 not in shaped[name].shape if name in shaped else True
-        if held != wanted and (name in found or is_needed):  # a ".ckpt" holds no entry without elements
+        # MindSpore writes no entry without elements into a ".ckpt".
+        may_miss = name in unneeded or (name in shaped and 0 in shaped[name].shape)
+        if held != wanted and (name in found or not may_miss):
             raise CheckpointError(f"{path}: {name} is {held} in the file, but {wanted} in this run; build network, "
                                   "optimizer and accumulator with the same arguments")
     if _SCALE in found:

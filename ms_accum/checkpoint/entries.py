@@ -29,6 +29,7 @@ from mindspore import Tensor
 _DTYPES = {"BOOL": ms.bool_, "U8": ms.uint8, "I8": ms.int8, "U16": ms.uint16, "I16": ms.int16, "U32": ms.uint32,
            "I32": ms.int32, "U64": ms.uint64, "I64": ms.int64, "F16": ms.float16, "BF16": ms.bfloat16,
            "F32": ms.float32, "F64": ms.float64, "C64": ms.complex64}  # by their names in safetensors
+Found = tuple[str, ms.Type, tuple[int, ...], tuple[tuple[int, int], ...]]  # name, and then as in `Entry`
 _NAMED = {str(dtype): dtype for dtype in (*_DTYPES.values(), ms.complex128)}  # by their names in MindSpore
 
 
@@ -69,13 +70,15 @@ def entries_in(file: BinaryIO, suffix: str) -> dict[str, Entry]:
 
     `suffix`: ".ckpt" or ".safetensors". Raise an error, of any kind, for a file that is not in this format.
     """
-    size = file.seek(0, 2)
-    found = _in_ckpt(file, size) if suffix == ".ckpt" else _in_safetensors(file, size)
-    for name, entry in found.items():
-        length = sum(length for _, length in entry.parts)
-        wanted = prod(entry.shape) * _stored(entry.dtype).itemsize
-        if min(entry.shape, default=0) < 0 or length != wanted:
+    size, written = file.seek(0, 2), written_at(file)
+    found: dict[str, Entry] = {}
+    for name, dtype, shape, parts in (_in_ckpt if suffix == ".ckpt" else _in_safetensors)(file, size):
+        length, wanted = sum(length for _, length in parts), prod(shape) * _stored(dtype).itemsize
+        if min(shape, default=0) < 0 or length != wanted:
             raise ValueError(f"{name} takes {length} bytes, expected {wanted}")
+        if name in found:
+            raise ValueError(f"two entries are called {name}")
+        found[name] = Entry(file, dtype, shape, parts, written)
     return found
 
 
@@ -88,37 +91,32 @@ def _stored(dtype: ms.Type) -> np.dtype:
     return np.dtype("uint16" if dtype == ms.bfloat16 else str(dtype).lower())
 
 
-def _in_safetensors(file: BinaryIO, size: int) -> dict[str, Entry]:
+def _in_safetensors(file: BinaryIO, size: int) -> Iterator[Found]:
     file.seek(0)
     start = 8 + int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(min(start, size) - 8))
     header.pop("__metadata__", None)
-    found, place = {}, 0
+    place = 0
     for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         first, end = map(index, about["data_offsets"])
         if first != place or end < first:
             raise ValueError(f"{name} begins at {first}, expected {place}, where the entry before it ends")
-        place, shape = end, tuple(map(index, about["shape"]))
-        found[name] = Entry(file, _DTYPES[about["dtype"]], shape, ((start + first, end - first),),
-                            written_at(file))
+        place = end
+        yield name, _DTYPES[about["dtype"]], tuple(map(index, about["shape"])), ((start + first, end - first),)
     if start + place != size:
         raise ValueError(f"the file has {size} bytes, expected {start + place}")
-    return found
 
 
-def _in_ckpt(file: BinaryIO, size: int) -> dict[str, Entry]:
-    parts: dict[tuple, list[tuple[int, int]]] = {}
+def _in_ckpt(file: BinaryIO, size: int) -> Iterator[Found]:
+    slices: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, int]]] = {}
     for _, start, length in _fields(file, 0, size):
         (_, *tag), (_, place, length) = _fields(file, start, start + length)
-        *dims, (_, *dtype), (_, *data) = _fields(file, place, place + length)
+        *dims, (_, *kind), (_, *data) = _fields(file, place, place + length)
         shape = tuple(value for _, _, value in dims)
-        described = _text(file, *tag), _text(file, *dtype), () if shape == (0,) else shape  # (0,) stands for a scalar
-        parts.setdefault(described, []).append((data[0], data[1]))
-    found = {name: Entry(file, _NAMED[dtype], shape, tuple(of), written_at(file))
-             for (name, dtype, shape), of in parts.items()}
-    if len(found) < len(parts):
-        raise ValueError("two entries have the same name")
-    return found
+        described = _text(file, *tag), _text(file, *kind), () if shape == (0,) else shape  # (0,) stands for a scalar
+        slices.setdefault(described, []).append((data[0], data[1]))
+    for (name, dtype, shape), parts in slices.items():
+        yield name, _NAMED[dtype], shape, tuple(parts)
 
 
 def _text(file: BinaryIO, place: int, length: int) -> str:

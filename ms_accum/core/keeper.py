@@ -2,7 +2,8 @@
 
 (In a cell, and with an Accumulator by hand, the device decides.) The keeper counts down, and reads the device once per
 window, when the window should be full. With `until_weight`, or in a cell with `max_skips`, it reads after each
-microbatch; in a cell without `max_skips` that may skip, after each 64th, to warn of many skips.
+microbatch; in a cell without `max_skips` that may skip, after each 64th, to warn of many skips. If a graph may close
+windows by hand, it also reads before each microbatch.
 
     microbatch:  count down ─ some missing ─► nothing to read
                      │ none missing: read the facts

@@ -1,8 +1,8 @@
 """A train step as a Cell, for `mindspore.train.Model` and other code that takes a train-step Cell."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import mindspore as ms
@@ -15,8 +15,7 @@ from ..core.keeper import Keeper
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
 from ..distributed.parallel_modes import require_plain
 from ..steps.batch import positional, positions_of
-from ..steps.errors import explain
-from ..steps.graphs import NETWORK, Functions, compiled, make_gradients_of
+from ..steps.graphs import NETWORK, Functions, compiled, explaining_errors, make_gradients_of
 from ..steps.pieces import checked_axis, layout
 from ..steps.program import program_of
 from ..steps.train_mode import TrainMode
@@ -183,7 +182,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
                 warn_if_idle(self.optimizer)
         flags = tuple([layer.training for layer in self._mode.layers])
         if flags != self._train_flags:
-            self._mode.warn_if_evaluating()
+            self._mode.warn_if_evaluating(flags)
             if self._train_flags is not None:
                 self.compile_cache.clear()
             self._train_flags = flags
@@ -238,13 +237,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         with self._forgetting_graphs():
             return self._keeper().flush()[0]
 
-    @contextmanager
-    def _forgetting_graphs(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            explain(error, self.optimizer, self.compile_cache.clear)
-            raise
+    def _forgetting_graphs(self) -> AbstractContextManager:
+        return explaining_errors(self.optimizer, self.compile_cache.clear)
 
     def _keeper(self) -> Keeper:
         return self._keepers[ms.get_context("mode")]

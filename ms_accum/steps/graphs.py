@@ -1,7 +1,8 @@
-"""Compile functions as graphs: value_and_grad of a piece, and checks of what a step's functions return."""
+"""Compile functions as graphs, also after an error: value_and_grad of a piece, and checks of what functions return."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Optional
@@ -12,6 +13,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import PrimitiveWithInfer, constexpr
 
 from ..tensors import FLOATS, after, as_tensor, as_weight
+from .errors import explain
 
 if TYPE_CHECKING:
     from ..core.way import Way
@@ -64,6 +66,16 @@ def straight(function: Callable, way: Way) -> Callable:
         return result
 
     return compiled(with_branch)
+
+
+@contextmanager
+def explaining_errors(optimizer: Callable, forget_graphs: Callable[[], object]) -> Iterator[None]:
+    """After an error in the block, forget all graphs, and raise an error that names the cause; see `explain`."""
+    try:
+        yield
+    except Exception as error:
+        explain(error, optimizer, forget_graphs)
+        raise
 
 
 def needs_branch() -> bool:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -18,8 +18,7 @@ from ..core.optimizers import cells_of, require_rates, require_same_parameters
 from ..distributed.parallel_modes import require_plain, require_unsharded
 from ..tensors import require_trainable
 from .batch import as_arguments, as_tensors, named_values, ordered, require_batched
-from .errors import explain
-from .graphs import require_python, straight
+from .graphs import explaining_errors, require_python, straight
 from .pieces import layout
 from .train_mode import TrainMode
 
@@ -196,9 +195,10 @@ class TrainStep(Uncopied):
         """Return the program for batches with this key, in the network's mode. The first sets the unit of weights."""
         if self._mode is None:
             self._mode = TrainMode(self._function, self.accumulator.weights)
-        compiled_for = key, tuple([layer.training for layer in self._mode.layers])
+        mode = tuple([layer.training for layer in self._mode.layers])
+        compiled_for = key, mode
         if compiled_for not in self._programs:
-            self._mode.warn_if_evaluating()
+            self._mode.warn_if_evaluating(mode)
             require_unsharded()
             way, samples = self.accumulator.way, key[0]
             require_same_parameters(self._function, way.optimizer)
@@ -222,14 +222,9 @@ class TrainStep(Uncopied):
         self.updated = turn.updated
         return result
 
-    @contextmanager
-    def forgetting_graphs(self) -> Iterator[None]:
+    def forgetting_graphs(self) -> AbstractContextManager:
         """Forget all graphs after an error in the block, and explain the error."""
-        try:
-            yield
-        except Exception as error:
-            explain(error, self.accumulator.optimizer, self.forget_graphs)
-            raise
+        return explaining_errors(self.accumulator.optimizer, self.forget_graphs)
 
 
 def next_or_error(batches: Iterator) -> Any:

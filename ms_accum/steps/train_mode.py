@@ -34,9 +34,11 @@ class TrainMode:
         self.layers = [layer for network in self._networks for _, layer in network.cells_and_names()]
         self._seen: set[tuple[bool, ...]] = set()
 
-    def warn_if_evaluating(self) -> None:
-        """Warn, once for each mode, if a trained network is in evaluation mode (a single layer does not count)."""
-        mode = tuple([layer.training for layer in self.layers])
+    def warn_if_evaluating(self, mode: tuple[bool, ...]) -> None:
+        """Warn, once for each mode, if a trained network is in evaluation mode (a single layer does not count).
+
+        `mode`: the `training` of each of `layers`.
+        """
         if mode in self._seen:
             return
         self._seen.add(mode)

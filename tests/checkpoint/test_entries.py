@@ -101,7 +101,7 @@ FORGED = {  # contents, and what the error says
     "too few bytes": (".ckpt", of_ckpt(("a", [2], "Float32", b"1234")), "a takes 4 bytes, expected 8"),
     "a negative axis": (".ckpt", of_ckpt(("a", [-1], "Float32", b"1234")), "a takes 4 bytes, expected"),
     "no such dtype": (".ckpt", of_ckpt(("a", [1], "Float7", b"1234")), "Float7"),
-    "two of a name": (".ckpt", of_ckpt(("a", [1], "Float32", b"1234"), ("a", [2], "Float16", b"1234")), "same name"),
+    "two of a name": (".ckpt", of_ckpt(("a", [1], "Float32", b"1234"), ("a", [2], "Float16", b"1234")), "called a"),
     "a field without end": (".ckpt", b"\x0a\x7f", "longer than its message|too many|not enough|index"),
     "a number without end": (".ckpt", b"\xff" * 2**21, "more than 64 bits"),
     "a nested tensor": (".ckpt", Checkpoint(value=[Checkpoint.Value(tag="a", maptensor=MapTensorProto(

@@ -107,15 +107,19 @@ def test_a_stage_of_a_users_own_sees_each_piece_and_each_window(accumulate_step,
 
 @ms.jit_class
 class Closing(Stage):
-    """A stage that looks at windows alone."""
+    """Look at no piece: count losses in the window, windows, and the losses in the last window."""
 
     def __init__(self):
-        self.closed, self.opened = (
-            Parameter(Tensor(0, ms.int32), name=name, requires_grad=False) for name in ("closed", "opened"))
-        self.run_state, self.window_state = (self.closed,), (self.opened,)
+        self.closed, self.opened, self.last = (
+            Parameter(Tensor(0, ms.int32), name=name, requires_grad=False) for name in ("closed", "opened", "last"))
+        self.run_state, self.window_state = (self.closed, self.last), (self.opened,)
+
+    def scale_loss(self, loss):
+        return ops.depend(loss, ops.assign_add(self.opened, 1))
 
     def on_close(self, applied):
         ops.assign_add(self.closed, 1)
+        ops.assign(self.last, self.opened + 0)
 
 
 def test_what_a_stage_keeps_of_a_window_goes_with_it():
@@ -130,31 +134,15 @@ def test_what_a_stage_keeps_of_a_window_goes_with_it():
         assert int(stage.opened) == 0
 
 
-@ms.jit_class
-class Scaling(Stage):
-    """Count the pieces of a window while they are scaled, and keep the number when it closes."""
-
-    def __init__(self):
-        self.open, self.last = (
-            Parameter(Tensor(0, ms.int32), name=name, requires_grad=False) for name in ("open", "last"))
-        self.window_state, self.run_state = (self.open,), (self.last,)
-
-    def scale_loss(self, loss):
-        return ops.depend(loss, ops.assign_add(self.open, 1))
-
-    def on_close(self, applied):
-        ops.assign(self.last, self.open + 0)
-
-
 @pytest.mark.parametrize("accumulate_step", [1, 2])
-def test_what_a_stage_keeps_of_a_window_is_0_when_the_next_begins(accumulate_step):
+def test_what_a_stage_keeps_of_a_window_is_0_when_the_next_begins(mode, accumulate_step):
     """Also in windows of one microbatch, which have no buffers."""
-    network, stage = MLP(), Scaling()
+    network, stage = MLP(), Closing()
     train_step = make_train_step(mean_loss(network), sgd(network), accumulate_step, stages=(stage,))
     assert train_step.accumulator.way.looks_at_pieces is False
     for x, y in batches([6] * 2 * accumulate_step):
         train_step(*tensors(x, y))
-    assert (int(stage.open), int(stage.last)) == (0, accumulate_step)
+    assert (int(stage.opened), int(stage.last), int(stage.closed)) == (0, accumulate_step, 2)
 
 
 def test_a_stage_that_looks_at_no_piece_sees_windows_without_buffers():
