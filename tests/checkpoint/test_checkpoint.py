@@ -2,6 +2,7 @@
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import stat
@@ -19,6 +20,7 @@ from support.pages import recipe
 
 from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.checkpoint.entries import entries_in
 from ms_accum.checkpoint.file import part_of, path_of_rank, remove_generations
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
@@ -387,6 +389,52 @@ def test_a_load_that_is_interrupted_anywhere_leaves_no_run_that_trains(state_of_
     assert refused_calls > 20
     load_checkpoint("c.ckpt", network, acc)
     assert state(network, acc) == saved
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_is_written_while_it_is_checked_or_is_no_file_is_an_error(suffix, monkeypatch):
+    """Controls: before it is written, and after."""
+    network, acc, _ = build()
+    path = Path(f"c{suffix}")
+    save_checkpoint(path, network, acc)
+    load_checkpoint(path, network, acc)
+
+    def written(file, suffix):
+        time.sleep(0.02)  # the clock of the file system
+        with path.open("r+b") as other:
+            other.write(path.read_bytes()[:1])
+        return entries_in(file, suffix)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ms_accum.checkpoint.file.entries_in", written)
+        refused(path, "it was written while it was read", network, acc)
+    load_checkpoint(path, network, acc)
+    Path(f"folder{suffix}").mkdir()
+    refused(f"folder{suffix}", rf"folder\{suffix} is not a file; give a file that save_checkpoint wrote", network, acc)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_forged_description_is_an_error(suffix):
+    """Under a right SHA-256: a generation that is no number, and one that is missing. Control: another number."""
+    network, acc, _ = build()
+    path = Path(f"c{suffix}")
+    save_checkpoint(path, network, acc)
+    whole = path.read_bytes()
+    generation = re.search(rb'"generation": "([0-9a-f]{16})"', whole)[1]
+    for old, new, said in ((generation, b"0" * 15 + b"x", "is not a hexadecimal number"),
+                           (b'"generation"', b'"generatiom"', "KeyError"), (generation, b"0" * 16, None)):
+        path.write_bytes(sealed(whole.replace(old, new)))
+        if said is None:
+            load_checkpoint(path, network, acc)
+        else:
+            refused(path, rf"c\{suffix} cannot be read \(.*{said}", network, acc)
+
+
+def sealed(data):
+    """The bytes of a checkpoint with the SHA-256 that they need."""
+    start = data.index(b'"ms_accum checkpoint, sha256": "') + len(b'"ms_accum checkpoint, sha256": "')
+    zeroed = data[:start] + b"0" * 64 + data[start + 64:]
+    return data[:start] + sha256(zeroed).hexdigest().encode() + data[start + 64:]
 
 
 def test_a_folder_that_cannot_be_flushed_is_a_warning(monkeypatch):

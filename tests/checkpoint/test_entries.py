@@ -92,7 +92,8 @@ FORGED = {  # contents, and what the error says
     "a hole": (".safetensors", of_safetensors(("F32", [1], [4, 8])), "begins at 4, expected 0"),
     "overlapping": (".safetensors", of_safetensors(("F32", [2], [0, 8]), ("F32", [1], [4, 8])), "at 4, expected 8"),
     "in the header": (".safetensors", of_safetensors(("F32", [3], [-4, 8])), "begins at -4, expected 0"),
-    "backwards": (".safetensors", of_safetensors(("F32", [2], [0, 8]), ("F32", [0], [8, 0])), "expected"),
+    "backwards": (".safetensors", of_safetensors(("F32", [2], [0, 8]), ("F32", [0], [8, 0])), "e1 takes -8 bytes"),
+    "negative axes": (".safetensors", of_safetensors(("F32", [-1, -2], [0, 8])), "e0 takes 8 bytes, expected 8"),
     "bytes left": (".safetensors", of_safetensors(("F32", [1], [0, 4])), "has .* bytes, expected"),
     "float places": (".safetensors", of_safetensors(("F32", [2], [0.0, 8.0])), "float"),
     "float axes": (".safetensors", of_safetensors(("F32", [2.0], [0, 8])), "float"),
@@ -103,6 +104,7 @@ FORGED = {  # contents, and what the error says
     "no such dtype": (".ckpt", of_ckpt(("a", [1], "Float7", b"1234")), "Float7"),
     "two of a name": (".ckpt", of_ckpt(("a", [1], "Float32", b"1234"), ("a", [2], "Float16", b"1234")), "called a"),
     "a field without end": (".ckpt", b"\x0a\x7f", "longer than its message|too many|not enough|index"),
+    "a field of another kind": (".ckpt", b"\x09" + b"\0" * 8, "field 1 is of kind 1"),
     "a number without end": (".ckpt", b"\xff" * 2**21, "more than 64 bits"),
     "a nested tensor": (".ckpt", Checkpoint(value=[Checkpoint.Value(tag="a", maptensor=MapTensorProto(
         tensor=[TensorProto(tensor_type="Float32", tensor_content=b"1234")]))]).SerializeToString(), None),

@@ -9,7 +9,7 @@ from mindspore import Parameter, Tensor, amp, ops
 from support.modes import running
 from support.training import sgd
 
-from ms_accum import Accumulator, Stage, make_train_step
+from ms_accum import Accumulator, Stage, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.core.stages import TAKEN, WEIGHT
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
@@ -123,11 +123,13 @@ class Closing(Stage):
 
 
 def test_what_a_stage_keeps_of_a_window_goes_with_it():
-    """By a reset, and where a window closes."""
+    """By a reset, where a window closes, and by loading a checkpoint of a closed one."""
     network, stage = MLP(), Closing()
     train_step = make_train_step(mean_loss(network), sgd(network), 2, stages=(stage,))
     batch = tensors(*batches([6])[0])
-    for ends in (train_step.accumulator.reset, lambda: train_step(*batch)):
+    save_checkpoint("c.ckpt", network, train_step)
+    for ends in (train_step.accumulator.reset, lambda: train_step(*batch),
+                 lambda: load_checkpoint("c.ckpt", network, train_step)):
         train_step(*batch)
         ops.assign_add(stage.opened, 5)
         ends()
