@@ -67,7 +67,8 @@ def test_ranks_save_and_load_together(left_by, launch, case):
     for rank, left in enumerate(left_by(case, launch)):
         assert left["files"] == LAUNCHES[launch][0]
         assert left["unsaved"].startswith("TypeError: " if rank == 1 else "OSError: ")
-        for what, message in (("truncated", "is truncated|is damaged"), ("swapped", "restore both from one copy")):
+        for what, message in (("truncated", "is truncated|is damaged"), ("swapped", "restore both from one copy"),
+                              ("between", "restore both from one copy")):
             assert re.search(message, left[what]) if rank == 1 else left[what] == OTHER_RANK
 
 
