@@ -109,9 +109,9 @@ def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause], lis
         if {*random} <= {*off}:  # none, or found again
             break
         kinds = {type(cell) for cell in random}
-        alike = [cell for cell in division.layers.names
+        similar = [cell for cell in division.layers.names
                  if type(cell) in kinds and cell in first and cell.training and getattr(cell, "p", None) != 0]
-        off = [*dict.fromkeys([*off, *random, *alike])]
+        off = [*dict.fromkeys([*off, *random, *similar])]
         for cell in off:
             cell.training = False  # only this Cell: a BatchNorm inside it does not change
         division.layers.keep()

@@ -198,8 +198,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     with ExitStack() as opened:
         first = _together(ranks, lambda: read_file(path, opened) if rank == 0 else ({}, {"generation": "0" * 16}),
                           CheckpointError)
-        generation, alike = _told(ranks, first[1]["generation"], run.exchanged_alike(first[1]))
-        mine = path_of_rank(path, rank if alike[0] else 0, ranks, generation)
+        generation, has_own = _told(ranks, first[1]["generation"], run.exchanged_alike(first[1]))
+        mine = path_of_rank(path, rank if has_own[0] else 0, ranks, generation)
 
         def read() -> tuple[dict[str, Entry], dict]:
             entries, about = first if rank == 0 else read_file(mine, opened)
@@ -213,7 +213,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         found, about = _together(ranks, read, CheckpointError)
         with loading(accumulator.way, about["open"]):
             for name, entry in found.items():
-                # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+                # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
                 ops.assign(run.entries[name], run.cut(name, entry.read()))
                 synchronize()  # otherwise MindSpore queues the entries, and holds them all
     return about["extra"]

@@ -113,7 +113,7 @@ def _in_ckpt(file: BinaryIO, size: int) -> Iterator[Found]:
         (_, *tag), (_, place, length) = _fields(file, start, start + length)
         *dims, (_, *kind), (_, *data) = _fields(file, place, place + length)
         shape = tuple(value for _, _, value in dims)
-        described = _text(file, *tag), _text(file, *kind), () if shape == (0,) else shape  # (0,) stands for a scalar
+        described = _text(file, *tag), _text(file, *kind), () if shape == (0,) else shape  # (0,) means a scalar
         slices.setdefault(described, []).append((data[0], data[1]))
     for (name, dtype, shape), parts in slices.items():
         yield name, _NAMED[dtype], shape, tuple(parts)

@@ -7,7 +7,7 @@ from functools import partial
 
 from ..check.equivalence import check_equivalence
 from .files import write_json
-from .options import add_command, count, imported, number, output, refusing
+from .options import add_command, count, imported, number, output, reporting
 
 DESCRIPTION = """\
 Check whether accumulation is exact for a network. The command computes the gradient of a batch twice, undivided and
@@ -41,13 +41,13 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check, print and write. Return 0 if accumulation is exact, 1 if it is not, 2 if the check cannot tell."""
     function = imported(options.case, "train:make_case")
-    with refusing(options.case):
+    with reporting(options.case):
         case = function()
     if not isinstance(case, tuple) or len(case) not in (3, 4):
         got = f"{len(case)} values" if isinstance(case, tuple) else f"a {type(case).__name__}"
         raise ValueError(f"{options.case} returned {got}, expected (forward_fn, network, batch) or "
                          "(forward_fn, network, batch, weight_fn)")
-    with refusing(options.case):
+    with reporting(options.case):
         forward_fn, network, batch, *weight_fn = case
         report = check_equivalence(forward_fn, network, batch, options.pieces,
                                    weight_fn=weight_fn[0] if weight_fn else None, losses=options.losses)

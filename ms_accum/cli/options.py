@@ -66,12 +66,12 @@ def imported(name: str, example: str) -> Callable:
     """Return the function with the name `MODULE:FUNCTION`. Raise ValueError if there is none."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with refusing(f"argument MODULE:FUNCTION: cannot import {name}, expected e.g. {example} in the current folder"):
+    with reporting(f"argument MODULE:FUNCTION: cannot import {name}, expected e.g. {example} in the current folder"):
         return instance_of("it", pkgutil.resolve_name(name), Callable, "a function")
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
+def reporting(what: str) -> Iterator[None]:
     """Raise ValueError for any error in the block; first print a traceback if it was raised in the user's code."""
     try:
         yield

@@ -102,7 +102,7 @@ def _restoring(optimizer: nn.Optimizer) -> Callable[[], None]:
 
     def restore() -> None:
         for parameter, value in zip(held, values):
-            # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10).
+            # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
             ops.assign(parameter, Tensor(value, parameter.dtype))
         for attributes, before in numbers:
             attributes.update(before)

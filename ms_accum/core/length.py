@@ -100,8 +100,8 @@ class WindowLength:
             left = microbatches
             while left > 0:
                 length, ends = self.host_length(updates), [start for start, _ in self.stages if start > updates]
-                alike = 1 if self.schedule else min(ends, default=updates + left) - updates
-                windows = min(-(-left // length), alike)
+                equal = 1 if self.schedule else min(ends, default=updates + left) - updates
+                windows = min(-(-left // length), equal)
                 updates, left = updates + windows, left - windows * length
         return updates
 

@@ -114,9 +114,9 @@ class DataParallel:
         if ranks == 1:
             return OneDevice(layout)
         exchanged = (*layout.dtypes, *(p.dtype for p in layout.slices))
-        refused = [dtype for dtype in (ms.float64, ms.bfloat16) if dtype in exchanged]
-        if refused and ms.get_context("device_target") == "CPU":
-            raise ValueError(f"DataParallel with buffers or slices of {str(refused[0]).lower()}: MindSpore's CPU "
+        unsupported = [dtype for dtype in (ms.float64, ms.bfloat16) if dtype in exchanged]
+        if unsupported and ms.get_context("device_target") == "CPU":
+            raise ValueError(f"DataParallel with buffers or slices of {str(unsupported[0]).lower()}: MindSpore's CPU "
                              "backend exchanges none; give buffer_dtype=ms.float32 or zero=0")
         make_alike(layout, repr(self), self.broadcast)
         self._require_fit(layout.slices)

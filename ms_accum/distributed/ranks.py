@@ -41,7 +41,7 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
     """Copy the values of rank 0 to every rank."""
     broadcast = ops.Broadcast(0)
     for parameter in parameters:
-        # Not set_data: a graph that is compiled already would go on with the old values (MindSpore 2.10). On CPU,
+        # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10). On CPU,
         # Broadcast makes float32 of float16.
         ops.assign(parameter, broadcast((parameter.value(),))[0].astype(parameter.dtype))
 

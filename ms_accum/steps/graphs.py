@@ -182,7 +182,7 @@ def parted(result: Any, has_aux: bool) -> tuple:
     if isinstance(result, tuple):
         require_aux(len(result))
         return result[0], result[1]
-    refuse(result, result is None, "forward_fn", _PAIR)
+    raise_wrong_result(result, result is None, "forward_fn", _PAIR)
     return result, ()
 
 
@@ -191,7 +191,7 @@ def checked_loss(loss: Any, name: str = "forward_fn") -> Tensor:
     if isinstance(loss, Tensor):
         require_loss(loss.shape, loss.dtype, name)
     else:
-        refuse(loss, loss is None, name, "the loss alone")
+        raise_wrong_result(loss, loss is None, name, "the loss alone")
     return loss
 
 
@@ -224,7 +224,7 @@ def require_readable(fact: Any, name: str, expected: str) -> None:
 
 
 @constexpr
-def refuse(returned: Any, is_none: bool, name: str, expected: str) -> None:
+def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -> None:
     """Raise TypeError for a result that is not a Tensor or not a tuple, and say what it is.
 
     `is_none`: whether it is None; a number that is computed in a graph is None here, too.

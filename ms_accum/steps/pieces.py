@@ -41,10 +41,10 @@ def axis_of(axes: int, batch_axis: int) -> int:
 @constexpr
 def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
     """Compute `layout`. `kinds` holds for each argument its shape, an error message, or None for a plain value."""
-    refused = next((kind for kind in kinds if isinstance(kind, str)), None)
-    if refused is not None:
+    wrong = next((kind for kind in kinds if isinstance(kind, str)), None)
+    if wrong is not None:
         # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
-        raise TypeError(f"the batch holds {refused}")
+        raise TypeError(f"the batch holds {wrong}")
     dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
     if dynamic is not None:
         raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected a shape that is "

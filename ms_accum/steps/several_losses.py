@@ -21,7 +21,7 @@ from ..core.counters import require_whole
 from ..core.stages import overrides
 from ..tensors import as_vector, as_weight
 from .batch import copied
-from .graphs import checked_loss, compiled, divisor, parted, refuse, require_python, require_readable
+from .graphs import checked_loss, compiled, divisor, parted, raise_wrong_result, require_python, require_readable
 from .pieces import checked_aux, counted, select_rows, starts_of
 from .program import Program
 from .step import TrainStep, next_or_error
@@ -257,7 +257,7 @@ def _checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:
     if isinstance(returned, tuple):
         require_losses(len(returned), count)
         return tuple([checked_loss(loss) for loss in returned])
-    refuse(returned, returned is None, "forward_fn", f"a tuple of {count} because of losses={count}")
+    raise_wrong_result(returned, returned is None, "forward_fn", f"a tuple of {count} because of losses={count}")
     return (returned,)
 
 
