@@ -1,4 +1,5 @@
 """Training mode: a warning of a network in evaluation mode, and graphs of the mode that the network is in."""
+import gc
 import warnings
 
 import numpy as np
@@ -112,6 +113,7 @@ def test_nothing_is_said_where_the_mode_is_right_or_makes_no_difference(layer, c
     def forward_fn(x, y):
         return LOSS(network(x) + teacher(x), y)
     step = make_train_step(forward_fn, sgd(network), 1)
+    gc.collect()  # accumulators of other tests may warn when they end
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         step(*BATCH)
