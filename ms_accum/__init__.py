@@ -1,12 +1,7 @@
 """Exact gradient accumulation for MindSpore, with one buffer for each parameter.
 
-    batch ─ pieces ─► piece ─ differentiate ─► add ─ full? ─ no ─► next microbatch
-                                                │ yes
-                                                ▼
-       exchange ─► restore ─► accept? ─► normalise ─► clip ─► optimizer ─► clear
-
-`core.way` holds these steps on the device; `core.keeper` decides on the host when a window closes; `steps` bring
-batches to them; `distributed` holds the exchange. All other packages are optional, and do not import each other.
+`core.window` adds gradients and updates on the device; `core.boundary` decides on the host when a window closes;
+`steps` bring batches to them; `distributed` holds the exchange. All other packages are optional, and do not import each other.
 """
 from .check.equivalence import check_equivalence as check_equivalence
 from .check.groupnorm import batchnorm_to_groupnorm as batchnorm_to_groupnorm
@@ -28,4 +23,4 @@ from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .steps.grad_cache import make_grad_cache_step as make_grad_cache_step
 from .steps.train_step import make_train_step as make_train_step
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

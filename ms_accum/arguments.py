@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
@@ -95,6 +96,37 @@ def spelled(function: Callable[P, T], **gone: str) -> Callable[P, T]:
         return function(*arguments, **named)
 
     return checked
+
+
+def with_options_of(source: type, options: type) -> Callable[[T], T]:
+    """Return a decorator that lets `**options` of a function or class stand for keyword arguments of `source`.
+
+    Their defaults and descriptions have one place: the signature and the docstring of `source`. The decorated function
+    shows them in `help()`, and raises TypeError for an unknown keyword, as `spelled` does.
+
+    Args:
+        source: A class.
+        options: A TypedDict of the arguments that are taken over; type checkers read it.
+    """
+    names = options.__annotations__
+    taken = [p.replace(kind=p.KEYWORD_ONLY) for name, p in inspect.signature(source).parameters.items()
+             if name in names]
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(source) or "", re.MULTILINE)
+    described = "".join(f"        {name}: {text}\n".replace("\n        ", "\n            ") for name, text in entries
+                        if name in names)
+
+    def decorated(function: Any) -> Any:
+        called = vars(function)["__init__"] if isinstance(function, type) else function
+        own = [p for p in inspect.signature(called).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        called.__signature__ = inspect.Signature([*own, *taken])
+        function.__doc__ = re.sub(r"^ {8}\*\*options: .+\n(?: {12}.+\n)*", lambda _: described, function.__doc__,
+                                  flags=re.MULTILINE)
+        if not isinstance(function, type):
+            return spelled(function)
+        function.__init__ = spelled(called)  # type: ignore[misc]
+        return function
+
+    return decorated
 
 
 def require_callable(name: str, function: object) -> None:

@@ -82,7 +82,7 @@ BAD_CALLS = [  # method, arguments, and the beginning of what is said
     ("add", (good()[:2],), r"grads holds 2 gradients, expected 3"),
     ("__call__", (good()[::-1],), r"the gradient of p0 has shape \(4,\), expected \(2, 3\)"),
     ("__call__", (good()[0],), r"grads is not a tuple of Tensors"),
-    ("add_piece", ((*good()[:2], None), 1.0), r"the gradient of p2 is not a Tensor"),
+    ("__call__", ((*good()[:2], None), 1.0), r"the gradient of p2 is not a Tensor"),
     ("__call__", (COMPLEX,), r"the gradient of p0 is of Complex64, expected a real dtype"),
     ("add", (good(), -1), r"weight is -1, expected a finite number >= 0"),
     ("__call__", (good(), NAN), r"weight is nan, expected a finite number >= 0"),
@@ -92,7 +92,7 @@ BAD_CALLS = [  # method, arguments, and the beginning of what is said
     ("add", (good(), "1"), r"weight is '1', expected a number"),
     ("__call__", (good(), Tensor([1.0, 2.0])), r"weight is a Tensor of shape \(2,\), expected shape \(\)"),
     ("__call__", (good(), Tensor(1j, ms.complex64)), r"weight is a Tensor of Complex64, expected a real number"),
-    ("update_alone", (good()[:2], 1.0), r"grads holds 2 gradients, expected 3"),
+    ("alone", (good()[:2], 1.0), r"grads holds 2 gradients, expected 3"),
     ("close_if", (None,), r"condition is neither a Tensor nor a bool"),
     ("close_if", (Tensor([True, True]),), r"condition is a Tensor of shape \(2,\), expected shape \(\)"),
 ]
@@ -109,13 +109,13 @@ def test_a_bad_call_is_refused_and_changes_no_bit(jit):
     before = [p.asnumpy().tobytes() for p in state]
     for method, arguments, message in BAD_CALLS:
         def call(*arguments, method=method):
-            result = getattr(acc.way if method in ("add_piece", "update_alone") else acc, method)(*arguments)
+            result = getattr(acc.window if method == "alone" else acc, method)(*arguments)
             return acc.mini_step + 0 if result is None else result
 
         with pytest.raises((TypeError, ValueError), match=message):
             (ms.jit(call) if jit else call)(*arguments)
         assert [p.asnumpy().tobytes() for p in state] == before, message
-    assert int(acc.way.journal.unfinished) == 0
+    assert int(acc.window.unfinished) == 0
     moved = values(weights)
     assert [bool(acc(good(), 2.0)) for _ in range(2)] == [False, True]
     assert all((a != b).any() for a, b in zip(values(weights), moved))

@@ -31,7 +31,7 @@ def measure() -> tuple[list[float], list[float]]:
     for i in range(MICROBATCHES):
         rows = slice(i * SAMPLES, (i + 1) * SAMPLES)
         train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows]))
-        norms.append(float(np.linalg.norm(accumulator.way.buffers.parameters[-1].asnumpy())))
+        norms.append(float(np.linalg.norm(accumulator.window.buffers[-1].asnumpy())))
         values.append(float(bias.asnumpy()[0]))
     return norms, values
 

@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 from math import inf, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import number
-from ..core.stages import TAKEN, WEIGHT, Stage
+from ..core.stages import Stage
 from ..tensors import as_vector, global_norm, norm_of, square_sum, state_parameter
 
 if TYPE_CHECKING:
@@ -123,17 +123,18 @@ class GradientNoiseScale(Stage):
         present = weight != 0
         return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
 
-    def on_update(self, gradients: Gradients, unit: Scalar, sums: Numbers, measured: Numbers) -> None:
+    def on_update(self, window: dict[str, Any], measured: Numbers) -> None:
         """See `Stage`."""
-        (spread, count), weight = measured, sums[WEIGHT]
+        (spread, count), weight = measured, window["weight"]
         others = count - 1.0  # type: Tensor
-        squared = ops.square(norm_of(self.exchange.over_slices(square_sum(gradients, unit / weight))))
+        squares = square_sum(window["gradients"], window["unit"] / weight)
+        squared = ops.square(norm_of(self.exchange.over_slices(squares)))
         noise = spread - weight * squared
-        window = as_vector((noise, others * squared - noise / weight, others))
+        estimates = as_vector((noise, others * squared - noise / weight, others))
         # A NaN would stay in the means for ever.
-        informative = ops.logical_and(others > 0, ops.isfinite(window.sum()))
-        ops.assign(self._totals, ops.where(informative, self._totals * self.decay + window, self._totals))
-        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, sums[TAKEN] / self.groups)))
+        informative = ops.logical_and(others > 0, ops.isfinite(estimates.sum()))
+        ops.assign(self._totals, ops.where(informative, self._totals * self.decay + estimates, self._totals))
+        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, window["microbatches"] / self.groups)))
         one = (others > 0).astype(ms.int32)
         counts = self._counts + 0
         ops.assign(self._counts, ops.stack((counts[0] + one, (counts[1] + 1) * (1 - one))))

@@ -14,8 +14,8 @@ import mindspore as ms
 
 from ..arguments import instance_of
 from ..core.accumulator import Accumulator
+from ..core.boundary import compiled
 from ..runtime import synchronize
-from ..steps.graphs import compiled
 from .process import in_a_process, is_dry_run, pickled
 
 MakeStep = Callable[..., Any]  # returns a step, or a step and the train step, cell or Accumulator that it built
@@ -111,10 +111,6 @@ def _peak_of_process() -> int:
 
 def _update_with(accumulator: Accumulator) -> None:
     """Update: in a dry run, the count of microbatches reads as 0, so no window is ever full."""
-    way = accumulator.way
-
-    def update() -> ms.Tensor:
-        way.update_with(way.window())
-        return accumulator.update_step + 0
-
-    compiled(update)()
+    window, boundary = accumulator.window, accumulator.boundary
+    compiled(window.close_with_update)()
+    boundary.forget()

@@ -23,9 +23,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from ..steps.batch import checked_loss, layout, select_rows, starts_of
 from ..steps.errors import ask_about_piece
-from ..steps.graphs import checked_loss
-from ..steps.pieces import layout, select_rows, starts_of
 from ..tensors import FLOATS, HALF, as_weight
 from .isolation import casts_inside, tensors_in
 

@@ -12,10 +12,8 @@ from mindspore import Tensor, amp, nn
 from ..arguments import instance_of, one_of, spelled, whole_number
 from ..core.accumulator import REDUCTIONS
 from ..core.stages import checked_loss_scaler
-from ..steps.batch import as_arguments, named_values, ordered, positional
+from ..steps.batch import as_arguments, checked_axis, divisor, layout, named_values, ordered, positional
 from ..steps.errors import one_line
-from ..steps.graphs import divisor
-from ..steps.pieces import checked_axis, layout
 from ..steps.several_losses import require_entries
 from ..steps.train_mode import evaluating
 from ..tensors import as_tensor, as_weight

@@ -7,22 +7,22 @@ open. So a checkpoint of a closed window fits any number of ranks and any length
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Union
+from typing import Any, ParamSpec, TypeVar, Union
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..arguments import instance_of
 from ..core.accumulator import Accumulator
-from ..core.counters import require_whole
+from ..core.boundary import require_whole
 from ..core.optimizers import divided_state, own_name, state_of
-from ..core.stages import empty_stages, require_scale
+from ..core.stages import require_scale
 from ..distributed.ranks import gather, require_alike, together
 from ..runtime import synchronize
 from .entries import Entry
@@ -38,9 +38,6 @@ from .file import (
     rename_file,
     write_file,
 )
-
-if TYPE_CHECKING:
-    from ..core.way import Way
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -113,7 +110,6 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         [[1. 1.]]
     """
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
-    way = accumulator.way
     exchange = accumulator.exchange
     exchange.require_whole_state()
     rank, ranks = exchange.rank, exchange.ranks
@@ -139,7 +135,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             raise
     if rank > 0:
         remove_generations(path, rank, ranks, mine)
-    way.counters.note_saved()
+    accumulator.boundary.note_saved()
 
 
 @_in_order
@@ -211,30 +207,12 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             return run.checked(mine, entries, about), about
 
         found, about = _together(ranks, read, CheckpointError)
-        with loading(accumulator.way, about["open"]):
+        with accumulator.boundary.loading(about["open"]):
             for name, entry in found.items():
                 # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
                 ops.assign(run.entries[name], run.cut(name, entry.read()))
                 synchronize()  # otherwise MindSpore queues the entries, and holds them all
     return about["extra"]
-
-
-@contextmanager
-def loading(way: Way, is_open: bool) -> Iterator[None]:
-    """Mark in the journal that the block loads a checkpoint, so that an interrupted load is detected.
-
-    `is_open`: whether the checkpoint holds an open window. If not, buffers that take no memory yet stay without memory.
-    """
-    way.release()
-    way.journal.updating(way.counters.mini_step)  # before anything is changed
-    way.counters.empty()
-    empty_stages(way.stages)
-    if is_open or way.buffers.is_allocated:
-        way.buffers.empty(way.counters.weight_sum)
-    yield
-    way.buffers.adopt(float(way.buffers.weight_unit))
-    way.journal.done()
-    way.counters.note_loaded()
 
 
 def _checked_accumulator(network: object, accumulator: object) -> Accumulator:
@@ -285,7 +263,7 @@ class _State:
         if len(accumulator.state) < len(accumulator.parameters):
             raise ValueError("two Parameters of the accumulator's state have the same name; rename those of "
                              "after_update")
-        self.settings = accumulator.fingerprint()
+        self.settings = dict(accumulator.boundary.settings)
         exchange = self.exchange = accumulator.exchange
         divided = divided_state(optimizer)
         self.divided = {name: divided[id(p)] for name, p in self.entries.items() if id(p) in divided}
@@ -293,7 +271,7 @@ class _State:
         if exchange.divides_buffers:  # a slice of a bucket fits only the same parameters in the same order
             order = repr([(p.name, p.shape) for p in accumulator.weights]).encode()
             self.settings["reducer"] += f", parameters {sha256(order).hexdigest()[:16]}"
-        open_state = {id(p) for p in accumulator.way.window_state}
+        open_state = {id(p) for p in accumulator.window.window_state}
         self.of_window = {f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in open_state}
 
     def exchanged_alike(self, about: dict) -> bool:
@@ -356,7 +334,7 @@ class _State:
 
 def _finished(network: nn.Cell, accumulator: Accumulator) -> _State:
     """Return what to save. Raise RuntimeError if an error or an interrupt stopped a batch or an update."""
-    require_whole(int(accumulator.way.journal.unfinished))
+    require_whole(int(accumulator.window.unfinished))
     return _State(network, accumulator)
 
 

@@ -2,51 +2,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Optional, TypedDict
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
+from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
 from ..arguments import Uncopied, instance_of, number, one_of, spelled
-from ..distributed.buckets import Accumulated
+from ..distributed.buckets import AccumulatedParameters
 from ..distributed.data_parallel import DataParallel
 from ..distributed.exchange import OneDevice
 from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
 from ..distributed.slices import Slices
 from ..distributed.zero import slices_among, whole_parameters
 from ..tensors import as_weight, require_condition
-from .buffers import Buffers, buffer_dtype_of, warn_of_lost_gradients
-from .counters import Counters, Journal
+from .boundary import Boundary, Status
 from .elementwise import require_divisible
-from .keeper import Keeper
 from .length import length_of
-from .lost_window import watched
+from .notes import note_closed, note_filled
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
-from .probe import kernels
-from .stages import bound, checked_loss_scaler, checked_nonfinite, checked_stages, needing_whole_gradients, stages_of
-from .way import Way, note_closed, note_filled
+from .precision import buffer_dtype_of, warn_of_lost_gradients
+from .stages import checked_loss_scaler, checked_nonfinite, checked_stages, needing_whole_gradients, stages_of
+from .window import Window
 
 if TYPE_CHECKING:
+    from mindspore import Parameter
+
     from ..tensors import Gradients, Scalar
     from .length import AccumulateStep, WindowLength
     from .stages import Stage
 
 REDUCTIONS = ("sum", "mean")
-_instances = count()
 
 
-class Status(NamedTuple):
-    """Hold the counters of an accumulator; `Accumulator` explains each number."""
+class Options(TypedDict, total=False):
+    """Name the options of `Accumulator` that train steps and cells pass on, with their types."""
 
-    update_step: int
-    mini_step: int
-    needed: int  # microbatches that the open window still needs, at least
-    seen: int
-    skipped: int
-    closed_windows: int
-    window_weight: float
-    grad_norm: float
+    clip_norm: Optional[float]
+    buffer_dtype: Optional[ms.Type]
+    on_nonfinite: str
+    max_skips: Optional[int]
+    reducer: Optional[DataParallel]
+    after_update: Optional[Callable]
+    noise_scale: Optional[Stage]
+    stages: tuple[Stage, ...]
+    loss_scaler: Optional[amp.LossScaler]
 
 
 @ms.jit_class
@@ -59,20 +58,16 @@ class Accumulator(Uncopied):
         gradient *= min(1, clip_norm / (norm(gradient) + 1e-6))  # if clip_norm is given
         optimizer(gradient); buffer = 0
 
-    It works inside `ms.jit` and in PyNative, and is a drop-in replacement for the class of MindSpore's tutorial, with
-    half its memory. With `reduction="sum"`, the default, *the script divides its loss by `accumulate_step`*, as in the
-    tutorial: an undivided loss makes updates N times too large without an error. In a new script, prefer
-    `make_train_step` or `TrainOneStepCell`: they take the undivided loss, and build an accumulator with "mean".
-
-    With "mean", give mean losses, and the number of samples (or unmasked tokens) as weights. The update then equals the
-    full-batch update up to rounding, also for microbatches of different sizes and an incomplete last window.
+    It works inside `ms.jit` and in PyNative, and replaces the class of MindSpore's tutorial, with half its memory. With
+    `reduction="sum"`, the default, *the script divides its loss by `accumulate_step`*, as in the tutorial. With "mean",
+    give undivided mean losses, and the number of samples (or unmasked tokens) as weights: the update then equals the
+    full-batch update up to rounding, also for microbatches of different sizes and an incomplete last window. In a new
+    script, prefer `make_train_step` or `TrainOneStepCell`, which build an accumulator with "mean".
 
     Args:
         optimizer: A MindSpore optimizer without a `loss_scale` of its own. Its parameters must have a float dtype and
-            at least one element, and must not be frozen (`requires_grad=False`). Give gradients in the order of
-            `optimizer.parameters`; if these are slices (see `shard_parameters`), give those of the whole parameters,
-            `weights`. State whose name another accumulator's optimizer also uses (`global_step`) is renamed, so that
-            one graph can hold both.
+            at least one element, and must not be frozen. If they are slices (see `shard_parameters`), give gradients of
+            the whole parameters, `weights`.
         accumulate_step: Number of microbatches in a window. One of: an int; a dict `{update_step: n}`, piecewise
             constant, with the key 0; a function of the update count (int32 Tensor of shape `()`) that graph mode can
             compile and that returns an int or an integer Tensor >= 1; or `until_weight(budget)`, which closes a window
@@ -81,24 +76,16 @@ class Accumulator(Uncopied):
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` without clipping. None computes no norm. Norms above 8e12 count as infinite.
         reduction: "sum" or "mean", as above.
-        buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16. A float16
-            buffer overflows if the sum of weight * gradient exceeds 65504. A train step or a cell first divides the
-            weights by the number of samples in its first piece, but not if ranks sum each microbatch, or if losses are
-            sums (`loss_reduction="sum"`) and no stage looks at gradients. In long windows, 16-bit buffers round later
-            gradients up or away, without an overflow. With random gradients of one sign, the update is 0.04 % too small
-            after 1,000 microbatches in float16, 24 % after 5,000 and 60 % after 10,000; in bfloat16, 50 % after 1,000
-            and 95 % after 10,000. Equal gradients may also give updates that are too large (float16: by 12 % after
-            1,500). A warning is given if a window of `accumulate_step` may hold more than 512 microbatches (bfloat16:
-            64); `add` and `apply` do not warn.
+        buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16. Sums in
+            16 bits overflow, or stop growing; a warning is given for windows that are too long (see the guide's page on
+            language models).
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
-            "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0. A microbatch whose pieces
-            are all skipped is not counted, so the window waits for one more (as in `optax.skip_not_finite`). A piece
-            to which you gave the weight 0 is not skipped. "skip_window": drop the window when it closes, without an
-            update. A gradient counts as finite if the sum of its elements is finite.
+            "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0; a microbatch whose pieces
+            are all skipped is not counted, so the window waits for one more. "skip_window": drop the window when it
+            closes, without an update. A gradient counts as finite if the sum of its elements is finite.
         max_skips: Largest number of windows ("skip_microbatch": microbatches or pieces of this rank) that may be
-            skipped in a row. One more raises a RuntimeError. A train step and `flush` raise it at the end of a window,
-            a cell at once. In a hand-written loop, call `require_progress()`, because a graph cannot raise it. None:
-            no limit.
+            skipped in a row; one more raises a RuntimeError, at the end of a window. In a hand-written loop, call
+            `require_progress()`, because a graph cannot raise it. None: no limit.
         reducer: A `DataParallel`, which gives all ranks of a run started with `msrun` the same update. None: one
             device.
         after_update: A function without arguments that is called after each update, e.g. for a moving average of the
@@ -109,21 +96,19 @@ class Accumulator(Uncopied):
             help. It costs one norm per microbatch. The weights must be numbers of samples or tokens.
         stages: A tuple of stages of your own; see `ms_accum.Stage`.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
-            Differentiate `scaled(loss)`. When the window closes, the accumulated gradient is divided by the scale
-            before it is averaged or clipped, and the scaler is adjusted once. A window whose gradient holds NaN or
-            infinity is dropped. The scaler's Parameters become state of the accumulator.
+            Differentiate `scaled(loss)`. When the window closes, the gradient is divided by the scale before it is
+            averaged or clipped, and the scaler is adjusted once. A window whose gradient holds NaN or infinity is
+            dropped. The scaler's Parameters become state of the accumulator.
 
     Attributes:
         mini_step: Number of microbatches in the open window: int32 Parameter of shape `()`.
         update_step: Number of updates done: int32 Parameter of shape `()`.
         closed_windows: Number of windows closed, with an update or dropped: int32 Parameter of shape `()`.
         skipped: Number of gradients of this rank that were ignored because they were not finite: of microbatches or
-            pieces ("skip_microbatch"), or of windows ("skip_window", or with a loss scaler): int32 Parameter of shape
-            `()`.
+            pieces ("skip_microbatch"), or of windows: int32 Parameter of shape `()`.
         skipped_in_row: Number of the latest skips in a row, without a finite gradient between them.
         seen: Sum of the weights in all updates of all ranks, rounded: the number of samples, or of what `weight_fn`
-            counts, e.g. tokens: int64 Parameter of shape `()`. The remainder is kept in units of 2**-36, so rounding
-            errors do not add up; the weights of one window are summed in float32.
+            counts, e.g. tokens: int64 Parameter of shape `()`. Rounding errors do not add up from window to window.
         grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN before the
             first update, and always without `clip_norm`.
         weight_sum: Sum of the weights in the open window: float32 Parameter of shape `()`.
@@ -133,9 +118,7 @@ class Accumulator(Uncopied):
         weights: The parameters to give gradients for, in the optimizer's order: ParameterTuple.
         optimizer, noise_scale, loss_scaler: As given.
         exchange: The exchange that the reducer built; it has the attributes `rank` and `ranks`.
-
-    Steps, cells and checkpoints also use `way`, which gradients pass through (see `Way`); `state`, all state by its
-    names in a checkpoint; and `fingerprint()`.
+        window, boundary: The open window on the device, and the host's side of it, for steps, cells and checkpoints.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -183,44 +166,34 @@ class Accumulator(Uncopied):
         loss_scaler: Optional[amp.LossScaler] = None,
     ) -> None:
         weights = whole_parameters(checked_parameters(optimizer))
-        names, shapes, dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in weights))
         clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
         max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
         one_of("reduction", reduction, REDUCTIONS)
         length = _warned_length(accumulate_step, buffer_dtype)
-        self._settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
-                          "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
-        layout = Accumulated(weights, tuple(buffer_dtype_of(buffer_dtype, dtype) for dtype in dtypes),
-                             dict(self._settings), slices_among(optimizer.parameters))
-        self.exchange = exchange = _exchange_of(reducer, optimizer, layout, needing_whole_gradients(
+        settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
+                    "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
+        accumulated = AccumulatedParameters(weights, tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in weights),
+                                            dict(settings), slices_among(optimizer.parameters))
+        self.exchange = exchange = _exchange_of(reducer, optimizer, accumulated, needing_whole_gradients(
             clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
             stages=stages), stages if noise_scale is None else (*stages, noise_scale))
-        self._settings["reducer"] = exchange.describe()
+        settings["reducer"] = exchange.describe()
         self.optimizer, self.noise_scale, self.loss_scaler = optimizer, noise_scale, checked_loss_scaler(
             loss_scaler, exchange.ranks)
-        prefix = f"accumulator{next(_instances)}"
-        name_state(optimizer, prefix)
         length.share(exchange.inside)
-        counters = watched(Counters(prefix, max_skips), self, f"{type(optimizer).__name__} of {names[0]}")
-        own = exchange.ranks == 1 and loss_scaler is None and not stages  # buffers, not copies, reach the optimizer
-        stages = bound(stages_of(loss_scaler, on_nonfinite, noise_scale, stages, counters, self), prefix, exchange,
-                       counters)
-        buffers = Buffers(prefix, exchange.buffers(f"{prefix}.sum"), layout.dtypes, exchange.shared_unit)
-        self.way = Way((names, shapes), optimizer, dtypes, length, stages, exchange, buffers, counters, Journal(prefix),
-                       (kernels(own), kernels(False)), None if reduction == "mean" else exchange.ranks,
-                       clip_norm, () if after_update is None else (after_update,))
-        self._kept = (*counters.run_state, *_state_of_hook(after_update, optimizer),
+        stages = stages_of(loss_scaler, on_nonfinite, noise_scale, stages, self)
+        self.window = window = Window(optimizer, length, stages, exchange, reduction, clip_norm,
+                                      () if after_update is None else (after_update,))
+        name_state(optimizer, window.prefix)
+        self.boundary = Boundary(window, settings, max_skips)
+        self.boundary.watch(self, f"{type(optimizer).__name__} of {weights[0].name}")
+        self._kept = (*window.run_state, *_state_of_hook(after_update, optimizer),
                       *(p for stage in stages for p in stage.run_state))
-        self._publish(counters)
-
-    def _publish(self, counters: Counters) -> None:
-        """Set the public attributes."""
-        way = self.way
-        self.weights = way.weights
-        self.mini_step, self.update_step, self.seen = counters.mini_step, counters.update_step, counters.seen
-        self.closed_windows, self.weight_sum = counters.closed_windows, counters.weight_sum
-        self.skipped, self.skipped_in_row = counters.skipped, counters.skipped_in_row
-        self.window_weight, self.grad_norm = counters.window_weight, counters.grad_norm
+        self.weights = window.weights
+        self.mini_step, self.update_step, self.seen = window.mini_step, window.update_step, window.seen
+        self.closed_windows, self.weight_sum = window.closed_windows, window.weight_sum
+        self.skipped, self.skipped_in_row = window.skipped, window.skipped_in_row
+        self.window_weight, self.grad_norm = window.window_weight, window.grad_norm
 
     # --- by hand ------------------------------------------------------------------------------------------------------
 
@@ -242,12 +215,12 @@ class Accumulator(Uncopied):
             ValueError: If a parameter is frozen (in graph mode: when the graph is compiled; not later).
         """
         self.add(grads, weight)
-        return self.close_if(self.way.is_full())
+        return self.close_if(self.window.is_full())
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors are those of a call."""
-        note_filled(self.way.number, self.way.is_driven)
-        self.way.add_unmarked(grads, as_weight(weight))
+        note_filled(self.window.number)
+        self.window.add(grads, as_weight(weight), ends=1, begun=False)
 
     def close_if(self, condition: Tensor) -> Tensor:
         """Close the window by a rule of your own: update if `condition`, a bool Tensor of shape `()`, is true.
@@ -259,23 +232,16 @@ class Accumulator(Uncopied):
         `condition` is neither a Tensor nor a bool, ValueError if it is a Tensor of more than one element.
         """
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
-        mini_step = self.mini_step + 0
-        if condition:
-            self.apply()
-        return self.mini_step < mini_step  # from the state after the branch, which keeps the branch
+        note_closed(self.window.number, ops.isconstant(self.mini_step), True)  # in a graph, no value is known
+        return self.window.close_if(condition)
 
     def apply(self) -> None:
         """Close the window now, even if it is not full: exchange, normalise, clip, run the optimizer, clear.
 
         For an empty window, the optimizer runs with a gradient of 0; `flush` does nothing in this case.
         """
-        note_closed(self.way.number, ops.isconstant(self.mini_step), True)  # in a graph, no value is known
-        window = self.way.window()
-        accepted = window[3]
-        if accepted:
-            self.way.update_with(window)
-        else:
-            self.way.close(False)
+        note_closed(self.window.number, ops.isconstant(self.mini_step), True)
+        self.window.close()
 
     def flush(self) -> bool:
         """Apply the incomplete window if one is open; with "mean", divided by the weights in it. Call it from Python.
@@ -285,38 +251,32 @@ class Accumulator(Uncopied):
         windows of ranks that have more microbatches. Return whether a window was closed: applied, or dropped because it
         is not finite. Raise RuntimeError if an error left a part of a batch in it, or stopped an update.
         """
-        return Keeper(self).flush()[0]
+        return self.boundary.flush()[0]
 
     def reset(self) -> None:
         """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
-        note_closed(self.way.number, ops.isconstant(self.mini_step), False)
-        self.way.journal.updating(self.mini_step)  # an interrupt may leave the buffers full
-        self.way.empty()
+        note_closed(self.window.number, ops.isconstant(self.mini_step), False)
+        self.window.reset()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the value to differentiate: the loss, times the loss scale if there is one."""
-        return self.way.scaled(loss)
+        return self.window.scaled(loss)
 
     def require_progress(self) -> None:
         """Raise RuntimeError if more than `max_skips` were skipped in a row. Not for graphs: it waits for the device.
         """
-        Keeper(self).require_progress()
+        self.boundary.require_progress()
 
     def status(self) -> Status:
         """Return all counters in one read, which waits for the device."""
-        numbers = ops.stack([p.astype(ms.float64) for p in (
-            self.update_step, self.mini_step, self.way.is_full(), self.seen, self.skipped, self.closed_windows,
-            self.window_weight, self.grad_norm)]).asnumpy().tolist()
-        update_step, mini_step, full, *counts = map(int, numbers[:6])
-        return Status(update_step, mini_step, self.way.length.missing(mini_step, update_step, bool(full)), *counts,
-                      *numbers[6:])
+        return self.boundary.status()
 
     # --- for steps, cells and checkpoints -----------------------------------------------------------------------------
 
     @property
     def parameters(self) -> ParameterTuple:
         """Return all state. Names are unique in the process."""
-        return ParameterTuple([*self.way.window_state, *self._kept])
+        return ParameterTuple([*self.window.window_state, *self._kept])
 
     @property
     def state(self) -> dict[str, Parameter]:
@@ -326,27 +286,23 @@ class Accumulator(Uncopied):
         """
         return {INSTANCE.sub("", p.name).removeprefix(cell_prefix(self.optimizer)): p for p in self.parameters}
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be equal in a run that resumes; some only in the middle of a window."""
-        return dict(self._settings)
 
-
-def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, layout: Accumulated,
+def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accumulated: AccumulatedParameters,
                  features: tuple[str, ...], stages: tuple[Stage, ...]) -> OneDevice:
     if reducer is not None:
         reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
-        layout.settings["the optimizer, its learning rate or state"] = describe(optimizer)
-        exchange = reducer.bind(layout)
+        accumulated.settings["the optimizer, its learning rate or state"] = describe(optimizer)
+        exchange = reducer.bind(accumulated)
         require_divisible(optimizer, stages, exchange.divides_parameters)
         return exchange
-    if layout.slices:
+    if accumulated.slices:
         raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "
                          "reducer=DataParallel(zero=1), or build the optimizer from network.trainable_params()")
     warn_if_alone()
     if not may_shard():
-        return OneDevice(layout)
+        return OneDevice(accumulated)
     require_whole_gradients(features)
-    return Slices(layout, features)
+    return Slices(accumulated, features)
 
 
 def _warned_length(accumulate_step: AccumulateStep, buffer_dtype: Optional[ms.Type]) -> WindowLength:

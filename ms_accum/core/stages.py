@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 from weakref import WeakKeyDictionary, ref
 
 import mindspore as ms
@@ -15,14 +15,6 @@ from ..tensors import all_finite, as_tensor, finite_sum, mapped, wider
 if TYPE_CHECKING:
     from ..distributed.exchange import OneDevice
     from ..tensors import Gradients, Numbers, Scalar
-    from .counters import Counters
-
-# Places in the sums that travel with gradients: a plain tuple, because graphs cannot read a named tuple.
-WEIGHT = 0  # of a piece, or of a window
-TAKEN = 1  # for a piece, 1 if it was taken, else 0; for a window, its number of microbatches
-ACTIVE = 2  # ranks that still have data
-COUNTED = 3  # the number that `seen` counts: the weight, unless a step says otherwise
-MEASURED = 4  # and all places after it: values that stages measured
 
 _owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 
@@ -41,7 +33,7 @@ class Stage:
         measures: Number of values that `measure` returns.
         takes_slices: Whether `accepts` and `on_update` also work if the gradients are slices of this rank (ZeRO): sums
             over elements must then go through `exchange.over_slices`.
-        exchange: The exchange of the accumulator, once the stage is bound.
+        exchange, skipped, skipped_in_row: Those of the accumulator, once the stage is part of one.
         window_state: Its Parameters that belong to the open window: they are 0 when a window begins.
         run_state: Its other Parameters.
 
@@ -74,6 +66,8 @@ class Stage:
     measures = 0
     takes_slices = False
     exchange: OneDevice
+    skipped: Parameter
+    skipped_in_row: Parameter
     window_state: tuple[Parameter, ...] = ()
     run_state: tuple[Parameter, ...] = ()
 
@@ -108,19 +102,18 @@ class Stage:
         """Undo `scale_loss`: for a window after its exchange, for a piece before it is measured."""
         return gradients
 
-    def accepts(self, gradients: Gradients, sums: Numbers) -> Union[bool, Tensor]:
+    def accepts(self, window: dict[str, Any]) -> Union[bool, Tensor]:
         """Return whether a window makes an update: True, or a bool Tensor of shape `()`.
 
-        `gradients` are sums over the window in an internal unit: use them to test for finite values, not for their
-        size. `sums` are those of the window of all ranks, with the places `WEIGHT`, `TAKEN` and so on (see the top of
-        this module).
+        The window is a dict, equal on all ranks: `gradients`, sums in an internal unit (use them to test for finite
+        values, not for their size); `unit`; `weight`, the sum of the weights; `microbatches`, their number.
         """
         return True
 
-    def on_update(self, gradients: Gradients, unit: Scalar, sums: Numbers, measured: Numbers) -> None:
-        """Observe an update before clipping: the mean gradient is `unit / sums[WEIGHT] * gradients`.
+    def on_update(self, window: dict[str, Any], measured: Numbers) -> None:
+        """Observe an update before clipping: the mean gradient is `unit / weight * gradients`, of the window.
 
-        `sums` are those of `accepts`; `measured` holds the sums of the values that `measure` of this stage returned.
+        `window` is that of `accepts`; `measured` holds the sums of the values that `measure` of this stage returned.
         """
 
     def on_close(self, applied: bool) -> None:
@@ -136,22 +129,12 @@ def overrides(stage: Stage, *methods: str) -> bool:
     return any(getattr(type(stage), method) is not getattr(Stage, method) for method in methods)
 
 
-def empty_stages(stages: tuple[Stage, ...]) -> None:
-    """Set to 0 what stages keep of the open window."""
-    for stage in stages:
-        for parameter in stage.window_state:
-            ops.assign(parameter, ops.zeros_like(parameter))
-
-
 @ms.jit_class
 class SkipMicrobatch(Stage):
     """Give a microbatch or piece that is not finite the weight 0, and count it in `skipped`.
 
     A microbatch of which no piece is taken does not count in the window.
     """
-
-    def __init__(self, counters: Counters) -> None:
-        self.skipped, self.in_row = counters.skipped, counters.skipped_in_row
 
     def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Tensor, Tensor]:
         """See `Stage`. A piece that already has the weight 0 is ignored in any case, and is not tested."""
@@ -160,7 +143,8 @@ class SkipMicrobatch(Stage):
         taken = ops.logical_or(all_finite((*gradients, weight)), ignored)
         missed = 1 - taken.astype(ms.int32)
         ops.assign_add(self.skipped, missed)
-        ops.assign(self.in_row, (self.in_row + 1) * missed + self.in_row * ignored.astype(ms.int32))
+        ops.assign(self.skipped_in_row,
+                   (self.skipped_in_row + 1) * missed + self.skipped_in_row * ignored.astype(ms.int32))
         return ops.where(taken, weight, ops.zeros_like(weight)), taken.astype(ms.int32)
 
 
@@ -170,21 +154,18 @@ class SkipWindow(Stage):
 
     takes_slices = True
 
-    def __init__(self, counters: Counters) -> None:
-        self.skipped, self.in_row = counters.skipped, counters.skipped_in_row
-
-    def accepts(self, gradients: Gradients, sums: Numbers) -> Tensor:
+    def accepts(self, window: dict[str, Any]) -> Tensor:
         """See `Stage`. Also test the weight: the gradients of a sum do not show that it is not finite."""
-        total = finite_sum((*gradients, as_tensor(sums[WEIGHT])))
+        total = finite_sum((*window["gradients"], as_tensor(window["weight"])))
         return ops.isfinite(self.exchange.over_slices(total))
 
     def on_close(self, applied: bool) -> None:
         """See `Stage`."""
         if applied:
-            ops.assign(self.in_row, 0)
+            ops.assign(self.skipped_in_row, 0)
         else:
             ops.assign_add(self.skipped, 1)
-            ops.assign_add(self.in_row, 1)
+            ops.assign_add(self.skipped_in_row, 1)
 
 
 @ms.jit_class
@@ -257,7 +238,7 @@ def checked_nonfinite(on_nonfinite: object, scaler: object, max_skips: object) -
 
 
 def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: Optional[Stage],
-              others: tuple[Stage, ...], counters: Counters, owner: object) -> tuple[Stage, ...]:
+              others: tuple[Stage, ...], owner: object) -> tuple[Stage, ...]:
     """Return the stages of an accumulator, in the order in which gradients pass them."""
     scaling: tuple[Stage, ...] = ()
     if scaler is not None:
@@ -265,19 +246,10 @@ def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: 
         scaling = ((LossScale if is_static else AdjustedLossScale)(scaler, owner),)
     skipping: tuple[Stage, ...] = ()
     if on_nonfinite == "skip_microbatch":
-        skipping = (SkipMicrobatch(counters),)
+        skipping = (SkipMicrobatch(),)
     elif on_nonfinite == "skip_window" or scaler is not None:
-        skipping = (SkipWindow(counters),)
+        skipping = (SkipWindow(),)
     return (*scaling, *skipping, *(() if noise_scale is None else (noise_scale,)), *others)
-
-
-def bound(stages: tuple[Stage, ...], prefix: str, exchange: OneDevice, counters: Counters) -> tuple[Stage, ...]:
-    """Bind the stages to an accumulator, make room in `counters` for what they measure, and return them."""
-    for stage in stages:
-        stage.bind(prefix, exchange.across)
-        stage.exchange = exchange
-    counters.measure(sum(stage.measures for stage in stages))
-    return stages
 
 
 def needing_whole_gradients(*, clip_norm: Optional[float], on_nonfinite: str, stages: tuple[Stage, ...],

@@ -20,7 +20,7 @@ MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
-class Accumulated:
+class AccumulatedParameters:
     """Describe what is accumulated: the whole parameters in the optimizer's order, and the dtypes of their buffers."""
 
     parameters: tuple[Parameter, ...]

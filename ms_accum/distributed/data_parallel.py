@@ -19,7 +19,7 @@ from .zero import Zero
 if TYPE_CHECKING:
     from mindspore import Parameter
 
-    from .buckets import Accumulated
+    from .buckets import AccumulatedParameters
 
 _SYNC = ("window", "microbatch", "node")
 
@@ -107,21 +107,21 @@ class DataParallel:
                 raise ValueError(f'got ranks_per_node={self.ranks_per_node} with sync="{self.sync}", which does not '
                                  'use nodes; give sync="node"')
 
-    def bind(self, layout: Accumulated) -> OneDevice:
+    def bind(self, accumulated: AccumulatedParameters) -> OneDevice:
         """Return the exchange of one accumulator. Raise ValueError if the ranks' parameters or settings differ."""
         require_unreduced()
         ranks = world_size()
         if ranks == 1:
-            return OneDevice(layout)
-        exchanged = (*layout.dtypes, *(p.dtype for p in layout.slices))
+            return OneDevice(accumulated)
+        exchanged = (*accumulated.dtypes, *(p.dtype for p in accumulated.slices))
         unsupported = [dtype for dtype in (ms.float64, ms.bfloat16) if dtype in exchanged]
         if unsupported and ms.get_context("device_target") == "CPU":
             raise ValueError(f"DataParallel with buffers or slices of {str(unsupported[0]).lower()}: MindSpore's CPU "
                              "backend exchanges none; give buffer_dtype=ms.float32 or zero=0")
-        make_alike(layout, repr(self), self.broadcast)
-        self._require_fit(layout.slices)
+        make_alike(accumulated, repr(self), self.broadcast)
+        self._require_fit(accumulated.slices)
         kind = Zero if self.zero else Exchange
-        exchange = kind(layout, self._inside(ranks), ranks, int(self.bucket_mib * MEBIBYTE))
+        exchange = kind(accumulated, self._inside(ranks), ranks, int(self.bucket_mib * MEBIBYTE))
         exchange.cut_parameters()
         return exchange
 
@@ -151,14 +151,14 @@ DataParallel.__init__ = spelled(DataParallel.__init__, shard="zero=2 divides the
                                 "shard_parameters(network.trainable_params()), whose state it divides, too")
 
 
-def make_alike(layout: Accumulated, reducer: str, broadcast: bool = True) -> None:
+def make_alike(accumulated: AccumulatedParameters, reducer: str, broadcast: bool = True) -> None:
     """Copy rank 0's parameters to every rank, or compare them. Raise ValueError if the ranks' settings differ."""
-    described = repr([len(layout.slices), *[(p.name, tuple(p.shape), str(p.dtype), str(dtype))
-                      for p, dtype in zip(layout.parameters, layout.dtypes)]])
-    facts = {"parameters (names, shapes, dtypes)": described, **layout.settings, "the reducer": reducer}
+    described = repr([len(accumulated.slices), *[(p.name, tuple(p.shape), str(p.dtype), str(dtype))
+                      for p, dtype in zip(accumulated.parameters, accumulated.dtypes)]])
+    facts = {"parameters (names, shapes, dtypes)": described, **accumulated.settings, "the reducer": reducer}
     require_alike(facts, "give every rank the same network and arguments")
     if broadcast:
-        broadcast_parameters(layout.parameters)
+        broadcast_parameters(accumulated.parameters)
     else:
-        require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in layout.parameters},
+        require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in accumulated.parameters},
                       "give every rank the same seed, or broadcast=True")

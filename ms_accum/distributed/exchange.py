@@ -36,14 +36,36 @@ if TYPE_CHECKING:
     from mindspore import Tensor
 
     from ..tensors import Gradients, Numbers, Scalar
-    from .buckets import Accumulated
+    from .buckets import AccumulatedParameters
+
+
+# Buffers of accumulators that are gone, by shape and dtype. MindSpore keeps the memory of a Parameter that a compiled
+# graph has used until the process ends, so the next accumulator takes them.
+_unused: dict[tuple, list[Parameter]] = {}
+
+
+def reuse(buffers: Iterable[Parameter]) -> None:
+    """Keep buffers that have memory, and that nothing uses any more, for `new_buffers`."""
+    for buffer in buffers:
+        if not buffer.has_init:
+            _unused.setdefault((tuple(buffer.shape), buffer.dtype), []).append(buffer)
+
 
 def new_buffers(prefix: str, shapes: Iterable[tuple[str, tuple[int, ...]]], dtypes: tuple[ms.Type, ...]) -> tuple[
         Parameter, ...]:
-    """Return Parameters that are 0 and have no memory yet, given their names and shapes."""
+    """Return Parameters that are 0, given their names and shapes. Those that are new have no memory yet."""
+    return tuple(_new_buffer(f"{prefix}.{name}", shape, dtype) for (name, shape), dtype in zip(shapes, dtypes))
+
+
+def _new_buffer(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parameter:
+    unused = _unused.get((shape, dtype))
+    if unused:
+        buffer = unused.pop()
+        buffer.name = name
+        ops.assign(buffer, ops.zeros(shape, dtype))
+        return buffer
     with no_init_parameters():
-        return tuple(state_parameter(f"{prefix}.{name}", shape, dtype)
-                     for (name, shape), dtype in zip(shapes, dtypes))
+        return state_parameter(name, shape, dtype)
 
 
 @ms.jit_class
@@ -64,14 +86,18 @@ class OneDevice:
     divides_parameters = False
     jit_options: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, layout: Accumulated) -> None:
+    def __init__(self, accumulated: AccumulatedParameters) -> None:
         self.rank, self.ranks, self.inside, self.across, self.divides_buffers = 0, 1, 1, 1, False
-        self.weights, self.dtypes = ParameterTuple(layout.parameters), layout.dtypes
-        self.shapes = [(p.name, tuple(p.shape)) for p in layout.parameters]
+        self.weights, self.dtypes = ParameterTuple(accumulated.parameters), accumulated.dtypes
+        self.shapes = [(p.name, tuple(p.shape)) for p in accumulated.parameters]
 
     def buffers(self, prefix: str) -> tuple[Parameter, ...]:
-        """Return new buffers, whose names begin with `prefix`. They have no memory yet."""
+        """Return buffers of 0, whose names begin with `prefix`; see `new_buffers`."""
         return new_buffers(prefix, self.shapes, self.dtypes)
+
+    def give_back(self, buffers: tuple[Parameter, ...]) -> None:
+        """Keep buffers that nothing uses any more for the next accumulator."""
+        reuse(buffers)
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """Return the gradients to add to the buffers, and the numbers, summed over the ranks inside.
@@ -127,28 +153,28 @@ class Exchange(OneDevice):
     If ranks inside sum, the unit of the buffers is 1, the only unit that they share.
     """
 
-    def __init__(self, layout: Accumulated, inside: int, ranks: int, size: int) -> None:
-        super().__init__(layout)
+    def __init__(self, accumulated: AccumulatedParameters, inside: int, ranks: int, size: int) -> None:
+        super().__init__(accumulated)
         self.rank, self.ranks = get_rank(), ranks
         self.inside, self.across, self.shared_unit = inside, ranks // inside, 1.0 if inside > 1 else None
         self.jit_options = depth_first(inside)
         node, place = divmod(self.rank, inside)
-        self.all = Buckets(layout.parameters, layout.dtypes, size, self.rank, ranks)
-        self.near: Any = None  # Buckets, if ranks inside sum
-        self.far: Any = None  # an AllReduce, if ranks across do
+        self.all = Buckets(accumulated.parameters, accumulated.dtypes, size, self.rank, ranks)
+        self.inner: Any = None  # Buckets, if ranks inside sum
+        self.outer: Any = None  # an AllReduce, if ranks across do
         if inside > 1:
-            group = range(node * inside, (node + 1) * inside)
-            self.near = self.all if inside == ranks else Buckets(layout.parameters, layout.dtypes, size, place, inside,
-                                                              group_of(group))
+            group = group_of(range(node * inside, (node + 1) * inside))
+            self.inner = self.all if inside == ranks else Buckets(accumulated.parameters, accumulated.dtypes, size,
+                                                                  place, inside, group)
         if inside < ranks:
-            self.far = ops.AllReduce(group=group_of(range(place, ranks, inside)))
+            self.outer = ops.AllReduce(group=group_of(range(place, ranks, inside)))
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if self.inside == 1:
             return gradients, numbers
-        return self.near.all_reduce(gradients, numbers)
+        return self.inner.all_reduce(gradients, numbers)
 
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
         """See `OneDevice`. The unit is the user's unit, 1, as a Tensor.
@@ -161,13 +187,13 @@ class Exchange(OneDevice):
             return gradients, ops.ones_like(numbers[0]), numbers
         if self.across == 1:
             return buffers, ops.ones_like(numbers[0]), numbers
-        sums, parts = self.far(as_vector(numbers)), ()  # type: Tensor, Gradients
+        sums, parts = self.outer(as_vector(numbers)), ()  # type: Tensor, Gradients
         numbers = as_numbers(sums, len(numbers))
-        for part in self.near.parts(buffers):
-            sums = self.far(ops.depend(part, sums))
+        for part in self.inner.parts(buffers):
+            sums = self.outer(ops.depend(part, sums))
             parts = (*parts, sums)
         # The first part waits for all earlier exchanges, and the other parts wait for it.
-        parts = self.near.all_gather((ops.depend(parts[0], sums), *parts[1:]))
+        parts = self.inner.all_gather((ops.depend(parts[0], sums), *parts[1:]))
         return parts, ops.ones_like(numbers[0]), numbers
 
     def total(self, numbers: Numbers) -> Numbers:

@@ -12,7 +12,7 @@ from .parallel_modes import require_compiled, require_whole_gradients, shards
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
-    from .buckets import Accumulated
+    from .buckets import AccumulatedParameters
 
 
 @ms.jit_class
@@ -20,15 +20,15 @@ class Slices(OneDevice):
     """Exchange nothing, for graphs that MindSpore may shard: its own collectives are in the backward pass.
 
     Args:
-        layout: What is accumulated.
+        accumulated: What is accumulated.
         features: Names of features that need whole gradients. They raise an error when a graph with slices is compiled.
 
     Source: the clones are those of MindSpore's tutorial on gradient accumulation.
     """
 
-    def __init__(self, layout: Accumulated, features: tuple[str, ...]) -> None:
-        super().__init__(layout)
-        self.parameters, self.features = layout.parameters, features
+    def __init__(self, accumulated: AccumulatedParameters, features: tuple[str, ...]) -> None:
+        super().__init__(accumulated)
+        self.parameters, self.features = accumulated.parameters, features
 
     def buffers(self, prefix: str) -> tuple[Parameter, ...]:
         """See `OneDevice`. Return clones of the parameters: MindSpore gives a clone the layout of its original."""
@@ -40,6 +40,9 @@ class Slices(OneDevice):
         # A parameter keeps a list of its clones, so they would live as long as the parameter.
         finalize(self, _unlist, tuple(p.param_info for p in self.parameters), buffers)
         return buffers
+
+    def give_back(self, buffers: tuple[Parameter, ...]) -> None:
+        """See `OneDevice`. Clones fit only their originals."""
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """See `OneDevice`. Raise ValueError when a graph is compiled, if a feature would get slices, and op by op."""

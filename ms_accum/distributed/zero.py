@@ -26,7 +26,7 @@ from .rows import Rows, width_of
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
-    from .buckets import Accumulated
+    from .buckets import AccumulatedParameters
 
 _exchanges = count()
 
@@ -143,7 +143,7 @@ class Zero(OneDevice):
     rank 2 has row 1.
 
     Args:
-        layout: The parameters that are accumulated, with this rank's slices.
+        accumulated: The parameters that are accumulated, with this rank's slices.
         inside: Number of consecutive ranks that sum each microbatch.
         ranks: Number of ranks.
         size: Largest number of bytes in a bucket.
@@ -151,26 +151,26 @@ class Zero(OneDevice):
 
     divides_parameters = True
 
-    def __init__(self, layout: Accumulated, inside: int, ranks: int, size: int) -> None:
-        super().__init__(layout)
+    def __init__(self, accumulated: AccumulatedParameters, inside: int, ranks: int, size: int) -> None:
+        super().__init__(accumulated)
         self.rank, self.ranks, self.inside, self.across = get_rank(), ranks, inside, ranks // inside
         self.divides_buffers, self.shared_unit = inside > 1, 1.0 if inside > 1 else None
         self.jit_options = depth_first(inside)
         node, place = divmod(self.rank, inside)
-        self.near: Any = None  # a Scatter, if ranks inside sum
-        self.far: Any = None  # a Scatter, if ranks across do
+        self.inner: Any = None  # a Scatter, if ranks inside sum
+        self.outer: Any = None  # a Scatter, if ranks across do
         if inside > 1:
-            self.near = Scatter(group_of(range(node * inside, (node + 1) * inside)), place, inside)
+            self.inner = Scatter(group_of(range(node * inside, (node + 1) * inside)), place, inside)
         if self.across > 1:
-            self.far = Scatter(group_of(range(place, ranks, inside)), node, self.across)
+            self.outer = Scatter(group_of(range(place, ranks, inside)), node, self.across)
         self.row_number = place * self.across + node
-        self.layout = Rows(layout.parameters, layout.dtypes, size, ranks)
-        self.backwards = self.layout.members[::-1]
-        self.gather_layout = Rows(layout.parameters, tuple(p.dtype for p in layout.parameters), size, ranks)
-        self.slices = ParameterTuple(layout.slices)
-        for part, whole in zip(layout.slices, layout.parameters):
+        self.rows = Rows(accumulated.parameters, accumulated.dtypes, size, ranks)
+        self.backwards = self.rows.members[::-1]
+        self.gathered_rows = Rows(accumulated.parameters, tuple(p.dtype for p in accumulated.parameters), size, ranks)
+        self.slices = ParameterTuple(accumulated.slices)
+        for part, whole in zip(accumulated.slices, accumulated.parameters):
             part.name = f"slice.{whole.name}"  # two Parameters in one graph must have different names
-        self.cuts = tuple(_cut(whole.size, self.row_number, ranks) for whole in layout.parameters)
+        self.cuts = tuple(_cut(whole.size, self.row_number, ranks) for whole in accumulated.parameters)
         self.sum, self.gather = ops.AllReduce(group=GlobalComm.WORLD_COMM_GROUP), ops.AllGather()
         # Always 0. `over_slices` reads and writes it, and `gather_parameters` reads it, so that all ranks run these
         # collectives in one order.
@@ -180,33 +180,33 @@ class Zero(OneDevice):
         """See `OneDevice`. If ranks inside sum, return some rows of each bucket."""
         if not self.divides_buffers:
             return super().buffers(prefix)
-        rows = [(f"rows{i}", (length * self.across,)) for i, length in enumerate(self.layout.lengths)]
-        return new_buffers(prefix, rows, self.layout.bucket_dtypes)
+        rows = [(f"rows{i}", (length * self.across,)) for i, length in enumerate(self.rows.lengths)]
+        return new_buffers(prefix, rows, self.rows.bucket_dtypes)
 
     def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if not self.divides_buffers:
             return gradients, numbers
-        sums = self.near.sum(as_vector(numbers))
+        sums = self.inner.sum(as_vector(numbers))
         numbers = as_numbers(sums, len(numbers))
-        return self._scattered(self.near, gradients, sums), numbers
+        return self._scattered(self.inner, gradients, sums), numbers
 
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
         """See `OneDevice`. The gradients are this rank's slices, in the unit 1."""
         require_unreduced()
         rows = buffers
         if self.across > 1:
-            sums = self.far.sum(as_vector(numbers))
+            sums = self.outer.sum(as_vector(numbers))
             numbers = as_numbers(sums, len(numbers))
             if self.divides_buffers:
                 rows = ()
                 for row in buffers:
-                    sums = self.far(ops.depend(row, sums))
+                    sums = self.outer(ops.depend(row, sums))
                     rows = (*rows, sums)
             else:
-                rows = self._scattered(self.far, buffers, sums, unit)
-        return self.layout.slices(rows), ops.ones_like(numbers[0]), numbers
+                rows = self._scattered(self.outer, buffers, sums, unit)
+        return self.rows.slices(rows), ops.ones_like(numbers[0]), numbers
 
     def _scattered(self, scatter: Scatter, gradients: Gradients, previous: Tensor, unit: Optional[Scalar] = None
                    ) -> Gradients:
@@ -217,7 +217,7 @@ class Zero(OneDevice):
         rows = ()  # type: Gradients
         for members in self.backwards:
             own = gradients_of_bucket(members, gradients, self.dtypes, previous, unit)
-            row = scatter(ops.depend(self.layout.laid_out(own, members), previous))
+            row = scatter(ops.depend(self.rows.laid_out(own, members), previous))
             # Ascend frees the sent tensor once a kernel has read the sum. Waiting for the sum itself would not free it.
             previous = row[:1]
             rows = (row, *rows)
@@ -244,7 +244,7 @@ class Zero(OneDevice):
     def gather_parameters(self) -> None:
         """See `OneDevice`. Rows are gathered by rank; if nodes divide them, they are in another order."""
         gathered = self.order_token + 0.0
-        for members in self.gather_layout.members:
+        for members in self.gathered_rows.members:
             row = ()  # type: Gradients
             for i in members:
                 row = (*row, self.slices[i] + 0.0)
@@ -252,7 +252,7 @@ class Zero(OneDevice):
             rows = gathered.reshape(self.ranks, -1)
             if self.across > 1 and self.inside > 1:
                 rows = gathered.reshape(self.across, self.inside, -1).swapaxes(0, 1).reshape(self.ranks, -1)
-            wholes = self.gather_layout.wholes(rows, members)
+            wholes = self.gathered_rows.wholes(rows, members)
             for place in range(len(members)):
                 ops.assign(self.weights[members[place]], wholes[place])
 

@@ -26,7 +26,7 @@ from ..distributed.ranks import gather, wait_for_all, world_size
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..steps.step import TrainStep
+    from ..steps.train_step import TrainStep
 
 PROGRESS_SECONDS = 10.0
 # Options that a resumed run may change.

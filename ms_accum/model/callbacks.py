@@ -20,8 +20,9 @@ from ..tensors import require_trainable
 from .cell import TrainOneStepCell
 
 if TYPE_CHECKING:
-    from ..core.accumulator import Accumulator, Status
-    from ..steps.step import TrainStep
+    from ..core.accumulator import Accumulator
+    from ..core.boundary import Status
+    from ..steps.train_step import TrainStep
 
 
 class FlushCallback(Callback):
@@ -204,8 +205,8 @@ class WindowLog(Callback):
     mean over the window's microbatches (of several losses, the sum of these means); `weight`, the sum of their weights
     (of the first loss); `learning_rate`, if it is known, that of this window's update (`optimizer.get_lr()` is that of
     the next update; with groups, `learning_rate_0` and so on; NaN before the first update); `grad_norm`, before
-    clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so far (see `Accumulator`); with a loss scaler
-    `loss_scale`; and with a noise scale `noise_scale`.
+    clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so far (see `Accumulator`; of several losses,
+    `seen` counts the mean weight); with a loss scaler `loss_scale`; and with a noise scale `noise_scale`.
 
     A dropped window has a row, too: `skipped` grows and `update_step` does not. For a window that was open when the
     training began, the loss is the mean over the microbatches that the log has seen. The log reads a few numbers after

@@ -2,32 +2,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, amp, nn, ops
+from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..arguments import Uncopied, instance_of, one_of, spelled
-from ..core.accumulator import REDUCTIONS
-from ..core.keeper import Keeper
+from ..arguments import Uncopied, instance_of, one_of, with_options_of
+from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
 from ..distributed.parallel_modes import require_plain
-from ..steps.batch import positional, positions_of
-from ..steps.graphs import NETWORK, Functions, compiled, explaining_errors, make_gradients_of
-from ..steps.pieces import checked_axis, layout
-from ..steps.program import program_of
+from ..steps.batch import NETWORK, Loss, checked_axis, layout, layout_in_graph, positional, positions_of
+from ..steps.errors import explain
+from ..steps.pieces import Pieces
 from ..steps.train_mode import TrainMode
 from ..steps.train_step import averaging, fix_unit_of_sums, require_functions
 
 if TYPE_CHECKING:
-    from ..core.accumulator import Accumulator, Status
+    from typing_extensions import Unpack
+
+    from ..core.boundary import Status
     from ..core.length import AccumulateStep
-    from ..core.stages import Stage
-    from ..distributed.data_parallel import DataParallel
 
 
+@with_options_of(Accumulator, Options)
 class TrainOneStepCell(Uncopied, nn.Cell):
     """Train with gradient accumulation in a Cell that replaces `mindspore.nn.TrainOneStepCell`, e.g. in a `Model`.
 
@@ -54,15 +52,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         batch_axis: The axis that counts the samples; see `make_train_step`.
         weight_fn: `(*batch) -> weight`: the denominator of the network's mean; see `make_train_step`.
         loss_reduction: "sum" if the network returns a sum; see `make_train_step`.
-        clip_norm: See `Accumulator`. This and the following arguments require an optimizer.
-        loss_scaler: See `Accumulator`.
-        on_nonfinite: See `Accumulator`.
-        max_skips: See `Accumulator`.
-        reducer: See `Accumulator`.
-        after_update: See `Accumulator`.
-        noise_scale: See `Accumulator`.
-        stages: See `Accumulator`.
-        buffer_dtype: See `Accumulator`.
+        **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `loss_scaler`, `on_nonfinite`,
+            `max_skips`, `reducer`, `after_update`, `noise_scale`, `stages` and `buffer_dtype`.
 
     Inputs:
         The microbatch: Tensors, as for `make_train_step`.
@@ -98,7 +89,6 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         3.0 [[1.5 1.5]]
     """
 
-    @spelled
     def __init__(
         self,
         network: nn.Cell,
@@ -108,15 +98,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         batch_axis: int = 0,
         weight_fn: Optional[Callable] = None,
         loss_reduction: str = "mean",
-        clip_norm: Optional[float] = None,
-        loss_scaler: Optional[amp.LossScaler] = None,
-        on_nonfinite: str = "apply",
-        max_skips: Optional[int] = None,
-        reducer: Optional[DataParallel] = None,
-        after_update: Optional[Callable] = None,
-        noise_scale: Optional[Stage] = None,
-        stages: tuple[Stage, ...] = (),
-        buffer_dtype: Optional[ms.Type] = None,
+        **options: Unpack[Options],
     ) -> None:
         # Without a prefix, the network's parameters keep their names.
         super().__init__(auto_prefix=False)
@@ -124,25 +106,19 @@ class TrainOneStepCell(Uncopied, nn.Cell):
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
         require_functions(network=network, weight_fn=weight_fn)
         require_plain([network], "give it around the cell: AutoParallel(TrainOneStepCell(network, ...))")
-        accumulator = averaging(
-            optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
-            max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,
-            stages=stages, buffer_dtype=buffer_dtype)
+        accumulator = averaging(optimizer, accumulate_step, **options)
         require_same_parameters(network, accumulator.optimizer)
         _name_for_a_cell(accumulator)
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self.batch_axis = checked_axis(batch_axis)
-        self._way = accumulator.way
-        fix_unit_of_sums(accumulator.way, one_of("loss_reduction", loss_reduction, REDUCTIONS))
-        functions = Functions(network, positional("weight_fn", weight_fn), reduction=loss_reduction, name=NETWORK)
+        self.window, self._boundary, self.scaler = accumulator.window, accumulator.boundary, accumulator.loss_scaler
+        fix_unit_of_sums(self.window, one_of("loss_reduction", loss_reduction, REDUCTIONS))
+        self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK)
         self._takes = (type(network).__name__, *positions_of(network))
-        self._gradients_of = make_gradients_of(functions, self._way, begin=False)
-        self._nothing = program_of(functions, accumulator, 0, (), 1)
+        self._nothing = Pieces(accumulator.boundary, self._loss, 0, (), 1)
         self._mode: Optional[TrainMode] = None
         self._train_flags: Optional[tuple[bool, ...]] = None
-        # In graph mode, everything is compiled, the end of a window as well.
-        self._keepers = {ms.GRAPH_MODE: Keeper(accumulator, compiled), ms.PYNATIVE_MODE: Keeper(accumulator)}
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
@@ -152,21 +128,27 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         require_arguments(*self._takes, len(batch))
         samples = self._settle_unit(batch)
         self._settle_mode()
-        with self._forgetting_graphs():
+        try:
             if samples == 0:
                 return self._count_nothing(batch)
-            with self._keeper().microbatch() as turn:
-                turn.closes = True
-                return super().__call__(*batch)
+            self._boundary.begin(eager=self._is_eager())
+            result = super().__call__(*batch)
+            self._boundary.end_on_device()
+            return result
+        except Exception as error:
+            self._explain(error)
+            raise
 
     def _count_nothing(self, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Count an empty batch (a filter may leave one). The host closes the window after it."""
-        accumulator, keeper, scaler = self.accumulator, self._keeper(), self.accumulator.loss_scaler
+        accumulator, scaler = self.accumulator, self.accumulator.loss_scaler
         scale = None if scaler is None else scaler.scale_value + 0.0
         skipped = 0 if scale is None else int(accumulator.skipped)
-        keeper.forget()
-        with keeper.microbatch():
-            loss = self._nothing(*batch)
+        self._boundary.forget()
+        missing = self._boundary.begin(eager=self._is_eager())
+        loss = self._nothing(*batch)
+        self._boundary.end(missing)
+        self._boundary.forget()
         return loss if scale is None else (loss, Tensor(int(accumulator.skipped) > skipped), scale)
 
     def compile(self, *batch: Any, **named: Any) -> Any:
@@ -191,29 +173,29 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         """Return the number of samples. That of the first batch becomes the unit of weights, which graphs hold."""
         samples = layout(batch, self.batch_axis)[0]
         if samples > 0:
-            self._way.buffers.fix_unit(float(samples))
+            self.window.fix_unit(float(samples))
         return samples
 
     def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class."""
         require_arguments(*self._takes, len(batch))  # another Cell's graph does not run `__call__`
-        accumulator, way, scaler = self.accumulator, self._way, self.accumulator.loss_scaler
-        if scaler is None:
+        window = self.window
+        if self.scaler is None:
             loss = self._add(batch)
-            return ops.depend(loss, accumulator.close_if(way.is_full()))
+            return ops.depend(loss, window.close_if(window.is_full()))
         # `+ 0` copies: the Parameters change before these are read.
-        scale = scaler.scale_value + 0.0
-        skipped = accumulator.skipped + 0
+        scale = self.scaler.scale_value + 0.0
+        skipped = window.skipped + 0
         loss = ops.depend(self._add(batch), (scale, skipped))
-        loss = ops.depend(loss, accumulator.close_if(way.is_full()))
-        return loss, accumulator.skipped > skipped, scale
+        loss = ops.depend(loss, window.close_if(window.is_full()))
+        return loss, window.skipped > skipped, scale
 
     def _add(self, batch: tuple) -> Tensor:
         """Add a microbatch. Return its loss."""
-        samples, _ = layout(batch, self.batch_axis)
-        loss, _, gradients, weight, factor = self._gradients_of(samples, *batch)
-        self._way.add_unmarked(gradients, weight, factor)
-        return loss
+        found = self._loss.gradients_of(layout_in_graph(batch, self.batch_axis)[0], batch, False)
+        # No mark in the backward pass: in semi-auto parallel mode, MindSpore's compiler crashes on it.
+        self.window.add(found["gradients"], found["weight"], found["factor"], ends=1, begun=False)
+        return found["loss"]
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
         """Raise ValueError: a `Model` with `optimizer=` would differentiate the cell and update again each time."""
@@ -234,14 +216,22 @@ class TrainOneStepCell(Uncopied, nn.Cell):
 
     def flush(self) -> bool:
         """Apply the incomplete window if one is open. Return whether a window was closed (applied or dropped)."""
-        with self._forgetting_graphs():
-            return self._keeper().flush()[0]
+        try:
+            return self._boundary.flush(eager=self._is_eager())[0]
+        except Exception as error:
+            self._explain(error)
+            raise
 
-    def _forgetting_graphs(self) -> AbstractContextManager:
-        return explaining_errors(self.optimizer, self.compile_cache.clear)
+    def _is_eager(self) -> bool:
+        return ms.get_context("mode") == ms.PYNATIVE_MODE
 
-    def _keeper(self) -> Keeper:
-        return self._keepers[ms.get_context("mode")]
+    def _explain(self, error: Exception) -> None:
+        """Forget all graphs, and raise an error that names the cause, if it is known; see `explain`."""
+        explain(error, self.optimizer, self._forget_graphs)
+
+    def _forget_graphs(self) -> None:
+        self.compile_cache.clear()
+        self._boundary.forget_graphs()
 
 
 @constexpr

@@ -1,14 +1,16 @@
-"""Convert batches (Tensor, tuple, dict, keyword arguments), and call functions with them."""
+"""A batch: convert it (Tensor, tuple, dict, keyword arguments), find its samples, and differentiate its loss."""
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, Optional, overload
+from numbers import Number
+from typing import TYPE_CHECKING, Any, Optional, Union, overload
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.dataset.engine.datasets import (
     BatchDataset,
@@ -18,8 +20,14 @@ from mindspore.dataset.engine.datasets import (
     SourceDataset,
 )
 from mindspore.dataset.engine.iterators import Iterator
+from mindspore.ops import constexpr
 
-from ..arguments import LARGEST_INT32
+from ..arguments import LARGEST_INT32, whole_number
+from ..tensors import FLOATS, after, as_weight
+
+if TYPE_CHECKING:
+    from ..core.window import Window
+    from ..tensors import Scalar
 
 _BATCHED = BatchDataset, BucketBatchByLengthDataset, PaddedBatchDataset
 _UNBATCHED = ("the dataset yields samples of {} one by one, expected batches: a sample would be taken for a "
@@ -180,3 +188,259 @@ def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]
         raise TypeError(f"{name}{signature} does not take the batch ({given}): {error}; give it parameters for "
                         "the batch, or select columns first") from None
     return taken
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+_NESTED = ("a tuple, list or dict, expected Tensors and plain values; give each Tensor as an argument of its own (a "
+           "dict as **batch)")
+Cut = tuple[Optional[int], ...]  # the axis along which each argument is cut; None: it is passed whole to every piece
+
+
+def layout(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
+    """Return the number of samples in a batch, and for each argument the axis that counts them, or None."""
+    return _layout(tuple([_kind(argument) for argument in batch]), batch_axis)
+
+
+def layout_in_graph(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
+    """Return what `layout` returns, as constants of a graph."""
+    return _constant_layout(tuple([_kind(argument) for argument in batch]), batch_axis)
+
+
+def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
+    """Compute `layout`. `kinds` holds for each argument its shape, an error message, or None for a plain value."""
+    wrong = next((kind for kind in kinds if isinstance(kind, str)), None)
+    if wrong is not None:
+        # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
+        raise TypeError(f"the batch holds {wrong}")
+    dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
+    if dynamic is not None:
+        raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected a shape that is "
+                         "known when the graph is compiled; leave set_inputs out, or give it the full shapes")
+    axes = [axis_of(len(kind), batch_axis) if kind else None for kind in kinds]
+    lengths = [None if axis is None else kind[axis] for kind, axis in zip(kinds, axes)]
+    samples = next((length for length in lengths if length is not None), None)
+    if samples is None:
+        given = ["no Tensor" if kind is None else f"a Tensor of shape {tuple(kind)}" for kind in kinds]
+        raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor with axes; axis "
+                         f"{batch_axis} of the first one is the batch")
+    return samples, tuple([axis if length == samples else None for axis, length in zip(axes, lengths)])
+
+
+_constant_layout = constexpr(_layout)
+
+
+def _kind(argument: Any) -> Union[tuple, str, None]:
+    if isinstance(argument, Tensor):
+        return argument.shape
+    return _NESTED if isinstance(argument, (tuple, list, dict)) else None
+
+
+def checked_pieces(pieces: object) -> int:
+    """Return `pieces` as an int >= 1. Raise TypeError or ValueError if it is invalid."""
+    return whole_number("pieces", pieces, "it is the number of pieces that a batch is cut into")
+
+
+def checked_axis(batch_axis: object) -> int:
+    """Return `batch_axis` as an int >= 0. Raise TypeError or ValueError if it is invalid."""
+    return whole_number("batch_axis", batch_axis, "it is the axis that counts the samples", minimum=0)
+
+
+def axis_of(axes: int, batch_axis: int) -> int:
+    """Return the axis that counts the samples: `batch_axis`, or 0 if there are too few axes."""
+    return batch_axis if batch_axis < axes else 0
+
+
+def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
+    """Return the first sample and the number of samples of each piece of a batch.
+
+    There may be fewer than `pieces` pieces, and the last one may be shorter.
+    """
+    rows = max(-(-samples // pieces), 1)
+    return [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
+
+
+def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
+    """Return the arguments of one piece: samples `rows` (int Tensor) of those that are cut, the others whole."""
+    inputs = ()  # type: tuple
+    for argument, axis in zip(batch, cut):
+        inputs = (*inputs, argument if axis is None else ops.gather(argument, rows, axis))
+    return inputs
+
+
+# --- what is differentiated -------------------------------------------------------------------------------------------
+
+_PAIR = "(loss, aux) because of has_aux=True; aux may be a tuple"
+_OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
+               "return model(..., return_dict=False)[0]")
+_A_TENSOR = "; return the loss itself, without float(), .item() or .asnumpy()"
+NETWORK = "the network"  # the name of a cell's function in messages
+_WITH_LOSS = "; if it computes no loss, give TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)"
+_MISSING_LOSS = {NETWORK: _WITH_LOSS, "forward_fn": "; if it computes no loss, give nn.WithLossCell(network, loss_fn)"}
+
+
+@ms.jit_class
+class Loss:
+    """Differentiate a function of a piece. Functions take arguments by position; see `batch.positional`.
+
+    If the loss is a mean, its gradients are multiplied by the weight after the backward pass, which may be non-linear.
+    If it is a sum, they are added as they are; but if a stage looks at gradients, the sum is divided by its weight
+    before the backward pass, because stages expect the gradients of a mean.
+
+    Args:
+        window: The window that collects the gradients.
+        forward_fn, weight_fn, has_aux, reduction, batch_axis: As in `make_train_step`.
+        name: Of `forward_fn` in errors.
+    """
+
+    def __init__(self, window: Window, forward_fn: Callable, weight_fn: Optional[Callable] = None,
+                 has_aux: bool = False, reduction: str = "mean", batch_axis: int = 0, name: str = "forward_fn") -> None:
+        self.window, self.forward_fn, self.weight_fn = window, forward_fn, weight_fn
+        self.has_aux, self.batch_axis, self.name = has_aux, batch_axis, name
+        self.is_sum = reduction == "sum"
+        self.is_divided = self.is_sum and window.looks_at_gradients
+        self.is_added = self.is_sum and not self.is_divided  # without a factor
+        self.begun_grad_fn = ms.value_and_grad(self.begun, None, window.weights, has_aux=True)
+        self.grad_fn = ms.value_and_grad(self.scaled, None, window.weights, has_aux=True)
+
+    def gradients_of(self, rows: int, piece: tuple, begins: bool) -> dict[str, Any]:
+        """Return the gradients of a piece of `rows` samples, with their "weight" and "factor" (see `Window.add`).
+
+        Also return "loss", the mean loss to report (float32 `()`), and "aux". `begins`: whether to mark that the piece
+        begins, once its loss is computed.
+        """
+        weight = weight_of(self.weight_fn, rows, piece)
+        if isinstance(weight, Tensor):
+            # The weight comes first: otherwise all gradients would wait for it, and be in memory together (Ascend,
+            # bfloat16: 10.3 bytes per parameter instead of 6.7).
+            piece = tuple([after(weight, value) if isinstance(value, Tensor) else value for value in piece])
+        grad_fn = self.begun_grad_fn if begins else self.grad_fn
+        (scaled_loss, loss, aux), gradients = grad_fn(weight, *piece)
+        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+        loss = ops.depend(loss, scaled_loss).astype(ms.float32)
+        loss = loss / divisor(weight) if self.is_sum else loss
+        return {"loss": mean_loss(loss, weight, self.is_added), "aux": aux, "gradients": gradients, "weight": weight,
+                "factor": 1.0 if self.is_added else None}
+
+    def scaled(self, weight: Scalar, *piece: Any) -> tuple:
+        """Return the value to differentiate, the loss and aux."""
+        returned, aux = parted(self.forward_fn(*piece), self.has_aux)
+        loss = checked_loss(returned, self.name)
+        total = loss.astype(ms.float32) / divisor(weight) if self.is_divided else loss
+        return self.window.scaled(total), loss, aux
+
+    def begun(self, weight: Scalar, *piece: Any) -> tuple:
+        """Return what `scaled` returns, after a mark: no gradient of the value is added before it.
+
+        The mark depends on the loss, not on the gradients: with a dependency between a gradient and its buffer, Ascend
+        could not add a matrix product in place.
+        """
+        returned = self.scaled(weight, *piece)
+        return ops.depend(returned[0], self.window.begin(returned[0])), returned[1], returned[2]
+
+
+def weight_of(weight_fn: Optional[Callable], rows: int, piece: tuple) -> Scalar:
+    """Return the weight of a piece: the result of `weight_fn`, or its number of samples."""
+    if weight_fn is None:
+        return float(rows)
+    weight = weight_fn(*piece)
+    require_one_weight(len(weight) if isinstance(weight, (tuple, list)) else None)
+    return as_weight(weight)
+
+
+def mean_loss(loss: Tensor, weight: Scalar, is_added: bool) -> Tensor:
+    """Return the mean loss to report: 0 for a weight of 0, and NaN for a weight that is NaN or infinite.
+
+    `is_added`: its gradient was added without the weight; then a loss that is not 0 is reported also for a weight of 0.
+    """
+    if is_added:
+        return loss + weight * 0.0
+    if isinstance(weight, Tensor):
+        return ops.where(weight == 0, Tensor(0.0, ms.float32), loss) + weight * 0.0
+    return loss if weight else ops.depend(Tensor(0.0, ms.float32), loss)
+
+
+def divisor(weight: Scalar) -> Scalar:
+    """Return the divisor of a sum with this weight: 1 for a weight of 0, so that 0/0 is 0."""
+    if not isinstance(weight, Tensor):
+        return weight or 1.0
+    return ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+
+
+def parted(result: Any, has_aux: bool) -> tuple:
+    """Return the result of `forward_fn` as `(loss, aux)`; aux is () without `has_aux`."""
+    if not has_aux:
+        return result, ()
+    # In separate branches: graph mode would unpack a result that is not a tuple before it tests the condition.
+    if isinstance(result, tuple):
+        require_aux(len(result))
+        return result[0], result[1]
+    raise_wrong_result(result, result is None, "forward_fn", _PAIR)
+    return result, ()
+
+
+def checked_loss(loss: Any, name: str = "forward_fn") -> Tensor:
+    """Return the loss. Raise TypeError or ValueError unless it is a float scalar."""
+    if isinstance(loss, Tensor):
+        require_loss(loss.shape, loss.dtype, name)
+    else:
+        raise_wrong_result(loss, loss is None, name, "the loss alone")
+    return loss
+
+
+@constexpr
+def require_loss(shape: tuple, dtype: ms.Type, name: str) -> bool:
+    """Raise an error unless the loss is a float scalar: value_and_grad would differentiate a sum or a cast of it."""
+    require_readable(shape, name, "the loss alone")
+    if tuple(shape) != ():
+        raise ValueError(f"{name} returned a loss of shape {tuple(shape)}, expected shape (); return the mean over the "
+                         f"samples{_MISSING_LOSS.get(name, '')}")
+    if dtype not in FLOATS:
+        raise TypeError(f"{name} returned a loss of {dtype}, expected a float dtype; do not cast the network's loss")
+    return True
+
+
+@constexpr
+def require_aux(length: int) -> bool:
+    """Raise TypeError unless there are two values: graph mode would drop a third value without an error."""
+    require_readable(length, "forward_fn", _PAIR)
+    if length != 2:
+        raise TypeError(f"forward_fn returned {length} values, expected {_PAIR}")
+    return True
+
+
+def require_readable(fact: Any, name: str, expected: str) -> None:
+    """Raise TypeError for a Python object that a graph cannot read: MindSpore gives its shape or length as a Tensor."""
+    if isinstance(fact, Tensor):
+        raise TypeError(f"{name} returned a Python object that a graph cannot read, expected {expected}{_A_TENSOR}; "
+                        f"for a ModelOutput or a dataclass{_OF_A_MODEL.replace(';', ',', 1)}")
+
+
+@constexpr
+def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -> None:
+    """Raise TypeError for a result that is not a Tensor or not a tuple, and say what it is.
+
+    `is_none`: whether it is None; a number that is computed in a graph is None here, too.
+    """
+    kind, remedy = type(returned).__name__, ""
+    got = "None" if is_none else "a number" if returned is None else f"a value of type {kind}"
+    if isinstance(returned, tuple):
+        got, remedy = f"{len(returned)} values", _WITH_LOSS
+        if name != NETWORK:
+            remedy = "; give has_aux=True if it returns (loss, aux), losses=2 if it returns two losses"
+    elif type(returned) is dict:
+        remedy = '; return its entry for the loss, e.g. outputs["loss"]'
+    elif isinstance(returned, Mapping) or is_dataclass(returned):
+        remedy = _OF_A_MODEL
+    elif not is_none and (returned is None or isinstance(returned, (Number, np.ndarray))):
+        remedy = _A_TENSOR
+    raise TypeError(f"{name} returned {got}, expected {expected}{remedy if name in ('forward_fn', NETWORK) else ''}")
+
+
+@constexpr
+def require_one_weight(length: Optional[int]) -> bool:
+    """Raise ValueError for a tuple of weights."""
+    if length is not None:
+        raise ValueError(f"weight_fn returned a tuple of {length}, expected one number or Tensor; give losses={length} "
+                         f"to make_train_step if forward_fn returns {length} losses, each with a weight of its own")
+    return True

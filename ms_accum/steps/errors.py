@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from os import environ
 
-from ..core.counters import NoProgress
+from ..core.boundary import NoProgress
 from ..core.optimizers import require_rates
 from ..distributed.ranks import raise_if_left_alone
 

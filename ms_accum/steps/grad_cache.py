@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
@@ -15,20 +14,17 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from ..arguments import require_callable, spelled
-from ..core.keeper import end_of
-from ..tensors import FLOATS
-from .batch import positional
-from .graphs import checked_loss, compiled, straight
-from .pieces import checked_pieces, select_rows, starts_of
-from .program import Program
-from .step import TrainStep
-from .train_step import averaging
+from ..core.boundary import straight
+from ..tensors import FLOATS, after
+from .batch import Loss, checked_loss, checked_pieces, positional, select_rows
+from .pieces import Pieces
+from .train_step import TrainStep, averaging
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
+    from ..core.boundary import Boundary
     from ..core.length import AccumulateStep
-    from ..core.way import Way
-    from .pieces import Cut
+    from .batch import Cut
 
 
 @spelled
@@ -94,112 +90,122 @@ def make_grad_cache_step(
     require_callable("encode_fn", encode_fn)
     require_callable("loss_fn", loss_fn)
     accumulator, pieces = averaging(optimizer, accumulate_step), checked_pieces(pieces)
-    way = accumulator.way
-    if way.exchange.inside > 1 or way.looks_at_gradients:
+    window = accumulator.window
+    if window.exchange.inside > 1 or window.looks_at_gradients:
         raise ValueError('the accumulator looks at single pieces (noise_scale, "skip_microbatch", or sync="microbatch" '
                          'or "node"), but here the gradient of a piece is not an estimate of that of the batch; give '
                          '"skip_window" or sync="window"')
 
-    def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Program:
-        encode = _encoder(positional("encode_fn", encode_fn, len(cut), names))
-        program = Program(accumulator, starts_of(samples, pieces), partial(_backward_fn, encode, way, samples, cut))
-        if samples:
-            program.whole = _cached(program, encode, positional("loss_fn", loss_fn), accumulator, samples, cut)
-        return program
+    def graphs_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Pieces:
+        encode = Loss(window, positional("encode_fn", encode_fn, len(cut), names))
+        return CachedPieces(accumulator.boundary, encode, positional("loss_fn", loss_fn), samples, cut, pieces)
 
-    return TrainStep(encode_fn, accumulator, pieces, program_for)
+    return TrainStep(encode_fn, accumulator, pieces, graphs_for)
 
 
-def _cached(program: Program, encode: Callable, loss_fn: Callable, accumulator: Accumulator, samples: int,
-            cut: Cut) -> Callable:
-    """Return `(*batch) -> loss`, which encodes pieces twice: for the loss of the batch, and backward from its gradient.
+class CachedPieces(Pieces):
+    """Encode the pieces of a batch twice: for the loss of the batch, and backward from its gradient.
 
-    Raise ValueError if `encode_fn` returned other representations in the second pass. The batch is then ignored.
+    Args:
+        encode: Its `forward_fn` is `encode_fn`.
+        loss_fn: The loss of the batch, given its representations.
     """
-    starts = [(Tensor(start, ms.int32), rows) for start, rows in program.starts]
-    encoders = {rows: straight(_encode_fn(encode, cut, rows), accumulator.way) for _, rows in starts}
-    first = straight(_first_fn(encode, loss_fn, accumulator.way, samples, cut, starts[0][1]), accumulator.way)
-    end = compiled(end_of(accumulator))
 
-    def cached(*batch: Any) -> Tensor:
-        representations = tuple([encoders[rows](start, *batch) for start, rows in starts])
-        loss, same, cotangents = first(representations[0], ops.concat(representations), *batch)
+    def __init__(self, boundary: Boundary, encode: Loss, loss_fn: Callable, samples: int, cut: Cut,
+                 pieces: int) -> None:
+        super().__init__(boundary, encode, samples, cut, pieces)
+        self._whole = self.alone = None
+        if samples:
+            self._starts = [(Tensor(start, ms.int32), rows) for start, rows in self.starts]
+            cached = {rows: CachedPiece(encode, loss_fn, samples, cut, rows) for _, rows in self.starts}
+            self._encoders = {rows: straight(piece.encode, self.window) for rows, piece in cached.items()}
+            self._first = straight(cached[self._starts[0][1]].first, self.window)
+            self._backward = {rows: piece.backward for rows, piece in cached.items()}
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Add a microbatch, and return its loss.
+
+        Raise ValueError if `encode_fn` returned other representations in the second pass. The batch is then ignored.
+        """
+        if not self.starts:
+            return super().__call__(*batch)
+        representations = tuple([self._encoders[rows](start, *batch) for start, rows in self._starts])
+        loss, same, cotangents = self._first(representations[0], ops.concat(representations), *batch)
         if not same:
-            end(Tensor(1, ms.int32))
+            self.boundary.end_pieces(1)
             raise ValueError("encode_fn returned two different representations of the same samples, so the gradient "
                              "would be wrong; the batch was ignored. If it draws random numbers, switch Dropout off "
                              "(p=0, or network.set_train(False))")
-        for start, rows in starts[1:]:
-            program.piece(rows)(start, cotangents, *batch)
-        end(Tensor(len(starts), ms.int32))
+        for start, rows in self._starts[1:]:
+            self.graph(rows)(start, cotangents, *batch)
+        self.boundary.end_pieces(len(self._starts))
         return loss
 
-    return cached
+    def piece(self, rows: int, *key: Any) -> Callable:
+        """See `Pieces`."""
+        return self._backward[rows]
 
 
-def _encode_fn(encode: Callable, cut: Cut, rows: int) -> Callable:
-    """Return `(start, *batch) -> representations of a piece, side by side`."""
-    def encode_piece(start: Tensor, *batch: Any) -> Tensor:
-        representations = encode(*select_rows(start + ops.arange(rows), cut, batch))
+@ms.jit_class
+class CachedPiece:
+    """Encode a piece of `rows` samples, and add the gradient of it."""
+
+    def __init__(self, encode: Loss, loss_fn: Callable, samples: int, cut: Cut, rows: int) -> None:
+        self.encode_fn, self.loss_fn, self.window = encode.forward_fn, loss_fn, encode.window
+        self.samples, self.cut, self.rows = samples, cut, rows
+        self.first_grad_fn = ms.value_and_grad(self.loss_of_batch, 0, self.window.weights, has_aux=True)
+        self.grad_fn = ms.value_and_grad(self.product, None, self.window.weights)
+
+    def representations(self, piece: tuple) -> tuple[Tensor, ...]:
+        """Return the representations, always as a tuple."""
+        returned = self.encode_fn(*piece)
+        return returned if isinstance(returned, tuple) else (returned,)
+
+    def encode(self, start: Tensor, *batch: Any) -> Tensor:
+        """Return the representations of the piece that begins with sample `start`, side by side."""
+        representations = self.representations(select_rows(start + ops.arange(self.rows), self.cut, batch))
         shapes = tuple([r.shape if isinstance(r, Tensor) else None for r in representations])
         dtypes = tuple([r.dtype if isinstance(r, Tensor) else None for r in representations])
-        require_representations(rows, shapes, dtypes)
+        require_representations(self.rows, shapes, dtypes)
         return _side_by_side(representations)
 
-    return encode_piece
+    def first(self, once: Tensor, cached: Tensor, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the first piece. Return the loss, whether both passes agreed, and its gradient at the representations.
 
-
-def _first_fn(encode: Callable, loss_fn: Callable, way: Way, samples: int, cut: Cut,
-              rows: int) -> Callable:
-    """Return `(first, cached, *batch) -> (loss, whether both passes agreed, its gradient at the representations)`.
-
-    The first piece is encoded again, the representations of the others are cached. One backward pass gives the
-    gradients of the first piece, of `loss_fn`'s own parameters, and at the representations. Gradients of pieces must
-    add up to that of the batch, but each is weighted by its samples. So the loss is multiplied by samples / rows.
-    """
-    def differentiated(cached: Tensor, *piece: Any) -> tuple:
-        representations = encode(*piece)
-        fresh = _side_by_side(representations)
-        whole = ops.concat((fresh, cached[rows:])) if rows < samples else fresh
-        loss = checked_loss(loss_fn(*_apart(whole, representations)), "loss_fn")
-        return way.begin(loss) * (samples / rows), loss, fresh
-
-    grad_fn = ms.value_and_grad(differentiated, 0, way.weights, has_aux=True)
-
-    def first(once: Tensor, cached: Tensor, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        piece = select_rows(ops.arange(rows), cut, batch)
-        (total, loss, again), (cotangents, gradients) = grad_fn(cached, *piece)
+        The first piece is encoded again, the representations of the others are cached. One backward pass gives the
+        gradients of the first piece, of `loss_fn`'s own parameters, and at the representations. Gradients of pieces
+        must add up to that of the batch, but each is weighted by its samples. So the loss is multiplied by samples /
+        rows.
+        """
+        piece = select_rows(ops.arange(self.rows), self.cut, batch)
+        (total, loss, again), (cotangents, gradients) = self.first_grad_fn(cached, *piece)
         same = _same(once, again)
-        weight = ops.where(same, Tensor(rows, ms.float32), Tensor(0.0, ms.float32))
-        taken = way.add_piece(gradients, weight, None, same.astype(ms.int32))
-        return ops.depend(loss, (total, taken)).astype(ms.float32), same, cotangents * (rows / samples)
+        weight = ops.where(same, Tensor(self.rows, ms.float32), Tensor(0.0, ms.float32))
+        taken = self.window.add(gradients, weight, None, same.astype(ms.int32))
+        loss = ops.depend(loss, (total, taken)).astype(ms.float32)
+        return loss, same, cotangents * (self.rows / self.samples)
 
-    return first
+    def loss_of_batch(self, cached: Tensor, *piece: Any) -> tuple:
+        """Return the value to differentiate, the loss, and the representations of the first piece."""
+        representations = self.representations(piece)
+        fresh = _side_by_side(representations)
+        whole = ops.concat((fresh, cached[self.rows:])) if self.rows < self.samples else fresh
+        loss = checked_loss(self.loss_fn(*_apart(whole, representations)), "loss_fn")
+        scaled = self.window.scaled(loss)
+        return after(self.window.begin(scaled), scaled) * (self.samples / self.rows), loss, fresh
 
+    def backward(self, start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
+        """Add the gradient of the piece that begins with sample `start`."""
+        indices = start + ops.arange(self.rows)
+        product, gradients = self.grad_fn(ops.gather(cotangents, indices, 0),
+                                          *select_rows(indices, self.cut, batch))
+        return ops.depend(product, self.window.add(gradients, float(self.rows)))
 
-def _backward_fn(encode: Callable, way: Way, samples: int, cut: Cut, rows: int) -> Callable:
-    """Return `(start, cotangents, *batch)`, which adds the gradient of one piece."""
-    def differentiated(cotangents: Tensor, *piece: Any) -> Tensor:
-        # Not `way.begin`: the loss that these come from was scaled.
-        return way.journal.begin((cotangents * _side_by_side(encode(*piece))).sum(-1).sum() * (samples / rows))
-
-    grad_fn = ms.value_and_grad(differentiated, None, way.weights)
-
-    def backward(start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
-        indices = start + ops.arange(rows)
-        product, gradients = grad_fn(ops.gather(cotangents, indices, 0), *select_rows(indices, cut, batch))
-        return ops.depend(product, way.add_piece(gradients, float(rows)))
-
-    return backward
-
-
-def _encoder(encode_fn: Callable) -> Callable:
-    """Return `encode_fn` as a function that always returns a tuple of representations."""
-    def encode(*piece: Any) -> tuple[Tensor, ...]:
-        representations = encode_fn(*piece)
-        return representations if isinstance(representations, tuple) else (representations,)
-
-    return encode
+    def product(self, cotangents: Tensor, *piece: Any) -> Tensor:
+        """Return the value to differentiate. It is not scaled again: the loss that the cotangents come from was."""
+        representations = self.representations(piece)
+        total = (cotangents * _side_by_side(representations)).sum(-1).sum() * (self.samples / self.rows)
+        return after(self.window.begin(total), total)
 
 
 def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:

@@ -1,15 +1,15 @@
 """Several losses, each with a denominator of its own. The totals of a window are computed before it is trained.
 
-    batches of a window ─ weigh each piece ─► totals of all ranks: W_t for each loss t, P pieces
+    batches of a window ─ weigh each piece ─► totals of all ranks: W_t for each loss t, with the mean W
                                                    │
-    each piece: value_and_grad of  sum over t of  (w_t / W_t) * P * loss_t,  added with weight 1 (of sums: P / W_t)
+    each piece: value_and_grad of  sum over t of  (w_t * W / W_t) * loss_t  (of sums: W / W_t * loss_t), in units of the
+                first piece's weight; the weight of the piece is the mean of its w_t
                                                    │
-    the accumulator's mean over P pieces is the gradient of  sum over t of  (sum of w_t * loss_t) / W_t
+    the accumulator divides by the sum W of these:  sum over t of  (sum of w_t * loss_t) / W_t
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
@@ -17,40 +17,47 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from ..core.counters import require_whole
-from ..core.stages import overrides
-from ..tensors import as_vector, as_weight
-from .batch import copied
-from .graphs import checked_loss, compiled, divisor, parted, raise_wrong_result, require_python, require_readable
-from .pieces import checked_aux, counted, select_rows, starts_of
-from .program import Program
-from .step import TrainStep, next_or_error
+from ..core.boundary import compiled
+from ..tensors import after, as_numbers, as_vector, as_weight
+from .batch import (
+    Loss,
+    checked_loss,
+    copied,
+    divisor,
+    parted,
+    raise_wrong_result,
+    require_readable,
+    select_rows,
+)
+from .pieces import Pieces, checked_aux, counted
+from .train_step import TrainStep, next_or_error, require_python
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
-    from ..tensors import Numbers
-    from .graphs import Functions
-    from .pieces import Cut
+    from ..core.boundary import Boundary
+    from ..core.window import Window
+    from .batch import Cut
 
 _SINGLE = ("a train step with losses={} needs all batches of a window before it trains, and cannot train single calls "
            "with accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "
            "accumulate_step=1 and cut the batch into pieces")
 _OPEN = ("the open window was not trained to its end, but the weights of all its batches were already summed; call "
          "accumulator.reset(), which drops it. Next time, leave the loop when train_step.updated is true")
+_CHANGED = ("the open window was closed or dropped inside the loop, but its weights were already summed for all of its "
+            "batches; leave the loop and call accumulator.reset(). Call flush(), apply() and reset() only outside of "
+            "the loop")
 
 
 class KnownWindow(NamedTuple):
     """Hold a window that is known before it is trained.
 
     Attributes:
-        batches: Key of the graphs and arguments of each microbatch.
+        batches: Layout and arguments of each microbatch.
         weights: For each microbatch, the weights of its pieces: float64 `(pieces, losses)`.
-        updates: Number of updates before it.
     """
 
     batches: list[tuple]
     weights: list[np.ndarray]
-    updates: int
 
 
 class SeveralLossesStep(TrainStep):
@@ -60,28 +67,14 @@ class SeveralLossesStep(TrainStep):
         loss_weights: Of the last microbatch: the weight of each loss, a tuple of floats.
     """
 
-    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, functions_for: Callable,
+    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, graphs_for: Callable[..., Pieces],
                  losses: int, batch_axis: int, counts: str) -> None:
-        way = accumulator.way
-        if way.exchange.inside > 1:
+        if accumulator.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so the weights '
                              'of a window cannot be summed before it is trained; give sync="window"')
-        if any(overrides(stage, "weigh") for stage in way.stages):
-            raise ValueError(f'got losses={losses} with on_nonfinite="skip_microbatch", which changes the weight of a '
-                             'window while it is trained; give "skip_window"')
-
-        if way.buffers.is_compiled and not way.counters.apart:
-            raise ValueError(f"got losses={losses} with an Accumulator that another train step has already used with "
-                             "one loss; give each step its own Accumulator, or build this step before the other one "
-                             "runs")
-
-        def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> WeighedProgram:
-            return WeighedProgram(functions_for(len(cut), names), accumulator, losses, samples, cut, pieces)
-
-        way.counters.count_apart()  # `seen` counts the weights of the first loss
-        way.buffers.fix_unit(1.0)
-        super().__init__(function, accumulator, pieces, program_for, batch_axis, counts)
-        self._way, self._losses = way, losses
+        super().__init__(function, accumulator, pieces, graphs_for, batch_axis, counts)
+        self._losses = losses
+        self._total = compiled(Total(self.window))
 
     def _epoch(self, batches: Iterable) -> Iterator[Any]:
         """See `TrainStep.epoch`. It reads all batches of a window, after the previous update, before it trains.
@@ -95,7 +88,7 @@ class SeveralLossesStep(TrainStep):
         """See `TrainStep`."""
         batch = next_or_error(batches)
         while batch is not None:
-            window, full = self._new_window(), False
+            window, full = KnownWindow([], []), False
             while batch is not None and not full:
                 if isinstance(batch, Exception):
                     raise batch
@@ -109,11 +102,10 @@ class SeveralLossesStep(TrainStep):
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """See `TrainStep`. The batch is a window of its own. Raise RuntimeError unless `accumulate_step=1`."""
         require_python("a train step")
-        if not self._way.length.is_one:
-            step = self.accumulator.fingerprint()["accumulate_step"]
+        if not self.window.length.is_one:
+            step = self.boundary.settings["accumulate_step"]
             raise RuntimeError(_SINGLE.format(self._losses, step))
-        self._require_closed()
-        window = self._new_window()
+        window = KnownWindow([], [])
         self._read(window, batch, named)
         result, = self._train_window(window)
         return result
@@ -124,66 +116,89 @@ class SeveralLossesStep(TrainStep):
         self._require_closed()
         return super().flush()
 
-    def forget_graphs(self) -> None:
+    def _forget_graphs(self) -> None:
         """See `TrainStep`."""
-        exchange = self.accumulator.exchange
+        super()._forget_graphs()
+        self._total = compiled(Total(self.window))
 
-        def total(weights: Tensor) -> Tensor:
-            return as_vector(exchange.total(_numbers(weights)))
+    def _fix_unit(self, samples: int) -> None:
+        """See `TrainStep`. Here, the unit is the weight of the first piece, which is not known yet."""
 
-        super().forget_graphs()
-        self.keeper.before_exchange = self._weigh_with_others
-        self._total = compiled(total)
-
-    def _weigh_with_others(self) -> None:
+    def _before_exchange(self) -> None:
         """Take part in summing the weights of windows of the ranks that still have data."""
-        self._total(Tensor(np.zeros(self._losses + 1), ms.float32))
+        self._total(Tensor(np.zeros(self._losses), ms.float32))
 
     def _require_closed(self) -> None:
         """Raise RuntimeError if a window is open: its weights were summed for all of its batches."""
-        facts = self.keeper.facts()
-        require_whole(facts.unfinished)
-        if facts.mini_step > 0:
+        self.boundary.ask()
+        if self.boundary.held > 0:
             raise RuntimeError(_OPEN)
-
-    def _new_window(self) -> KnownWindow:
-        return KnownWindow([], [], int(self.accumulator.update_step))
 
     def _read(self, window: KnownWindow, batch: tuple, named: dict) -> bool:
         """Add a batch and its weights to a window, without training. Return whether the window is full."""
-        key, arguments = self.prepared(batch, named)
+        key, arguments = self._prepared(batch, named)
         # Copies, which `weigh` waits for: the caller may fill the same Tensors again.
         arguments = tuple(map(copied, arguments))
+        if not window.batches:
+            self._require_closed()
         window.batches.append((key, arguments))
-        with self.forgetting_graphs():
-            program = self.program(key)
-            assert isinstance(program, WeighedProgram)
-            window.weights.append(program.weigh(*arguments))
-        first = np.add.accumulate(np.concatenate(window.weights)[:, 0], dtype=np.float32)  # as the device adds
-        return self._way.length.is_full_of(len(window.batches), window.updates, first[-1])
+        try:
+            graphs = self._graphs_of(key)
+            assert isinstance(graphs, WeighedPieces)
+            window.weights.append(graphs.weigh(*arguments))
+        except Exception as error:
+            self._explain(error)
+            raise
+        weights = np.concatenate(window.weights).mean(1, dtype=np.float32)
+        if weights.any():  # gradients are in this unit, or those of many tokens would overflow in float16
+            self.window.fix_unit(float(weights[weights > 0][0]))
+        total = np.add.accumulate(weights, dtype=np.float32)[-1]  # as the device adds
+        return self.window.length.is_full_of(len(window.batches), self.boundary.updates, total)
 
     def _train_window(self, window: KnownWindow) -> Iterator[Any]:
         """Train on the microbatches of a window, and close it with the last one."""
-        own = np.concatenate(window.weights)
-        with self.forgetting_graphs():
-            totals = self._total(Tensor([*own.sum(0), (own != 0).any(1).sum()], ms.float32))
-        self.keeper.open(len(window.batches))
-        for (key, batch), weights in zip(window.batches, window.weights):
-            self.keeper.require_open()
+        try:
+            totals = self._total(Tensor(np.concatenate(window.weights).sum(0), ms.float32))
+        except Exception as error:
+            self._explain(error)
+            raise
+        for place, ((key, batch), weights) in enumerate(zip(window.batches, window.weights)):
+            if place > 0 and not self.boundary.is_known:
+                raise RuntimeError(_CHANGED)
             self.loss_weights = tuple(weights.sum(0).tolist())
-            yield self.train(key, (totals, weights, *batch))
+            yield self._train(key, (totals, weights, *batch), len(window.batches) - place)
 
 
-class WeighedProgram(Program):
+@ms.jit_class
+class Total:
+    """Sum the weights of a window over all ranks."""
+
+    def __init__(self, window: Window) -> None:
+        self.exchange = window.exchange
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        """Return the sums of weights: float32 `(losses,)`."""
+        return as_vector(self.exchange.total(as_numbers(weights, weights.shape[0])))
+
+
+@ms.jit_class
+class SeveralLosses(Loss):
+    """Differentiate a function of a piece that returns several losses; see `Loss`."""
+
+    def __init__(self, window: Window, forward_fn: Callable, weight_fn: Optional[Callable], has_aux: bool,
+                 reduction: str, batch_axis: int, losses: int) -> None:
+        super().__init__(window, forward_fn, weight_fn, has_aux, reduction, batch_axis)
+        self.losses = losses
+
+
+class WeighedPieces(Pieces):
     """Add batches of a window whose totals are known. A batch that is not cut is a single piece."""
 
-    def __init__(self, functions: Functions, accumulator: Accumulator, losses: int, samples: int,
-                 cut: Cut, pieces: int) -> None:
-        super().__init__(accumulator, starts_of(samples, pieces),
-                         partial(_piece_fn, functions, accumulator, cut, losses), losses=losses,
-                         has_aux=functions.has_aux, batch_axis=functions.batch_axis)
-        self._weigh = None if functions.weight_fn is None else compiled(
-            _weigh_fn(functions.weight_fn, self.starts, cut, losses))
+    def __init__(self, boundary: Boundary, loss: SeveralLosses, samples: int, cut: Cut, pieces: int) -> None:
+        super().__init__(boundary, loss, samples, cut, pieces, loss.losses)
+        self._weigh: Optional[Callable] = None
+        if loss.weight_fn is not None:
+            self._weigh = compiled(Weights(loss, cut, self.starts))
 
     def weigh(self, *batch: Any) -> np.ndarray:
         """Return the weights of the pieces, without training: float64 `(pieces, losses)`. It waits for the device."""
@@ -195,65 +210,75 @@ class WeighedProgram(Program):
             return np.repeat([[float(rows)] for _, rows in self.starts], self.losses, axis=1)
         return self._weigh(*batch).asnumpy().astype(np.float64)
 
-    def __call__(self, window: Tensor, weights: np.ndarray, *batch: Any) -> Any:
+    def __call__(self, totals: Tensor, weights: np.ndarray, *batch: Any) -> Any:
         """Add a microbatch of a window with these totals. Return the losses, or `(losses, aux)`."""
-        keys = [(rows, tuple((of_piece != 0).tolist())) for (_, rows), of_piece in zip(self.starts, weights)]
-        return self.run(keys, [(Tensor(of_piece, ms.float32), window) for of_piece in weights], batch)
+        keys = [(rows, *(of_piece != 0).tolist()) for (_, rows), of_piece in zip(self.starts, weights)]
+        return self.run(keys, [(Tensor(of_piece, ms.float32), totals) for of_piece in weights], batch)
+
+    def piece(self, rows: int, *present: bool) -> Callable:
+        """Return what adds a piece of `rows` samples in which these losses have a weight."""
+        return WeighedPiece(self.loss, self.cut, rows, present)
 
 
-def _piece_fn(functions: Functions, accumulator: Accumulator, cut: Cut, count: int, rows: int,
-              present: tuple[bool, ...]) -> Callable:
-    """Return a function that adds a piece. A loss of weight 0 in it is left out: a mean over nothing is 0/0."""
-    (forward_fn, _, has_aux, axis, reduction, _), way = functions, accumulator.way
-    is_sum = reduction == "sum"
-    counts = [t for t in range(count) if present[t]]
+@ms.jit_class
+class WeighedPiece:
+    """Add a piece. A loss of weight 0 in it is left out: a mean over nothing is 0/0."""
 
-    def differentiated(shares: Tensor, *piece: Any) -> tuple:
-        returned, aux = parted(forward_fn(*piece), has_aux)
-        losses = _checked_losses(returned, count)
+    def __init__(self, loss: Loss, cut: Cut, rows: int, present: tuple[bool, ...]) -> None:
+        self.loss, self.window, self.cut, self.rows, self.count = loss, loss.window, cut, rows, len(present)
+        self.counts = [t for t in range(len(present)) if present[t]]
+        # The shares are no parameters.
+        self.grad_fn = ms.value_and_grad(self.begun, None, loss.window.weights, has_aux=True)
+
+    def begun(self, shares: Tensor, *piece: Any) -> tuple:
+        """Return the value to differentiate, after a mark (see `Loss.begun`), the losses and aux."""
+        returned, aux = parted(self.loss.forward_fn(*piece), self.loss.has_aux)
+        losses = checked_losses(returned, self.count)
         total = Tensor(0.0, ms.float32)
-        for t in counts:
+        for t in self.counts:
             total = total + shares[t] * losses[t].astype(ms.float32)
-        return way.begin(total), as_vector(losses), aux
+        total = self.window.scaled(total)
+        return after(self.window.begin(total), total), as_vector(losses), aux
 
-    # The shares are no parameters.
-    grad_fn = ms.value_and_grad(differentiated, None, way.weights, has_aux=True)
-
-    def piece(start: Tensor, totals: Tensor, weights: Tensor, window: Tensor, *batch: Any) -> Any:
-        inputs = select_rows(start + ops.arange(rows), cut, batch)
-        of_window = window[:count]
-        numerators = ops.ones_like(weights) if is_sum else weights
-        shares = numerators * window[count] / divisor(of_window)
-        (total, losses, aux), gradients = grad_fn(shares, *inputs)
-        losses = losses / divisor(weights) if is_sum else losses
-        aux = checked_aux(aux, rows, axis) if has_aux else aux
-        taken = way.add_piece(gradients, 1.0 if counts else 0.0, weights[0])
-        losses = ops.depend(counted(losses, weights), (total, taken))
+    def __call__(self, start: Tensor, totals: Tensor, weights: Tensor, of_window: Tensor, *batch: Any) -> Any:
+        """Add the piece with these weights, `(losses,)`. See `Piece`; `of_window`: the sums of the window's weights."""
+        inputs = select_rows(start + ops.arange(self.rows), self.cut, batch)
+        numerators = ops.ones_like(weights) if self.loss.is_sum else weights
+        # A stage that looks at gradients gets those of a mean; otherwise, they are added as they are.
+        weight, unit = weights.mean(), self.window.unit  # type: Tensor, Any
+        unit = divisor(weight) if self.window.looks_at_gradients else unit
+        shares = numerators * of_window.mean() / (divisor(of_window) * unit)
+        (total, losses, aux), gradients = self.grad_fn(shares, *inputs)
+        losses = losses / divisor(weights) if self.loss.is_sum else losses
+        if self.loss.has_aux:
+            aux = checked_aux(aux, self.rows, self.loss.batch_axis)
+        factor = None if self.window.looks_at_gradients else unit if self.counts else 0.0
+        active = self.window.add(gradients, weight, factor)
+        losses = ops.depend(counted(losses, weights), (total, active))
         totals = totals + ops.concat((losses, weights))
-        return (totals, weights[:1], aux) if has_aux else totals
-
-    return piece
+        return (totals, weights[:1], aux) if self.loss.has_aux else totals
 
 
-def _weigh_fn(weight_fn: Callable, starts: list[tuple[int, int]], cut: Cut, losses: int) -> Callable:
-    """Return `(*batch) -> weights`, float32 `(pieces, losses)`."""
-    def weigh(*batch: Any) -> Tensor:
+@ms.jit_class
+class Weights:
+    """Weigh the pieces of a batch, without training."""
+
+    def __init__(self, loss: SeveralLosses, cut: Cut, starts: list[tuple[int, int]]) -> None:
+        self.weight_fn: Any = loss.weight_fn
+        self.losses, self.cut, self.starts = loss.losses, cut, starts
+
+    def __call__(self, *batch: Any) -> Tensor:
+        """Return the weights of the pieces: float32 `(pieces, losses)`."""
         weights = ()  # type: tuple[Tensor, ...]
-        for start, rows in starts:
-            inputs = select_rows(ops.arange(start, start + rows), cut, batch)
-            of_piece = weight_fn(*inputs)
-            require_entries("weight", losses, len(of_piece) if isinstance(of_piece, tuple) else None)
+        for start, rows in self.starts:
+            of_piece = self.weight_fn(*select_rows(ops.arange(start, start + rows), self.cut, batch))
+            require_entries("weight", self.losses, len(of_piece) if isinstance(of_piece, tuple) else None)
             weights = (*weights, as_vector(tuple([as_weight(weight) for weight in of_piece])))
         return ops.stack(weights)
 
-    return weigh
 
-
-def _numbers(vector: Tensor) -> Numbers:
-    return tuple([vector[i] for i in range(vector.shape[0])])
-
-
-def _checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:
+def checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:
+    """Return the losses. Raise TypeError unless there are `count` of them."""
     if isinstance(returned, tuple):
         require_losses(len(returned), count)
         return tuple([checked_loss(loss) for loss in returned])

@@ -1,31 +1,279 @@
-"""Build a train step, with pieces, several losses and all options of an accumulator."""
+"""A train step: it takes batches to graphs that add or update, and lets the boundary close the windows.
+
+    host:    batch ─► pieces of its layout ─► boundary: begin ─► run the graphs ─► boundary: end, and close if full
+                                                                     │
+    device:                  gather samples ─► value_and_grad ─► add ┴─► exchange, clip, optimizer, empty
+"""
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Optional, Union
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
-import mindspore as ms
-from mindspore import amp, nn
+from mindspore import nn
+from mindspore.ops import PrimitiveWithInfer
 
-from ..arguments import boolean, one_of, require_callable, spelled, whole_number
-from ..core.accumulator import REDUCTIONS, Accumulator
-from ..core.optimizers import checked_parameters
+from ..arguments import Uncopied, boolean, one_of, require_callable, whole_number, with_options_of
+from ..core.accumulator import REDUCTIONS, Accumulator, Options
+from ..core.optimizers import cells_of, checked_parameters, require_rates, require_same_parameters
+from ..core.precision import warn_of_lost_gradients
+from ..distributed.parallel_modes import require_plain, require_unsharded
 from ..tensors import require_trainable
-from .batch import positional
-from .graphs import Functions
-from .pieces import checked_axis, checked_pieces
-from .program import Program, program_of
-from .step import TrainStep
+from .batch import (
+    Loss,
+    as_arguments,
+    as_tensors,
+    checked_axis,
+    checked_pieces,
+    layout,
+    named_values,
+    ordered,
+    positional,
+    require_batched,
+)
+from .errors import explain
+from .pieces import Pieces
+from .train_mode import TrainMode
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..core.boundary import Status
     from ..core.length import AccumulateStep
-    from ..core.stages import Stage
-    from ..core.way import Way
-    from ..distributed.data_parallel import DataParallel
-    from .pieces import Cut
+    from ..core.window import Window
+    from .batch import Cut
 
 
-@spelled
+class _OutsideGraphs(PrimitiveWithInfer):
+    """Raise an error while MindSpore compiles a call, and do nothing in Python."""
+
+    def __init__(self) -> None:
+        super().__init__("require_python")
+        self.set_const_prim(True)
+        self.add_prim_attr("constexpr_prim", True)
+
+    def __infer__(self, called: dict[str, Any]) -> NoReturn:
+        raise RuntimeError(f"{called['value']} was called inside a compiled function, expected a call from Python: it "
+                           "compiles its own graphs, and closes windows between them; leave out the @ms.jit around it "
+                           "(or the Cell in graph mode), or compute gradients there and give them to an Accumulator")
+
+    def __call__(self, called: str) -> None:
+        """Do nothing."""
+
+
+require_python = _OutsideGraphs()  # `require_python(called)` raises RuntimeError while MindSpore compiles it
+
+_INSIDE = "train it with a TrainOneStepCell in AutoParallel(cell), or without AutoParallel and with DataParallel()"
+
+
+class TrainStep(Uncopied):
+    """Train on one microbatch per call, and update when the window is full. Built by `make_train_step`.
+
+    Args:
+        function: The function whose parameters define the order of a named batch.
+        accumulator: The accumulator that it feeds.
+        pieces: Number of pieces that a batch is cut into.
+        graphs_for: Called as `graphs_for(samples, cut, names)`, once for each layout of a batch; returns `Pieces`.
+        batch_axis: Which axis counts the samples.
+        counts: Plural noun for the unit of `seen`, e.g. "samples".
+
+    Attributes:
+        accumulator: The accumulator that it feeds.
+        pieces: Number of pieces that a batch is cut into.
+        updated: Whether the last call closed its window with an update, so that no window is open: a bool. After the
+            last loss of an epoch, this includes the update of the incomplete last window.
+        trained: Number of microbatches trained since the last epoch began (without epochs: by all calls), an int. After
+            an interrupt it may be one more than the number of losses yielded; `trained` is the correct number.
+    """
+
+    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, graphs_for: Callable[..., Pieces],
+                 batch_axis: int = 0, counts: str = "samples") -> None:
+        require_unsharded()
+        require_plain(cells_of(function), _INSIDE)
+        self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
+        if pieces > 1:
+            warn_of_lost_gradients(self.window.buffers[0].dtype, self.window.length.longest, pieces)
+        self.pieces, self.batch_axis, self.updated, self.trained = pieces, batch_axis, False, 0
+        self._function, self._graphs_for, self._counts = function, graphs_for, counts
+        self._orders: dict[frozenset, tuple[str, ...]] = {}
+        self._mode: Optional[TrainMode] = None
+        self._graphs: dict[tuple, Pieces] = {}
+
+    def epoch(self, batches: Iterable) -> Iterator[Any]:
+        """Train on each batch, yield its loss, and apply the incomplete last window.
+
+        The incomplete last window is applied before the last loss is yielded, so that it also happens in
+        `zip(data, train_step.epoch(data))`, and `updated` is true then.
+
+        Batches are read one ahead: when a microbatch is trained, the next batch is read *before* the loss is yielded,
+        to know which batch is the last. So a batch may be made with the current weights, but not with results of the
+        loop body; a generator must not wait for these. If batches depend on the loop body (reinforcement learning),
+        call the step directly, and `flush()` at the end. If you leave the loop early, the iterator has been read one
+        batch further; use `islice(iterator, n)` to train on n batches. The position of a data loader is one ahead, too.
+        An error while reading a batch is raised after the loss of the previous batch was yielded. If you leave the loop
+        at that loss, it is not raised.
+
+        Leaving the loop early (`break`, an error) leaves the window open: the next epoch continues it, `flush()`
+        applies it, `accumulator.reset()` drops it. With several ranks, the numbers of batches may differ: a rank that
+        runs out of data takes part in the windows of the others with weight 0, and yields its last loss when all ranks
+        have finished.
+
+        Args:
+            batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
+                `dataset.create_dict_iterator()`). NumPy arrays are copied, so a generator may fill them again.
+
+        Yields:
+            The loss, or `(loss, aux)`, of each microbatch.
+
+        Raises:
+            ValueError: If a `mindspore.dataset` of samples has no batch operation, if a parameter was frozen after the
+                optimizer was built, or if the optimizer's list of learning rates has no rate for the next update.
+            RuntimeError: With several losses, if the last loop left a window open. Also if called in a compiled
+                function.
+        """
+        require_python("epoch of a train step")
+        return self._epoch(batches)
+
+    def _epoch(self, batches: Iterable) -> Iterator[Any]:
+        optimizer = self.accumulator.optimizer
+        require_batched(batches)
+        require_trainable(self.accumulator.weights)
+        require_rates(optimizer)
+        last, self.trained = False, 0
+        for result, last in self._train_each(map(as_arguments, batches)):
+            if last:
+                self._flush_after_last()
+            yield result
+        if not last:  # there was no batch: take part in the windows of other ranks
+            self.flush()
+
+    def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
+        """Train on each batch. Yield the result, and whether the batch was the last one."""
+        batch = next_or_error(batches)
+        while batch is not None:
+            if isinstance(batch, Exception):
+                raise batch
+            arguments, named = batch
+            result = self(*arguments, **named)
+            batch = next_or_error(batches)
+            yield result, batch is None
+
+    def _flush_after_last(self) -> None:
+        """Flush, and set `updated` if the last batch or the flush made an update."""
+        updated = self.updated
+        self.flush()
+        self.updated = self.updated or updated
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """Train on one microbatch and return its loss, or `(loss, aux)`.
+
+        The arguments are those of `forward_fn`, by position or by name: Tensors or NumPy arrays.
+
+        Raises:
+            TypeError: If an argument is a tuple, list or dict, or `forward_fn` has no parameter of that name.
+            ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
+            RuntimeError: If an error left a part of a batch in the open window, or stopped an update. Also if called in
+                a compiled function (`ms.jit`).
+        """
+        require_python("a train step")
+        return self._train(*self._prepared(batch, named))
+
+    def status(self) -> Status:
+        """Return the accumulator's counters in one read, which waits for the device."""
+        return self.boundary.status()
+
+    def __repr__(self) -> str:
+        """Return the settings and counters as text. It waits for the device."""
+        status, length = self.status(), self.boundary.settings["accumulate_step"]
+        held = str(status.mini_step)
+        if self.window.length.budget is None:
+            held += f" of {status.mini_step + status.needed}"
+        length = f"{length} microbatch{'es' * (length != '1')} a window" if length.isdecimal() else length
+        pieces = [f"{self.pieces} pieces"] if self.pieces > 1 else []
+        return "{}({})".format(type(self).__name__, ", ".join([
+            length, *pieces, type(self.accumulator.optimizer).__name__,
+            f"{held} in the open window", f"{status.update_step:,} update{'s' * (status.update_step != 1)}",
+            f"{status.seen:,} {self._counts}"]))
+
+    def flush(self) -> bool:
+        """Apply the incomplete window if one is open. Return whether a window was closed (applied or dropped).
+
+        With several ranks, every rank has to call it: each takes part in the windows of the others until no rank has
+        data.
+        """
+        require_python("flush of a train step")
+        return self._flush()
+
+    def _flush(self) -> bool:
+        try:
+            closed, self.updated = self.boundary.flush(self.pieces, False, self._before_exchange)
+        except Exception as error:
+            self._explain(error)
+            raise
+        return closed
+
+    def _before_exchange(self) -> None:
+        """Do, before each exchange in which this rank has no data, what ranks with data do before theirs: nothing."""
+
+    def _prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
+        """Return the layout of a batch, `(samples, cut, names)`, and its arguments by position."""
+        batch = as_tensors(batch)
+        names: tuple[str, ...] = ()
+        if named:
+            # One order for each set of names, so that it is compiled once.
+            named = named_values(self._function, dict(zip(named, as_tensors(named.values()))))
+            if frozenset(named) not in self._orders:
+                self._orders[frozenset(named)] = ordered(self._function, named)
+            names = self._orders[frozenset(named)]
+            batch = (*batch, *[named[name] for name in names])
+        # One graph for each layout: to pass samples and cut as arguments would cost 16 us a call.
+        return (*layout(batch, self.batch_axis), names), batch
+
+    def _graphs_of(self, key: tuple) -> Pieces:
+        """Return the graphs for batches of this layout, in the network's mode. The first sets the unit of weights."""
+        if self._mode is None:
+            self._mode = TrainMode(self._function, self.window.weights)
+        mode = tuple([layer.training for layer in self._mode.layers])
+        compiled_for = key, mode
+        if compiled_for not in self._graphs:
+            self._mode.warn_if_evaluating(mode)
+            require_unsharded()
+            require_same_parameters(self._function, self.window.optimizer)
+            if key[0]:
+                self._fix_unit(key[0])
+            self._graphs[compiled_for] = self._graphs_for(*key)
+        return self._graphs[compiled_for]
+
+    def _fix_unit(self, samples: int) -> None:
+        """Make the first piece's number of samples the unit of weights."""
+        self.window.fix_unit(float(-(-samples // self.pieces)))
+
+    def _train(self, key: tuple, batch: tuple, missing: Optional[int] = None) -> Any:
+        """Train on a microbatch of this layout. `missing`: see `Boundary.begin`."""
+        self.updated = False
+        try:
+            graphs = self._graphs_of(key)
+            missing = self.boundary.begin(missing)
+            # A window of one microbatch needs no buffers.
+            is_alone = graphs.alone is not None and missing == 1 and self.boundary.held == 0
+            result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
+            self.trained += 1
+            self.updated = self.boundary.end(missing, is_alone)
+        except Exception as error:
+            self._explain(error)
+            raise
+        return result
+
+    def _explain(self, error: Exception) -> None:
+        """Forget all graphs, and raise an error that names the cause, if it is known; see `explain`."""
+        explain(error, self.window.optimizer, self._forget_graphs)
+
+    def _forget_graphs(self) -> None:
+        """Let later calls compile again."""
+        self._graphs = {}
+        self.boundary.forget_graphs()
+
+
+@with_options_of(Accumulator, Options)
 def make_train_step(
     forward_fn: Callable,
     optimizer: Union[nn.Optimizer, Accumulator],
@@ -37,15 +285,7 @@ def make_train_step(
     loss_reduction: str = "mean",
     has_aux: bool = False,
     losses: int = 1,
-    clip_norm: Optional[float] = None,
-    loss_scaler: Optional[amp.LossScaler] = None,
-    on_nonfinite: str = "apply",
-    max_skips: Optional[int] = None,
-    reducer: Optional[DataParallel] = None,
-    after_update: Optional[Callable] = None,
-    noise_scale: Optional[Stage] = None,
-    stages: tuple[Stage, ...] = (),
-    buffer_dtype: Optional[ms.Type] = None,
+    **options: Unpack[Options],
 ) -> TrainStep:
     """Build a compiled train step that accumulates gradients and updates once per window.
 
@@ -90,16 +330,8 @@ def make_train_step(
             multiplied by the weights before the backward pass, so the backward pass must be linear: gradients that a
             `bprop` adds or clips are wrong if microbatches differ. Return the loss of an added gradient as one more
             loss (see the page on language models).
-        clip_norm: See `Accumulator`. This and the following arguments require an optimizer.
-        loss_scaler: See `Accumulator`. With a loss scaler, return the loss in float32: a float16 loss overflows at
-            scales of 2**16 and above.
-        on_nonfinite: See `Accumulator`.
-        max_skips: See `Accumulator`.
-        reducer: See `Accumulator`.
-        after_update: See `Accumulator`.
-        noise_scale: See `Accumulator`.
-        stages: See `Accumulator`.
-        buffer_dtype: See `Accumulator`.
+        **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `loss_scaler`, `on_nonfinite`,
+            `max_skips`, `reducer`, `after_update`, `noise_scale`, `stages` and `buffer_dtype`.
 
     Returns:
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`, or a
@@ -155,33 +387,29 @@ def make_train_step(
     require_functions(forward_fn=forward_fn, weight_fn=weight_fn)
     pieces, batch_axis = checked_pieces(pieces), checked_axis(batch_axis)
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
-    accumulator = averaging(
-        optimizer, accumulate_step, clip_norm=clip_norm, loss_scaler=loss_scaler, on_nonfinite=on_nonfinite,
-        max_skips=max_skips, reducer=reducer, after_update=after_update, noise_scale=noise_scale,
-        stages=stages, buffer_dtype=buffer_dtype)
-
-    fix_unit_of_sums(accumulator.way, loss_reduction)
+    accumulator = averaging(optimizer, accumulate_step, **options)
+    window = accumulator.window
+    fix_unit_of_sums(window, loss_reduction)
     counts = "samples" if weight_fn is None else "counted by weight_fn"
+    if losses > 1:
+        from .several_losses import SeveralLosses, SeveralLossesStep, WeighedPieces  # a kind of step of its own
 
-    def functions_for(count: int, names: tuple[str, ...]) -> Functions:
-        return Functions(positional("forward_fn", forward_fn, count, names),
-                         positional("weight_fn", weight_fn, count, names), has_aux, batch_axis, loss_reduction)
+    def graphs_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Pieces:
+        functions = (positional("forward_fn", forward_fn, len(cut), names),
+                     positional("weight_fn", weight_fn, len(cut), names), has_aux, loss_reduction, batch_axis)
+        if losses > 1:
+            return WeighedPieces(accumulator.boundary, SeveralLosses(window, *functions, losses), samples, cut, pieces)
+        return Pieces(accumulator.boundary, Loss(window, *functions), samples, cut, pieces)
 
     if losses > 1:
-        from .several_losses import SeveralLossesStep  # an optional kind of step, which imports from this room
-
-        return SeveralLossesStep(forward_fn, accumulator, pieces, functions_for, losses, batch_axis, counts)
-
-    def program_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Program:
-        return program_of(functions_for(len(cut), names), accumulator, samples, cut, pieces)
-
-    return TrainStep(forward_fn, accumulator, pieces, program_for, batch_axis, counts)
+        return SeveralLossesStep(forward_fn, accumulator, pieces, graphs_for, losses, batch_axis, counts)
+    return TrainStep(forward_fn, accumulator, pieces, graphs_for, batch_axis, counts)
 
 
-def fix_unit_of_sums(way: Way, loss_reduction: str) -> None:
+def fix_unit_of_sums(window: Window, loss_reduction: str) -> None:
     """Set the unit of weights to 1 for a loss that is a sum: its gradients are added without a multiplication."""
-    if loss_reduction == "sum" and not way.looks_at_gradients:
-        way.buffers.fix_unit(1.0)
+    if loss_reduction == "sum" and not window.looks_at_gradients:
+        window.fix_unit(1.0)
 
 
 def require_functions(**functions: Optional[Callable]) -> None:
@@ -191,7 +419,8 @@ def require_functions(**functions: Optional[Callable]) -> None:
             require_callable(name, function)
 
 
-def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None, **options: Any) -> Accumulator:
+def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None,
+              **options: Unpack[Options]) -> Accumulator:
     """Return an accumulator with `reduction="mean"`: the given one, or one built for the given optimizer."""
     given = {name: value for name, value in options.items() if value not in (None, "apply", ())}
     if not isinstance(optimizer, Accumulator):
@@ -205,8 +434,19 @@ def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None, 
         raise ValueError(f"got an Accumulator and also {names}, which the Accumulator already has; give an "
                          "optimizer with these arguments, or only the Accumulator")
     require_trainable(optimizer.weights)
-    reduction = optimizer.fingerprint()["reduction"]
+    reduction = optimizer.boundary.settings["reduction"]
     if reduction != "mean":
         raise ValueError(f'the accumulator has reduction={reduction!r}, expected "mean": a train step and a cell do '
                          'not divide the loss, so a sum of N gradients is N times too large; give reduction="mean"')
     return optimizer
+
+
+def next_or_error(batches: Iterator) -> Any:
+    """Return the next batch, None at the end, or the error that reading it raised.
+
+    An interrupt (KeyboardInterrupt, SystemExit) is raised at once.
+    """
+    try:
+        return next(batches, None)
+    except Exception as error:
+        return error

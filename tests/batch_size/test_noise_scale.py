@@ -132,7 +132,7 @@ def accumulator_with(noise_scale):
 def test_it_belongs_to_one_accumulator_and_bad_arguments_are_refused():
     assert len(accumulator_with(GradientNoiseScale()).parameters) - len(accumulator_with(None).parameters) == 4
     taken = GradientNoiseScale(0.5)
-    assert accumulator_with(taken).fingerprint()["noise_scale"] == "GradientNoiseScale(decay=0.5)"
+    assert accumulator_with(taken).boundary.settings["noise_scale"] == "GradientNoiseScale(decay=0.5)"
     for error, message, function, argument in (
             (ValueError, r"noise_scale belongs to another accumulator, .*; give each", accumulator_with, taken),
             (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None", accumulator_with, True),

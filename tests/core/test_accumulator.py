@@ -112,7 +112,7 @@ def test_16_bit_gradients_of_an_eager_backward_pass_are_summed_in_float32(eager)
     for gradient in gradients:
         eager((parameter * gradient).sum())
         accumulator(taken([parameter]))
-    assert float(accumulator.way.buffers.parameters[0][0]) == 2060
+    assert float(accumulator.window.buffers[0][0]) == 2060
     accumulator.reset()
 
 
@@ -190,12 +190,12 @@ def test_the_published_experiment(mode):
 def test_one_buffer_for_each_parameter_and_names_that_are_unique_here_and_the_same_in_a_checkpoint():
     accumulators = [descend() for _ in range(3)]
     accumulator = accumulators[0]
-    assert [b.shape for b in accumulator.way.buffers.parameters] == [*SHAPES]
-    assert accumulator.way.buffers.nbytes == 14 * 4
+    assert [b.shape for b in accumulator.window.buffers] == [*SHAPES]
+    assert accumulator.window.nbytes == 14 * 4
     assert sum(p.size for p in accumulator.parameters) == 14 + 13  # thirteen scalars
     assert not any(p.requires_grad for p in accumulator.parameters)
     assert [*accumulator.state.values()] == [*accumulator.parameters]
-    open_state = {id(p) for p in accumulator.way.window_state}
+    open_state = {id(p) for p in accumulator.window.window_state}
     of_window = {name for name, p in accumulator.state.items() if id(p) in open_state}
     assert {"sum.p0", "sum.p1", "mini_step", "weight_sum", "weight_unit"} < of_window < {*accumulator.state}
     assert not {"update_step", "skipped", "skipped_in_row", "seen", "closed_windows"} & of_window

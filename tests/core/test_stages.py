@@ -10,7 +10,6 @@ from support.modes import running
 from support.training import sgd
 
 from ms_accum import Accumulator, Stage, load_checkpoint, make_train_step, save_checkpoint
-from ms_accum.core.stages import TAKEN, WEIGHT
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -79,9 +78,9 @@ class Counting(Stage):
     def measure(self, gradients, weight):
         return (weight,)
 
-    def on_update(self, gradients, unit, sums, measured):
+    def on_update(self, window, measured):
         ops.assign_add(self.summed, measured[0])
-        ops.assign(self.largest, ops.maximum(self.largest, sums[TAKEN] * 1.0))
+        ops.assign(self.largest, ops.maximum(self.largest, window["microbatches"] * 1.0))
 
     def on_close(self, applied):
         ops.assign_add(self.closed, 1.0 if applied else 0.0)
@@ -141,7 +140,7 @@ def test_what_a_stage_keeps_of_a_window_is_0_when_the_next_begins(mode, accumula
     """Also in windows of one microbatch, which have no buffers."""
     network, stage = MLP(), Closing()
     train_step = make_train_step(mean_loss(network), sgd(network), accumulate_step, stages=(stage,))
-    assert train_step.accumulator.way.looks_at_pieces is False
+    assert train_step.accumulator.window.looks_at_pieces is False
     for x, y in batches([6] * 2 * accumulate_step):
         train_step(*tensors(x, y))
     assert (int(stage.opened), int(stage.last), int(stage.closed)) == (0, accumulate_step, 2)
@@ -153,17 +152,16 @@ def test_a_stage_that_looks_at_no_piece_sees_windows_without_buffers():
     for x, y in batches([6, 6, 6]):
         train_step(*tensors(x, y))
     assert int(stage.closed) == 3
-    way = train_step.accumulator.way
-    assert (way.looks_at_pieces, way.may_drop) == (False, False)
-    assert float(way.buffers.parameters[0].asnumpy().any()) == 0
+    window = train_step.window
+    assert (window.looks_at_pieces, window.may_drop, window.is_in_use) == (False, False, False)
 
 
 @ms.jit_class
 class Heavy(Stage):
     """Accept windows of more than ten samples, or of a weight that is NaN: no comparison with it is true."""
 
-    def accepts(self, gradients, sums):
-        return ops.logical_not(sums[WEIGHT] <= 10)
+    def accepts(self, window):
+        return ops.logical_not(window["weight"] <= 10)
 
 
 def test_a_stage_judges_a_window_by_its_sums_and_no_other_judges_for_it(mode):
@@ -175,9 +173,8 @@ def test_a_stage_judges_a_window_by_its_sums_and_no_other_judges_for_it(mode):
             train_step(*tensors(x, y))
             updated.append(train_step.updated)
         moved = values(network.trainable_params())
-        way = train_step.accumulator.way
-        way.counters.include(Tensor(float("nan")), 0.0, ())
-        accepted = way.window()[3]
+        ops.assign_add(train_step.window.weight_sum, Tensor(float("nan")))
+        accepted = train_step.window.total()["accepted"]
     assert updated == [False, False, False, True]
     assert all(np.isfinite(value).all() for value in moved)
     assert bool(accepted)

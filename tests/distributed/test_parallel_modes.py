@@ -87,7 +87,7 @@ def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(shar
 def test_buffers_that_mindspore_shards_have_the_dtype_that_was_asked_for(sharding):
     network = MLP()
     accumulator = Accumulator(sgd(network), 2, buffer_dtype=ms.float16)
-    assert {(p.dtype, p.requires_grad) for p in accumulator.way.buffers.parameters} == {(ms.float16, False)}
+    assert {(p.dtype, p.requires_grad) for p in accumulator.window.buffers} == {(ms.float16, False)}
     assert {p.dtype for p in network.trainable_params()} == {ms.float32}
 
 
@@ -218,7 +218,7 @@ def test_buffers_are_clones_that_go_with_the_accumulator(several):
     with pytest.warns(UserWarning, match="no reducer"):
         first, second = Accumulator(optimizer, 2), Accumulator(optimizer, 2)
     assert [len(info.cloned_obj) for info in infos] == [number + 2 for number in state]
-    kept = second.way.buffers.parameters
+    kept = second.window.buffers
     del first
     gc.collect()
     assert all(info.cloned_obj[-1] is own for info, own in zip(infos, kept))

@@ -1,5 +1,4 @@
 """README, the guide and docstrings: their code prints what they say, and what they say of the repository is true."""
-import ast
 import importlib
 import inspect
 import pkgutil
@@ -29,8 +28,9 @@ from support.processes import run_python
 
 import ms_accum
 from ms_accum import Accumulator, TrainOneStepCell, make_train_step
-from ms_accum.core import keeper, way
-from ms_accum.steps import step
+from ms_accum.core import boundary, window
+from ms_accum.core.accumulator import Options
+from ms_accum.steps import train_step
 
 # --- what runs --------------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ def test_readme_and_the_guide_are_short_and_the_index_repeats_no_line_of_readmes
 
 
 def test_the_pictures_of_how_it_works_are_those_of_the_code():
-    for module in (way, keeper, step):
+    for module in (window, boundary, train_step):
         picture = dedent("\n".join(line for line in module.__doc__.splitlines() if line.startswith("    ")))
         assert picture.count("\n") >= 2
         assert picture in PAGES["how-it-works"]
@@ -249,20 +249,23 @@ def places_without(option, places):
 
 def test_each_option_of_an_accumulator_is_in_the_places_that_the_checklist_names():
     places = places_of_an_option()
-    assert len(places) == 6
+    assert len(places) == 4
     options = list(inspect.signature(Accumulator).parameters)
     missing = {option: places_without(option, places) for option in options}
     assert {option: where for option, where in missing.items() if where} == {}
     assert places_without("seed_of_the_buffers", places) == list(places)  # an option that nobody has written about
 
 
-def test_a_train_step_and_a_cell_take_each_option_of_an_accumulator_and_hand_it_on():
+def test_a_train_step_and_a_cell_take_each_option_of_an_accumulator():
+    """Their signatures and `help()` show what `Options` names, as `Accumulator` has it. Control: `reduction`."""
     theirs = inspect.signature(Accumulator).parameters
-    for function, path in ((make_train_step, "steps/train_step.py"), (TrainOneStepCell, "model/cell.py")):
+    assert Options.__annotations__.keys() == theirs.keys() - {"optimizer", "accumulate_step", "reduction"}
+    for function in (make_train_step, TrainOneStepCell):
         own = inspect.signature(function).parameters
-        calls = [node for node in ast.walk(ast.parse((ROOT / "ms_accum" / path).read_text(encoding="utf-8")))
-                 if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "averaging"]
-        handed = {keyword.arg for call in calls for keyword in call.keywords}
-        options = theirs.keys() - {"optimizer", "accumulate_step", "reduction"}  # a mean, always
-        assert {name: own[name].default for name in options} == {name: theirs[name].default for name in options}
-        assert handed == options
+        assert {name: own[name].default for name in Options.__annotations__} == {
+            name: theirs[name].default for name in Options.__annotations__}
+        assert "reduction" not in own
+        text = inspect.getdoc(function)
+        assert [name for name in Options.__annotations__ if f"\n    {name}: " not in text] == []
+        assert "**options" not in text
+        assert "Largest global norm (> 0) of the accumulated, normalised gradient." in text

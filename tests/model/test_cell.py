@@ -188,7 +188,7 @@ def test_mixed_precision_is_the_networks(level, mode_named):
     before = values(network.trainable_params())
     for x, y in batches([4, 4]):
         loss = float(cell(*tensors(x, y)))
-    buffers = cell.accumulator.way.buffers.parameters
+    buffers = cell.accumulator.window.buffers
     assert {p.dtype for p in (*network.trainable_params(), *buffers)} == {ms.float32}
     assert difference(values(network.trainable_params()), before) > 0
     logits = network(tensors(x, y)[0]).asnumpy()

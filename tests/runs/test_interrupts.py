@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 import ms_accum
 from ms_accum import Accumulator, TrainOneStepCell, make_train_step
-from ms_accum.core.counters import require_whole
+from ms_accum.core.boundary import require_whole
 
 N, RUNS, CALLS = 3, 500, 9
 NEVER = 10**9
@@ -89,7 +89,7 @@ class Run:
         self.accumulator.reset()
         for parameter in (self.network.weight, self.accumulator.update_step, self.accumulator.closed_windows):
             ops.assign(parameter, ops.zeros_like(parameter))
-        self.accumulator.way.counters.loads += 1  # as a load does: who counts asks the device
+        self.accumulator.boundary.forget()  # as a load does
         self.refused = self.caught = 0
         self.started = self.ended = 0  # microbatches since the last reset: that were begun, and whose call returned
         self.made = 0  # updates before the last reset
@@ -120,7 +120,7 @@ class Run:
     def check(self):
         """Also after interrupts that nothing has recovered from: what is torn is refused."""
         try:
-            require_whole(int(self.accumulator.way.journal.unfinished))
+            require_whole(int(self.accumulator.window.unfinished))
         except RuntimeError:
             return
         assert int(self.accumulator.update_step) == self.updates
@@ -145,14 +145,14 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
     """Negative control: the window is emptied by another statement of the host, after the update."""
     run = Run("step")
 
-    def apply_then_reset(self, *facts):
-        self.accumulator.optimizer((Tensor([1.0]),))
-        ops.assign_add(self.accumulator.update_step, 1)
-        self.accumulator.reset()
+    def apply_then_reset(self, *accepted):
+        self.window.optimizer((Tensor([1.0]),))
+        ops.assign_add(self.window.update_step, 1)
+        self.window.reset()
         return True
 
-    code = apply_then_reset.__code__.replace(co_filename=str(Path(FOLDER) / "core" / "keeper.py"))
-    monkeypatch.setattr("ms_accum.core.keeper.Keeper.close", type(apply_then_reset)(code, globals()))
+    code = apply_then_reset.__code__.replace(co_filename=str(Path(FOLDER) / "core" / "boundary.py"))
+    monkeypatch.setattr("ms_accum.core.boundary.Boundary._close", type(apply_then_reset)(code, globals()))
 
     def interrupt_each_line_of_a_closing_call():
         for after in range(1, 100):

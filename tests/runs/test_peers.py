@@ -30,7 +30,7 @@ from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 ])
 def test_what_cannot_be_meant_is_refused(error, message, call):
     """With a loss scaler, windows are dropped in any case."""
-    assert step_of(max_skips=3, loss_scaler=amp.StaticLossScaler(8.0)).accumulator.way.counters.max_skips == 3
+    assert step_of(max_skips=3, loss_scaler=amp.StaticLossScaler(8.0)).accumulator.boundary.max_skips == 3
     with pytest.raises(error, match=message):
         call()
 

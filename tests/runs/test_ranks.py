@@ -16,7 +16,7 @@ from ms_accum.distributed.ranks import raise_if_left_alone
 from ms_accum.examples.mnist.network import Network
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP
-from ms_accum.steps.graphs import explaining_errors
+from ms_accum.steps.errors import explain
 
 pytest_plugins = ["support.launch"]
 DIFFER = "ValueError: rank 1 and rank 0 differ in "
@@ -205,9 +205,7 @@ def test_only_an_exchange_that_failed_means_that_a_rank_is_missing():
         said = said_by(raise_if_left_alone, error)
         assert said.startswith(expected)
         assert (name in said) == (expected is ALONE)
-        with pytest.raises(RuntimeError) as caught, explaining_errors(None, int):
-            raise error
-        assert f"RuntimeError: {caught.value}".startswith(ALONE) == (expected is ALONE)
+        assert said_by(explain, error, None, int).startswith(ALONE) == (expected is ALONE)
 
 
 @pytest.mark.slow

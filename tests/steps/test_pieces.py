@@ -15,8 +15,8 @@ from support.training import LOSS, counting, gradient_of
 from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
 from ms_accum.selftest.comparing import difference
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
+from ms_accum.steps.batch import layout
 from ms_accum.steps.errors import ask_about_piece
-from ms_accum.steps.pieces import layout
 
 pytestmark = pytest.mark.core
 
@@ -107,7 +107,8 @@ def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset(
         for driver in (whole, cut, cell):
             driver(*tensors(X, Y))
         assert (int(acc.mini_step), float(acc.weight_sum)) == (3, 48)
-        acc.way.journal.updating(acc.mini_step)
+        acc.window.mark_update()
+        acc.boundary.forget()  # as an interrupt leaves it
     assert not Path("torn.ckpt").exists()
 
 

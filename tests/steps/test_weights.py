@@ -7,7 +7,6 @@ from support.modes import compiled, running
 from support.training import counting, sgd
 
 from ms_accum import Accumulator, Stage, TrainOneStepCell, make_train_step
-from ms_accum.core.counters import Counters
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP
 
@@ -159,20 +158,21 @@ def test_a_negative_weight_by_hand_makes_nan_of_what_it_weighs_and_a_number_is_r
     lambda rng: 7.0, lambda rng: rng.choice([0.5, 1.5, 2**20 + 0.5])])
 def test_fractions_are_counted(drawn, mode):
     """Far from 0, where a float32 sum stands still, and NaN counts nothing. Control: the sum of rounded weights."""
-    counters, rng, start = Counters("counted"), np.random.default_rng(1), 2**40
+    accumulator, rng, start = Accumulator(sgd(MLP()), 2), np.random.default_rng(1), 2**40
+    window = accumulator.window
     weights = np.array([drawn(rng) for _ in range(400)], np.float32)
-    ops.assign(counters.seen, start)
+    ops.assign(window.seen, start)
 
     def see(counted):
-        counters.see(counted)
-        return counters.seen + 0
+        window.see(counted)
+        return window.seen + 0
 
     step = compiled(see, mode)
     for weight in (np.float32(np.nan), *weights):
         step(Tensor(weight))
     exact = weights.astype(np.float64).sum()
-    assert abs(int(counters.seen) - start - exact) <= 0.5 + 1e-6
-    assert int(counters.seen) - start + int(counters.seen_rest) / 2**36 == pytest.approx(
+    assert abs(int(window.seen) - start - exact) <= 0.5 + 1e-6
+    assert int(window.seen) - start + int(window.seen_rest) / 2**36 == pytest.approx(
         exact, abs=len(weights) / 2**36)
     rounded = np.round(weights).astype(np.float64).sum()
     assert (abs(rounded - exact) > 0.5) == bool((weights % 1).any() and exact > 1)

@@ -68,7 +68,7 @@ class Run(Accumulating):
         self.counts_down, self.by_hand = driver == "step", case.by_hand
         kept = [*self.loss.trainable_params(), *state_of(self.optimizer), *self.accumulator.parameters]
         # The unit of weights is fixed by now or never: compiled graphs hold it.
-        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not self.accumulator.way.buffers.weight_unit]
+        self._first = [(p, p.asnumpy().copy()) for p in kept if p is not self.accumulator.window.weight_unit]
 
     def start_over(self):
         for parameter, value in self._first:
@@ -77,8 +77,9 @@ class Run(Accumulating):
 
     def ask(self):
         """Let the host forget what it knows."""
-        counters = self.accumulator.way.counters
-        counters.reported, counters.loads = None, counters.loads + 1  # as a load does
+        boundary = self.accumulator.boundary
+        boundary.forget()
+        boundary.reported = None
 
     def oracle(self):
         case = self.case

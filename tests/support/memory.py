@@ -45,7 +45,7 @@ def emptying():
     names = [p.name for _ in range(2) for p in Accumulator(small, 2).parameters]
     weights = [Parameter(Tensor(np.ones((16 + i) * 2**18), ms.float32), name=f"p{i}") for i in range(12)]
     accumulator = Accumulator(nn.SGD(ParameterTuple(weights), 0.1), 2)
-    buffers = accumulator.way.buffers.parameters
+    buffers = accumulator.window.buffers
     for buffer in buffers:
         buffer.set_data(Tensor(np.ones(buffer.shape), buffer.dtype))  # touched: resident from here on
 
@@ -64,7 +64,7 @@ def emptying():
         before = resident()
         for _ in range(4):
             empty().asnumpy()
-        print((resident() - before) / accumulator.way.buffers.nbytes)
+        print((resident() - before) / accumulator.window.nbytes)
     print(*names)
 
 

@@ -33,7 +33,7 @@ from ms_accum import (
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.checkpoint.file import read_file
-from ms_accum.core import way
+from ms_accum.core.window import Window
 from ms_accum.distributed import data_parallel
 from ms_accum.distributed.buckets import Buckets
 from ms_accum.distributed.ranks import wait_for_all
@@ -149,7 +149,7 @@ def trained(rank, name):
         found["position"] = other.load(path)
         finish(other, data[saved:])
         found["same"] = other.bits() == run.bits()
-    buffers, parameters = run.accumulator.way.buffers.nbytes, run.accumulator.weights
+    buffers, parameters = run.accumulator.window.nbytes, run.accumulator.weights
     return {**found, "bytes": buffers, "sizes": [p.size for p in parameters]}
 
 
@@ -378,9 +378,17 @@ def selftest(rank):
     with patch.object(Buckets, "all_reduce", half(Buckets.all_reduce)), \
             patch.object(Scatter, "__call__", lambda self, flat: scatter(self, flat) / 2):
         found["half"] = run("half", "by hand, op by op", "float32")
-    with patch.object(way, "normalising", (lambda *of: 1.0) if rank == 1 else way.normalising):
+    with patch.object(Window, "apply", unnormalised if rank == 1 else Window.apply):
         found["one"] = run("one", "token weights, means", "by hand, op by op", "float32")
     return found
+
+
+_apply = Window.apply
+
+
+def unnormalised(self, window):
+    window["weight"] = window["unit"]
+    _apply(self, window)
 
 
 def left_alone(rank):

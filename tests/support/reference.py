@@ -73,8 +73,8 @@ class Accumulation:
 
     @property
     def counted_weight(self):
-        """What a budget counts: of several weights, the first."""
-        return float(sum(np.ravel(weight)[0] for weight, _ in self.window))
+        """What a budget counts: of several weights, the mean."""
+        return float(sum(np.mean(weight) for weight, _ in self.window))
 
     @property
     def missing(self):

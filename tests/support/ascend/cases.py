@@ -29,10 +29,9 @@ from ms_accum import (
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core import accumulator as core_accumulator
 from ms_accum.core import buffers
-from ms_accum.core.keeper import Keeper
+from ms_accum.core.boundary import compiled
 from ms_accum.core.kernels import InPlace, Portable
 from ms_accum.core.probe import kernels, largest_difference
-from ms_accum.steps.graphs import compiled
 from support.ascend import sharding
 from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
@@ -96,20 +95,21 @@ def train_network(network, optimizer, *batch, accumulate_step=2, **options):
     close(step.accumulator)
 
 
-def close(accumulator):
-    Keeper(accumulator, compiled).close()
-    if accumulator.way.may_drop:
-        compiled(updating(accumulator))()
-
-
 def updating(accumulator):
-    way = accumulator.way
+    """Return the graph that updates, which keeps the window only."""
+    return compiled(accumulator.window.close_with_update)
 
-    def update():
-        way.update_with(way.window())
-        return accumulator.update_step + 0
 
-    return update
+def close(accumulator):
+    """As the boundary does: in a dry run, all that it reads is 0, and it would never close a window."""
+    window = accumulator.window
+    if window.may_drop:
+        compiled(window.counts_and_verdict)()
+    if window.exchange.ranks > 1 and window.may_drop:
+        _, sums, *gradients = compiled(window.exchanged)(Tensor(1.0))
+        compiled(window.close_with_exchanged)(sums, *gradients)
+    compiled(window.close_without_update)()
+    compiled(window.close_with_update)()
 
 
 def tokens(x):
@@ -167,8 +167,8 @@ def grad_cache():
     data = rows(ms.float32)
     with suppress(ValueError):  # "the same in both passes" reads as 0, which stops it before the other pieces
         step(data)
-    second = step.program(step.prepared((data,), {})[0]).piece(ROWS // 2)
-    second(Tensor(ROWS // 2, ms.int32), Tensor(np.zeros((ROWS, 8)), ms.float32), data)
+    graphs, = vars(step)["_graphs"].values()
+    graphs.graph(ROWS // 2)(Tensor(ROWS // 2, ms.int32), Tensor(np.zeros((ROWS, 8)), ms.float32), data)
     close(step.accumulator)
 
 
@@ -234,7 +234,7 @@ def optimizers(dtype):
             if inspect.isclass(made) and issubclass(made, (nn.Optimizer, optim.Optimizer)) and name not in NOT_BUILT:
                 optimizer = built(name, made, Network(dtype, layers=1).trainable_params())
                 names.append(name)
-                if not compiles(Keeper(Accumulator(optimizer, 2, reduction="mean"), compiled).close):
+                if not compiles(updating(Accumulator(optimizer, 2, reduction="mean"))):
                     failed[name] = compiles(alone_with(optimizer))
     return {"compiled": sorted(set(names) - set(failed)), "failed": failed}
 
@@ -283,7 +283,7 @@ def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, *
     data, count = rows(dtype, WIDE), sum(p.size for p in parameters)
     before = ms.runtime.memory_allocated()
     add = peak(lambda: step(data), count)
-    update = peak(Keeper(step.accumulator, compiled).close, count)
+    update = peak(updating(step.accumulator), count)
     return {"add": add - before / count, "update": update - before / count}
 
 

@@ -132,7 +132,7 @@ def sharded(driver, way, interface="AutoParallel", dtype=ms.float32):
         optimizer = made(network.trainable_params(), 0.1, 0.9)
         accumulator = Accumulator(optimizer, 2, reduction="mean")
         DRIVERS[driver](network, accumulator, outermost, [batch(count, dtype) for count in (BATCH, BATCH // 2, BATCH)])
-        buffers = accumulator.way.buffers.parameters
+        buffers = accumulator.window.buffers
         held = (*optimizer.parameters, *state_of(optimizer), *buffers)
         assert not any(p.has_init for p in held), "MindSpore has given some state no memory"
         try:

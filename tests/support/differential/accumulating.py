@@ -137,7 +137,7 @@ class Accumulating:
 
     def open_window(self):
         """Every bit of the window."""
-        state = (*self.accumulator.way.buffers.parameters, self.accumulator.weight_sum, self.accumulator.mini_step)
+        state = (*self.accumulator.window.buffers, self.accumulator.weight_sum, self.accumulator.mini_step)
         return [p.asnumpy().tobytes() for p in state]
 
     def save(self, path, position):

@@ -47,8 +47,8 @@ class Plain(reference.Undivided):
 
     @property
     def weight_sum(self):
-        """The weights in the window; of a pair, how many of its pieces have any."""
-        return float(sum(np.any(weight) if self.case.ahead else weight for weight, _ in self.window))
+        """The weights in the window; of a pair, their means."""
+        return float(sum(np.mean(weight) for weight, _ in self.window))
 
     def microbatch(self, batch):
         """Take a microbatch. Return its loss, and what it has beside."""

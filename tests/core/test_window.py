@@ -1,4 +1,5 @@
-"""The buffers: their dtypes, their unit of weights, and how they are emptied."""
+"""The open window: the dtypes of its buffers, their unit of weights, how they are emptied, and who gets them next."""
+import gc
 import sys
 import warnings
 from contextlib import nullcontext
@@ -12,8 +13,8 @@ from support.modes import compiled
 from support.processes import MEMORY, run_python
 
 from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint, until_weight
-from ms_accum.core.buffers import LONGEST_SUM, Buffers, warn_of_lost_gradients
-from ms_accum.tensors import state_parameter
+from ms_accum.core.precision import LONGEST_SUM, warn_of_lost_gradients
+from ms_accum.distributed import exchange
 
 pytestmark = pytest.mark.core
 
@@ -34,7 +35,7 @@ def test_dtypes_of_parameters_and_buffers(mode):
     accumulators = tuple([Accumulator(Counting(parameters(f"{i}.")), 9, INF, reduction="mean", buffer_dtype=dtype)
                           for i, dtype in enumerate(asked_for)])
     expected = [[ms.float32, ms.float32, ms.float64], *([dtype] * 3 for dtype in asked_for[1:])]
-    assert [[b.dtype for b in accumulator.way.buffers.parameters] for accumulator in accumulators] == expected
+    assert [[b.dtype for b in accumulator.window.buffers] for accumulator in accumulators] == expected
 
     def step(*gradients):
         for accumulator in accumulators:
@@ -60,11 +61,13 @@ def test_buffers_that_the_cpu_cannot_add_to_are_refused():
     with pytest.raises(ValueError, match=r"^buffer_dtype is BFloat16, .*; leave buffer_dtype out$"):
         built(ms.float32, buffer_dtype=ms.bfloat16)
     built(ms.float32, buffer_dtype=ms.float16)
-    assert built(ms.bfloat16).way.buffers.parameters[0].dtype == ms.float32
+    assert built(ms.bfloat16).window.buffers[0].dtype == ms.float32
 
 
-def test_windows_of_one_microbatch_have_no_buffers(tmp_path):
+def test_windows_of_one_microbatch_have_no_buffers(tmp_path, monkeypatch):
     """Not in training, not in a checkpoint, not after it was loaded; a longer window makes them."""
+    monkeypatch.setattr(exchange, "_unused", {})  # buffers of other tests, which have memory
+
     def trained(schedule, calls, path=None):
         network = nn.Dense(3, 2, "ones", "zeros")
 
@@ -76,13 +79,13 @@ def test_windows_of_one_microbatch_have_no_buffers(tmp_path):
             load_checkpoint(path, network, train_step)
         for i in calls:
             train_step(Tensor(np.full((4, 3), 1 + i / 8), ms.float32))
-        return network, train_step, train_step.accumulator.way.buffers
+        return network, train_step, train_step.window
 
-    network, train_step, buffers = trained(1, range(4))
-    assert not buffers.is_allocated
+    network, train_step, window = trained(1, range(4))
+    assert not window.is_allocated
     assert not train_step.flush()
-    assert not buffers.is_allocated
-    assert not any(buffer.asnumpy().any() for buffer in buffers.parameters)
+    assert not window.is_allocated
+    assert not any(buffer.asnumpy().any() for buffer in window.buffers)
     path = tmp_path / "closed.ckpt"
     save_checkpoint(path, network, train_step)
     resumed, _, again = trained({0: 1, 7: 2}, range(4, 7), path)
@@ -96,7 +99,7 @@ def test_windows_of_one_microbatch_have_no_buffers(tmp_path):
     save_checkpoint(path, resumed, train_step)
     _, train_step, again = trained({0: 1, 7: 2}, (), path)  # the open window of a file makes them, too
     assert again.is_allocated
-    assert again.parameters[0].asnumpy().any()
+    assert again.buffers[0].asnumpy().any()
 
 
 # --- long sums --------------------------------------------------------------------------------------------------------
@@ -127,15 +130,17 @@ def off(total, exact):
 
 def test_a_float16_buffer_stops_growing_as_numpys_sum_does():
     """And a float32 buffer does not."""
-    buffers = [Buffers(f"long{i}", (state_parameter(f"long{i}.w", (500,), dtype),), (dtype,))
-               for i, dtype in enumerate((ms.float16, ms.float32))]
+    parameter = Parameter(Tensor(np.zeros(500), ms.float32), name="w")
+    accumulators = [Accumulator(nn.SGD([parameter], 0.1), 9999, buffer_dtype=dtype) for dtype in (None, ms.float16)]
 
     def add(gradient):
-        for one in buffers:
-            one.add(one.weighed((Tensor(gradient, ms.float32),), 1))
+        for accumulator in accumulators:
+            accumulator.add((Tensor(gradient, ms.float32),))
 
-    total, exact = sums(ms.float16, 3000, 0.5, add)
-    short, good = (one.parameters[0].asnumpy().astype(np.float64) for one in buffers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of windows that are too long, and of those that are lost
+        total, exact = sums(ms.float16, 3000, 0.5, add)
+    good, short = (accumulator.window.buffers[0].asnumpy().astype(np.float64) for accumulator in accumulators)
     assert short.tolist() == total.tolist()
     assert off(good, exact) < 1e-5
     assert off(short, exact) > 0.03
@@ -186,46 +191,59 @@ def test_windows_too_long_for_bfloat16_are_warned_of():
 # --- the unit of weights ----------------------------------------------------------------------------------------------
 
 
-def buffers_of(unit, dtype=ms.float32):
-    buffers = Buffers("unit", (state_parameter("unit.w", (2,), dtype),), (dtype,))
+def window_of(unit, dtype=ms.float32):
+    """The window of an accumulator by hand, which keeps it."""
+    parameter = Parameter(Tensor(np.zeros(2), ms.float32), name="w")
+    accumulator = Accumulator(nn.SGD([parameter], 0.1), 9, buffer_dtype=dtype)
     if unit is not None:
-        buffers.fix_unit(unit)
-    return buffers
+        accumulator.window.fix_unit(unit)
+    return accumulator
 
 
-def added(buffers, *pairs):
+def added(accumulator, *pairs):
     for value, weight in pairs:
-        buffers.add(buffers.weighed((Tensor([value, value], ms.float32),), weight))
-    return buffers.parameters[0].asnumpy().tolist(), float(buffers.weight_unit)
+        accumulator.add((Tensor([value, value], ms.float32),), weight)
+    window = accumulator.window
+    found = window.buffers[0].asnumpy().tolist(), float(window.weight_unit)
+    accumulator.boundary.saved = int(window.closed_windows), int(window.mini_step)  # it is lost on purpose
+    return found
 
 
 def test_the_unit_is_fixed_once_and_makes_large_weights_small():
-    assert added(buffers_of(None), (1.0, 6), (2.0, Tensor(2.0))) == ([10, 10], 1)
-    assert added(buffers_of(2.0), (1.0, 6), (2.0, Tensor(2.0)), (NAN, 0)) == ([5, 5], 2)
-    assert added(buffers_of(70_000.0, ms.float16), (1.0, 70_000), (1.0, 70_000)) == ([2, 2], 70_000)
-    assert added(buffers_of(None, ms.float16), (1.0, 70_000))[0] == [INF, INF]  # the control
-    buffers = buffers_of(None)
-    added(buffers, (1.0, 6))
-    buffers.fix_unit(4.0)  # a graph that was compiled without a driver holds the unit 1: it stays
-    assert (buffers.unit, added(buffers, (1.0, 2))) == (1.0, ([8, 8], 1))
+    assert added(window_of(None), (1.0, 6), (2.0, Tensor(2.0))) == ([10, 10], 1)
+    assert added(window_of(2.0), (1.0, 6), (2.0, Tensor(2.0)), (NAN, 0)) == ([5, 5], 2)
+    assert added(window_of(70_000.0, ms.float16), (1.0, 70_000), (1.0, 70_000)) == ([2, 2], 70_000)
+    assert added(window_of(None, ms.float16), (1.0, 70_000))[0] == [INF, INF]  # the control
+    accumulator = window_of(None)
+    added(accumulator, (1.0, 6))
+    accumulator.window.fix_unit(4.0)  # a graph that was compiled without a driver holds the unit 1: it stays
+    assert (accumulator.window.unit, added(accumulator, (1.0, 2))) == (1.0, ([8, 8], 1))
     for before in (2.0, 4.0, None):  # loaded buffers are converted to the unit that graphs hold, if there is one
-        buffers = buffers_of(before)
-        ms.ops.assign(buffers.allocated()[0], Tensor([12.0, 12.0]))
-        buffers.adopt(4.0)
+        accumulator = window_of(before)
+        window = accumulator.window
+        window.buffers[0].init_data()
+        ms.ops.assign(window.buffers[0], Tensor([12.0, 12.0]))
+        window.adopt(4.0)
         unit = before or 4.0
-        assert (buffers.unit, float(buffers.weight_unit)) == (unit, unit)
-        assert added(buffers, (1.0, 8)) == ([48 / unit + 8 / unit] * 2, unit)
+        assert (window.unit, float(window.weight_unit)) == (unit, unit)
+        assert added(accumulator, (1.0, 8)) == ([48 / unit + 8 / unit] * 2, unit)
 
 
 def test_a_graph_that_was_compiled_but_never_ran_holds_the_unit():
     """Control: without it, the unit is that of the first driver."""
     for compiles, unit in ((True, 1.0), (False, 4.0)):
-        buffers = buffers_of(None)
+        accumulator = window_of(None)
+
+        def add(gradient, accumulator=accumulator):
+            accumulator.add((gradient,), 2.0)
+            return gradient
+
         if compiles:
-            ms.jit(buffers.weighed).compile((Tensor([1.0, 1.0]),), 2.0) if hasattr(ms.jit(buffers.weighed), "compile") \
-                else ms.jit(buffers.weighed)((Tensor([1.0, 1.0]),), 2.0)
-        buffers.fix_unit(4.0)
-        assert (buffers.unit, float(buffers.weight_unit)) == (unit, unit)
+            function = ms.jit(add)
+            (function.compile if hasattr(function, "compile") else function)(Tensor([1.0, 1.0]))
+            accumulator.reset()
+        accumulator.window.fix_unit(4.0)
+        assert (accumulator.window.unit, float(accumulator.window.weight_unit)) == (unit, unit)
 
 
 def test_parameters_may_have_the_names_of_counters():
@@ -263,3 +281,31 @@ def test_emptying_the_buffers_holds_no_second_copy_of_them():
     prefix = accumulator.mini_step.name.partition(".")[0]
     expected = [p.name.replace(prefix, f"accumulator{i}") for i in range(2) for p in accumulator.parameters]
     assert names.split() == expected
+
+
+def test_the_next_accumulator_gets_the_buffers_of_one_that_is_gone():
+    """MindSpore never frees what a compiled graph has read. Control: not while the first one lives."""
+    def built():
+        network = nn.Dense(3, 2)
+
+        def forward_fn(x):
+            return network(x).mean()
+
+        train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), 2)
+        train_step(Tensor(np.ones((4, 3), np.float32)))
+        return train_step
+
+    first = built()
+    buffers = {id(buffer) for buffer in first.window.buffers}
+    second = built()
+    assert not buffers & {id(buffer) for buffer in second.window.buffers}
+    first.accumulator.reset()
+    del first
+    gc.collect()
+    third = built()
+    assert buffers == {id(buffer) for buffer in third.window.buffers}
+    names = [p.name for step in (second, third) for p in step.accumulator.parameters]
+    assert len(set(names)) == len(names)
+    for step in (second, third):  # the gradient of one microbatch: the same, whatever the buffers held
+        assert step.window.buffers[1].asnumpy().tolist() == [0.5, 0.5]
+        step.accumulator.reset()

@@ -13,8 +13,8 @@ from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, make_grad_cache_step, make_train_step, until_weight
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.core import boundary as compiling
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
-from ms_accum.steps import graphs as compiling
 
 
 def with_two(network):
@@ -48,17 +48,18 @@ def step_of(forward_of, accumulate_step, **options):
     return lambda network, optimizer: make_train_step(forward_of(network), optimizer, accumulate_step, **options)
 
 
-# How a step is built, and the functions that became graphs.
+# How a step is built, and the functions (or the classes of what is called) that became graphs.
 JUDGED = step_of(with_two, 2, has_aux=True, pieces=4, weight_fn=counted, on_nonfinite="skip_window",
                  loss_scaler=amp.DynamicLossScaler(2.0**8, 2, 2))
 WHOLE = step_of(mean_loss, {0: 1, 1: 2}, clip_norm=1.0)
 LOSSES = step_of(with_two, 2, losses=2, weight_fn=both_counted, pieces=4)
 SKIPPED = step_of(mean_loss, {0: 1, 1: 2}, on_nonfinite="skip_microbatch")
 BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, noise_scale=GradientNoiseScale())
-FAST = [(JUDGED, {"piece", "end", "judged", "apply", "drop"}), (WHOLE, {"add", "alone", "apply"}),
-        (LOSSES, {"weigh", "total", "piece", "end", "counted", "apply"}),
-        (cached, {"encode_piece", "first", "backward", "end", "apply"})]
-OTHERS = [(SKIPPED, {"add", "apply"}), (BUDGET, {"add", "apply"})]
+FAST = [(JUDGED, {"Piece", "End", "counts_and_verdict", "close_with_update", "close_without_update"}),
+        (WHOLE, {"add", "update", "close_with_update"}),
+        (LOSSES, {"Weights", "Total", "WeighedPiece", "End", "counts", "close_with_update"}),
+        (cached, {"encode", "first", "backward", "end_and_count", "close_with_update"})]
+OTHERS = [(SKIPPED, {"add", "close_with_update"}), (BUDGET, {"add", "close_with_update"})]
 
 
 def graphs_of(run):
@@ -114,7 +115,7 @@ def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatc
     made, init = [], compiling.Graph.__init__
 
     def noted(self, function):
-        made.append(function.__name__)
+        made.append(getattr(function, "__name__", type(function).__name__))
         init(self, function)
 
     monkeypatch.setattr(compiling.Graph, "__init__", noted)
@@ -123,7 +124,7 @@ def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatc
         for build, functions in steps:
             made.clear()
             before = compiled_graphs()
-            graphs = graphs_of(trained(build, np.nan if "drop" in functions else 1.0))
+            graphs = graphs_of(trained(build, np.nan if "close_without_update" in functions else 1.0))
             assert functions <= set(made)
             assert len(graphs) == compiled_graphs() - before >= len(functions)
             assert not any(map(control_flow, graphs)), functions

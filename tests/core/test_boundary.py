@@ -1,13 +1,13 @@
-"""The keeper: how often it reads the device. When windows close is in tests/runs/, by every driver."""
+"""The boundary: how often it reads the device. When windows close is in tests/runs/, by every driver."""
 import warnings
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import amp, nn
+from mindspore import amp, nn, ops
 
 from ms_accum import TrainOneStepCell, make_train_step, until_weight
-from ms_accum.checkpoint.checkpoint import loading
+from ms_accum.core.boundary import Boundary
 from ms_accum.selftest.networks import MLP, mean_loss, tensors
 from ms_accum.selftest.reads import counted_reads
 
@@ -25,14 +25,24 @@ def counted(x, y):
     return (y >= 0).sum()
 
 
+def with_two(network):
+    def forward_fn(x, y):
+        logits = network(x)
+        return ops.cross_entropy(logits, y), ops.square(logits).mean()
+
+    return forward_fn
+
+
 @pytest.mark.parametrize(("expected", "options"), [
-    (0, {"accumulate_step": 1}), (8, {"accumulate_step": 4}), (32, {"accumulate_step": 1, "pieces": 2}),
+    *[(0, {"accumulate_step": 4, **options}) for options in (
+        {}, {"clip_norm": 1.0}, {"weight_fn": counted}, {"pieces": 2},
+        {"weight_fn": counted, "loss_reduction": "sum", "clip_norm": 1.0})],
+    (0, {"accumulate_step": 1}), (0, {"accumulate_step": 1, "pieces": 2}), (0, {"accumulate_step": {0: 4, 3: 2}}),
     (32, {"accumulate_step": until_weight(12)}), (8, {"accumulate_step": 4, "on_nonfinite": "skip_window"}),
     (8, {"accumulate_step": 4, "on_nonfinite": "skip_microbatch", "max_skips": 3}),
-    (8, {"accumulate_step": {0: 4}, "clip_norm": 1.0, "weight_fn": counted}),
 ])
-def test_the_device_is_read_once_a_window(reads, expected, options):
-    """In 32 microbatches; never with windows of one that is not cut, at each one until its weight is reached.
+def test_the_device_is_read_only_where_the_host_cannot_know(reads, expected, options):
+    """In 32 microbatches: never, or once a window, or at each microbatch until its weight is reached.
 
     Control: a status is one read more.
     """
@@ -47,6 +57,29 @@ def test_the_device_is_read_once_a_window(reads, expected, options):
     assert len(reads) == expected, reads
     train_step.status()
     assert len(reads) == expected + 1
+
+
+@pytest.mark.parametrize(("expected", "options"), [(2, {}), (10, {"on_nonfinite": "skip_microbatch"})])
+def test_with_several_losses_too(monkeypatch, expected, options):
+    """In an epoch of 32 microbatches: when it begins and when it ends. (Batches are copied, which reads them.)"""
+    network, read, status = MLP(), [], Boundary.status
+
+    def counting(self):
+        read.append(self)
+        return status(self)
+
+    def forward_fn(x, y):
+        logits = network(x)
+        return ops.cross_entropy(logits, y), ops.square(logits).mean()
+
+    monkeypatch.setattr(Boundary, "status", counting)
+    train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), 4, losses=2, **options)
+    batch = tensors(np.ones((6, 6)), np.zeros(6))
+    for updates in (8, 16):
+        read.clear()
+        assert len(list(train_step.epoch([batch] * 32))) == 32
+        assert len(read) == expected
+        assert int(train_step.accumulator.update_step) == updates
 
 
 def test_status_says_where_a_window_stands():
@@ -70,7 +103,7 @@ def test_a_load_that_is_interrupted_is_refused_by_the_next_call(accumulate_step)
     train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), accumulate_step)
     for _ in range(2):
         train_step(*batch)
-    with pytest.raises(KeyboardInterrupt), loading(train_step.accumulator.way, True):
+    with pytest.raises(KeyboardInterrupt), train_step.boundary.loading(True):
         raise KeyboardInterrupt
     with pytest.raises(RuntimeError, match="stopped an update, so it may have changed only some of the"):
         train_step(*batch)

@@ -1,0 +1,471 @@
+"""The boundary: decide on the host when the window of a train step closes, and close it, by graphs or op by op.
+
+(In a cell, and with an Accumulator by hand, the device decides.) The host counts down. It reads the device only where
+it cannot know: once per window if a stage may skip a microbatch or drop a window, after each microbatch with
+`until_weight`, and before the next microbatch after an error, a load, a flush, or a window that was closed by hand.
+
+    begin:   count known? ─ no ─► read the device, close the window if it is full
+                  │ yes
+                  ▼
+             (the step adds the microbatch)
+                  │
+    end:     the last one of its window? ─ no ─► count down
+                  │ yes
+                  ▼
+             may skip, drop, or wait for a weight? ─ no ─► update
+                  │ yes: read the device
+                  ▼
+             full? ─ no ─► count again;   accepted? ─ yes ─► update, no ─► drop
+
+    flush:   take part in the windows of ranks that still have data, with weight 0; then close what is open
+"""
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from warnings import warn
+from weakref import finalize
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from ..tensors import require_trainable
+from .notes import register
+from .window import UPDATING
+
+if TYPE_CHECKING:
+    from .window import Window
+
+_BY_HAND = ("microbatches were added to this accumulator by hand, so a train step or cell cannot use it; give the step "
+            "an Accumulator of its own")
+_DRIVEN = ("a train step or a cell fills this accumulator, so nothing can be added by hand; give the hand-written loop "
+           "an Accumulator of its own")
+_TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
+               "others; call accumulator.reset(), which drops the open window, and continue with the next batch")
+_TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters; load "
+                "a checkpoint, on all ranks, or, on one device, call accumulator.reset(), which drops the window")
+_STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
+          "finite, after update {}; look for NaN in the batches since then, lower the initial loss scale or the "
+          "learning rate, or load a checkpoint; another call continues the training")
+_SKIPPED = ("{} {} in a row were skipped, because their gradients were not finite, so nothing was trained with them; "
+            "lower the initial loss scale or the learning rate, or look for NaN in the batches; give max_skips={} to "
+            "get an error instead")
+_LOST = ("a window of the accumulator for {} that holds {} is lost: it was neither applied, saved (by save_checkpoint) "
+         "nor reset; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), "
+         "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
+_FEW_READS = 64  # microbatches of a cell between two reads of the skips
+_MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
+
+
+class NoProgress(RuntimeError):
+    """Report that more than `max_skips` were skipped in a row. No graph has failed."""
+
+
+class Status(NamedTuple):
+    """Hold the counters of an accumulator in one read; `Accumulator` explains those of the same name.
+
+    Attributes:
+        update_step: Number of updates done.
+        mini_step: Number of microbatches in the open window.
+        needed: Number of microbatches that the open window still needs, at least; 0 if it is full.
+        seen: Number of samples (or of what `weight_fn` counts) in all updates.
+        skipped: Number of gradients that were ignored because they were not finite.
+        closed_windows: Number of windows closed.
+        window_weight: Sum of the weights in the last closed window.
+        grad_norm: Norm of the last update's gradient before clipping; NaN without `clip_norm`.
+        skipped_in_row: Number of the latest skips in a row.
+        unfinished: 0, unless an error or an interrupt stopped a microbatch or an update.
+    """
+
+    update_step: int
+    mini_step: int
+    needed: int
+    seen: int
+    skipped: int
+    closed_windows: int
+    window_weight: float
+    grad_norm: float
+    skipped_in_row: int
+    unfinished: int
+
+
+class Boundary:
+    """Open and close the windows of an accumulator, for the host: one for each accumulator.
+
+    Args:
+        window: The open window on the device.
+        settings: Settings that must be equal in a run that resumes, some only in the middle of a window.
+        max_skips: The number of skips in a row that raise no error; None: any number.
+
+    Attributes:
+        held: Number of microbatches in the open window; at most, because some may have been skipped.
+        updates: Number of updates done. Both are right while `is_known`.
+        is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
+    """
+
+    def __init__(self, window: Window, settings: dict[str, str], max_skips: Optional[int] = None) -> None:
+        self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
+        # Otherwise, only the device knows whether a microbatch counted, or a window was applied.
+        self._is_exact = not (window.may_skip or window.may_drop) and window.length.budget is None
+        self._filled_by_hand = self._closed_in_graphs = False
+        self._eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
+        self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
+        self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
+        self._warned = False  # of many skips
+        self._dropped = 0  # windows dropped in a row
+        self._unread = 0  # microbatches of a cell since the last read of skips
+        self.held = self.updates = 0
+        self.forget()
+        register(window.number, self)
+
+    def forget(self) -> None:
+        """Read the device before the next microbatch."""
+        self._missing: Optional[int] = None  # microbatches still needed, at least
+        self._is_given = False  # whether a step has said how many the window holds
+
+    def forget_graphs(self) -> None:
+        """Compile again: a graph in which a kernel has failed fails in all later calls (MindSpore 2.10)."""
+        self._graphs = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether nothing has come between, since the last microbatch ended."""
+        return self._missing is not None and not self._closed_in_graphs
+
+    # --- a microbatch -------------------------------------------------------------------------------------------------
+
+    def begin(self, missing: Optional[int] = None, eager: bool = False) -> int:
+        """Begin a microbatch. Return how many microbatches the open window needs, at least, with this one.
+
+        Call `end` after it. If that does not happen, because of an error or an interrupt, the next `begin` reads the
+        device.
+
+        Args:
+            missing: What to return, for a step that knows its window before it trains.
+            eager: Whether to run op by op.
+
+        Raises:
+            RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if the
+                accumulator is filled by hand; if more than `max_skips` were skipped in a row.
+            ValueError: If a parameter is frozen, and this microbatch may close the window.
+        """
+        if self._filled_by_hand:
+            raise RuntimeError(_BY_HAND)
+        self.is_driven = True
+        self._run_as(eager)
+        self.ask()
+        known = self._missing
+        self.forget()
+        self._is_given = missing is not None
+        missing = known if missing is None else missing
+        assert missing is not None
+        if missing <= 1:
+            require_trainable(self.window.weights)
+        return missing
+
+    def end(self, missing: int, is_applied: bool = False) -> bool:
+        """End a microbatch, and close its window if it is full. Return whether this made an update.
+
+        `missing`: the result of `begin`. `is_applied`: whether the microbatch has updated as a window of its own.
+        """
+        if is_applied:
+            self.updates += 1
+        elif missing > 1:
+            self.held, self._missing = self.held + 1, missing - 1
+            return False
+        elif self._is_exact:
+            is_applied = self._close()
+        else:
+            status, accepted = self._read_at_boundary()
+            is_short = status.mini_step == 0 if self._is_given else status.needed > 0
+            if is_short:  # a microbatch was skipped, or the window waits for its weight
+                self._warn_of_skips(status.skipped_in_row)
+                self.require_progress(status)
+                self.held, self._missing = status.mini_step, status.needed
+                return False
+            is_applied = self._close(accepted)
+        self.held, self._missing = 0, self.window.length.length_after(self.updates)
+        return is_applied
+
+    def end_on_device(self) -> None:
+        """End a microbatch after which the device has closed the window if it was full.
+
+        Raise an error after too many skips, or warn of many, with few reads.
+        """
+        self.require_progress()
+        self._unread += 1
+        if self.window.stages and self.max_skips is None and not self._warned and self._unread >= _FEW_READS:
+            self._unread = 0
+            self._warn_of_skips(self.status().skipped_in_row)
+        self._missing = 1  # the window is not full: no more is known without reading
+
+    def end_pieces(self, pieces: int) -> None:
+        """End a microbatch whose pieces were added by other graphs."""
+        self._run("end_and_count", Tensor(pieces, ms.int32))
+
+    def add_nothing(self, active: float) -> float:
+        """Add a piece without data; see `Window.add_nothing`."""
+        return self._run("add_nothing", Tensor(active, ms.float32))
+
+    # --- a window -----------------------------------------------------------------------------------------------------
+
+    def flush(self, pieces: int = 1, eager: Optional[bool] = None,
+              before_exchange: Callable[[], object] = lambda: None) -> tuple[bool, bool]:
+        """Apply the incomplete window if one is open. Return whether a window was closed, and whether one was applied.
+
+        With several ranks, take part in the windows of the others until no rank has data. `pieces`: the number of
+        pieces in which each rank adds a microbatch. `eager`: see `begin`; None: as before. `before_exchange` is called
+        before each exchange of a window.
+        """
+        require_trainable(self.window.weights)
+        self._run_as(self._eager if eager is None else eager)
+        self.forget()
+        status, exchange, closed, applied = self._whole(), self.window.exchange, False, False
+        self._warn_of_skips(status.skipped_in_row)
+        held = status.mini_step
+        while exchange.inside > 1:
+            still_active = max(float(self.add_nothing(0.0)) for _ in range(pieces))
+            self.end_pieces(pieces)
+            if still_active == 0:
+                break
+            status = self._whole()
+            held = status.mini_step
+            if status.needed == 0:
+                closed, applied, held = True, self._close() or applied, 0
+        active = 1.0  # ranks that still have data
+        while exchange.across > 1 and active > 0:
+            before_exchange()
+            was_open, updated, active = self._close_together(0.0)
+            closed, applied, held = closed or was_open, applied or updated, 0
+        if held > 0:
+            closed, applied = True, self._close() or applied
+        self.require_progress()
+        return closed, applied
+
+    def _close(self, accepted: Optional[bool] = None) -> bool:
+        """Update with the open window, or drop it if a stage does not accept it. Return whether it was applied.
+
+        `accepted`: whether the stages accept it, if it was read.
+        """
+        if not self.window.may_drop:
+            self._run("close_with_update")
+            self.updates += 1
+            return True
+        if self.window.exchange.ranks > 1:
+            applied = self._close_together(1.0)[1]
+        else:
+            applied = self._read_with_verdict()[1] if accepted is None else accepted
+            self._run("close_with_update" if applied else "close_without_update")
+        self.updates += applied
+        self._dropped = 0 if applied else self._dropped + 1
+        if not applied:
+            self._warn_of_skips(self._dropped)
+            self.require_progress()
+        return applied
+
+    def _close_together(self, active: float) -> tuple[bool, bool, float]:
+        """Exchange, and close the window of all ranks if one is open.
+
+        Return whether one was open, whether it was applied, and the number of ranks that still have data.
+        """
+        verdict, sums, *gradients = self._run("exchanged", Tensor(active))
+        accepted, microbatches, active = verdict.asnumpy().tolist()
+        if active == 0 and microbatches == 0:
+            return False, False, 0.0
+        if accepted:
+            self._run("close_with_exchanged", sums, *gradients)
+        else:
+            self._run("close_without_update")
+        return True, bool(accepted), active
+
+    # --- reads of the device ------------------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """Read where the window stands, if something has come between; close it if it is full."""
+        if not self.is_known:
+            status = self._whole()
+            if status.needed == 0:
+                self._close()
+                status = self._whole()
+            self.held, self.updates, self._missing = status.mini_step, status.update_step, status.needed
+
+    def status(self) -> Status:
+        """Read the counters, and wait for the device."""
+        return self._status_of(self._run("counts").asnumpy().tolist())
+
+    def _read_with_verdict(self) -> tuple[Status, bool]:
+        *numbers, accepted = self._run("counts_and_verdict").asnumpy().tolist()
+        return self._status_of(numbers), accepted == 1
+
+    def _read_at_boundary(self) -> tuple[Status, Optional[bool]]:
+        """Return the status of a window that should be full, and whether stages accept it, if they say so in a read."""
+        # If a weight closes windows, most reads find no full window: no verdict is needed.
+        window = self.window
+        if window.may_drop and window.exchange.ranks == 1 and window.length.budget is None:
+            status, accepted = self._read_with_verdict()  # type: Status, Optional[bool]
+        else:
+            status, accepted = self.status(), None
+        require_whole(status.unfinished)
+        return status, accepted
+
+    def _whole(self) -> Status:
+        """Return the status. Raise RuntimeError if a batch or an update was not finished."""
+        status = self.status()
+        require_whole(status.unfinished)
+        return status
+
+    def _status_of(self, numbers: list[float]) -> Status:
+        update_step, mini_step, full, seen, skipped, closed, weight, norm, in_row, unfinished = numbers
+        needed = self.window.length.missing(int(mini_step), int(update_step), bool(full))
+        return Status(int(update_step), int(mini_step), needed, int(seen), int(skipped), int(closed), weight, norm,
+                      int(in_row), int(unfinished))
+
+    def _run_as(self, eager: bool) -> None:
+        if eager != self._eager:
+            self._eager, self._graphs = eager, {}
+
+    def _run(self, name: str, *arguments: Tensor) -> Tensor:
+        """Call one of the window's methods for the host, as a graph unless `eager`."""
+        if name not in self._graphs:
+            method = getattr(self.window, name)
+            self._graphs[name] = method if self._eager else straight(method, self.window)
+        return self._graphs[name](*arguments)
+
+    # --- skips --------------------------------------------------------------------------------------------------------
+
+    def require_progress(self, status: Optional[Status] = None) -> None:
+        """Raise RuntimeError if more than `max_skips` were skipped in a row, unless these were reported before."""
+        if self.max_skips is None:
+            return
+        status = status or self.status()
+        if status.skipped_in_row > self.max_skips and status.skipped != self.reported:
+            self.reported = status.skipped
+            raise NoProgress(_STUCK.format(self.max_skips, self._skipped_noun(), status.skipped_in_row, status.skipped,
+                                           status.update_step))
+
+    def _warn_of_skips(self, in_row: int) -> None:
+        """Warn once about many skips in a row, if `max_skips` does not raise an error."""
+        if self.max_skips is None and in_row >= _MANY and not self._warned:
+            self._warned = True
+            warn(_SKIPPED.format(in_row, self._skipped_noun(), _MANY), UserWarning, stacklevel=2)
+
+    def _skipped_noun(self) -> str:
+        return "windows" if self.window.may_drop else "microbatches or pieces"
+
+    # --- what other code does with the window -------------------------------------------------------------------------
+
+    def note_filled(self) -> None:
+        """Note that a microbatch is added by hand. Raise an error if a step fills the window, or one is frozen."""
+        if self.is_driven:
+            raise RuntimeError(_DRIVEN)
+        require_trainable(self.window.weights)
+        self._filled_by_hand = True
+
+    def note_closed(self, runs_op_by_op: bool, is_applied: bool) -> None:
+        """Note that a window is closed or dropped by hand. Raise ValueError if it is applied and a parameter is frozen.
+
+        A graph says so only when it is compiled: then the device is read before each microbatch.
+        """
+        if is_applied:
+            require_trainable(self.window.weights)
+        self.forget()
+        self._closed_in_graphs = self._closed_in_graphs or not runs_op_by_op
+
+    def note_saved(self) -> None:
+        """Note that a checkpoint holds all state: the open window is not lost if the run ends here."""
+        self.saved = int(self.window.closed_windows), int(self.window.mini_step)
+
+    @contextmanager
+    def loading(self, is_open: bool) -> Iterator[None]:
+        """Mark that the block loads a checkpoint, so that a load that was interrupted raises an error at the next call.
+
+        `is_open`: whether the checkpoint holds an open window. If not, buffers that have no memory yet get none.
+        """
+        window = self.window
+        self.forget()
+        window.mark_update()  # before anything is changed
+        window.empty(is_open or window.is_allocated)
+        yield
+        window.adopt(float(window.weight_unit))
+        ops.assign(window.unfinished, 0)
+        self.note_saved()
+        self.reported = None
+
+    def watch(self, accumulator: object, name: str) -> None:
+        """Warn of a lost window when `accumulator` is collected or the process ends; then others may have its buffers.
+
+        Only `save_checkpoint` of ms_accum counts as saving, not MindSpore's own checkpoints. `name` identifies the
+        accumulator in the warning.
+        """
+        ended = finalize(accumulator, _at_the_end, self, os.getpid(), name)
+        # Not in the finalizer itself, which may run after MindSpore has ended.
+        ended.atexit = False
+        atexit.register(ended)
+
+
+def require_whole(unfinished: int) -> None:
+    """Raise RuntimeError if a batch or an update was not finished, given the sum of the marks."""
+    if unfinished:
+        raise RuntimeError(_TORN_UPDATE if unfinished <= UPDATING // 2 else _TORN_BATCH)
+
+
+def _at_the_end(boundary: Boundary, process: int, name: str) -> None:
+    if os.getpid() != process:  # a child that was forked must not touch the device
+        return
+    window, closed, held = boundary.window, 0, 0
+    with suppress(Exception):  # an error that MindSpore reports late
+        closed, held = int(window.closed_windows), int(window.mini_step)
+    if held and boundary.saved != (closed, held):
+        warn(_LOST.format(name, f"{held} microbatch{'es' * (held > 1)}"), UserWarning, stacklevel=2)
+    window.exchange.give_back(window.buffers)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+class Graph(nn.Cell):
+    """Wrap a function as a Cell. MindSpore warns if a second train step compiles a jitted function, but not a Cell."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__(auto_prefix=False)
+        self.function = function
+        # In MindSpore's semi-auto parallel mode, a graph without a forward pass cannot be compiled, or crashes.
+        self.add_flags(skip_auto_parallel_compile=True)
+
+    def construct(self, *arguments: Any) -> Any:
+        """Call the function."""
+        return self.function(*arguments)
+
+
+def compiled(function: Callable, **options: str) -> Callable:
+    """Return `function` as a graph of its own, in graph mode and PyNative. `options` of `ms.jit`."""
+    return ms.jit(Graph(function), **options)
+
+
+def straight(function: Callable, window: Window) -> Callable:
+    """Return `function` as a graph without control flow; on CPU, with a branch that is never taken.
+
+    On CPU, MindSpore 2.10 runs the kernels of a graph one after the other if there are at most 100 kernels and no
+    branch, and the machine has few cores (`GraphScheduler::SetActorExecutionStrategy`; no setting changes that). On 2
+    cores, forward and backward of an MLP then take 1.2 times as long. The branch is on `mini_step`, which is never
+    negative.
+    """
+    if not needs_branch():
+        return compiled(function, **window.exchange.jit_options)
+    mini_step = window.mini_step
+
+    def with_branch(*arguments: Any) -> Any:
+        result = function(*arguments)
+        if mini_step < 0:
+            ops.assign(mini_step, 0)
+        return result
+
+    return compiled(with_branch)
+
+
+def needs_branch() -> bool:
+    """Return whether `straight` adds the branch."""
+    return ms.get_context("device_target") == "CPU"

@@ -1,0 +1,465 @@
+"""The open window on the device: the way of a gradient, from top to bottom.
+
+    add:    weigh ─► measure ─► exchange inside ─► buffers, counters        # each piece of a microbatch
+    total:  exchange across ─► restore ─► accepted?                         # when the window closes
+    apply:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► close
+
+Ranks *inside* sum each microbatch, ranks *across* sum each window: see `distributed.exchange`. On one device, both
+change nothing. Steps in brackets are only for ZeRO. `boundary.py` decides on the host when a window closes.
+"""
+from __future__ import annotations
+
+from math import nan, prod
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, ops
+
+from ..tensors import (
+    after,
+    as_numbers,
+    as_tensor,
+    as_vector,
+    checked_gradients,
+    clip_factor,
+    mapped,
+    norm_of,
+    scaled,
+    square_sum,
+    state_parameter,
+    weighted,
+)
+from .kernels import add_each
+from .notes import allocate, new_number, note_use
+from .probe import kernels
+from .stages import overrides
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..distributed.exchange import OneDevice
+    from ..tensors import Gradients, Numbers, Scalar
+    from .length import WindowLength
+    from .stages import Stage
+
+UPDATING = -2**30  # the mark of an update; those of pieces are small numbers
+_FRACTION = 2.0**36  # fractions of weights are counted in units of 2**-36
+
+
+@ms.jit_class
+class Window:
+    """Hold the open window, add gradients to it, and update with it. Graphs and hosts share it; it knows no host.
+
+        buffer += weight / unit * gradient        # weight / unit is the constant 1 for pieces of equal weight, and sums
+        gradient = buffer * (unit / sum of the weights)
+
+    A window of all ranks is a dict, which `total` or `alone` returns (a graph cannot read a named tuple):
+
+    - gradients: sums, divided by the unit, without the loss scale;
+    - unit: of the weights, usually the number of samples in the first piece;
+    - weight: sum of the weights;
+    - microbatches: their number, summed over the groups of ranks across;
+    - active: number of ranks (across) that still have data;
+    - measured: sums of the values that stages measured, one stage after the other;
+    - accepted: True, or a bool Tensor of shape () if a stage may drop the window;
+    - buffered: whether the gradients are the buffers, so that these must be emptied.
+
+    Args:
+        optimizer: The optimizer.
+        length: The `WindowLength`, which decides when the window is full.
+        stages: The stages that are switched on; see `Stage`.
+        exchange: The exchange that sums over ranks.
+        reduction: "mean": the weights divide the sum; "sum": the number of ranks does.
+        clip_norm: As in `Accumulator`.
+        hooks: Functions that are called after an update.
+
+    Attributes:
+        number: By which graphs find the host's side; see `notes.py`.
+        prefix: Of the names of all Parameters.
+        weights: The whole parameters to give gradients for, in the optimizer's order.
+        buffers: One for each parameter (with ZeRO, rows of buckets). They take no memory before a graph holds them or a
+            gradient is added: windows of one microbatch never need them.
+        unit: The unit of weights, a constant of graphs: 1 until the host sets it.
+        is_in_use: Whether a graph holds the unit, or something was added op by op. For the host.
+        unfinished: The sum of all marks, 0 if nothing is unfinished; see `begin` and `apply`: int32 `()`.
+        taken: Pieces of an unfinished microbatch that no stage has skipped: int32 `()`.
+        measured: Sums of what stages have measured in the open window: a Parameter of shape `(measures,)`, if any.
+        may_skip, may_drop: Whether a stage may skip a piece, or drop a window.
+        looks_at_gradients: Whether a stage weighs or measures the gradient of each piece.
+        looks_at_pieces: Whether single pieces matter: for a stage, for ranks that sum each, or because the weight of
+            one may close the window.
+        window_state, run_state: Parameters that belong to the open window, and the others.
+
+        The other Parameters are those of `Accumulator`.
+    """
+
+    def __init__(self, optimizer: Callable, length: WindowLength, stages: tuple[Stage, ...], exchange: OneDevice,
+                 reduction: str, clip_norm: Optional[float], hooks: tuple[Callable, ...]) -> None:
+        self.number = new_number()
+        self.prefix = prefix = f"accumulator{self.number}"
+        self.optimizer, self.length, self.stages, self.exchange = optimizer, length, stages, exchange
+        self.clip_norm, self.hooks, self.weights = clip_norm, hooks, exchange.weights
+        self.contributors = None if reduction == "mean" else exchange.ranks
+        self.names, self.shapes, self.dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in exchange.weights))
+
+        self.buffers, self.buffer_dtypes = ParameterTuple(exchange.buffers(f"{prefix}.sum")), exchange.dtypes
+        sizes = [prod(p.shape) for p in self.buffers]
+        self.small = max(sizes) // 64 if min(sizes) < max(sizes) // 64 else 0  # elements; see `add_each`
+        self.unit = exchange.shared_unit or 1.0
+        self.unit_is_fixed, self.is_in_use = exchange.shared_unit is not None, False
+        self.weight_unit = state_parameter(f"{prefix}.weight_unit", (), ms.float32, self.unit)
+        (self.unfinished, self.mini_step, self.update_step, self.closed_windows, self.skipped, self.skipped_in_row,
+         self.taken) = (state_parameter(f"{prefix}.{name}", (), ms.int32) for name in (
+             "unfinished", "mini_step", "update_step", "closed_windows", "skipped", "skipped_in_row", "taken"))
+        self.weight_sum, self.window_weight = (
+            state_parameter(f"{prefix}.{name}", (), ms.float32) for name in ("weight_sum", "window_weight"))
+        self.seen, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.int64)
+                                     for name in ("seen", "seen_rest"))
+        self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
+
+        self.weighing, self.measuring, self.judging, self.watching, self.closing = (
+            tuple(stage for stage in stages if overrides(stage, method))
+            for method in ("weigh", "measure", "accepts", "on_update", "on_close"))
+        places, count = {}, 0  # of what each stage measures, in `measured`
+        for stage in stages:
+            stage.exchange, stage.skipped, stage.skipped_in_row = exchange, self.skipped, self.skipped_in_row
+            stage.bind(prefix, exchange.across)
+            places[id(stage)] = count, count + stage.measures
+            count += stage.measures
+        self.measured_by = tuple(places[id(stage)] for stage in self.watching)
+        self.measured: tuple[Parameter, ...] = ()
+        if count:
+            self.measured = (state_parameter(f"{prefix}.measured", (count,), ms.float32),)
+        self.may_skip, self.may_drop = len(self.weighing) > 0, len(self.judging) > 0
+        self.looks_at_gradients = self.may_skip or len(self.measuring) > 0
+        self.looks_at_pieces = self.looks_at_gradients or exchange.inside > 1 or length.budget is not None
+        self.kernels = kernels()
+        # Buffers themselves reach the optimizer, unless an exchange or a stage makes copies of them.
+        copies = exchange.ranks > 1 or any(overrides(stage, "restore") for stage in stages)
+        self.of_buffers, self.of_copies = kernels(not copies), kernels(False)
+
+    # --- a piece ------------------------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the value to differentiate."""
+        for stage in self.stages:
+            loss = stage.scale_loss(loss)
+        return loss
+
+    def begin(self, computed: Tensor) -> Tensor:
+        """Mark that a piece begins, once `computed` is. Return a token: what follows the mark must depend on it.
+
+        An error before the mark has changed nothing; a later error leaves the mark. MindSpore may report an error only
+        after later calls. So each piece marks its begin and its end, and the end of the microbatch subtracts two marks
+        for each of its pieces: if a piece is missing, the sum is not 0.
+        """
+        return ops.assign_add(self.unfinished, ops.depend(Tensor(1, ms.int32), computed))
+
+    def add(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None, active: Scalar = 1,
+            ends: int = 0, begun: bool = True) -> Scalar:
+        """Add the gradients of a piece's scaled loss. Return how many of the ranks inside still have data.
+
+        Args:
+            gradients: A gradient for each of `weights`.
+            weight: Of the piece, from `as_weight`.
+            factor: The factor on the gradients, if it is not the weight: 1 for gradients of a sum, if no stage looks at
+                gradients.
+            active: 1 if this rank has data, else 0.
+            ends: 1 if the piece is a whole microbatch; else call `end` after the last piece.
+            begun: Whether `begin` was called before the backward pass, with the loss. By hand, it cannot be: then the
+                mark waits for the gradients, and Ascend cannot add a matrix product to its buffer in place.
+        """
+        gradients = checked_gradients(self.names, self.shapes, gradients)
+        if not begun:  # otherwise, Ascend would add the last gradient to its buffer before the mark
+            gradients = mapped(after, self.begin(gradients[-1]), gradients)
+        taken = 1  # type: Scalar
+        for stage in self.weighing:
+            weight, took = stage.weigh(gradients, weight)
+            taken = taken * took
+        measured = ()  # type: Numbers
+        if self.measuring:
+            restored = self._restored(gradients)
+            for stage in self.measuring:
+                measured = (*measured, *stage.measure(restored, weight))
+        # A weight of 0 makes the gradient 0, NaN included.
+        factor = (weight if factor is None else factor) / self.unit
+        gradients, sums = self.exchange.microbatch(mapped(weighted, factor, gradients, self.buffer_dtypes),
+                                                   (weight, taken * active, active, *measured))
+        if not self.is_in_use:
+            note_use(self.number)
+        # `add_each` is not called `add`: a graph would take a function of that name for this method.
+        add_each(self.small, self.buffers, gradients)
+        weight, taken, active = sums[:3]
+        ops.assign_add(self.weight_sum, weight)
+        for each in self.measured:
+            ops.assign_add(each, as_vector(sums[3:]))
+        if ends:  # a microbatch counts if one of the ranks inside has taken it
+            taken = ops.minimum(taken, 1) if isinstance(taken, Tensor) else taken
+        ops.assign_add(self.mini_step if ends else self.taken,
+                       taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
+        ops.assign_add(self.unfinished, 1 - 2 * ends)
+        return active
+
+    def end(self, pieces: Scalar) -> None:
+        """End a microbatch of `pieces` pieces. It counts if one of them was taken on one of the ranks inside."""
+        ops.assign_add(self.mini_step, ops.minimum(self.taken + 0, 1).astype(ms.int32))
+        ops.assign(self.taken, 0)
+        ops.assign_add(self.unfinished, -2 * pieces)
+
+    # --- a window -----------------------------------------------------------------------------------------------------
+    # No method is named as one of dict: in a graph, `x.update()` and `x.clear()` of a local name are taken for dict's.
+
+    def is_full(self) -> Tensor:
+        """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
+        return self.length.is_full(self.mini_step, self.update_step, self.weight_sum)
+
+    def total(self, active: Scalar = 1.0) -> dict[str, Any]:
+        """Return the open window of all ranks. `active`: 1 on a rank that still has data."""
+        if not self.is_in_use:
+            allocate(self.number)
+        measured = ()  # type: Numbers
+        for sums in self.measured:
+            measured = as_numbers(sums, sums.shape[0])
+        # `+ 0` copies: the counter changes before the copy is used.
+        return self._judged(self.buffers, self.weight_unit, (self.weight_sum, self.mini_step + 0, active, *measured),
+                            True)
+
+    def alone(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> dict[str, Any]:
+        """Return a microbatch as a window of its own, which needs no buffers. Arguments: see `add`.
+
+        Call it only if no window is open and `looks_at_pieces` and `may_drop` are false.
+        """
+        gradients, unit = checked_gradients(self.names, self.shapes, gradients), weight if factor is None else factor
+        if isinstance(unit, Tensor) or unit == 0:  # a microbatch of weight 0 is ignored, NaN included
+            gradients = mapped(weighted, unit != 0, gradients, self.buffer_dtypes)
+        return self._judged(gradients, unit, (weight, 1, 1.0), False)
+
+    def apply(self, window: dict[str, Any]) -> None:
+        """Update with a window of `total` or `alone`, and close it."""
+        gradients, unit, weight = window["gradients"], window["unit"], window["weight"]
+        # An error before this mark has changed nothing. After it, an error message is better than a window that is
+        # applied twice.
+        ops.assign(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), gradients[-1]))
+        for stage, place in zip(self.watching, self.measured_by):
+            stage.on_update(window, window["measured"][place[0]:place[1]])
+        # Normalise: the factor turns a sum in this unit into the gradient; 0 if the weight is 0.
+        if self.contributors is not None:
+            factor = unit / self.contributors
+        elif isinstance(weight, Tensor):
+            factor = unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+        else:
+            factor = unit / weight if weight else 0.0
+        if self.clip_norm is not None:
+            norm = norm_of(self.exchange.over_slices(square_sum(gradients, factor)))
+            ops.assign(self.grad_norm, norm)
+            factor = factor * clip_factor(norm, self.clip_norm)
+        if isinstance(factor, Tensor):  # scale in place only after all that reads the buffers
+            factor = ops.depend(factor, ops.assign_add(self.update_step, 1))
+        else:  # not assigned: a graph drops a named result that nobody uses
+            ops.assign_add(self.update_step, 1)
+        if isinstance(weight, Tensor) or weight % 1:
+            self.see(weight)
+        else:
+            ops.assign_add(self.seen, Tensor(weight, ms.float32).astype(ms.int64))
+        self.exchange.cut_parameters()
+        kind = self.of_buffers if window["buffered"] else self.of_copies
+        self.optimizer(kind.scale(factor, gradients, self.dtypes))
+        self.exchange.gather_parameters()
+        for hook in self.hooks:
+            hook()
+        if window["buffered"]:
+            self._close(True, self.weight_sum)
+            self.empty()
+        else:
+            self._close(True, weight)
+            self._empty_stages()
+        ops.assign(self.unfinished, 0)
+
+    def close(self) -> None:
+        """Update with the open window, or drop it if a stage does not accept it: a branch in a graph."""
+        total = self.total()
+        accepted = total["accepted"]
+        if accepted:
+            self.apply(total)
+        else:
+            self.drop()
+
+    def close_if(self, condition: Union[bool, Tensor]) -> Tensor:
+        """Close the open window if `condition` is true. Return whether one with microbatches was closed: bool `()`."""
+        mini_step = self.mini_step + 0
+        if condition:
+            self.close()
+        return self.mini_step < mini_step  # from the state after the branch, which keeps the branch
+
+    def drop(self) -> None:
+        """Close the open window without an update."""
+        self.mark_update()
+        self._close(False, self.weight_sum)
+        self.empty()
+        ops.assign(self.unfinished, 0)
+
+    def reset(self) -> None:
+        """Empty the open window, also after an error, and count nothing."""
+        self.mark_update()
+        self.empty()
+        ops.assign(self.unfinished, 0)
+
+    def mark_update(self) -> None:
+        """Mark that an update, an emptying or a load begins: it must be done to the end, or be done again."""
+        ops.assign(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), self.mini_step))
+
+    def empty(self, buffers: bool = True) -> None:
+        """Set to 0 what belongs to the open window, but for the marks; `buffers`: also the buffers."""
+        ops.assign(self.mini_step, 0)
+        ops.assign(self.taken, 0)
+        ops.assign(self.weight_sum, 0.0)
+        for sums in self.measured:
+            ops.assign(sums, ops.zeros_like(sums))
+        if buffers:
+            if not self.is_in_use:
+                allocate(self.number)
+            self.kernels.clear(self.weight_sum, self.buffers)  # which is 0 by now, and no constant
+        self._empty_stages()
+
+    def _empty_stages(self) -> None:
+        for stage in self.stages:
+            for parameter in stage.window_state:
+                ops.assign(parameter, ops.zeros_like(parameter))
+
+    def _close(self, applied: bool, weight: Scalar) -> None:
+        for stage in self.closing:
+            stage.on_close(applied)
+        ops.assign(self.window_weight, weight)
+        ops.assign_add(self.closed_windows, 1)
+
+    def _restored(self, gradients: Gradients) -> Gradients:
+        for stage in self.stages:
+            gradients = stage.restore(gradients)
+        return gradients
+
+    def _judged(self, gradients: Gradients, unit: Scalar, sums: Numbers, buffered: bool) -> dict[str, Any]:
+        """Exchange a window of this rank, and ask the stages whether they accept the result."""
+        gradients, unit, sums = self.exchange.window(gradients, unit, sums)
+        weight, microbatches, active = sums[:3]
+        # Restored before anything is measured: norms of scaled gradients may overflow where true ones do not.
+        window = {"gradients": self._restored(gradients), "unit": unit, "weight": weight, "microbatches": microbatches,
+                  "active": active, "measured": sums[3:], "accepted": True, "buffered": buffered}
+        accepted = True  # type: Any
+        for stage in self.judging:
+            verdict = stage.accepts(window)
+            accepted = ops.logical_and(accepted, verdict) if isinstance(accepted, Tensor) else verdict
+        window["accepted"] = accepted
+        return window
+
+    def see(self, counted: Scalar) -> None:
+        """Add the weight of an update to `seen`. Fractions are kept: five updates of weight 0.6 add 3.
+
+        NaN and infinity add nothing.
+        """
+        if not isinstance(counted, Tensor):
+            counted = Tensor(counted, ms.float32)
+        counted = ops.where(ops.isfinite(counted), counted, Tensor(0.0, ms.float32))
+        whole = ops.round(counted)
+        rest = self.seen_rest + ((counted - whole) * _FRACTION).astype(ms.int64)
+        carry = ops.round(rest.astype(ms.float32) / _FRACTION)
+        ops.assign(self.seen_rest, rest - (carry * _FRACTION).astype(ms.int64))
+        ops.assign_add(self.seen, (whole + carry).astype(ms.int64))
+
+    # --- graphs of the host, or its calls op by op: a graph has to return something -----------------------------------
+
+    def counts(self) -> Tensor:
+        """Return what `Status` holds, but with 1 or 0 for a full window: float64 `(10,)`."""
+        return ops.stack([number.astype(ms.float64) for number in (
+            self.update_step, self.mini_step, self.is_full(), self.seen, self.skipped, self.closed_windows,
+            self.window_weight, self.grad_norm, self.skipped_in_row, self.unfinished)])
+
+    def counts_and_verdict(self) -> Tensor:
+        """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(11,)`."""
+        window = self.total()
+        # `depend` uses the unit, which nobody needs; otherwise MindSpore warns of "nodes eliminated by mistake".
+        accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
+        return ops.concat((self.counts(), accepted.astype(ms.float64).reshape(1)))
+
+    def close_with_update(self) -> Tensor:
+        """Update with the open window."""
+        self.apply(self.total())
+        return self.update_step + 0
+
+    def close_without_update(self) -> Tensor:
+        """Drop the open window."""
+        self.drop()
+        return self.update_step + 0
+
+    def exchanged(self, active: Tensor) -> tuple:
+        """Exchange the open window of several ranks, for `close_with_exchanged`, if the host then decides for it.
+
+        Return its verdict, microbatches and active ranks, float32 `(3,)`; its weight and what was measured, `(n,)`; and
+        its gradients.
+        """
+        window = self.total(active)
+        accepted = ops.depend(as_tensor(window["accepted"]).astype(ms.float32), window["unit"])
+        return (as_vector((accepted, window["microbatches"], window["active"])),
+                as_vector((window["weight"], window["microbatches"], *window["measured"])), *window["gradients"])
+
+    def close_with_exchanged(self, sums: Tensor, *gradients: Tensor) -> Tensor:
+        """Update with what `exchanged` returned, in the unit 1 of several ranks."""
+        numbers = as_numbers(sums, sums.shape[0])
+        self.apply({"gradients": gradients, "unit": 1.0, "weight": numbers[0], "microbatches": numbers[1],
+                    "measured": numbers[2:], "buffered": True})
+        return self.update_step + 0
+
+    def add_nothing(self, active: Tensor) -> Tensor:
+        """Take part in the exchange of a piece without data. Return how many of the ranks inside still have data.
+
+        `active`: 1 if this rank still has data, and the piece stands for an empty microbatch; float32 `()`.
+        """
+        # With weight 0, any Tensors of the right shapes are ignored. This loss has no gradient.
+        begun = self.begin(Tensor(0.0, ms.float32))
+        return ops.depend(as_tensor(self.add(self.weights, 0.0, active=active)), begun)
+
+    def end_and_count(self, pieces: Tensor) -> Tensor:
+        """End a microbatch of `pieces` pieces. Return the number of microbatches in the window."""
+        self.end(pieces)
+        return self.mini_step + 0
+
+    # --- for the host -------------------------------------------------------------------------------------------------
+
+    @property
+    def window_state(self) -> tuple[Parameter, ...]:
+        """Return the Parameters that belong to the open window."""
+        return (*self.buffers, self.weight_unit, self.unfinished, self.mini_step, self.taken, self.weight_sum,
+                *self.measured, *(p for stage in self.stages for p in stage.window_state))
+
+    @property
+    def run_state(self) -> tuple[Parameter, ...]:
+        """Return the other Parameters, but those of stages."""
+        return (self.update_step, self.seen, self.seen_rest, self.grad_norm, self.closed_windows, self.skipped,
+                self.skipped_in_row, self.window_weight)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes of all buffers, also before they have memory."""
+        return sum(prod(p.shape) * p.itemsize for p in self.buffers)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Return whether the buffers have memory; before that, they are 0."""
+        return not self.buffers[0].has_init
+
+    def fix_unit(self, weight: float) -> None:
+        """Set the unit to `weight`, unless it is given, or a graph holds it."""
+        if not self.unit_is_fixed:
+            self.unit_is_fixed = True
+            if not self.is_in_use:
+                self.unit = weight
+                ops.assign(self.weight_unit, weight)
+
+    def adopt(self, loaded: float) -> None:
+        """Convert loaded buffers, whose unit is `loaded`, to the unit of this run, if compiled graphs may hold it."""
+        if self.unit_is_fixed or self.is_in_use:
+            for buffer in self.buffers if loaded != self.unit and self.is_allocated else ():
+                ops.assign(buffer, scaled(loaded / self.unit, buffer, buffer.dtype))
+        else:
+            self.unit_is_fixed, self.unit = True, loaded
+        ops.assign(self.weight_unit, self.unit)
+
