@@ -128,12 +128,16 @@ def draw(trials: Sequence[Trial], plan: Optional[Plan]) -> Figure:
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     for fits, style, label in ((True, "oC0", "fits"), (False, "xC3", "does not fit (what was seen before it ended)")):
-        tried = [trial for trial in trials if trial.fits == fits]
-        axes.plot([t.microbatch for t in tried], [(t.peak or 0) / 2**20 for t in tried], style, label=label)
+        tried = [(t.microbatch, t.peak / 2**20) for t in trials if t.fits == fits and t.peak is not None]
+        if tried:
+            axes.plot(*zip(*tried), style, label=label)
     if plan is not None:
         axes.axhline(plan.memory_limit / 2**20, color="C3", linestyle=":", label=f"limit: {size(plan.memory_limit)}")
     axes.set_xscale("log", base=2)
     axes.set_xticks([trial.microbatch for trial in trials], [f"{trial.microbatch:,}" for trial in trials])
-    axes.set(xlabel="samples in a microbatch", ylabel="peak memory in MiB", ylim=(0, None))
-    axes.legend()
+    axes.margins(y=0.2)  # not from 0: what a step adds may be a few percent of what its process takes
+    axes.set_ylim(max(0, axes.get_ylim()[0]))
+    axes.set(xlabel="samples in a microbatch", ylabel="peak memory in MiB")
+    if axes.lines:
+        axes.legend()
     return figure
