@@ -1,6 +1,5 @@
 """`ms-accum plan`: the prediction against a real run, what it prints and writes, and what it refuses."""
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from ms_accum.batch_size.trial import Trial
 from ms_accum.cli import plan as plan_command
 
 TRAIN = """
-import sys
 import numpy as np
 from mindspore import Tensor, nn
 from ms_accum import make_train_step
@@ -120,14 +118,6 @@ def test_the_plot_shows_each_known_peak_and_names_what_it_shows(peaks, entries):
     points = [y for line in axes.lines if line.get_marker() != "None" for y in line.get_ydata()]
     assert sorted(points) == sorted(peak for peak in peaks if peak is not None)
     assert all(low < y < high for y in points)
-
-
-def test_a_terminal_sees_a_bar(plan, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    out = plan("json:loads")[1]
-    assert "trials:" in out
-    assert "microbatch 8 out of memory" in out
-    assert "\ntrial " not in out
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
