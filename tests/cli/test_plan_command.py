@@ -13,6 +13,7 @@ from ms_accum.batch_size.trial import Trial
 from ms_accum.cli import plan as plan_command
 
 TRAIN = """
+import sys
 import numpy as np
 from mindspore import Tensor, nn
 from ms_accum import make_train_step
