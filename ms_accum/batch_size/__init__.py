@@ -4,6 +4,4 @@ from .planning import PlanError as PlanError
 from .planning import plan_micro_batch as plan_micro_batch
 from .schedules import batch_ramp as batch_ramp
 from .schedules import sample_ramp as sample_ramp
-from .schedules import scale_adam as scale_adam
-from .schedules import scale_lr as scale_lr
 from .schedules import seesaw as seesaw

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import mindspore as ms
+import psutil
 
 from .process import in_a_process, is_dry_run
 
@@ -40,8 +41,7 @@ def _missing_cann() -> str:
 def free_memory(device_target: str) -> int:
     """Return 90 % of a device's memory in bytes; on CPU, of the memory that is free here and left to this cgroup."""
     if device_target == "CPU":
-        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-        available = 1024 * int(re.findall(r"^MemAvailable:\s+(\d+)", meminfo, re.MULTILINE)[0])
+        available = psutil.virtual_memory().available  # psutil knows no cgroups
         return int(_USED * min([available, *cgroups_leave(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
     if is_dry_run(device_target):
         return int(_USED * _SIMULATED)

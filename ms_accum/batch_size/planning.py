@@ -45,8 +45,9 @@ class Plan:
 
     def __str__(self) -> str:
         smaller = "" if self.microbatch * self.accumulate_step == self.batch_size else " (the last one smaller)"
+        alone = "\nthe batch fits as a whole: you need no accumulation" if self.accumulate_step == 1 else ""
         return (f"{table(self.trials)}\nbatch {self.batch_size:,} = accumulate_step {self.accumulate_step:,} x "
-                f"microbatch {self.microbatch:,}{smaller}: {size(self.peak)} of {size(self.memory_limit)}")
+                f"microbatch {self.microbatch:,}{smaller}: {size(self.peak)} of {size(self.memory_limit)}{alone}")
 
 
 def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Optional[int] = None,

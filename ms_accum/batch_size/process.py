@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any, NamedTuple, Optional
+
+import psutil
 
 from ..core.probe import SWITCH
 
@@ -30,7 +33,7 @@ class Outcome(NamedTuple):
     ended: str  # "completed", "beyond the limit" (stopped for it), "out of memory" or "failed"
     reason: str = ""  # why it failed, in one line
     result: Any = None  # what the function returned
-    peak: Optional[int] = None  # bytes: on CPU, the most memory that was seen
+    peak: Optional[int] = None  # bytes: on CPU, the most memory that it held; for a stopped one, that was seen
 
 
 def is_dry_run(device_target: str) -> bool:
@@ -64,7 +67,8 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
                     return Outcome("failed", f"it did not finish within {timeout:g} s", peak=seen)
             with suppress(EOFError):
                 if receiver.poll():
-                    return receiver.recv()._replace(peak=seen)
+                    outcome: Outcome = receiver.recv()
+                    return outcome._replace(peak=max(seen or 0, outcome.peak or 0) if device_target == "CPU" else None)
             process.join()
             return _cause_of_death(process.exitcode, log)._replace(peak=seen)
         finally:
@@ -76,9 +80,13 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
 
 
 def _resident(pid: int) -> int:
-    with suppress(OSError, IndexError):  # it may just have ended
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with suppress(psutil.Error):  # it may just have ended
+        return psutil.Process(pid).memory_info().rss
     return 0
+
+
+def _most_resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _cause_of_death(status: int, log: Path) -> Outcome:
@@ -93,6 +101,10 @@ def _cause_of_death(status: int, log: Path) -> Outcome:
 
 
 def _child(sender: Connection, log: Path, variables: dict[str, str], function: Callable, arguments: tuple) -> None:
+    # Linux starts the peak of a new program with that of the process that started it (here the planning one), and
+    # psutil has no peak on Linux. If this process outgrows the start, `ru_maxrss` is exact. If not, memory at the end
+    # and the samples of `in_a_process` count: MindSpore keeps what it has allocated, so little can be missed.
+    inherited = _most_resident()
     os.environ.update(variables)
     with suppress(PermissionError):
         os.setsid()
@@ -102,11 +114,13 @@ def _child(sender: Connection, log: Path, variables: dict[str, str], function: C
     with suppress(OSError):  # if the machine still runs out of memory, the kernel ends this process and no other
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
-        sender.send(Outcome("completed", result=function(*arguments)))
+        outcome = Outcome("completed", result=function(*arguments))
     except BaseException as error:
         lines = [line.strip() for line in str(error).split("\n") if line.strip()]
         reason = ": ".join([type(error).__name__, *lines[:1]])
-        sender.send(Outcome("out of memory" if _OUT_OF_MEMORY.search(reason) else "failed", reason))
+        outcome = Outcome("out of memory" if _OUT_OF_MEMORY.search(reason) else "failed", reason)
+    most = _most_resident()
+    sender.send(outcome._replace(peak=most if most > inherited else _resident(os.getpid())))
 
 
 def pickled(make_step: Callable) -> bytes:

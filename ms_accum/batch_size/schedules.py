@@ -1,4 +1,4 @@
-"""Adapt the optimizer to a larger batch: by a factor, or by a schedule in which the batch grows during training."""
+"""Let the batch grow during training, and adapt the learning rate to it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -10,73 +10,6 @@ from typing import NamedTuple, Optional, Union
 from ..arguments import LARGEST_INT32, instance_of, number, one_of, whole_number
 
 _ROUNDING = 1 + 1e-6  # so that rates from float32 also count as halved
-
-
-def scale_lr(lr: float, accumulate_step: float, rule: str = "linear") -> float:
-    """Scale a learning rate to a batch `accumulate_step` times as large.
-
-        "linear": lr * accumulate_step         # SGD, and only up to the critical batch size; needs a warmup
-        "sqrt":   lr * sqrt(accumulate_step)   # keeps the size of the update's noise; the usual choice for Adam
-
-    Args:
-        lr: Learning rate for a batch of one microbatch, > 0; a float is returned.
-        accumulate_step: Factor by which the batch of an update is larger, a finite number > 0; below 1 for a smaller
-            batch.
-        rule: "linear" or "sqrt".
-
-    Raises:
-        TypeError: If `lr` or `accumulate_step` is not a number.
-        ValueError: If one of them is out of range, or `rule` is unknown.
-
-    Example:
-        >>> from ms_accum.batch_size import scale_lr
-        >>> print(scale_lr(0.1, 4), scale_lr(0.1, 4, rule="sqrt"))
-        0.4 0.2
-
-    Source: "linear": Goyal et al., "Accurate, Large Minibatch SGD" (2017). "sqrt": for SGD, Krizhevsky, "One weird
-    trick for parallelizing convolutional neural networks" (2014), section 5; for Adam, Malladi et al., "On the SDEs and
-    Scaling Rules for Adaptive Gradient Algorithms" (2022), who also scale the betas (see `scale_adam`) and divide
-    epsilon by the root.
-    """
-    lr = number("lr", lr, lambda rate: 0 < rate < inf, "a finite number > 0", "scale each rate of a schedule")
-    times = number("accumulate_step", accumulate_step, lambda factor: 0 < factor < inf, "a finite number > 0",
-                   "of a schedule, scale the rate for each of its lengths")
-    return lr * (times if one_of("rule", rule, ("linear", "sqrt")) == "linear" else sqrt(times))
-
-
-def scale_adam(betas: tuple[float, float], factor: float) -> tuple[float, float]:
-    """Scale Adam's decay rates to a batch `factor` times as large.
-
-        (beta1, beta2**factor)    # beta2's half-life, log(1/2) / log(beta2) updates, is the same in samples or tokens
-
-    beta1 does not change. To first order, beta2**factor is 1 - factor * (1 - beta2), which Malladi et al. (see
-    `scale_lr`) use for both.
-
-    Args:
-        betas: Adam's decay rates `(beta1, beta2)` for the smaller batch, each >= 0 and < 1.
-        factor: Factor by which the batch is larger, a number > 0; below 1 for a smaller batch.
-
-    Raises:
-        TypeError: If `betas` is not a tuple or list of numbers, or `factor` is not a number.
-        ValueError: If a number is out of range, or `betas` does not hold two numbers.
-
-    Example:
-        >>> from ms_accum.batch_size import scale_adam
-        >>> beta1, beta2 = scale_adam((0.9, 0.999), 8)
-        >>> print(f"{beta1} {beta2:.6f}")
-        0.9 0.992028
-
-    Source: Marek et al., "Small Batch Size Training for Language Models: When Vanilla SGD Works, and Why Gradient
-    Accumulation Is Wasteful" (2025).
-    """
-    remedy = "give Adam's (beta1, beta2)"
-    if len(instance_of("betas", betas, (tuple, list), "a tuple of two numbers", remedy)) != 2:
-        raise ValueError(f"betas holds {len(betas)} numbers, expected 2; {remedy}")
-    beta1, beta2 = [number(f"betas[{i}]", beta, lambda beta: 0 <= beta < 1, "a number with 0 <= beta < 1", remedy)
-                    for i, beta in enumerate(betas)]
-    factor = number("factor", factor, lambda times: 0 < times < inf, "a finite number > 0",
-                    "give the new batch size divided by the old one")
-    return beta1, beta2**factor
 
 
 class Schedule(NamedTuple):
@@ -116,7 +49,7 @@ def seesaw(updates: int, learning_rate: Union[float, Sequence[float]], *, accumu
             one rate >= 0 for each update, with or without a warmup. After their peak, rates may not rise again.
         accumulate_step: Number of microbatches in a window of the plain run, an int >= 1.
         maximum: Largest number of microbatches in a window, an int >= `accumulate_step`.
-        rule: "sqrt" or "linear", as for `scale_lr`.
+        rule: "sqrt" for Adam, "linear" for SGD: how the rate of a window grows with its length.
 
     Returns:
         A named tuple: `accumulate_step` for the accumulator, `{update: n}`, and `learning_rate` for the optimizer, a
@@ -280,6 +213,7 @@ def _schedule(updates: int, learning_rate: object, accumulate_step: int, maximum
     length = whole_number("accumulate_step", accumulate_step, "give the length of a window of the plain run")
     maximum = whole_number("maximum", maximum, "give the largest length of a window, at least accumulate_step",
                            minimum=length, maximum=LARGEST_INT32)
+    linear = one_of("rule", rule, ("linear", "sqrt")) == "linear"
     times, p = factors(rates, maximum // length), 0
     lengths: dict[int, int] = {}
     merged: list[float] = []
@@ -287,6 +221,7 @@ def _schedule(updates: int, learning_rate: object, accumulate_step: int, maximum
         if not merged or times[p] != lengths[max(lengths)] // length:
             lengths[len(merged)] = times[p] * length
         replaced = rates[p:p + times[p]]
-        merged.append(fsum(replaced) / len(replaced) * scale_lr(1.0, len(replaced), rule))
+        n = len(replaced)
+        merged.append(fsum(replaced) / n * (n if linear else sqrt(n)))
         p += times[p]
     return Schedule(lengths, merged)

@@ -2,11 +2,9 @@
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from time import monotonic
 from typing import Any, Optional
 
@@ -38,15 +36,17 @@ def run_trial(make_step: MakeStep, microbatch: int, accumulate_step: int, device
               memory_limit: float = inf, timeout: Optional[float] = None) -> Trial:
     """Build a step and call it `accumulate_step + 1` times, past an update; see `planning.plan_micro_batch`."""
     start, dry = monotonic(), is_dry_run(device_target)
-    ended, reason, result, seen = in_a_process(device_target, peak_of, pickled(make_step), device_target, microbatch,
-                                               accumulate_step + 1, memory_limit=memory_limit, timeout=timeout)
+    ended, reason, of_device, of_process = in_a_process(
+        device_target, peak_of, pickled(make_step), device_target, microbatch, accumulate_step + 1,
+        memory_limit=memory_limit, timeout=timeout)
+    peak = of_device or of_process
     if dry and ended == "out of memory":
         ended, reason = "failed", "this machine ran out of memory, not the planned NPU"
     elif dry and ended == "failed":
         reason += " (if the step reads values: in a dry run, all are 0)"
-    elif ended == "completed" and result > memory_limit:
+    elif ended == "completed" and (peak or 0) > memory_limit:
         ended = "beyond the limit"
-    return Trial(microbatch, accumulate_step, result or seen, ended == "completed", ended,
+    return Trial(microbatch, accumulate_step, peak, ended == "completed", ended,
                  None if dry else monotonic() - start, reason)
 
 
@@ -71,8 +71,8 @@ def made_step(make_step: bytes, device_target: str, microbatch: int, **options: 
     return step, built
 
 
-def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -> int:
-    """Return the peak memory, in bytes, of this process or its device after `steps` steps; see `made_step`.
+def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -> Optional[int]:
+    """Return the peak memory of the device in bytes after `steps` steps; None on CPU, where the process is measured.
 
     Raise TypeError if `make_step` does not return the object that a dry run needs.
     """
@@ -87,26 +87,20 @@ def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -
     for _ in range(steps - 1):
         step()
     synchronize()
-    if device_target != "CPU":
-        return ms.runtime.max_memory_allocated() if dry else ms.runtime.max_memory_reserved()
-    return _peak_of_process()
+    if device_target == "CPU":
+        return None
+    return ms.runtime.max_memory_allocated() if dry else ms.runtime.max_memory_reserved()
 
 
 def idle_memory(make_step: MakeStep) -> int:
     """Return the memory in bytes of a trial's process on CPU without a step; 0 if it fails."""
-    return in_a_process("CPU", _idle, pickled(make_step)).result or 0
+    outcome = in_a_process("CPU", _idle, pickled(make_step))
+    return (outcome.peak or 0) if outcome.ended == "completed" else 0
 
 
-def _idle(make_step: bytes) -> int:
+def _idle(make_step: bytes) -> None:
     pickle.loads(make_step)  # imports its module
     (ms.Tensor(1.0) + 1.0).asnumpy()  # starts MindSpore's runtime
-    return _peak_of_process()
-
-
-def _peak_of_process() -> int:
-    # Not resource.ru_maxrss, which starts from the value of the process that started this one.
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    return 1024 * int(re.findall(r"^VmHWM:\s+(\d+)", status, re.MULTILINE)[0])
 
 
 def _update_with(accumulator: Accumulator) -> None:

@@ -96,5 +96,6 @@ def table(plan: Plan, noise: float) -> str:
         answer = f"do not accumulate: a microbatch of {microbatch:,} samples is beyond the noise scale of {noise:,.0f}"
     else:
         answer = (f"accumulate_step {best:,} x microbatch {microbatch:,} = {best * microbatch:,} samples: the largest "
-                  f"window, up to the planned one, within the noise scale of {noise:,.0f} samples")
+                  f"window, up to the planned one, within the noise scale of {noise:,.0f} samples"
+                  f"{': you need no accumulation' if best == 1 else ''}")
     return "\n".join([*lines, _CAPTION, answer])

@@ -14,8 +14,7 @@ weight. With a probability of 0.9993, rounding explains a difference up to this 
 """
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
@@ -54,24 +53,19 @@ class Division:
     """Hold a batch, its pieces and their shares of the weight, and evaluate `forward_fn` on them.
 
     Attributes:
-        error: The error of op by op execution, if `forward_fn` is compiled because of it.
-        cut: The axis that counts the samples in each argument; None for an argument that is not cut.
         loss_scale: The factor on the loss before the backward pass.
         is_sum: Whether the loss should be a sum, so that `forward_fn` divides it by the weight.
         several: Whether the loss is one of several losses, which are multiplied by their weights before the backward
             pass.
-        names: Names of the last arguments of `forward_fn`, if these were given by name.
-        weights: The results of `weight_fn` for the pieces.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
         eps: Relative error of a sum.
     """
 
     def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
-                 weight_fn: Optional[Callable], batch_axis: int = 0, names: tuple[str, ...] = (),
-                 loss_scale: float = 1.0, is_sum: bool = False, several: bool = False) -> None:
+                 weight_fn: Optional[Callable], batch_axis: int = 0, loss_scale: float = 1.0, is_sum: bool = False,
+                 several: bool = False) -> None:
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
-        self.names, self.loss_scale, self.is_sum, self.several = names, loss_scale, is_sum, several
-        self.error: Optional[Exception] = None
+        self.loss_scale, self.is_sum, self.several = loss_scale, is_sum, several
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
         self._ends = np.cumsum([p.size for p in self.parameters])
@@ -80,10 +74,11 @@ class Division:
             return forward_fn(*inputs) * scale
 
         self._differentiated = ms.value_and_grad(scaled, None, self.parameters)
-        self.samples, self.cut = layout(batch, batch_axis)
+        self.samples, cut = layout(batch, batch_axis)
         spans = starts_of(self.samples, pieces)
-        self.pieces = [self.rows(range(start, start + rows)) for start, rows in spans]
-        runs = [self._run_batch()]
+        self.pieces = [select_rows(Tensor([*range(start, start + rows)], ms.int32), cut, batch)
+                       for start, rows in spans]
+        runs = [self.run(batch)]
         # A piece of each size: after an error in a gradient, MindSpore may not compile again.
         runs += [self._on_piece(place, self.run) for place in (0, len(self.pieces) - 1)]
         if isinstance(runs[0][0], (tuple, list)):
@@ -92,8 +87,6 @@ class Division:
         tensors = [checked_loss(loss, "forward_fn") for loss, _ in runs]
         tensors += [t for _, calls in runs for _, outputs in calls.values() for t in outputs]
         casts = any(map(casts_inside, (forward_fn, *layers.names)))  # to bfloat16, or to what is finer
-        casts |= self.error is not None and any(  # a graph shows no outputs
-            cell.get_flags().get(flag) for cell in layers.names for flag in ("fp16", "bf16"))
         dtypes = {t.dtype for t in (*tensors, *self._floats)} | ({ms.bfloat16} if casts else set())
         self.roundoff = max([FLOAT32, *(_ROUNDOFF[dtype] for dtype in dtypes if dtype in HALF)])
         lengths = [p.size // min(p.shape[:2]) for p in self._floats if p.ndim >= 2]
@@ -104,25 +97,7 @@ class Division:
         if not sum(weights) > 0:
             raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return the "
                              "denominator of the mean in forward_fn, e.g. the number of unmasked tokens")
-        self.weights = np.array(weights)
-        self.shares = self.weights / sum(weights)
-
-    def rows(self, places: Iterable[int]) -> tuple:
-        """Return some samples of the batch."""
-        return select_rows(Tensor(list(places), ms.int32), self.cut, self.batch)
-
-    def _run_batch(self) -> tuple[Any, Calls]:
-        """Return the result of `run` for the batch. From now on, compile if it fails op by op but not as a graph."""
-        try:
-            return self.run(self.batch)
-        except (TypeError, AttributeError) as error:  # e.g. because a Tensor's method returns something else in a graph
-            self.error = error
-            os.environ.pop("MS_JIT", None)  # until `untouched` ends
-            self._differentiated = ms.jit(self._differentiated)
-            try:
-                return self.run(self.batch)
-            except Exception:
-                raise error from None
+        self.shares = np.array(weights) / sum(weights)
 
     def _on_piece(self, place: int, function: Callable, restored: bool = True) -> Any:
         """Return the result of `run` or `gradients` for a piece. The batch was run before."""
@@ -133,14 +108,11 @@ class Division:
             raise
 
     def run(self, inputs: tuple, restored: bool = True) -> tuple[Any, Calls]:
-        """Run forward. Return the loss, and the calls of the layers (none if it is compiled)."""
+        """Run forward. Return the loss, and the calls of the layers."""
         if restored:
             self.layers.restore()
-        if self.error is None:
-            with self.layers.watched() as calls:
-                loss = self.forward_fn(*inputs)
-        else:
-            loss, calls = self._differentiated(1.0, *inputs)[0], {}
+        with self.layers.watched() as calls:
+            loss = self.forward_fn(*inputs)
         [t.asnumpy() for t in tensors_in(loss)]  # kernels report errors late
         return loss, calls
 
@@ -163,19 +135,19 @@ class Division:
         """Return the Euclidean norm of each parameter's gradient."""
         return np.array([np.linalg.norm(g.astype(np.float64)) for g in np.split(gradients, self._ends)[:-1]])
 
-    def sketch(self, gradients: np.ndarray) -> np.ndarray:
+    def _sketch(self, gradients: np.ndarray) -> np.ndarray:
         """Return some elements of each parameter's gradient, and the loss: float64."""
         return np.concatenate([g[::-(-g.size // _SKETCHED)] for g in np.split(gradients, self._ends)], dtype=float)
 
     def compare(self, restored: bool = False) -> Comparison:
         """Compare the gradients. State is kept from piece to piece, as in training, unless it is `restored`."""
         whole = self._undivided()
-        total, magnitudes, sketches = np.zeros(whole.shape), np.zeros(len(self.parameters)), [self.sketch(whole)]
+        total, magnitudes, sketches = np.zeros(whole.shape), np.zeros(len(self.parameters)), [self._sketch(whole)]
         for place, share in enumerate(self.shares):
             # Several losses are multiplied by their share of the window, in units of one piece.
             times = float(share) * len(self.pieces) if self.several and share > 0 else 1.0
             gradients = self._on_piece(place, partial(self.gradients, times=times), restored or place == 0)
-            sketches.append(self.sketch(gradients))
+            sketches.append(self._sketch(gradients))
             if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
                 magnitudes += share * self.norms(gradients)
                 total += share * gradients

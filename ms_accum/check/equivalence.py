@@ -13,7 +13,6 @@ from ..arguments import instance_of, one_of, spelled, whole_number
 from ..core.accumulator import REDUCTIONS
 from ..core.stages import checked_loss_scaler
 from ..steps.batch import as_arguments, checked_axis, divisor, layout, named_values, ordered, positional
-from ..steps.errors import one_line
 from ..steps.several_losses import require_entries
 from ..steps.train_mode import evaluating
 from ..tensors import as_tensor, as_weight
@@ -32,7 +31,6 @@ _EXACT = 1e-5  # of each parameter's gradient: no mistake is as small in float32
 _ANSWERS = {True: "Accumulation is exact", False: "Accumulation is NOT exact",
             None: "Cannot tell whether accumulation is exact"}
 _IN_FLOAT32 = "the network computes in 16 bits; the verdict is that of a float32 copy of it"
-_COMPILED = "compiled, without a look at its layers: op by op, it raises {}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Report:
         tolerances: For each parameter, the relative difference that rounding can explain.
         causes: Why the gradients differ or cannot be compared. Random layers that were switched off are also listed.
         samples, pieces: Number of samples in the batch, and of the pieces that it was cut into.
-        notes: How the gradients were compared, if not as usual: in a float32 copy, or compiled.
+        notes: How the gradients were compared, if not as usual: in a float32 copy.
         losses: With several losses, the report of each; the attributes above are then those of the worst one.
         in_evaluation: Whether the network is in evaluation mode and has layers that depend on the mode.
     """
@@ -111,10 +109,9 @@ def check_equivalence(
 ) -> Report:
     """Check whether accumulation is exact for a network, and name the causes and remedies if it is not.
 
-    It compares the gradient of a batch with the one accumulated over its pieces. It runs op by op in every mode; if
-    `forward_fn` fails op by op, it runs compiled, and does not look at the layers. It takes about four forward and
-    backward passes of the batch; for a network in 16 bits, or to find a cause, two to three times as many. It needs
-    memory for all activations of the batch.
+    It compares the gradient of a batch with the one accumulated over its pieces. It runs op by op in every mode. It
+    takes about four forward and backward passes of the batch, and to find a cause two to three times as many. It needs
+    memory for all activations of the batch, and for a network in 16 bits for a float32 copy of it, which is checked.
 
     Afterwards, parameters, other state, flags, random state and mode are restored, even if `forward_fn` raises an
     error. Other side effects of `forward_fn` (files, prints) remain.
@@ -137,9 +134,9 @@ def check_equivalence(
 
     Returns:
         A `Report`. `report.ok` is False if the two gradients of any parameter differ by more than rounding can explain
-        (`ms_accum/check/comparison.py` states the bound). It is None if the check cannot tell: if random numbers cannot
-        be switched off, or only together with a layer of your own that may do more in training; if the gradient is not
-        finite; or if rounding could hide a difference of a thousandth. In float32, differences below 1e-5 in all
+        (`ms_accum/check/comparison.py` states the bound). It is None if the check cannot tell: if other layers than
+        MindSpore's draw random numbers; if the gradient is not finite; or if rounding could hide a difference of a
+        thousandth. In float32, differences below 1e-5 in all
         parameters count as exact.
 
     Raises:
@@ -179,8 +176,8 @@ def check_equivalence(
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
     loss_scaler = checked_loss_scaler(loss_scaler, ranks=1)
     loss_scale = 1.0 if loss_scaler is None else float(loss_scaler.scale_value)
-    divided, reports = partial(Division, network=network, pieces=pieces, batch_axis=batch_axis, names=names,
-                               loss_scale=loss_scale, is_sum=loss_reduction == "sum", several=losses > 1), []
+    divided, reports = partial(Division, network=network, pieces=pieces, batch_axis=batch_axis, loss_scale=loss_scale,
+                               is_sum=loss_reduction == "sum", several=losses > 1), []
     for t in range(losses):
         functions: dict[str, Any] = {name: function and _wrapped(name, function, batch, names, t, losses)
                      for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
@@ -223,20 +220,22 @@ def _mean_of(forward_fn: Callable, weight_fn: Optional[Callable], batch_axis: in
 
 def _checked(network: nn.Cell, batch: tuple, divided: Callable) -> Report:
     with untouched(network) as layers:
-        division = divided(layers=layers, batch=batch)
-        off, blindly, random = causes.switch_off_random(division)
-        comparison, finer = division.compare(), None
-        if random:
-            ok, found = None, random
-        else:
-            finer = division.roundoff > FLOAT32 and _judged_in_float32(division, comparison, divided)
-            ok, found, comparison = finer or (*_judged(division, comparison), comparison)
-            ok = None if ok and blindly else ok
+        try:
+            with layers.in_float32(batch) as (inputs, copied):
+                return _report(network, divided(layers=layers, batch=inputs), (_IN_FLOAT32,) * copied)
+        except Exception:
+            if not copied:
+                raise
+        return _report(network, divided(layers=layers, batch=batch))  # code that casts by itself may not fit float32
+
+
+def _report(network: nn.Cell, division: Division, notes: tuple[str, ...] = ()) -> Report:
+    off, random = causes.switch_off_random(division)
+    comparison = division.compare()
+    ok, found = (None, random) if random else _judged(division, comparison)
     names, relative = [p.name for p in division.parameters], comparison.relative.tolist()
-    notes = [_COMPILED.format(f"{type(division.error).__name__}: {one_line(division.error)}")] if division.error else []
-    notes += [_IN_FLOAT32] * bool(finer)
     return Report(ok, max(relative), dict(zip(names, relative)), dict(zip(names, comparison.tolerances.tolist())),
-                  (*off, *blindly, *found), division.samples, len(division.pieces), tuple(notes),
+                  (*off, *found), division.samples, len(division.pieces), notes,
                   in_evaluation=evaluating(network) is not None)
 
 
@@ -251,19 +250,3 @@ def _judged(division: Division, comparison: Comparison) -> tuple[Optional[bool],
     if not np.isfinite(comparison.explained).all():
         return False, in_loss(division, *causes.NO_TOKEN)
     return False, causes.causes_of(division, comparison)
-
-
-def _judged_in_float32(division: Division, comparison: Comparison, divided: Callable) -> Optional[tuple]:
-    """Return the verdict for a float32 copy, the causes and the comparison to report; None if there is no copy."""
-    with division.layers.in_float32(division.forward_fn, division.batch) as batch:
-        try:
-            copy = divided(layers=division.layers, batch=batch)
-        except Exception:  # code that casts by itself may not fit float32
-            return None
-        if copy.roundoff > FLOAT32:
-            return None
-        finer = copy.compare()
-        ok, found = _judged(copy, finer)
-    if ok and not comparison.exact:
-        return False, in_loss(division, *causes.UNDERFLOW), comparison
-    return ok, found, comparison if ok else finer

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -14,7 +13,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.seed import _KERNEL_SEED as KERNEL_SEEDS  # functional random ops take their seeds from it
-from mindspore.train import amp
 
 from ..tensors import HALF
 
@@ -62,33 +60,31 @@ class Layers:
                     ops.assign(value, Tensor(array, value.dtype))  # `set_data` would not reach a compiled graph
 
     @contextmanager
-    def in_float32(self, forward_fn: Callable, batch: tuple) -> Iterator[tuple]:
-        """Compute in float32 in the block, also layers with `to_float`, `amp` or 16-bit parameters; yield the batch.
+    def in_float32(self, batch: tuple) -> Iterator[tuple[tuple, bool]]:
+        """Compute in float32 in the block, also layers with `to_float` or 16-bit parameters.
 
-        Casts in the code of a layer are kept.
+        Yield the batch, and whether anything was in 16 bits. Casts in the code of a layer are kept, also those that the
+        levels "O1" and "auto" of `amp` have put there.
         """
-        before = self._kept
-        copies: dict[int, Any] = {}
+        before, copies = self._kept, dict[int, Any]()
+        inputs = tuple([t.astype(ms.float32) if isinstance(t, Tensor) and t.dtype in HALF else t for t in batch])
+        copied = any(a is not b for a, b in zip(inputs, batch))
         with ExitStack() as afterwards:
+            afterwards.callback(self.restore)
             for cell in self.names:
                 flags = {flag: cell.get_flags().get(flag, False) for flag in _TO_FLOAT}
                 if flags["fp16"] or flags["bf16"]:
                     afterwards.callback(cell.add_flags, **flags)
                     cell.add_flags(fp16=False, bf16=False, fp32=True)
+                    copied = True
                 vars(cell)["_params"].update(_in_float32(cell, copies))
                 if type(cell).__name__ == "_OutputTo16":  # which O2 wraps around a float32 layer
                     cell.dtype = ms.float32
-            for function in filter(casts_inside, (forward_fn, *self.names)):
-                module = sys.modules[type(function).__module__]
-                if hasattr(module, "amp_cast"):  # which O1 has written
-                    afterwards.enter_context(patch.object(module, "amp_cast", lambda value, _: value))
-                afterwards.enter_context(patch.object(function, "_amp_level", "O0"))
-            for name in ("push_amp_strategy", "pop_amp_strategy"):  # of the level "auto"
-                afterwards.enter_context(patch.object(amp, name, lambda *strategy: None))
             self.keep()
-            yield tuple([t.astype(ms.float32) if isinstance(t, Tensor) and t.dtype in HALF else t for t in batch])
-        self._kept = before
-        self.restore()
+            try:
+                yield inputs, copied or bool(copies)
+            finally:
+                self._kept = before
 
     @contextmanager
     def watched(self) -> Iterator[Calls]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import NoReturn, Optional
+from typing import Any
 
 _noted: list[int] = []
 
 
 @contextmanager
 def noting_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGINT and SIGTERM in the block, and note it for `raise_if_interrupted`.
-
-    When MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM. It keeps the handler of
-    SIGTERM.
-    """
+    """Raise KeyboardInterrupt for SIGINT and SIGTERM in the block, and note it for `raise_if_interrupted`."""
     _noted.clear()
+    # When MindSpore 2.10 runs a graph, it installs a handler that turns SIGINT into SIGTERM, whose handler it keeps.
     before = {number: signal.signal(number, _note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -32,6 +28,6 @@ def raise_if_interrupted() -> None:
         raise KeyboardInterrupt
 
 
-def _note(number: int, frame: Optional[FrameType]) -> NoReturn:
+def _note(number: int, frame: Any) -> None:
     _noted.append(number)
-    raise KeyboardInterrupt
+    signal.default_int_handler(number, frame)

@@ -7,7 +7,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,11 +30,9 @@ def add_command(subcommands: argparse._SubParsersAction, name: str, run: Callabl
 
 def number(convert: Callable[[str], float], accepts: Callable[[float], bool], expected: str, text: str) -> float:
     """Return the number in `text`. Raise ArgumentTypeError unless `convert` and `accepts` accept it."""
-    try:
+    with suppress(ValueError):
         if accepts(value := convert(text)):
             return value
-    except ValueError:
-        pass
     raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
 
@@ -52,13 +50,13 @@ def output(*suffixes: str) -> Callable[[str], Path]:
             raise argparse.ArgumentTypeError(f"{path} does not end in {' or '.join(suffixes)}; name the file "
                                              f"{path.stem or 'name'}{suffixes[0]}")
         try:
-            if path.resolve().exists() and not path.is_file():
+            if path.exists() and not path.is_file():
                 raise OSError(None, "it is not a regular file")
             with TemporaryDirectory(dir=path.parent, prefix=path.name):
                 return path
-        except (OSError, RuntimeError) as error:  # a RuntimeError: a link to itself
-            raise argparse.ArgumentTypeError(f"cannot write {path} ({getattr(error, 'strerror', error)}); name a new "
-                                             "file, or one to overwrite, in a folder that exists") from error
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"cannot write {path} ({error.strerror}); name a new file, or one to "
+                                             "overwrite, in a folder that exists") from error
     return file
 
 

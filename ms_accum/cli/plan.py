@@ -7,13 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from math import ceil, inf, log2
+from math import inf
 from typing import TYPE_CHECKING, Optional
 
-from tqdm import tqdm
-
 from ..batch_size.devices import DEVICES
-from ..batch_size.planning import PlanError, candidates, plan_micro_batch, size
+from ..batch_size.planning import PlanError, plan_micro_batch, size
 from ..batch_size.process import is_dry_run
 from ..batch_size.worth import longest_within, measure_noise, require_measurable, table
 from .files import write_file, write_json
@@ -86,13 +84,10 @@ def run(options: argparse.Namespace) -> int:
     make_step = imported(options.function, "train:make_step")
     if options.noise_scale:
         require_measurable(make_step, batch_size, device)
-    most = ceil(log2(len(candidates(batch_size)) + 1))
     plan, noise, failed, planned = None, None, None, dict.fromkeys(("microbatch", "accumulate_step", "peak"))
     try:
-        with tqdm(total=most, desc="trials", unit="trial", leave=False, dynamic_ncols=True, mininterval=0,
-                  file=sys.stdout, disable=not sys.stdout.isatty()) as bar:
-            plan = plan_micro_batch(make_step, batch_size, memory_limit=options.memory_limit, device_target=device,
-                                    timeout=timeout, on_trial=partial(_show, bar))
+        plan = plan_micro_batch(make_step, batch_size, memory_limit=options.memory_limit, device_target=device,
+                                timeout=timeout, on_trial=_show)
         print(plan, flush=True)
         planned, trials = asdict(plan), plan.trials
         if options.noise_scale:
@@ -113,12 +108,8 @@ def run(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _show(bar: tqdm, trial: Trial) -> None:
-    """Show a trial in the progress bar, or, without a terminal, in a line."""
-    bar.set_postfix_str(result := f"microbatch {trial.microbatch:,} {'fits' if trial.fits else trial.ended}", False)
-    bar.update()
-    if bar.disable:
-        print(f"trial: {result}", flush=True)
+def _show(trial: Trial) -> None:
+    print(f"trial: microbatch {trial.microbatch:,} {'fits' if trial.fits else trial.ended}", flush=True)
 
 
 def draw(trials: Sequence[Trial], plan: Optional[Plan]) -> Figure:
@@ -128,12 +119,16 @@ def draw(trials: Sequence[Trial], plan: Optional[Plan]) -> Figure:
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
     for fits, style, label in ((True, "oC0", "fits"), (False, "xC3", "does not fit (what was seen before it ended)")):
-        tried = [trial for trial in trials if trial.fits == fits]
-        axes.plot([t.microbatch for t in tried], [(t.peak or 0) / 2**20 for t in tried], style, label=label)
+        tried = [(t.microbatch, t.peak / 2**20) for t in trials if t.fits == fits and t.peak is not None]
+        if tried:
+            axes.plot(*zip(*tried), style, label=label)
     if plan is not None:
         axes.axhline(plan.memory_limit / 2**20, color="C3", linestyle=":", label=f"limit: {size(plan.memory_limit)}")
     axes.set_xscale("log", base=2)
     axes.set_xticks([trial.microbatch for trial in trials], [f"{trial.microbatch:,}" for trial in trials])
-    axes.set(xlabel="samples in a microbatch", ylabel="peak memory in MiB", ylim=(0, None))
-    axes.legend()
+    axes.margins(y=0.2)  # not from 0: what a step adds may be a few percent of what its process takes
+    axes.set_ylim(max(0, axes.get_ylim()[0]))
+    axes.set(xlabel="samples in a microbatch", ylabel="peak memory in MiB")
+    if axes.lines:
+        axes.legend()
     return figure

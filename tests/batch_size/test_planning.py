@@ -1,5 +1,4 @@
 """plan_micro_batch: the search against a model of memory, the table, refusals."""
-import sys
 from itertools import pairwise
 from math import ceil, log2
 
@@ -10,8 +9,6 @@ from hypothesis import strategies as st
 from ms_accum.batch_size import PlanError, plan_micro_batch, planning
 from ms_accum.batch_size.planning import Plan
 from ms_accum.batch_size.trial import Trial
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 MIB = 2**20
 
@@ -69,6 +66,9 @@ def test_the_plan_reads_well(monkeypatch):
         "         4                2     300 MiB       1.2  fits",
         "         8                1  > 1.50 GiB       2.0  beyond the limit",
         "batch 8 = accumulate_step 2 x microbatch 4: 300 MiB of 500 MiB"]
+    assert str(plan_micro_batch(min, 8, memory_limit=50)).splitlines()[-2:] == [
+        "batch 8 = accumulate_step 1 x microbatch 8: 0 MiB of 0 MiB",
+        "the batch fits as a whole: you need no accumulation"]
 
 
 def test_what_a_process_takes_is_known_on_cpu_alone(monkeypatch):

@@ -1,5 +1,6 @@
 """Processes that end in every way. Imports little, because each process imports this file."""
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
+from ms_accum.batch_size import process
 from ms_accum.batch_size.process import Outcome, _child, in_a_process, pickled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -55,6 +58,32 @@ def processes():
     return found
 
 
+def held_most():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def spike():
+    """For a moment, this process holds 200 MiB more than it or the process that started it ever did."""
+    np.ones((held_most() + 200 * MIB - psutil.Process().memory_info().rss) // 8)
+
+
+def at_rest():
+    return psutil.Process().memory_info().rss, held_most()
+
+
+def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it(monkeypatch):
+    """Also of a moment that no sample sees. Control: what Linux calls the peak is that of the larger parent."""
+    monkeypatch.setattr(process, "_POLL_SECONDS", 60)  # one sample, when the process starts
+    found = in_a_process("CPU", spike)
+    assert found.peak > held_most() + 195 * MIB
+    parent = np.ones(800 * MIB // 8)
+    found = in_a_process("CPU", at_rest)
+    resident, inherited = found.result
+    assert inherited >= parent.nbytes
+    assert found.peak == pytest.approx(resident, rel=0.1)
+    assert found.peak < parent.nbytes
+
+
 @pytest.mark.parametrize(("call", "limits", "ended", "reason"), [
     ((signal.raise_signal, signal.SIGKILL), {}, "out of memory", ""),
     ((crashing,), {}, "failed", "its process ended with status 3: the last words"),
@@ -79,7 +108,9 @@ def test_errors_are_told_apart_and_a_dry_run_is_told_so(monkeypatch):
     reasons = "RuntimeError: Malloc memory failed: size 123", "MemoryError", "RuntimeError: std::bad_alloc"
     expected = [*(Outcome("out of memory", reason) for reason in reasons), Outcome("failed", "ValueError: no data")]
     outcome = in_a_process("CPU", outcomes, *full, (ValueError, "no data\nsecond line"), memory_limit=2**40)
-    assert (outcome.result, outcome.peak > 0) == ((expected, "0"), True)
+    sent, level = outcome.result
+    assert all(found.peak > 0 for found in (outcome, *sent))
+    assert ([found._replace(peak=None) for found in sent], level) == (expected, "0")
     dry = in_a_process("Ascend", os.getenv, "MS_SIMULATION_LEVEL", memory_limit=1)
     assert dry == Outcome("completed", "", "1", None)
     assert dict(os.environ) == before

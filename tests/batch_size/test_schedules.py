@@ -1,7 +1,7 @@
-"""seesaw and batch_ramp: closed forms, what they conserve; sample_ramp; scale_lr, scale_adam."""
+"""seesaw and batch_ramp: closed forms, what they conserve; sample_ramp."""
 from fractions import Fraction
 from functools import partial
-from math import ceil, cos, inf, log, pi, sqrt
+from math import ceil, cos, inf, pi, sqrt
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import Tensor
 
-from ms_accum.batch_size import batch_ramp, sample_ramp, scale_adam, scale_lr, seesaw
+from ms_accum.batch_size import batch_ramp, sample_ramp, seesaw
 from ms_accum.core.length import WindowLength
 
 
@@ -110,16 +110,6 @@ def test_a_ramp_by_samples_skips_sizes_and_counts_on_between_them():
     assert [wrong.host_length(update) for update in range(30)] != lengths
 
 
-def test_scales():
-    for times, linear, root in ((16, 1.6, 0.4), (1, 0.1, 0.1), (1 / 4, 0.025, 0.05)):
-        assert (scale_lr(0.1, times), scale_lr(0.1, times, rule="sqrt")) == (pytest.approx(linear), pytest.approx(root))
-    for beta2, factor in [(0.999, 8), (0.95, 0.25), (0.9, 3.5)]:  # the half-life is kept
-        beta1, scaled = scale_adam((0.9, beta2), factor)
-        assert (beta1, factor / log(scaled)) == (0.9, pytest.approx(1 / log(beta2)))
-    assert scale_adam([0, 0.9999], 4) == pytest.approx((0, 1 - 4 * 0.0001), abs=1e-7)
-    assert not scale_adam((0.9, 0.9), 4)[1] == pytest.approx(1 - 4 * 0.1, rel=0.01)  # control: to first order only
-
-
 REFUSED = [
     (TypeError, r"updates is 9\.0 of type float, expected an int >= 1; give the number of updates", (9.0, 0.1), {}),
     (TypeError, r"learning_rate is of type NoneType, expected a number or a list of rates", (9, None), {}),
@@ -145,15 +135,6 @@ REFUSED_RAMPS = [
     (ValueError, r"batch_size is 36, expected start=16 plus a multiple of increment=8; give 32 or 40, or another incr",
      (16, 8, 9, 36, 4)),
 ]
-REFUSED_SCALES = [
-    (TypeError, r"lr is \[0\.1\] of type list, expected a finite number > 0; scale each rate", scale_lr, ([0.1], 2)),
-    (TypeError, r"accumulate_step is \{0: 2\} of type dict, expected a finite number > 0; of", scale_lr, (0.1, {0: 2})),
-    (ValueError, r"rule is 'cubic', expected one of 'linear', 'sqrt'", scale_lr, (0.1, 2, "cubic")),
-    (TypeError, r"betas is of type float, expected a tuple of two numbers; give Adam's \(beta1", scale_adam, (0.9, 2)),
-    (ValueError, r"betas holds 3 numbers, expected 2; give Adam's", scale_adam, ((0.9, 0.99, 0.999), 2)),
-    (ValueError, r"betas\[1\] is 1, expected a number with 0 <= beta < 1", scale_adam, ((0.9, 1), 2)),
-    (ValueError, r"factor is 0, expected a finite number > 0; give the new batch size", scale_adam, ((0.9, 0.99), 0)),
-]
 
 
 def test_bad_arguments_are_refused():
@@ -171,6 +152,3 @@ def test_bad_arguments_are_refused():
     for error, message, arguments in REFUSED_RAMPS:
         with pytest.raises(error, match=message):
             sample_ramp(*arguments[:4], microbatch=arguments[4])
-    for error, message, function, arguments in REFUSED_SCALES:
-        with pytest.raises(error, match=message):
-            function(*arguments)

@@ -49,13 +49,12 @@ def drawn_case(seed, level):
 
 
 @pytest.mark.parametrize(("level", "seeds"), [
-    ("float32", range(6)), *((level, [i]) for i, level in enumerate(("to_float", "float16", "O1", "O2", "O3", "auto"))),
-    *(pytest.param(level, range(30), marks=pytest.mark.slow)
-      for level in ("float32", "to_float", "O1", "O2", "O3", "auto"))])
+    ("float32", range(6)), *((level, [i]) for i, level in enumerate(("to_float", "float16", "O2", "O3"))),
+    *(pytest.param(level, range(30), marks=pytest.mark.slow) for level in ("float32", "to_float", "O2", "O3"))])
 def test_no_false_alarm_on_exact_networks(mode_named, level, seeds):
     """In graph mode, too; the report has its figures. Control: the sum instead of the mean."""
     for seed in seeds:
-        mode_named("graph" if seed % 2 and level != "O1" else "pynative")
+        mode_named("graph" if seed % 2 else "pynative")
         network, batch, asked = drawn_case(seed, level)
         exact = check_equivalence(mean_loss(network), network, batch, asked)
         assert (exact.ok, exact.notes) == (True, () if level == "float32" else COPY), (seed, str(exact))
@@ -67,6 +66,18 @@ def test_no_false_alarm_on_exact_networks(mode_named, level, seeds):
         assert exact.max_relative_difference == max(exact.per_parameter.values())
         wrong = check_equivalence(sum_loss(network), network, batch, asked)
         assert (wrong.ok, causes(wrong)[-1][2]) == (False, WRONG), (seed, str(wrong))
+
+
+@pytest.mark.parametrize("level", ["O1", "auto"])
+def test_casts_that_amp_has_written_into_the_code_may_hide_a_mistake(level):
+    """Control: the network before it, and a mistake that is larger."""
+    network, batch, pieces = drawn_case(3, "float32")
+    assert check_equivalence(mean_loss(network), network, batch, pieces).ok
+    network = amp_at(network, level)
+    report = check_equivalence(mean_loss(network), network, batch, pieces)
+    assert (report.ok, causes(report)[-1][2]) == (None, "rounding")
+    assert "before auto_mixed_precision" in report.causes[-1].remedy
+    assert check_equivalence(sum_loss(network), network, batch, pieces).ok is False
 
 
 def drawn_images(seed):
@@ -164,12 +175,10 @@ def shift_loss(reduction):
     return made
 
 
-def small_loss(factor):
-    def made(network):
-        def small(x, y):
-            return ops.cross_entropy(network(x).astype(ms.float32), y) * factor
-        return small
-    return made
+def small_loss(network):
+    def small(x, y):
+        return ops.cross_entropy(network(x).astype(ms.float32), y) * 1e-6
+    return small
 
 
 def token_mean(network, reduction="mean"):
@@ -237,43 +246,39 @@ CASES = {
         mean_loss, False, [("1.1.0", "Centred", COUPLES)], ("a layer that sees one sample at a time",)),
     **{f"clipped to {bound}": Case(
         lambda bound=bound: around(nn.SequentialCell(nn.Dense(16, 16), Clip(bound)), nn.Tanh()),
-        mean_loss, not clipped, clipped, ("a bprop clips", "clip_norm=") * bool(clipped))
+        mean_loss, not clipped, clipped, ("a bprop clips", "each sample's gradient", "clip_norm=") * bool(clipped))
        for bound, clipped in ((0.02, CLIPPED), (1e-4, CLIPPED), (0.5, []))},
-    # Nothing is added, neither by a clip that always binds, nor by one that binds with a loss scaler only.
     "the sign of a gradient": Case(
         lambda: around(nn.SequentialCell(nn.Dense(16, 16), Sign()), nn.Tanh()), mean_loss, False,
-        [("1.1", "Sign", "nonlinear backward pass")], ("a bprop clips", "each sample's gradient")),
+        [("1.1", "Sign", "nonlinear backward pass")]),
     "a clip, with a scaler": Case(
         lambda: around(nn.SequentialCell(nn.Dense(16, 16), Clip(0.5)), nn.Tanh()), mean_loss, False, CLIPPED,
         ("a bprop clips",), options=SCALED),
-    # No sum of two means over arguments whose sums are weights.
     **{f"{samples} samples of a contrastive loss": Case(
         MLP, info_nce, False, CONTRASTIVE, ("make_grad_cache_step",),
         (normal(samples, 6).abs(), normal(samples, 6, seed=1).abs()), pieces=2) for samples in (2, 3, 24)},
     "a network that compares two views": Case(
-        Similarities, matrix_loss, False, [("network", "Similarities", "compares samples with each other")],
+        Similarities, matrix_loss, False, [("network", "Similarities", COUPLES)],
         ("for a contrastive loss, make_grad_cache_step",), (normal(8, 6), normal(8, 6, seed=1))),
-    # Random layers: one that is switched off leaves the rest to be judged.
+    # Random layers: those of MindSpore are switched off, and leave the rest to be judged.
     "Dropout": Case(
         lambda: at_rest(around(nn.Dropout(p=0.5), nn.ReLU(), nn.Dropout(p=0.0), nn.Dropout(p=0.5)), 4),
         mean_loss, True, [("1", "Dropout", "random")], ("compared with the layer switched off",)),
     "LayerNorm behind a mask that changes little": Case(
         lambda: amp_at(around(Lifted(), nn.LayerNorm((16,))), "to_float"), mean_loss, True,
         [("1.drop", "Dropout", "random")]),
-    "a random layer of one's own": Case(lambda: around(nn.SequentialCell(nn.ReLU(), layers.Drop())), mean_loss, None, [
-        ("1.1", "Drop", "random")], ("anything else that the layer does only in training", "separate nn.Dropout")),
-    "a sum behind random layers": Case(lambda: around(nn.Dropout(p=0.5), layers.Drop()), sum_loss, False, [
-        ("1", "Dropout", "random"), ("2", "Drop", "random"), ("total", "function", WRONG)],
+    "a random layer of one's own": Case(
+        lambda: around(nn.Dropout(p=0.5), nn.SequentialCell(nn.ReLU(), layers.Drop())), mean_loss, None,
+        [("1", "Dropout", "random"), ("2.1", "Drop", "random")], ("nothing can be compared", "only in nn.Dropout")),
+    "a sum behind a random layer": Case(lambda: around(nn.Dropout(p=0.5)), sum_loss, False, [
+        ("1", "Dropout", "random"), ("total", "function", WRONG)],
         ("is a sum over samples, but accumulation over 4 pieces takes the mean",)),
-    "BatchNorm in a random layer": Case(lambda: around(layers.Drop(nn.BatchNorm1d(16))), mean_loss, False, [
-        ("1", "Drop", "random"), ("1.inside", "BatchNorm1d", STATISTICS)]),
     "attention": Case(attention, mean_loss, True, [
         ("0.self_attn", "MultiheadAttention", "random"), ("1.self_attn", "MultiheadAttention", "random")], (),
         (normal(6, 3, 8), labels(6))),
     "noise for ever": Case(
-        lambda: around(layers.Drop(), nn.BatchNorm1d(16), layers.Gumbel(), layers.Drop()), mean_loss, None,
-        [("1", "Drop", "random"), ("4", "Drop", "random"), ("3", "Gumbel", "random")],
-        ("3 (Gumbel): random: two evaluations of the same batch differ, so nothing can be compared",)),
+        lambda: around(nn.BatchNorm1d(16), layers.Gumbel(), nn.Tanh()), mean_loss, None, [("2", "Gumbel", "random")],
+        ("2 (Gumbel): random: two evaluations of the same batch differ, so nothing can be compared",)),
     "a loss that draws": Case(MLP, noisy_loss, None, [("noisy", "function", "random")], ("nothing can be compared",)),
     # State that moves in the forward pass, and the same layers at rest.
     "state": Case(lambda: around(layers.Beside([layer() for layer in MOVING])), mean_loss, False, [
@@ -285,7 +290,7 @@ CASES = {
         ("1", "SpectralNorm", STATE), ("total", "function", WRONG)]),
     # What rounding explains, and what it must not swallow; 16 bits that no copy turns into 32.
     "NaN": Case(MLP, mean_loss, None, [("forward_fn", "function", "not finite")], ("nothing can be compared",), NAN),
-    "casts of its own": Case(lambda: drawn(CASTING()), mean_loss, None, ROUNDING, ("check a float32 copy",)),
+    "casts of its own": Case(lambda: drawn(CASTING()), mean_loss, None, ROUNDING, ("without its casts",)),
     "BatchNorm in float32 at level O2": Case(lambda: amp_at(around(nn.BatchNorm1d(16)), "O2"), mean_loss, False,
                                              [("_backbone.1._backbone", "BatchNorm1d", STATISTICS)], COPY),
     "casts of its own behind 16-bit BatchNorm": Case(
@@ -298,11 +303,8 @@ CASES = {
     **{f"{reduction} of a gradient of 0": Case(
         shifted, shift_loss(reduction), not wrong, wrong, (), (normal(7, 32) * 3, labels(7)), pieces=7)
        for reduction, wrong in (("mean", []), ("sum", NOT_A_MEAN))},
-    **{f"underflow of {factor} in {level}": Case(
-        lambda level=level: amp_at(around(nn.Tanh()), level), small_loss(factor), not found, found,
-        ("loss_scaler=",) * len(found))
-       for level, factor, found in (
-           ("to_float", 1e-6, [("small", "function", "16 bits")]), ("to_float", 1.0, []), ("float32", 1e-6, []))},
+    "gradients that are too small for 16 bits": Case(
+        lambda: amp_at(around(nn.Tanh()), "to_float"), small_loss, True, [], COPY),
     **{f"weights off by {off} in {level}": Case(
         lambda level=level: amp_at(MLP(), level), mean_loss, not wrong, wrong, ("let weight_fn return",) * len(wrong),
         (normal(32, 6), labels(32)), off_by(off), 8)
@@ -317,16 +319,15 @@ CASES = {
                                             options=SUM),
     "a sum over no token": Case(MLP, partial(token_mean, reduction="sum"), True, [], (), (ROWS[0], WITHOUT_TOKENS),
                                 lambda x, y: (y != -100).sum(), options=SUM),
-    # With a loss scaler: what a bprop adds vanishes, what underflows does not.
+    # With a loss scaler, what a bprop adds vanishes.
     **{f"{added} added by a bprop, {'with' if options else 'without'} a scaler": Case(
         lambda added=added: around(layers.Adds(added)), mean_loss, not found, found,
         ("accumulator.scaled",) * len(found), options=options)
-       for added, options, found in ((0.01, SCALED, [("1", "Adds", "not scaled")]), (0.01, {}, []), (0.0, SCALED, []))},
-    # A sum over the samples, where a mean is expected: it is no clip.
+       for added, options, found in (
+           (0.01, SCALED, [("1", "Adds", "nonlinear backward pass")]), (0.01, {}, []), (0.0, SCALED, []))},
+    # A sum over the samples, where a mean is expected.
     "a sum added by a bprop": Case(lambda: around(layers.Adds(0.01, mean=False)), mean_loss, False, [
-        ("1", "Adds", "nonlinear backward pass")], ("because a bprop adds it", "add the loss of that part to the one")),
-    "underflow, with a scaler": Case(lambda: amp_at(around(nn.Tanh()), "to_float"), small_loss(1e-6), True, [],
-                                     options=SCALED),
+        ("1", "Adds", "nonlinear backward pass")], ("because a bprop adds it", "add its loss to the one")),
     "no token, and another mean": Case(
         MLP, tokens_and_squares, False, [("added", "function", "no weighted mean")], ("losses=2",),
         (ROWS[0], WITHOUT_TOKENS)),
@@ -351,71 +352,32 @@ def test_verdict_and_causes(name):
 # --- the weights of the pieces ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("axis", "code"), [
-    (0, "(labels != -100).sum()"), (0, "(labels[:, 1:] != -1).sum()"), (1, "(labels[1:] != 0).sum()")])
-def test_the_weights_of_tokens_are_named(axis, code):
-    """A shifted loss is wrong with `(labels != -100).sum()`, which everybody writes; the remedy is code that is exact.
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_shifted_loss_needs_the_shifted_weights(axis):
+    """`(labels != -100).sum()`, which everybody writes, is wrong where the model shifts the labels.
 
     A named batch leaves out an optional argument in between, and time may come first.
     """
-    shift, ignored = "1:" in code, int(re.search(r"!= (-?\d+)", code)[1])
     rng, network = np.random.default_rng(0), nn.Dense(6, 20)
     counted = rng.random((12, 9)) < np.repeat([0.2, 0.5, 0.7, 0.9], 3)[:, None]
-    target = np.where(counted, rng.integers(1, 20, (12, 9)), ignored)
-    target[:3, 0], target[3:, 0] = 3, ignored
+    target = np.where(counted, rng.integers(1, 20, (12, 9)), -100)
+    target[:3, 0], target[3:, 0] = 3, -100
     batch = {"x": Tensor(np.swapaxes(rng.normal(size=(12, 9, 6)), 0, axis), ms.float32),
              "labels": Tensor(np.swapaxes(target, 0, axis), ms.int32)}
 
-    def forward_fn(x, mask=None, labels=None):
-        logits, targets = network(x), labels
-        if shift:
-            logits, targets = (logits[:, :-1], labels[:, 1:]) if axis == 0 else (logits[:-1], labels[1:])
-        return ops.cross_entropy(logits.reshape(-1, 20), targets.reshape(-1), ignore_index=ignored)
+    def shifted(x, mask=None, labels=None):
+        logits, targets = (network(x)[:, :-1], labels[:, 1:]) if axis == 0 else (network(x)[:-1], labels[1:])
+        return ops.cross_entropy(logits.reshape(-1, 20), targets.reshape(-1), ignore_index=-100)
 
-    def remedy(forward_fn, **options):
-        report = check_equivalence(forward_fn, network, batch, 4, batch_axis=axis, **options)
-        return report.ok, *(cause.remedy.rpartition("return ")[2] for cause in report.causes)
-    for weight_fn in (None, lambda labels: (labels != (ignored if shift else 7)).sum()):
-        assert remedy(forward_fn, weight_fn=weight_fn) == (False, code)
-    assert remedy(forward_fn, weight_fn=lambda labels: eval(code, {"labels": labels})) == (True,)
+    def right(labels):
+        return ((labels[:, 1:] if axis == 0 else labels[1:]) != -100).sum()
 
-    def squares(x, mask=None, labels=None):
-        return ops.square(network(x)).mean()
-    by_samples = "x.shape[1]" if axis else "len(x)"
-    assert remedy(squares, weight_fn=lambda labels: (labels != ignored).sum()) == (False, by_samples)
-
-
-@pytest.mark.parametrize("starts", [(3, 1, 2, 5, 1, 1, 4, 2), (1, 2, 2, 2, 4, 1, 1, 1)])
-def test_packed_documents_are_named_where_the_loss_divides_by_fewer_tokens_than_counted(starts):
-    """Rows of 10 tokens. The loss leaves out the first token of each of their documents; the usual count does not.
-
-    Controls: a weight_fn that counts fewer tokens than the loss, and none at all.
-    """
-    first = np.zeros((8, 10), bool)
-    first[:, 0] = True
-    for row, documents in enumerate(starts):
-        first[row, 2:2 * documents:2] = True
-    rng, network = np.random.default_rng(0), nn.Dense(6, 20)
-    tokens = rng.integers(0, 20, (8, 10))
-    x, document = normal(8, 10, 6), Tensor(np.cumsum(first, 1), ms.int32)
-
-    def shifted(x, labels, document):
-        kept = (labels[:, 1:] != -100) * (document[:, 1:] == document[:, :-1])
-        losses = ops.cross_entropy(network(x)[:, :-1].reshape(-1, 20), labels[:, 1:].reshape(-1), reduction="none")
-        return (losses * kept.reshape(-1)).sum() / kept.sum()
-
-    def usual(x, labels, document):
-        return (labels[:, 1:] != -100).sum()
-
-    def too_few(x, labels, document):
-        return (document[:, 1:] == document[:, :-1]).sum() - document[0, -1]
-
-    def checked(labels, weight_fn):
-        report = check_equivalence(shifted, network, (x, Tensor(labels, ms.int32), document), 4, weight_fn=weight_fn)
-        return report.ok, ["if documents are packed, the first token" in cause.remedy for cause in report.causes]
-    assert checked(tokens, usual) == (False, [True])
-    assert checked(np.where(first, -100, tokens), usual) == (True, [])
-    assert checked(tokens, too_few) == checked(tokens, None) == (False, [False])
+    for weight_fn in (None, lambda labels: (labels != -100).sum()):
+        report = check_equivalence(shifted, network, batch, 4, batch_axis=axis, weight_fn=weight_fn)
+        assert (report.ok, causes(report)) == (False, [("shifted", "function", WRONG)])
+        assert "(labels[:, 1:] != -100).sum() if the model shifts the labels" in report.causes[0].remedy
+        assert ("give weight_fn=, a function of a piece" in report.causes[0].remedy) == (weight_fn is None)
+    assert check_equivalence(shifted, network, batch, 4, batch_axis=axis, weight_fn=right).ok
 
 
 @pytest.mark.parametrize(("level", "activation", "hidden", "counts", "said"), [
@@ -426,7 +388,7 @@ def test_packed_documents_are_named_where_the_loss_divides_by_fewer_tokens_than_
 def test_a_mean_over_a_mask_needs_its_weights(level, activation, hidden, counts, said):
     """Also where a piece has no token, and its gradient is NaN.
 
-    In 16 bits, it is off by 1e-2 to 3e-2, where rounding explains 5e-2.
+    16 bits would be off by 1e-2 to 3e-2, where rounding explains 5e-2: the check takes a float32 copy.
     """
     stack = [layer for _ in range(hidden - 1) for layer in (nn.Dense(64, 64), activation())]
     network = nn.SequentialCell(nn.Dense(16, 64), activation(), *stack, nn.Dense(64, 8))
@@ -445,14 +407,11 @@ def test_a_mean_over_a_mask_needs_its_weights(level, activation, hidden, counts,
     assert "weight_fn=" in report.causes[0].remedy
     report = check_equivalence(masked, network, batch, 4, weight_fn=lambda x, target, mask: mask.sum())
     assert (report.ok, report.notes) == (True, COPY if level == "O3" else ())
-    assert (1e-3 < report.max_relative_difference < report.tolerances["0.weight"]) == (level == "O3")
+    assert report.max_relative_difference < 1e-5
 
 
 def test_a_sum_of_two_means_asks_for_losses():
-    """Boxes per target, and objectness per cell: two losses make it exact, with the weights that the remedy names.
-
-    Control: a third mean, over what the second one leaves.
-    """
+    """Boxes per target, and objectness per cell: two losses make it exact, with their two weights."""
     network = MLP(classes=4)
     batch = normal(16, 6), normal(16, 3), Tensor(np.arange(16) % 5 < np.repeat([1, 4, 2, 3], 4), ms.float32)
 
@@ -464,37 +423,15 @@ def test_a_sum_of_two_means_asks_for_losses():
     def added(x, boxes, targets):
         return sum(yolo(x, boxes, targets))
 
-    def three(x, boxes, targets):
-        others = 1 - targets
-        return added(x, boxes, targets) + (ops.relu(network(x)[:, 0]) * others).sum() / others.sum()
-    for forward_fn, cause in ((added, WRONG), (three, "no weighted mean")):
-        report = check_equivalence(forward_fn, network, batch, 4)
-        assert (report.ok, causes(report)) == (False, [(forward_fn.__name__, "function", cause)])
-        if forward_fn is added:
-            found = re.search(r"losses=2, and let weight_fn return their counts, (\(.*\)) in", report.causes[0].remedy)
-    counts = eval(found[1], dict(zip(("x", "boxes", "targets"), batch)))
-    assert sorted(map(int, counts)) == sorted((int(batch[2].sum()), 16))
-    assert 0 < report.causes[0].remedy.index("losses=2") < report.causes[0].remedy.index("make_grad_cache_step")
+    report = check_equivalence(added, network, batch, 4)
+    assert (report.ok, causes(report)) == (False, [("added", "function", "no weighted mean")])
+    assert "return the means as a tuple, with losses=2 and two weights from weight_fn" in report.causes[0].remedy
     weights = {"weight_fn": lambda x, boxes, targets: (targets.sum(), x.shape[0]), "losses": 2}
     assert check_equivalence(yolo, network, batch, 4, **weights).ok
     assert check_equivalence(yolo, network, batch, 4, losses=2).ok is False  # the samples do not weigh the boxes
 
 
 # --- how it computes, and what it refuses -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("level", "loss"), [("float32", ops.reduce_sum), ("to_float", ops.reduce_mean)])
-def test_what_only_a_graph_can_run_is_compiled(level, loss):
-    """`Tensor.max(axis)` is a Tensor in a graph, and a tuple op by op. 16 bits are compiled in a float32 copy, too."""
-    network = amp_at(nn.Dense(6, 3), level)
-
-    def forward_fn(x, y):
-        return loss(ops.exp(network(x)).max(1) * (y + 1).astype(ms.float32))
-    report = check_equivalence(forward_fn, network, ROWS, 2)
-    assert (report.ok, report.notes[1:]) == (loss is ops.reduce_mean, COPY if level != "float32" else ())
-    assert re.fullmatch(r"compiled, without a look at its layers: op by op, it raises \w+: \w.+", report.notes[0])
-    assert [cause[2] for cause in causes(report)] == ([] if report.ok else [WRONG])
-    assert "MS_JIT" not in os.environ
 
 
 @pytest.mark.parametrize(("wrong", "asked"), [("places", True), ("length", True), ("labels", False)])

@@ -118,7 +118,7 @@ def test_a_check_disturbs_no_training(level):
             if level == "O1":  # it writes the network anew, with other classes, and the network itself with other state
                 found = [name for name in ("Counter", "BatchNorm1d") if name in set(found) - {"SequentialCell"}]
             assert (report.ok, found) == (False, ["Counter", "BatchNorm1d"])
-            assert len(report.notes) == 1, "no float32 copy"
+            assert len(report.notes) == (level != "O1"), "no float32 copy"
         assert (trace(network), [cell.get_flags() for _, cell in network.cells_and_names()]) == before
         for _ in range(4):
             train_step(*batch)

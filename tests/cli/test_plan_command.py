@@ -1,6 +1,5 @@
 """`ms-accum plan`: the prediction against a real run, what it prints and writes, and what it refuses."""
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,11 +7,10 @@ from support.processes import run_python
 
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import planning, worth
+from ms_accum.batch_size.planning import Plan
 from ms_accum.batch_size.process import Outcome
 from ms_accum.batch_size.trial import Trial
 from ms_accum.cli import plan as plan_command
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 TRAIN = """
 import sys
@@ -108,12 +106,19 @@ def test_the_command_says_when_nothing_fits(plan):
     assert Path("p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_terminal_sees_a_bar(plan, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    out = plan("json:loads")[1]
-    assert "trials:" in out
-    assert "microbatch 8 out of memory" in out
-    assert "\ntrial " not in out
+@pytest.mark.parametrize(("peaks", "entries"), [
+    ([551, 558, 555], ["fits", "does not fit (what was seen before it ended)", "limit: 555 MiB"]),
+    ([51, 52, 53], ["fits", "limit: 555 MiB"]),
+    ([None, None, None], [])])
+def test_the_plot_shows_each_known_peak_and_names_what_it_shows(peaks, entries):
+    trials = tuple(Trial(2**i, 4 // 2**i, peak and peak * 2**20, peak is not None and peak < 555, "", 0.1)
+                   for i, peak in enumerate(peaks))
+    axes = plan_command.draw(trials, Plan(4, 1, 4, 51 * 2**20, 555 * 2**20, trials) if entries else None).axes[0]
+    legend, (low, high) = axes.get_legend(), axes.get_ylim()
+    assert ([text.get_text() for text in legend.get_texts()] if legend else []) == entries
+    points = [y for line in axes.lines if line.get_marker() != "None" for y in line.get_ydata()]
+    assert sorted(points) == sorted(peak for peak in peaks if peak is not None)
+    assert all(low < y < high for y in points)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -44,7 +44,7 @@ def test_it_holds_every_page_and_public_name_and_asks_no_other_server(site):
 
 
 NO_SUCH_NAME = [
-    ("tutorials/reference/api.md", "batch_size.scale_lr\n", "batch_size.scale_rate\n", "scale_rate could not be found")]
+    ("tutorials/reference/api.md", "batch_size.seesaw\n", "batch_size.seesaws\n", "seesaws could not be found")]
 NO_SUCH_PLACE = [
     ("ms_accum/core/accumulator.py", "        clip_norm: Largest", "        clip_nrom: Largest", "clip_nrom"),
     ("tutorials/index.md", "(guide/limits.md)", "(guide/limitations.md)", "limitations.md"),
