@@ -89,7 +89,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         path: The file to write. It ends in ".safetensors".
         network: The network whose parameters the optimizer updates.
         accumulator: The accumulator, or the train step or `TrainOneStepCell` that holds it.
-        extra: Any JSON value of at most 90 MB, e.g. epoch, position in the data and seed. NaN and infinity are kept.
+        extra: Any JSON value, e.g. epoch, position in the data and seed. NaN and infinity are kept. It is written into
+            the header of the file, which holds 100 MB at most.
 
     Raises:
         TypeError: If `network` or `accumulator` is of the wrong kind; if `extra` would change when it is written to

@@ -32,8 +32,8 @@ from ..steps.errors import one_line
 
 SUFFIX = ".safetensors"
 _ABOUT, _DIGEST = "ms_accum", "ms_accum.sha256"  # keys of the metadata
-# A parameter of such a name could not be read: safetensors keeps the first one, and MindSpore's loader takes a key of
-# the metadata for the dtype of the parameter.
+# No parameter may have one of these names: the first is the library's own, and MindSpore's loader takes what the
+# metadata has under a parameter's name for its dtype.
 RESERVED = ("__metadata__", _ABOUT, _DIGEST)
 _VERSION = 5
 _COMPLEX = {"float32": "complex64", "float64": "complex128"}
@@ -57,11 +57,12 @@ def checked_path(path: Union[str, os.PathLike]) -> Path:
 def path_to_load(path: Union[str, os.PathLike]) -> Path:
     """Return the absolute path. Raise as `checked_path`; CheckpointError if MindSpore wrote the file."""
     if Path(path).suffix == ".ckpt" and Path(path).is_file():
-        raise _of_mindspore(Path(path), "")
+        raise _of_mindspore(Path(path))
     return checked_path(path)
 
 
-def _of_mindspore(path: Path, option: str) -> CheckpointError:
+def _of_mindspore(path: Path) -> CheckpointError:
+    option = ', format="safetensors"' if path.suffix == SUFFIX else ""
     return CheckpointError(
         f"{path} was written by mindspore.save_checkpoint or by an older ms_accum, so no training can resume from it; "
         "load its weights alone: mindspore.load_param_into_net(network, mindspore.load_checkpoint(path"
@@ -244,7 +245,7 @@ def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
         raise CheckpointError(f"{path} is truncated, damaged or not in the format safetensors ({one_line(error)}); "
                               "restore it from a copy") from error
     if reader.metadata.get("format") == "ms":
-        raise _of_mindspore(path, ', format="safetensors"')
+        raise _of_mindspore(path)
     if _ABOUT not in reader.metadata:
         raise CheckpointError(f"{path} is not a checkpoint of ms_accum; give a file that save_checkpoint wrote")
     try:

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from ms_accum import CheckpointError
-from ms_accum.checkpoint.file import part_of, read_file, rename_file, write_file
+from ms_accum.checkpoint.file import on_disk, part_of, read_file, rename_file, write_file
+from ms_accum.tensors import as_array
 
 DTYPES = (ms.bool_, ms.uint8, ms.int8, ms.uint16, ms.int16, ms.uint32, ms.int32, ms.uint64, ms.int64, ms.float16,
           ms.bfloat16, ms.float32, ms.float64, ms.complex64, ms.complex128)
@@ -226,13 +227,29 @@ def test_a_file_that_is_changed_in_place_while_it_is_read_raises(change):
                 entry.read()
 
 
-def test_a_save_while_a_file_is_read_does_not_change_what_is_read():
+@pytest.mark.parametrize("when", ["opened", "read"])
+def test_a_save_while_a_file_is_opened_or_read_does_not_change_what_is_read(when, monkeypatch):
+    """Also what is written in place into the file that is read, not into the new one, is found."""
     kept = bits(saved())
+    PATH.with_name("link").hardlink_to(PATH)
+
+    def late(*arguments, **named):
+        if when == "opened":
+            saved(seed=1)
+        return safe_open(*arguments, **named)
+
     with ExitStack() as opened:
-        entries, _ = read_file(PATH, opened)
-        other = bits(saved(seed=1))
-        assert bits({name: entry.read() for name, entry in entries.items()}) == kept != other
-    assert bits(read()[0]) == other
+        with monkeypatch.context() as patch:
+            patch.setattr("ms_accum.checkpoint.file.safe_open", late)
+            entries, _ = read_file(PATH, opened)
+        if when == "read":
+            saved(seed=1)
+        assert bits({name: entry.read() for name, entry in entries.items()}) == kept
+        time.sleep(0.02)  # the clock of the file system
+        PATH.with_name("link").write_bytes(PATH.read_bytes())
+        with pytest.raises(OSError, match="it was written while it was read"):
+            next(iter(entries.values())).read()
+    assert bits(read()[0]) == bits(made(1)) != kept
 
 
 def test_what_is_no_array_in_a_row_is_saved_as_it_is():
@@ -245,6 +262,19 @@ def test_what_is_no_array_in_a_row_is_saved_as_it_is():
         rename_file(part, PATH.resolve())
     assert read()[0]["a"].asnumpy().tolist() == turned.tolist()
     assert read()[0]["c"].asnumpy().tolist() == (turned * 1j).tolist()
+
+
+@pytest.mark.parametrize("dtype", [ms.float32, ms.bfloat16, ms.int8])
+def test_state_on_the_disk_is_as_in_memory(dtype):
+    """bfloat16 is given as float32. The memory is that of the file: what is written there appears."""
+    value = Tensor(np.arange(6).reshape(2, 3), dtype)
+    with part_of(PATH.resolve()) as part:
+        place = part.with_name("0.state")
+        found = on_disk(as_array(value), dtype, place)
+        assert (found.dtype, found.tolist()) == (value.asnumpy().dtype, value.asnumpy().tolist())
+        place.write_bytes(bytes(place.stat().st_size))
+        assert not found.astype(np.float32).any()
+    assert not place.exists()
 
 
 MEMORY = """
