@@ -25,14 +25,15 @@ from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import gather, require_alike, together
 from ..runtime import synchronize
-from .entries import Entry
 from .file import (
-    ABOUT,
+    RESERVED,
     CheckpointError,
+    Entry,
     checked_path,
     on_disk,
     part_of,
     path_of_rank,
+    path_to_load,
     read_file,
     remove_generations,
     rename_file,
@@ -82,21 +83,22 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     when rank 0 renames its own.
 
     Args:
-        path: The file to write. It ends in ".ckpt" or ".safetensors", MindSpore's formats.
+        path: The file to write. It ends in ".safetensors".
         network: The network whose parameters the optimizer updates.
         accumulator: The accumulator, or the train step or `TrainOneStepCell` that holds it.
-        extra: Any JSON value, e.g. epoch, position in the data and seed. NaN and infinity are kept.
+        extra: Any JSON value, e.g. epoch, position in the data and seed. NaN and infinity are kept. It is written into
+            the header of the file, which holds 100 MB at most.
 
     Raises:
         TypeError: If `network` or `accumulator` is of the wrong kind; if `extra` would change when it is written to
             JSON and read again (tuples, keys that are not str); if the optimizer is not an `nn.Cell`, so that its state
             cannot be found.
-        ValueError: If the suffix is unknown, if two entries of the file would have the same name, or if MindSpore has
-            cut the parameters into slices (semi-auto and auto parallel).
+        ValueError: If the path ends in another suffix, if two entries of the file would have the same name, or if
+            MindSpore has cut the parameters into slices (semi-auto and auto parallel).
         RuntimeError: If an error or an interrupt stopped a batch or an update before its end.
         OSError: If the file cannot be written; the old file is kept. With several ranks, all of them raise it.
 
-    Source: databases replace files in this way (write beside the old one, fsync, rename); the format is MindSpore's.
+    Source: databases replace files in this way (write beside the old one, fsync, rename); the format is safetensors.
 
     Example:
         >>> import os, tempfile, mindspore as ms
@@ -104,9 +106,10 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         >>> from ms_accum import Accumulator, save_checkpoint
         >>> network = nn.Dense(2, 1, weight_init="ones")
         >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
-        >>> path = os.path.join(tempfile.mkdtemp(), "run.ckpt")
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.safetensors")
         >>> save_checkpoint(path, network, accumulator)
-        >>> print(ms.load_checkpoint(path)["weight"].asnumpy())  # MindSpore reads the network's weights out of it
+        >>> weights = ms.load_checkpoint(path, format="safetensors")  # MindSpore reads the weights
+        >>> print(weights["weight"].asnumpy())
         [[1. 1.]]
     """
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
@@ -181,12 +184,12 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         >>> from ms_accum import Accumulator, load_checkpoint, save_checkpoint
         >>> network = nn.Dense(2, 1)
         >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
-        >>> path = os.path.join(tempfile.mkdtemp(), "run.ckpt")
+        >>> path = os.path.join(tempfile.mkdtemp(), "run.safetensors")
         >>> save_checkpoint(path, network, accumulator, extra={"epoch": 3, "position": 1200})
         >>> print(load_checkpoint(path, network, accumulator))
         {'epoch': 3, 'position': 1200}
     """
-    path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
+    path, accumulator = path_to_load(path), _checked_accumulator(network, accumulator)
     exchange = accumulator.exchange
     exchange.require_whole_state()
     rank, ranks = exchange.rank, exchange.ranks
@@ -211,7 +214,10 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             for name, entry in found.items():
                 # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
                 ops.assign(run.entries[name], run.cut(name, entry.read()))
-                synchronize()  # otherwise MindSpore queues the entries, and holds them all
+                # Otherwise MindSpore queues the entries, and holds several. Operations run in order, so that the entry
+                # is freed before the next one has a value (measured on CPU, where there is nothing to synchronize).
+                synchronize()
+                (Tensor(0) + 1).asnumpy()
     return about["extra"]
 
 
@@ -257,7 +263,7 @@ class _State:
         self.entries: dict[str, Parameter] = {}
         once = {id(p): (name, p) for name, p in reversed(named)}  # the first name wins
         for name, parameter in reversed(once.values()):
-            if name in (ABOUT, *self.entries):
+            if name in (*RESERVED, *self.entries):
                 raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
             self.entries[name] = parameter
         if len(accumulator.state) < len(accumulator.parameters):
@@ -278,7 +284,7 @@ class _State:
         """Return whether the checkpoint has the same ranks and exchange, so that each rank has its own file."""
         return about.get("reducer") == self.settings["reducer"]
 
-    def join_state(self, part: Path) -> Callable[[], dict[str, Tensor]]:
+    def join_state(self, part: Path) -> Callable[[], dict[str, np.ndarray]]:
         """Gather divided state, one entry after the other, on rank 0's disk. All ranks have to call it.
 
         Return a function that returns the entries, or raises the error that stopped this rank, so that the others do
@@ -288,7 +294,7 @@ class _State:
         if self.exchange.divides_parameters:
             require_alike({name: p.asnumpy().tobytes() for name, p in self.entries.items() if id(p) in self.copied},
                           "ms_accum finds state of slices by its name, which has to end in the parameter's")
-        found: dict[str, Any] = {}
+        found: dict[str, np.ndarray] = {}
         errors: list[Exception] = []
         for name, whole in self.divided.items():
             value = self.exchange.joined(self.entries[name], whole)
@@ -298,7 +304,7 @@ class _State:
                 except OSError as error:
                     errors.append(error)
 
-        def joined() -> dict[str, Tensor]:
+        def joined() -> dict[str, np.ndarray]:
             if errors:
                 raise errors[0]
             return found
@@ -310,10 +316,10 @@ class _State:
         return self.exchange.cut(value, self.divided[name]) if name in self.divided else value
 
     def contents(self, extra: Any, generation: str, is_open: bool,
-                 joined: dict[str, Tensor]) -> tuple[dict[str, Parameter], dict]:
+                 joined: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict]:
         """Return the entries of a rank's file, and their description. Rank 0's file also holds the `joined` state."""
         left_out = set() if is_open else self.of_window - {_UNIT}
-        entries = {name: joined.get(name, p) for name, p in self.entries.items()
+        entries = {name: joined[name] if name in joined else p.asnumpy() for name, p in self.entries.items()
                    if name not in left_out and (name in joined or name not in self.divided)}
         return entries, {**self.settings, "open": is_open, "generation": generation, "extra": extra}
 
@@ -350,9 +356,7 @@ def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], sh
     for name in {**entries, **found}:
         held = _described(found.get(name), found.get(name))
         wanted = _described(entries.get(name), shaped.get(name))
-        # MindSpore writes no entry without elements into a ".ckpt".
-        may_miss = name in unneeded or (name in shaped and 0 in shaped[name].shape)
-        if held != wanted and (name in found or not may_miss):
+        if held != wanted and (name in found or name not in unneeded):
             raise CheckpointError(f"{path}: {name} is {held} in the file, but {wanted} in this run; build network, "
                                   "optimizer and accumulator with the same arguments")
     if _SCALE in found:
@@ -363,4 +367,4 @@ def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], sh
 
 
 def _described(entry: Any, shaped: Any) -> str:
-    return "missing" if entry is None else f"of {entry.dtype} {tuple(shaped.shape)}"
+    return "missing" if entry is None else f"of {str(entry.dtype).lower()} {tuple(shaped.shape)}"

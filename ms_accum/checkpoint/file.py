@@ -1,14 +1,17 @@
-"""The file of a checkpoint: written atomically, with a SHA-256 of its contents, read only if it is complete.
+"""The file of a checkpoint: safetensors, written atomically, read only if it is complete.
 
-It is in one of MindSpore's own formats. The entry "ms_accum" holds the settings of the run and `extra` as JSON, and the
-SHA-256 of the file. With several ranks, each rank has a file, and rank 0's file names the generation of the others.
+Its metadata holds a description (the settings of the run and `extra`, as JSON), and a SHA-256 of the description and
+all entries. Complex numbers are stored as pairs of floats, because MindSpore's loader knows no complex ones. With
+several ranks, each rank has a file, and rank 0's file names the generation of the others.
+
+Source: https://github.com/huggingface/safetensors
 """
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from glob import escape
 from hashlib import sha256
@@ -16,23 +19,24 @@ from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
 from socket import gethostname
-from typing import Any, BinaryIO, Union
+from typing import Any, NamedTuple, Union
 from warnings import warn
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Tensor
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from ..steps.errors import one_line
-from .entries import Entry, entries_in, written_at
 
-SUFFIXES = (".ckpt", ".safetensors")
-ABOUT = "ms_accum"
-_VERSION = 4
-_MARK = b'{"ms_accum checkpoint, sha256": "'
-_DIGEST = re.compile(re.escape(_MARK) + rb"([0-9a-f]{64})")
-_ZEROED = _MARK + b"0" * 64
-_CHUNK = 2**20  # bytes
+SUFFIX = ".safetensors"
+_ABOUT, _DIGEST = "ms_accum", "ms_accum.sha256"  # keys of the metadata
+# No parameter may have one of these names: the first is the library's own, and MindSpore's loader takes what the
+# metadata has under a parameter's name for its dtype.
+RESERVED = ("__metadata__", _ABOUT, _DIGEST)
+_VERSION = 5
+_COMPLEX = {"float32": "complex64", "float64": "complex128"}
 # This host. Containers may share the name of the host, but not the numbers of processes.
 _HERE = sha256(f"{gethostname()} {Path('/proc/self/ns/pid').resolve().name}".encode()).hexdigest()[:8]
 
@@ -42,11 +46,27 @@ class CheckpointError(ValueError):
 
 
 def checked_path(path: Union[str, os.PathLike]) -> Path:
-    """Return the absolute path. Raise ValueError unless it ends in one of `SUFFIXES`."""
+    """Return the absolute path. Raise ValueError unless it ends in `SUFFIX`."""
     path = Path(path).resolve()  # a link is kept, and its target is replaced
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(SUFFIXES)}, MindSpore's formats")
+    if path.suffix != SUFFIX:
+        raise ValueError(f"{path} ends in {path.suffix!r}, expected {SUFFIX!r}; checkpoints have one format; name "
+                         f"the file {path.stem}{SUFFIX}")
     return path
+
+
+def path_to_load(path: Union[str, os.PathLike]) -> Path:
+    """Return the absolute path. Raise as `checked_path`; CheckpointError if MindSpore wrote the file."""
+    if Path(path).suffix == ".ckpt" and Path(path).is_file():
+        raise _of_mindspore(Path(path))
+    return checked_path(path)
+
+
+def _of_mindspore(path: Path) -> CheckpointError:
+    option = ', format="safetensors"' if path.suffix == SUFFIX else ""
+    return CheckpointError(
+        f"{path} was written by mindspore.save_checkpoint or by an older ms_accum, so no training can resume from it; "
+        "load its weights alone: mindspore.load_param_into_net(network, mindspore.load_checkpoint(path"
+        f"{option})), before the train step is called")
 
 
 def path_of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
@@ -65,8 +85,8 @@ def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
 def part_of(path: Path) -> Iterator[Path]:
     """Yield the path of a file in a temporary folder. The writer makes the folder; the end of the block removes it.
 
-    It is a folder because MindSpore and safetensors make temporary files beside their own, and MindSpore removes an old
-    file before it writes. Folders of processes of this host that were killed are removed as well.
+    It is a folder because safetensors makes a temporary file beside its own. Folders of processes of this host that
+    were killed are removed as well.
     """
     start = f".{path.stem.lstrip('.')}.part-{_HERE}-"
     name = re.compile(rf"{re.escape(start)}(\d{{1,7}})-[0-9a-f]{{8}}")
@@ -89,32 +109,59 @@ def _lives(process: int) -> bool:
     return True
 
 
-def on_disk(value: np.ndarray, dtype: ms.Type, place: Path) -> Tensor:
-    """Return a Tensor whose memory is a file at `place`, which `part_of` removes. Raise OSError if writing fails."""
-    if dtype == ms.bfloat16:  # NumPy has none: in memory
-        return Tensor(value, dtype)
+def on_disk(value: np.ndarray, dtype: ms.Type, place: Path) -> np.ndarray:
+    """Return an array whose memory is a file at `place`, which `part_of` removes. Raise OSError if writing fails.
+
+    `value` holds bfloat16 as float32.
+    """
+    if dtype == ms.bfloat16:
+        value = Tensor(value, dtype).asnumpy()
     _require_folder(place.parents[1])
     place.parent.mkdir(exist_ok=True)
     with place.open("wb") as file:
-        file.write(np.ascontiguousarray(value).data)
-    return Tensor.from_numpy(np.memmap(place, value.dtype, "c", shape=value.shape))
+        file.write(_bits(value))
+    return np.memmap(place, np.uint8, "c").view(value.dtype).reshape(value.shape)
 
 
-def write_file(part: Path, entries: dict[str, Parameter], about: dict) -> None:
+def _bits(values: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def _digest(text: str, names: Iterable[str], stored: Callable[[str], np.ndarray]) -> str:
+    """Return the SHA-256 of a description and of entries, which `stored` returns by their names."""
+    digest = sha256(text.encode())
+
+    def add(name: str, values: np.ndarray) -> None:
+        digest.update(repr((name, values.dtype.name, values.shape)).encode())
+        digest.update(_bits(values))
+
+    for name in sorted(names):
+        add(name, stored(name))  # no variable here, which would hold one entry while the next one is read
+    return digest.hexdigest()
+
+
+def write_file(part: Path, entries: dict[str, np.ndarray], about: dict) -> None:
     """Write a file at the path that `part_of` yields, and flush it to the disk.
 
     `about` holds JSON values. Raise TypeError if its "extra" is not one, OSError if the file cannot be written.
     """
-    about = {"version": _VERSION, "mindspore": ms.__version__, **about, "extra": _as_json(about["extra"])}
-    text = _ZEROED + b'"}' + json.dumps(about).encode()
-    saved = [{"name": name, "data": p} for name, p in entries.items()]
-    saved.append({"name": ABOUT, "data": Tensor(np.frombuffer(text, np.uint8))})
+    _require_json(about["extra"])
+    of_complex = sorted(name for name, values in entries.items() if values.dtype.kind == "c")
+    text = json.dumps({"version": _VERSION, "mindspore": ms.__version__, **about, "complex": of_complex})
+    stored = {name: np.asarray(values, order="C") for name, values in entries.items()}
+    for name in of_complex:
+        values = stored[name]
+        stored[name] = values.reshape(-1).view(values.real.dtype).reshape(*values.shape, 2)
     _require_folder(part.parents[1])
+    umask = os.umask(0)
+    os.umask(umask)
     try:
         part.parent.mkdir(exist_ok=True)
-        ms.save_checkpoint(saved, str(part), format=part.suffix[1:])
-        _seal(part)
-    except Exception as error:  # for a full disk: an OSError, a RuntimeError or a SafetensorError
+        save_file(stored, part, {_ABOUT: text, _DIGEST: _digest(text, stored, stored.__getitem__)})
+        os.chmod(part, 0o666 & ~umask)  # safetensors leaves it to its owner alone
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+    except (OSError, SafetensorError) as error:
         raise OSError(f"{part.parents[1] / part.name} cannot be written ({one_line(error)})") from error
 
 
@@ -123,60 +170,13 @@ def _require_folder(folder: Path) -> None:
         raise FileNotFoundError(f"the folder {folder} does not exist; make it first")
 
 
-def _as_json(extra: Any) -> str:
+def _require_json(extra: Any) -> None:
     try:
-        text = json.dumps(extra)
-        if repr(json.loads(text)) != repr(extra):  # as text, NaN equals NaN, and 1 differs from True
+        if repr(json.loads(json.dumps(extra))) != repr(extra):  # as text, NaN equals NaN, and 1 differs from True
             raise TypeError("it would come back as something else")
-        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"extra cannot be written as JSON ({error}); give dicts with str as keys, lists, str, numbers, "
                         "bool and None") from error
-
-
-def _digest_in(file: BinaryIO) -> tuple[int, bytes]:
-    """Return the position of the SHA-256 in a file, and the SHA-256; -1 if there is none.
-
-    A checkpoint is as large as the network, so it is read in chunks.
-    """
-    start, before = 0, b""
-    file.seek(0)
-    while chunk := file.read(_CHUNK):
-        chunk = before + chunk
-        if found := _DIGEST.search(chunk):
-            return start + found.start(1), found[1]
-        before = chunk[-len(_ZEROED):]
-        start += len(chunk) - len(before)
-    return -1, b""
-
-
-def _digest_of(file: BinaryIO, place: int) -> bytes:
-    """Return the SHA-256 of a file in which the SHA-256 at `place` is replaced by zeros."""
-    digest, left = sha256(), place
-    file.seek(0)
-    while left > 0:
-        chunk = file.read(min(_CHUNK, left))
-        digest.update(chunk)
-        left -= len(chunk)
-    digest.update(_ZEROED[len(_MARK):])
-    file.seek(place + len(_ZEROED) - len(_MARK))
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
-    return digest.hexdigest().encode()
-
-
-def _seal(part: Path) -> None:
-    """Write the SHA-256 of a file over the zeros in its place, and flush it to the disk."""
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(part, 0o666 & ~umask)  # MindSpore leaves it read-only, and a next one could not replace it everywhere
-    with part.open("r+b") as file:
-        place, _ = _digest_in(file)
-        digest = _digest_of(file, place)
-        file.seek(place)
-        file.write(digest)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def rename_file(part: Path, path: Path) -> None:
@@ -192,13 +192,40 @@ def rename_file(part: Path, path: Path) -> None:
         os.close(folder)
 
 
-def _require_complete(file: BinaryIO, path: Path) -> None:
-    place, digest = _digest_in(file)
-    if place < 0:
-        raise CheckpointError(f"{path} is truncated, or not a checkpoint of ms_accum; give a file that save_checkpoint "
-                              "wrote")
-    if _digest_of(file, place) != digest:
-        raise CheckpointError(f"{path} is damaged (SHA-256 mismatch); restore it from a copy")
+class _Reader:
+    """Read entries of a file that is open. `opened` closes it."""
+
+    def __init__(self, path: Path, opened: ExitStack) -> None:
+        self.path = path
+        self.file = opened.enter_context(path.open("rb"))
+        self.written = os.fstat(self.file.fileno()).st_mtime_ns
+        # The library opens the same file, even if another process has just saved to this path. Its other backend maps
+        # the file, so that memory would grow by the whole file, and a file that is cut would end the process.
+        self.held = opened.enter_context(safe_open(f"/proc/self/fd/{self.file.fileno()}", "np", backend="pread"))
+        self.metadata: dict[str, str] = self.held.metadata() or {}
+
+    def stored(self, name: str) -> np.ndarray:
+        """Return the values of an entry as they are stored, in memory of their own."""
+        try:
+            values = self.held.get_tensor(name)
+            if os.fstat(self.file.fileno()).st_mtime_ns != self.written:
+                raise SafetensorError("it was written while it was read")
+        except SafetensorError as error:
+            raise OSError(f"{self.path} cannot be read ({one_line(error)}); load another file") from error
+        return values
+
+
+class Entry(NamedTuple):
+    """Describe an entry of a file that is open."""
+
+    reader: _Reader
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """Return the values, in memory of their own. Raise OSError if the file was written since it was opened."""
+        return Tensor.from_numpy(self.reader.stored(self.name).view(self.dtype).reshape(self.shape))
 
 
 def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
@@ -212,23 +239,46 @@ def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
                                 "wrote, or begin without one")
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; give a file that save_checkpoint wrote")
-    file = opened.enter_context(path.open("rb"))
-    written = written_at(file)
-    _require_complete(file, path)
     try:
-        entries = entries_in(file, path.suffix)
-        if written_at(file) != written:
-            raise OSError("it was written while it was read")
-        text = entries.pop(ABOUT).read().asnumpy().tobytes()
-        about = json.loads(text[len(_ZEROED) + 2:])
-        about["extra"] = json.loads(about["extra"])
-        version, about["open"] = about["version"], bool(about["open"])
-        if not re.fullmatch("[0-9a-f]{16}", about["generation"]):
-            raise ValueError("the generation is not a hexadecimal number")
+        reader = _Reader(path, opened)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is truncated, damaged or not in the format safetensors ({one_line(error)}); "
+                              "restore it from a copy") from error
+    if reader.metadata.get("format") == "ms":
+        raise _of_mindspore(path)
+    if _ABOUT not in reader.metadata:
+        raise CheckpointError(f"{path} is not a checkpoint of ms_accum; give a file that save_checkpoint wrote")
+    try:
+        return _checked(reader)
+    except CheckpointError:
+        raise
     # A file with a right checksum and wrong contents was forged, so any error means that it cannot be read.
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {one_line(error)})") from error
-    if version != _VERSION:
-        raise CheckpointError(f"{path} is of version {version}, expected {_VERSION}; load it with the ms_accum that "
-                              "wrote it")
-    return entries, about
+
+
+def _checked(reader: _Reader) -> tuple[dict[str, Entry], dict]:
+    """Return what `read_file` returns, of a file with a description."""
+    text, entries = reader.metadata[_ABOUT], {}
+
+    def stored(name: str) -> np.ndarray:
+        values = reader.stored(name)
+        entries[name] = Entry(reader, name, values.dtype, values.shape)
+        return values
+
+    if _digest(text, reader.held.keys(), stored) != reader.metadata.get(_DIGEST):
+        raise CheckpointError(f"{reader.path} is damaged (SHA-256 mismatch); restore it from a copy")
+    about = json.loads(text)
+    if about["version"] != _VERSION:
+        raise CheckpointError(f"{reader.path} is of version {about['version']}, expected {_VERSION}; load it with the "
+                              "ms_accum that wrote it")
+    about["open"] = bool(about["open"])
+    if not re.fullmatch("[0-9a-f]{16}", about["generation"]):
+        raise ValueError("the generation is not a hexadecimal number")
+    for name in about["complex"]:
+        entry = entries[name]
+        *shape, pair = entry.shape
+        if pair != 2:
+            raise ValueError(f"{name} has {pair} numbers in place of a complex one, expected 2")
+        entries[name] = entry._replace(dtype=np.dtype(_COMPLEX[entry.dtype.name]), shape=tuple(shape))
+    return entries, {"extra": None, **about}

@@ -18,7 +18,7 @@ it after each epoch. The program is ms_accum/examples/mnist/train.py.""", """\
 examples:
   ms-accum mnist                         # the digits in the package
   ms-accum mnist --compare               # is accumulation exact?
-  ms-accum mnist --save run.ckpt         # to resume, add --resume run.ckpt
+  ms-accum mnist --save run.safetensors  # to resume, add --resume run.safetensors
   ms-accum mnist --data full --json run.json --plot run.png
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks \\
       --tail_worker_log=0 python -m ms_accum mnist""")
@@ -34,7 +34,7 @@ to form. The program is ms_accum/examples/lm/train.py.""", """\
 examples:
   ms-accum lm                      # about a minute on 2 cores
   ms-accum lm --compare            # what does the mean of means cost?
-  ms-accum lm --text book.txt --epochs 10 --save book.ckpt
+  ms-accum lm --text book.txt --epochs 10 --save book.safetensors
   msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks \\
       --tail_worker_log=0 python -m ms_accum lm""")
 

@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from tqdm import tqdm
 
-from ..checkpoint.file import SUFFIXES, CheckpointError
+from ..checkpoint.file import SUFFIX, CheckpointError
 from ..cli.files import printable, say_written, write_file, write_json
 from ..cli.interrupts import raise_if_interrupted
 from ..cli.options import count, number, output
@@ -79,8 +79,8 @@ def add_options(parser: ArgumentParser, compare: str, **defaults: Any) -> None:
     add("--zero", type=int, choices=(0, 1, 2), default=0,
         help="divide among ranks: 1 the optimizer's state, 2 also the buffers (default: %(default)s)")
     add("--compare", action="store_true", help=compare)
-    add("--save", type=output(*SUFFIXES), metavar="FILE.ckpt", help="write a checkpoint after each epoch")
-    add("--resume", metavar="FILE.ckpt",
+    add("--save", type=output(SUFFIX), metavar="FILE.safetensors", help="write a checkpoint after each epoch")
+    add("--resume", metavar="FILE.safetensors",
         help="continue from a checkpoint as if the run had never stopped; --epochs, --accumulate-step and the number "
              "of ranks may differ")
     add("--json", type=output(), metavar="FILE", help="write all results and options")

@@ -86,7 +86,7 @@ def resumed(training: Training, expected: Expected, windows: Sequence) -> float:
     training.learn([spoilt(last), *whole, last[:1]])
     other = Training(training.setting, training.name, training.dtype, seed=1)
     with TemporaryDirectory(prefix="ms_accum-") as folder:
-        path = Path(folder) / "selftest.ckpt"
+        path = Path(folder) / "selftest.safetensors"
         save_checkpoint(path, training.network, training.accumulator)
         training.learn([last[1:]])
         require(training.off(expected) <= BOUNDS[training.dtype], "the training that was saved is off itself")

@@ -253,8 +253,8 @@ def test_a_loop_that_goes_back_to_a_checkpoint_logs_all_its_windows(tmp_path):
         for i in range(ran):
             log(step, step(*batch))
             if i + 1 == saved:
-                save_checkpoint(tmp_path / "a.ckpt", network, step)
-        load_checkpoint(tmp_path / "a.ckpt", network, step)
+                save_checkpoint(tmp_path / "a.safetensors", network, step)
+        load_checkpoint(tmp_path / "a.safetensors", network, step)
         for _ in range(after):
             log(step, step(*batch))
         step.accumulator.reset()

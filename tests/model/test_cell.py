@@ -37,7 +37,7 @@ def test_a_model_checkpoint_holds_a_window_that_is_half_full(mode_named):
     assert {p.name for p in MLP().trainable_params()} <= {p.name for p in cell.get_parameters()}, "names are kept"
     train(cell, ModelCheckpoint("run", ".", CheckpointConfig(save_checkpoint_steps=4)), data=dataset([6] * 4))
     assert int(cell.accumulator.mini_step) == 1
-    save_checkpoint("window.ckpt", network, cell.accumulator)
+    save_checkpoint("window.safetensors", network, cell.accumulator)
     uninterrupted = go_on(network, cell)
 
     fresh_network, fresh = make_cell(accumulate_step=3)
@@ -45,9 +45,9 @@ def test_a_model_checkpoint_holds_a_window_that_is_half_full(mode_named):
     assert missing == unexpected == [], "names depend on what this process has built before"
     assert go_on(fresh_network, fresh) == uninterrupted
 
-    load_checkpoint("window.ckpt", network, cell.accumulator)
+    load_checkpoint("window.safetensors", network, cell.accumulator)
     assert go_on(network, cell) == uninterrupted
-    load_checkpoint("window.ckpt", network, cell.accumulator)
+    load_checkpoint("window.safetensors", network, cell.accumulator)
     cell.accumulator.reset()
     assert go_on(network, cell) != uninterrupted
 

@@ -70,7 +70,7 @@ REDUCERS = {
 }
 NOISE_DECAY, NOISE_RATE = 0.95, 1e-3
 COMPILED_OF = dict(zip(OP_BY_OP, COMPILED))
-MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.ckpt")
+MNIST = ("--epochs", "2", "--batch-size", "400", "--clip-norm", "1", "--json", "run.json", "--save", "run.safetensors")
 _RUNS = [f"trained:{name}" for name in range(DRAWN)]
 _OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
            "noise:zero1", "noise:zero2"]
@@ -137,7 +137,7 @@ def trained(rank, name):
     # Statistics of BatchNorm stay what each rank built, and so does an average that was made before the accumulator.
     alike = case.norm == "batch" or case.hook
     run, data, saved = start(0 if alike else rank), case.batches(rank), case.save_at or 0
-    path = FOLDER / f"{name}.{'safetensors' if case.seed % 2 else 'ckpt'}"
+    path = FOLDER / f"{name}.safetensors"
     if saved:
         with run.driver:
             run.train(data[:saved])
@@ -170,7 +170,7 @@ def step_of(sync, accumulate_step, seed):
 
 def damaged(rank):
     """What each rank says where one cannot save, or one's file is wrong."""
-    path, (network, step) = FOLDER / "damaged.ckpt", step_of("zero2", 2, 0)
+    path, (network, step) = FOLDER / "damaged.safetensors", step_of("zero2", 2, 0)
     for x, y in microbatches(rank)[:3]:
         step(x, y)
         save_checkpoint(path, network, step)
@@ -204,7 +204,7 @@ def other_ranks(rank, sync):
     """Rank 0 saves as a single process, with a closed window and in the middle of one; then all ranks do."""
     ranks, said, data = get_group_size(), {}, microbatches(rank)
     for name, count in (("closed", 8), ("open", 3)):
-        path = FOLDER / f"one-{sync}-{name}.ckpt"
+        path = FOLDER / f"one-{sync}-{name}.safetensors"
         if rank == 0:
             network, step = step_of(None, 8, 0)
             for batch in dealt_out(ranks)[:count]:
@@ -220,8 +220,8 @@ def other_ranks(rank, sync):
     for i, batch in enumerate(data):
         step(*batch)
         if i + 1 == 8 // ranks:
-            save_checkpoint(FOLDER / f"ranks-{sync}-closed.ckpt", network, step)
-    save_checkpoint(FOLDER / f"ranks-{sync}-open.ckpt", network, step)
+            save_checkpoint(FOLDER / f"ranks-{sync}-closed.safetensors", network, step)
+    save_checkpoint(FOLDER / f"ranks-{sync}-open.safetensors", network, step)
     return said
 
 

@@ -387,7 +387,7 @@ def zero_checkpoints(rank, folder):
     dataset = data(rank)
     for saved in order:
         for going_on in order:
-            path = folder / f"zero-{order.index(saved)}{order.index(going_on)}.ckpt"
+            path = folder / f"zero-{order.index(saved)}{order.index(going_on)}.safetensors"
             net, step, _ = trained(rank, saved, groups=True, dataset=dataset[:4])
             save_checkpoint(path, net, step, extra=1)
             other, resumed, _ = trained(1 + rank, going_on, groups=True, dataset=dataset[:1], finish=False)
@@ -397,7 +397,7 @@ def zero_checkpoints(rank, folder):
                 resumed(*batch)
             found[f"{saved} to {going_on}"] = distance(values_of(other), values_of(net))
             if rank == 0:
-                names = ms.load_checkpoint(str(path))
+                names = ms.load_checkpoint(str(path), format="safetensors")
                 found[f"entries of {saved}"] = sorted(f"{name} {tuple(p.shape)}" for name, p in names.items()
                                                       if name != "ms_accum")
     return found
@@ -460,7 +460,7 @@ def zero_own(rank, folder):
 
     Op by op.
     """
-    found, path = {}, folder / "own.ckpt"
+    found, path = {}, folder / "own.safetensors"
     options = {"optimizer": lambda parameters, sharding: Warmed(sharding(parameters))}
     whole, _, _ = trained(rank, "zero=0", **options)
     bare, _, _ = trained(rank, "zero=1", optimizer=lambda parameters, sharding: Bare(sharding(parameters)))

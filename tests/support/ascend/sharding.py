@@ -136,7 +136,7 @@ def sharded(driver, way, interface="AutoParallel", dtype=ms.float32):
         held = (*optimizer.parameters, *state_of(optimizer), *buffers)
         assert not any(p.has_init for p in held), "MindSpore has given some state no memory"
         try:
-            save_checkpoint("run.ckpt", network, accumulator)
+            save_checkpoint("run.safetensors", network, accumulator)
         except ValueError as error:
             saved = str(error)
         else:
