@@ -88,17 +88,21 @@ def test_the_plot_has_a_line_of_losses_over_updates_and_axes_with_names_and_unit
         monkeypatch, folder, score, loss_label, score_label):
     drawn = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path: drawn.append((self, path)))
-    histories = {"one": {"loss": [3.0, 2.5, 2.0, 1.0], score: [50.0, 75.0]}, "two": {"loss": [2.0], score: [60.0]}}
+    losses = np.linspace(4, 1, 60)
+    histories = {"one": {"loss": losses.tolist(), score: [50.0, 75.0]}, "two": {"loss": [2.0], score: [60.0]}}
     module(folder, "plot").plot("run.png", histories)
     (figure, path), = drawn
     assert path == "run.png"
     left, right = figure.axes
     assert (left.get_xlabel(), left.get_ylabel()) == ("update", loss_label)
     assert (right.get_xlabel(), right.get_ylabel()) == ("epoch", score_label)
-    assert left.lines[0].get_xydata().tolist() == [[1, 3.0], [2, 2.5], [3, 2.0], [4, 1.0]]
-    assert (left.lines[0].get_linestyle(), left.lines[0].get_marker()) == ("-", "None")
+    each, mean = left.lines[:2]
+    np.testing.assert_allclose(each.get_xydata(), np.stack([np.arange(1, 61), losses], axis=1))
+    np.testing.assert_allclose(mean.get_xydata(), np.stack([np.arange(2, 61), (losses[1:] + losses[:-1]) / 2], axis=1))
+    assert {(line.get_linestyle(), line.get_marker()) for line in (each, mean)} == {("-", "None")}
     assert right.lines[0].get_xydata().tolist() == [[1, 50.0], [2, 75.0]]
-    assert [text.get_text() for text in right.get_legend().get_texts()] == ["one", "two"]
+    assert [text.get_text() for axes in (left, right) for text in axes.get_legend().get_texts()] == [
+        "one, mean of 2 updates", "two, mean of 1 updates", "one", "two"]
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
