@@ -18,7 +18,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["ms_accum", "ms_accum.*"]),
-    package_data={"ms_accum": ["py.typed"], "ms_accum.examples.mnist": ["digits/*", "digits/*/*"]},
+    package_data={"ms_accum": ["py.typed"]},
     python_requires=">=3.10,<3.13",
     # MindSpore's wheels are compiled against NumPy 1 and crash with NumPy 2.
     install_requires=["mindspore>=2.7", "numpy<2", "download", "psutil", "safetensors>=0.8", "tqdm"],

@@ -5,13 +5,12 @@ from typing import Optional
 
 from .cli import check, plan
 from .cli.main import run_command
-from .examples import commands as examples
 from .selftest import command as selftest
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `ms-accum` with `argv` (default: `sys.argv[1:]`) and return the exit status: see `run_command`."""
-    return run_command((examples, check, plan, selftest), argv)
+    return run_command((check, plan, selftest), argv)
 
 
 if __name__ == "__main__":

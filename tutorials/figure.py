@@ -10,11 +10,10 @@ from pathlib import Path
 import matplotlib
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
+from mnist.data import load
 
 from ms_accum import Accumulator, avoid_busy_waiting, make_train_step
-from ms_accum.examples.mnist.data import load
-from ms_accum.examples.mnist.network import Network, make_forward
 
 MICROBATCHES, ACCUMULATE_STEP, SAMPLES = 12, 4, 32
 COLOURS = ("#4c78a8", "#f58518", "#54a24b")
@@ -22,15 +21,17 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b")
 
 def measure() -> tuple[list[float], list[float]]:
     """The norm of the first layer's buffer and the value of one of its biases, after each microbatch."""
-    digits = load("embedded").train
-    network = Network(seed=42)
-    accumulator = Accumulator(ms.nn.SGD(network.trainable_params(), 0.5), ACCUMULATE_STEP, reduction="mean")
-    train_step = make_train_step(make_forward(network), accumulator)
+    digits, _ = load("embedded")
+    ms.set_seed(42)
+    network = nn.SequentialCell(nn.Dense(784, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 10))
+    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.5), ACCUMULATE_STEP, reduction="mean")
+    train_step = make_train_step(nn.WithLossCell(network, nn.CrossEntropyLoss()), accumulator)
     bias = network.trainable_params()[-1]
     norms, values = [], [float(bias.asnumpy()[0])]
     for i in range(MICROBATCHES):
         rows = slice(i * SAMPLES, (i + 1) * SAMPLES)
-        train_step(Tensor(digits.images[rows]), Tensor(digits.labels[rows]))
+        pixels = (digits.images[rows].reshape(SAMPLES, 784) / 255).astype(np.float32)
+        train_step(Tensor(pixels), Tensor(digits.labels[rows]))
         norms.append(float(np.linalg.norm(accumulator.window.buffers[-1].asnumpy())))
         values.append(float(bias.asnumpy()[0]))
     return norms, values

@@ -137,7 +137,7 @@ def test_a_bad_plan_is_refused_in_one_line_before_a_trial(arguments, message, pl
 
 
 def test_the_batch_of_a_plan_is_the_total_one(capsys):
-    """In `ms-accum mnist`, --batch-size is a microbatch."""
+    """In tutorials/mnist/train.py, --batch-size is a microbatch."""
     assert cli.main(["plan", "json:loads", "--batch-size", "8"]) == 2
     assert "arguments are required: --total-batch-size" in capsys.readouterr().err
 

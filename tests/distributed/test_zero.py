@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from mindspore import nn
 from support.rank_cases import every
+from support.scripts import module
 from support.zero_cases import NOT_AT_2, PLAIN, WHOLE
 
 from ms_accum import Accumulator, DataParallel, shard_parameters
 from ms_accum.distributed.rows import Rows
-from ms_accum.examples.lm.network import Network as LanguageModel
-from ms_accum.examples.mnist.network import Network as Digits
 from ms_accum.selftest.networks import MLP
 
 pytest_plugins = ["support.launch"]
@@ -133,10 +132,19 @@ def test_on_one_device_nothing_is_cut():
     assert not accumulator.exchange.divides_parameters
 
 
-@pytest.mark.parametrize("network", [LanguageModel, Digits])
+def digits():
+    """A network with the layers of MindSpore's tutorial."""
+    return nn.SequentialCell(nn.Dense(784, 512), nn.Dense(512, 512), nn.Dense(512, 10))
+
+
+def language_model():
+    return module("lm", "network").Network(0)
+
+
+@pytest.mark.parametrize("network", [language_model, digits])
 def test_a_window_sends_what_an_all_reduce_sends(network):
     """ReduceScatter and AllGather of a ring send half of an AllReduce each: what they add is padding."""
-    parameters = network(0).trainable_params()
+    parameters = network().trainable_params()
     rows = Rows(parameters, tuple(p.dtype for p in parameters), 2**20, 8)
     whole = sum(p.size for p in parameters)
     assert whole <= 8 * sum(rows.lengths) <= 1.05 * whole

@@ -1,10 +1,14 @@
-"""Every notebook runs alone in an empty folder, and its stored outputs are what it gives."""
+"""Every notebook runs in a folder with the digits, or alone, and its stored outputs are what it gives."""
 import ast
 import base64
+import os
 import re
+from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
+from support.mnist_files import embedded_set, write
 from support.notebooks import (
     NUMBER,
     blocks_of,
@@ -44,6 +48,31 @@ def test_a_notebook_gives_what_is_stored_in_a_clean_kernel(name):
     assert wrong({name: outputs(cleaned(executed(NOTEBOOKS[name])))}) == {}
 
 
+def test_a_notebook_alone_downloads_the_same_digits(monkeypatch):
+    """All notebooks with digits have the same code. The archive is one of the first 90 digits."""
+    found = [re.search(r'^if os\.path\.exists\("mnist"\).*?^images, labels = .*?$', cell.source, re.M | re.S)
+             for notebook in NOTEBOOKS.values() for cell in code_cells(notebook)]
+    code, *others = [match[0] for match in found if match]
+    assert others == [code] * 3
+
+    def download(url, path, kind):
+        assert (url.endswith("/MNIST_Data.zip"), kind) == (True, "zip")
+        write(Path(path, "MNIST_Data"), embedded_set(90, 50))
+        return path
+
+    monkeypatch.setattr("download.download", download)
+    alone, beside = {"os": os, "np": np}, {"os": os, "np": np}
+    exec(code, alone)
+    assert "MnistDataset" in alone
+    monkeypatch.syspath_prepend(TUTORIALS)
+    Path("mnist").symlink_to(TUTORIALS / "mnist")
+    exec(code, beside)
+    assert "MnistDataset" not in beside
+    for name, shape, dtype in (("images", (784,), np.float32), ("labels", (), np.int32)):
+        assert (beside[name].shape, beside[name].dtype, alone[name].dtype) == ((10_000, *shape), dtype, dtype)
+        np.testing.assert_array_equal(alone[name], beside[name][:90])
+
+
 def test_another_output_is_noticed():
     """Words, numbers above rounding errors (each of the stored ones) unless they were measured, and pictures."""
     assert same_text("off by 50%, 1,024 digits, 1e-07", "off by 50.2%, 1,024 digits, 3e-07")
@@ -78,7 +107,7 @@ def test_a_notebook_is_whole_and_its_claims_are_printed(name):
     assert 'if not importlib.util.find_spec("ms_accum"):\n    %pip install' in cells[0].source
     imported = set(re.findall(r"^from (ms_accum\S*) import", "\n".join(cell.source for cell in cells), re.MULTILINE))
     assert imported
-    assert imported <= {"ms_accum", "ms_accum.batch_size", "ms_accum.examples.mnist.data"}
+    assert imported <= {"ms_accum", "ms_accum.batch_size"}
 
     nodes = [node for block in blocks_of(notebook) for node in ast.walk(ast.parse(block.code))]
     assert not any(isinstance(node, ast.Assert) for node in nodes)

@@ -1,19 +1,15 @@
 """Ranks as a whole: which are refused, what they save and print, and how a run of them ends."""
 import json
 import re
-from pathlib import Path
 
-import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import nn
 from support import reference
-from support.rank_cases import LAUNCHES, MNIST, dealt_out, every, microbatches, said_by, step_of, train
+from support.rank_cases import LAUNCHES, dealt_out, every, microbatches, said_by, step_of, train
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint
-from ms_accum import __main__ as cli
 from ms_accum.distributed.ranks import raise_if_left_alone
-from ms_accum.examples.mnist.network import Network
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP
 from ms_accum.steps.errors import explain
@@ -113,49 +109,6 @@ def test_callbacks_where_ranks_have_uneven_data(left_by, sync):
         assert len(refused) == rank
         changed = "RuntimeError: the learning rate was changed after 3 updates that this rank made"
         assert all(said.startswith(changed) for said in refused)
-
-
-@every("mnist")
-@pytest.mark.usefixtures("uncompiled")
-def test_mnist_on_two_ranks_is_one_process_with_windows_twice_as_long(left_by, folder_of, tmp_path, launch, case):
-    """Sharded digits (13 and 12 microbatches), one update; only rank 0 prints. One process goes on with its file."""
-    assert cli.main(["mnist", *MNIST, "--accumulate-step", "4"]) == 0
-    assert left_by(case, launch) == [0, 0]
-    folders = [folder_of(launch) / "mnist", tmp_path]
-    two, one = (json.loads((folder / "run.json").read_text(encoding="utf-8")) for folder in folders)
-    assert (two["ranks"], one["ranks"]) == (2, 1)
-    assert two["update_step"] == one["update_step"] == 14
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
-    assert two["accuracy"] == pytest.approx(one["accuracy"], abs=0.2)
-    saved = [ms.load_checkpoint(str(folder / "run.ckpt")) for folder in folders]
-    trained = [values(found[p.name] for p in Network(0).trainable_params()) for found in saved]
-    assert difference(*trained) <= 1e-3  # float32, and ReLU
-    resume = ["--accumulate-step", "4", "--epochs", "3", "--resume", str(folders[0] / "run.ckpt")]
-    assert cli.main(["mnist", *MNIST, *resume]) == 0
-    assert json.loads(Path("run.json").read_text(encoding="utf-8"))["update_step"] == 21
-    logs = logs_of(folder_of(launch), 2)
-    assert ["epoch 2/2  loss" in log for log in logs] == [True, False]
-    assert "400 x 2 x 2 ranks = 1,600 digits an update, gradients exchanged each window" in logs[0]
-    assert sorted(re.sub("-[0-9a-f]{16}", "", path.name) for path in folders[0].glob("*run.*")) == [
-        "run.ckpt", "run.json", "run.rank1of2.ckpt"]
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_mnist_with_zero_is_one_process_with_windows_twice_as_long(left_by, folder_of, tmp_path, monkeypatch):
-    """The state of Momentum is in rank 0's file as one process has it, and that goes on from there."""
-    monkeypatch.chdir(tmp_path)
-    options = ["mnist", *MNIST, "--optimizer", "momentum", "--accumulate-step", "4"]
-    assert cli.main(options) == 0
-    assert left_by("mnist_zero") == [0, 0]
-    folder = folder_of("fast") / "mnist-zero"
-    saved = [ms.load_checkpoint(str(path / "run.ckpt")) for path in (folder, tmp_path)]
-    assert saved[0].keys() == saved[1].keys()
-    moments = [name for name in saved[0] if "moments." in name]
-    assert moments
-    for name in (*moments, *(p.name for p in Network(0).trainable_params())):
-        assert difference(*([found[name].asnumpy()] for found in saved)) <= 1e-3, name
-    assert cli.main([*options, "--epochs", "3", "--resume", str(folder / "run.ckpt")]) == 0
-    assert json.loads(Path("run.json").read_text(encoding="utf-8"))["update_step"] == 21
 
 
 def logs_of(folder, count):

@@ -1,4 +1,4 @@
-"""Small sets of digits, written by code that shares nothing with the package."""
+"""Small sets of digits, written by code that shares nothing with tutorials/mnist/data.py."""
 import gzip
 import struct
 from pathlib import Path
@@ -29,8 +29,8 @@ def random_set(train=7, test=3, seed=0):
 
 
 def embedded_set(train, test):
-    """{name: bytes} of the first digits of the set in the package."""
-    folder = Path(__file__).parents[2] / "ms_accum" / "examples" / "mnist" / "digits"
+    """{name: bytes} of the first digits of the set in tutorials/mnist."""
+    folder = Path(__file__).parents[2] / "tutorials" / "mnist" / "digits"
     files = {}
     for name, count in zip(NAMES, (train, train, test, test), strict=True):
         header, item = (16, 784) if "images" in name else (8, 1)

@@ -14,7 +14,7 @@ import numpy as np
 from nbclient import NotebookClient
 
 import ms_accum
-from support.pages import Block
+from support.pages import TUTORIALS, Block
 
 # Per cell, and generous: a hanging cell is to end, a busy machine is not to fail.
 TIMEOUT = 600
@@ -22,13 +22,16 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
 def executed(notebook):
-    """A copy of `notebook` with the outputs of a new kernel in an empty folder, which imports this process's ms_accum.
+    """A copy of `notebook` with the outputs of a new kernel, which imports this process's ms_accum.
+
+    The folder of the kernel holds only the digits of tutorials/mnist, as in a clone.
 
     Raises:
         nbclient.exceptions.CellExecutionError: If a cell raises.
     """
     notebook = copy.deepcopy(notebook)
     with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "mnist").symlink_to(TUTORIALS / "mnist")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(Path(ms_accum.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),

@@ -1,5 +1,6 @@
-"""Run scripts, each in an empty folder beside it: `run_blocks.py FILE...`. A block of a script ends with `ended()`.
+"""Run scripts, each in a folder beside it: `run_blocks.py FILE...`. A block of a script ends with `ended()`.
 
+The folder holds only `tutorials`, as the root of a clone does, and `mnist`, as the folder of the notebooks does.
 The last line is JSON: what each block printed, and how many figures it drew. From files, because graph mode reads the
 source of functions.
 """
@@ -12,6 +13,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import mindspore as ms
+
+TUTORIALS = Path(__file__).parents[2] / "tutorials"
 
 
 def state():
@@ -31,6 +34,8 @@ def run(path):
 
     folder = path.with_suffix("")
     folder.mkdir()
+    (folder / "tutorials").symlink_to(TUTORIALS)
+    (folder / "mnist").symlink_to(TUTORIALS / "mnist")
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     ms.set_context(mode=ms.PYNATIVE_MODE)

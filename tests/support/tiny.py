@@ -1,8 +1,9 @@
 """A small text and a small network."""
 import numpy as np
 
-from ms_accum.examples.lm import network
+from support.scripts import module
 
+network = module("lm", "network")
 WORDS = ("gradient", "window", "of", "a", "the", "batch", "is", "not", "mean", "loss", "and")
 
 

@@ -10,12 +10,11 @@ PAGE = Path(__file__).with_name("cli.md")
 INTRODUCTION = """\
 # Command line
 
-The command `ms-accum` trains the [reference runs](../guide/benchmarks.md#the-reference-runs), \
-[checks](../guide/check.md) whether accumulation is exact for a network, \
+The command `ms-accum` [checks](../guide/check.md) whether accumulation is exact for a network, \
 [plans](../guide/batch-size.md) a microbatch, and [tests](../guide/selftest.md) \
 itself on your device. This page shows the output of its `--help`.
 """
-COMMANDS = ((), ("mnist",), ("lm",), ("check",), ("plan",), ("selftest",))
+COMMANDS = ((), ("check",), ("plan",), ("selftest",))
 
 
 def text():

@@ -35,6 +35,7 @@ from ms_accum.core.probe import kernels, largest_difference
 from support.ascend import sharding
 from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
+from support.scripts import module
 
 SIZE, LAYERS, ROWS = 64, 2, 16
 WIDE, DEEP = 512, 13  # where memory is weighed
@@ -173,12 +174,12 @@ def grad_cache():
 
 
 def language_model():
-    """As `ms-accum lm` trains it."""
-    from ms_accum.examples.lm.network import BitsPerByte, count_bytes
-    from ms_accum.examples.lm.network import Network as Transformer
-    network = Transformer(0)
+    """As tutorials/lm/train.py trains it."""
+    lm = module("lm", "network")
+    network = lm.Network(0)
     batch = Tensor(np.zeros((4, 32)), ms.int32)
-    train_network(BitsPerByte(network), adam(network.trainable_params()), batch, weight_fn=count_bytes, clip_norm=1.0)
+    loss = lm.BitsPerByte(network)
+    train_network(loss, adam(network.trainable_params()), batch, weight_fn=lm.count_bytes, clip_norm=1.0)
 
 
 def vit(level="O0"):
@@ -294,14 +295,12 @@ def memory_of_ranks(zero):
 
 
 def memory_of_language_model(reduction=None):
-    """Bytes per parameter at the peak of an addition, for the network of `ms-accum lm`; None: equal weights."""
-    from ms_accum.examples.lm.data import PADDING
-    from ms_accum.examples.lm.network import BitsPerByte, count_bytes
-    from ms_accum.examples.lm.network import Network as Transformer
-    loss = BitsPerByte(Transformer(0))
+    """Bytes per parameter at the peak of an addition, for the network of tutorials/lm; None: equal weights."""
+    lm = module("lm", "network")
+    loss = lm.BitsPerByte(lm.Network(0))
     if reduction == "sum":
-        loss.nll = nn.NLLLoss(ignore_index=PADDING, reduction="sum")
-    options = {} if reduction is None else {"weight_fn": count_bytes, "loss_reduction": reduction}
+        loss.nll = nn.NLLLoss(ignore_index=lm.PADDING, reduction="sum")
+    options = {} if reduction is None else {"weight_fn": lm.count_bytes, "loss_reduction": reduction}
     step = make_train_step(loss, adam(loss.trainable_params()), 4, **options)
     data, count = Tensor(np.zeros((1, 32)), ms.int32), sum(p.size for p in loss.trainable_params())
     before = ms.runtime.memory_allocated()

@@ -6,9 +6,8 @@ from math import log, sqrt
 
 import mindspore as ms
 import numpy as np
+from data import PADDING, WIDTHS
 from mindspore import Parameter, Tensor, nn, ops
-
-from .data import PADDING, WIDTHS
 
 FEATURES = 192
 LAYERS = 2
@@ -75,7 +74,6 @@ class BitsPerByte(nn.Cell):
     def __init__(self, network: Network) -> None:
         super().__init__(auto_prefix=False)
         self.network = network
-        # As in mnist/network.py.
         self.log_softmax, self.nll = ops.LogSoftmax(), nn.NLLLoss(ignore_index=PADDING)
 
     def construct(self, tokens: Tensor) -> Tensor:

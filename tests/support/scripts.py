@@ -1,0 +1,51 @@
+"""The example scripts, tutorials/mnist/train.py and tutorials/lm/train.py, and the modules beside them."""
+import os
+import runpy
+import subprocess
+import sys
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import patch
+
+ROOT = Path(__file__).parents[2]
+TUTORIALS = ROOT / "tutorials"
+
+
+@contextmanager
+def beside(folder):
+    """Let imports find the modules in a folder of `TUTORIALS`. Both have a `data` and a `plot`: forget those later."""
+    with patch.object(sys, "path", [str(TUTORIALS / folder), *sys.path]):
+        try:
+            yield
+        finally:
+            for name in ("data", "plot"):
+                sys.modules.pop(name, None)
+
+
+def module(folder, name):
+    """Return the module that the script in a folder imports by this name."""
+    with beside(folder):
+        return import_module(name)
+
+
+def run_here(folder, *arguments):
+    """Run the script in this process, and return its variables."""
+    script = str(TUTORIALS / folder / "train.py")
+    with beside(folder), patch.object(sys, "argv", [script, *map(str, arguments)]):
+        return runpy.run_path(script, run_name=f"{folder}_script")
+
+
+def start(folder, *arguments):
+    """Start the script as a user does, in a process of its own. `folder` may be that of a copy."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen([sys.executable, TUTORIALS / folder / "train.py", *arguments], text=True,
+                            env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def run(folder, *arguments):
+    """Return what the script prints in a process of its own."""
+    with start(folder, *arguments) as running:
+        out, error = running.communicate()
+    assert running.returncode == 0, error
+    return out
