@@ -81,6 +81,8 @@ def run(options: argparse.Namespace) -> int:
     with patch.dict(os.environ, PYTEST_ADDOPTS="", PYTEST_PLUGINS="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"):
         status = pytest.main([*arguments, *["-m", "quick"] * options.quick], plugins=[table])
     raise_if_interrupted()
+    if table.error is not None:
+        raise table.error
     if table.missing:
         raise ValueError(table.missing)
     holds, said = verdict(table.rows)
@@ -151,12 +153,18 @@ class Table:
 
     def __init__(self, chosen: Optional[str], rank: int, ranks: int) -> None:
         self.chosen, self.rank, self.ranks, self.missing = chosen, rank, ranks, ""
+        self.error: Optional[BaseException] = None  # of the table itself, e.g. because stdout was closed
         self.rows: list[dict[str, Any]] = []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Print an error in a file of tests."""
         if report.failed:
             print(report.longrepr, file=sys.stderr)
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> bool:
+        """Keep the error: it is raised again when pytest has ended."""
+        self.error = excinfo.value
+        return True
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Choose the rows, and print the head of the table."""

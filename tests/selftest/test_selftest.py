@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
@@ -279,6 +280,15 @@ def test_pytest_that_stops_is_no_success(monkeypatch, capsys):
     printed = capsys.readouterr()
     assert printed.out.endswith("\nnot tested: pytest stopped with status 2\n")
     assert "import of ms_accum.selftest.reads halted" in printed.err
+
+
+def test_a_closed_stdout_ends_the_run(monkeypatch):
+    def closed(row):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(command, "end_of", closed)
+    with pytest.raises(BrokenPipeError):
+        command.run(SimpleNamespace(device=None, rows="kernels", quick=True, json=None))
 
 
 def test_an_interrupt_that_mindspore_drops_ends_the_run_behind_its_row(monkeypatch, capsys):

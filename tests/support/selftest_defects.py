@@ -28,7 +28,7 @@ from ms_accum.tensors import finite_sum, global_norm, mapped, square_sum, weight
 class Defect(NamedTuple):
     """A defect, and what the selftest says of it."""
 
-    patches: tuple  # (owner, attribute, what it becomes)
+    patches: list  # (owner, attribute, what it becomes)
     fails: set  # the checks that fail
     rows: str = "cell, PyNative, float32"  # `--rows`: the rows that are run; all others of them hold
     op_by_op: bool = False  # whether compiled functions run op by op, which is faster
@@ -43,18 +43,10 @@ def undivided_sum(contributors, unit, weight):
     return unit
 
 
-def averaged(contributors, unit, weight):
-    return unit / weight
-
-
 def unclipped(clip_norm, grad_norm, exchange, gradients, factor):
     if clip_norm is not None:
         ops.assign(grad_norm, global_norm(gradients, factor))
     return factor
-
-
-def square_of_the_sum(gradients, factor=1.0):
-    return square_sum(gradients)
 
 
 def accepted(self, gradients, sums):
@@ -65,19 +57,7 @@ def not_restored(self, gradients):
     return gradients
 
 
-def not_adjusted(self, applied):
-    pass
-
-
-def not_cleared(self, zero, buffers):
-    pass
-
-
-def not_flushed(self, pieces=1):
-    return False, False
-
-
-def uncounted(self, *counted):
+def nothing(*arguments):
     pass
 
 
@@ -106,14 +86,6 @@ def twice_the_loss(self, *batch):
     return tuple([2 * loss[0], *loss[1:]]) if isinstance(loss, tuple) else 2 * loss
 
 
-def one_divisor(weight):
-    return weight * 0 + 3.0
-
-
-def a_full_last_piece(samples, pieces):
-    return [(0, 3), (2, 3)] if samples == 5 else [(0, 2)]
-
-
 def reading(self, *batch):
     return _call_step(self, *batch), int(self.accumulator.seen)
 
@@ -122,7 +94,7 @@ def loading_all_but(*ends):
     """MindSpore's operators as a load uses them, but for Parameters whose names end so."""
     def assign(parameter, value):
         return parameter if parameter.name.endswith(ends) else ops.assign(parameter, value)
-    return ((checkpoint, "ops", SimpleNamespace(**{**vars(ops), "assign": assign})),)
+    return [(checkpoint, "ops", SimpleNamespace(**{**vars(ops), "assign": assign}))]
 
 
 def nan_alone(gradients):
@@ -130,17 +102,9 @@ def nan_alone(gradients):
     return ops.where(sum(flag.astype(ms.float32) for flag in found) > 0, Tensor(np.nan), Tensor(1.0))
 
 
-def of_the_first(gradients):
-    return finite_sum(gradients[:1])
-
-
-def nothing_is_finite(gradients):
-    return Tensor(np.nan)
-
-
 def seeing(broken):
     """Patches of both tests of whether gradients are finite."""
-    return (stages, "finite_sum", broken), (stages, "all_finite", lambda gradients: ops.isfinite(broken(gradients)))
+    return [(stages, "finite_sum", broken), (stages, "all_finite", lambda gradients: ops.isfinite(broken(gradients)))]
 
 
 class Halves(Portable):
@@ -150,7 +114,7 @@ class Halves(Portable):
 
 def in_place(kernels):
     """Patches that test these kernels as an Ascend's."""
-    return (test_kernels, "require_in_place", lambda: None), (test_kernels, "InPlace", kernels)
+    return [(test_kernels, "require_in_place", lambda: None), (test_kernels, "InPlace", kernels)]
 
 
 ALL = {"ragged windows", "incomplete window", "clipping", "skipping", "save and resume", "windows of one",
@@ -158,60 +122,70 @@ ALL = {"ragged windows", "incomplete window", "clipping", "skipping", "save and 
 BAD = {"bad element, window", "bad element, microbatch"}
 DEFECTS = {
     # A cell, op by op.
-    "weights are ignored": Defect(((Buffers, "weighed", unweighted),), {
-        "ragged windows", "incomplete window", "clipping", "token weights, means", "loss scale"}),
-    "the sum is not divided": Defect(((ways, "normalising", undivided_sum),), ALL),
-    "nothing is clipped": Defect(((ways, "clipping", unclipped),), {"clipping"}),
-    "the norm is that of the sum": Defect(((ways, "square_sum", square_of_the_sum),), {
-        "ragged windows", "clipping", "skipping", "save and resume"}),
-    "NaN is applied": Defect(((SkipWindow, "accepts", accepted),), {"skipping", "loss scale", "save and resume"}),
-    "the loss scale stays in the gradient": Defect(((LossScale, "restore", not_restored),), {
-        "token weights, means", "loss scale"}),
-    "the loss scale stays as it is": Defect(((AdjustedLossScale, "on_close", not_adjusted),), {"loss scale"},
-                                            says="the loss scale is 64 after an overflow, expected 32"),
-    "buffers are not emptied": Defect(((Portable, "clear", not_cleared),), ALL),
-    "flush does nothing": Defect(((Keeper, "flush", not_flushed),), {"incomplete window"},
-                                 says="flush() closed no window"),
-    "gradients of a sum are weighed again": Defect(((Way, "add", weighed_again),), {"token weights, sums"}),
+    "weights are ignored": Defect(
+        [(Buffers, "weighed", unweighted)],
+        {"ragged windows", "incomplete window", "clipping", "token weights, means", "loss scale"}),
+    "the sum is not divided": Defect([(ways, "normalising", undivided_sum)], ALL),
+    "nothing is clipped": Defect([(ways, "clipping", unclipped)], {"clipping"}),
+    "the norm is that of the sum": Defect(
+        [(ways, "square_sum", lambda gradients, factor=1.0: square_sum(gradients))],
+        {"ragged windows", "clipping", "skipping", "save and resume"}),
+    "NaN is applied": Defect([(SkipWindow, "accepts", accepted)], {"skipping", "loss scale", "save and resume"}),
+    "the loss scale stays in the gradient": Defect(
+        [(LossScale, "restore", not_restored)], {"token weights, means", "loss scale"}),
+    "the loss scale stays as it is": Defect(
+        [(AdjustedLossScale, "on_close", nothing)], {"loss scale"},
+        says="the loss scale is 64 after an overflow, expected 32"),
+    "buffers are not emptied": Defect([(Portable, "clear", nothing)], ALL),
+    "flush does nothing": Defect(
+        [(Keeper, "flush", lambda self, pieces=1: (False, False))], {"incomplete window"},
+        says="flush() closed no window"),
+    "gradients of a sum are weighed again": Defect([(Way, "add", weighed_again)], {"token weights, sums"}),
     "a buffer is not loaded": Defect(loading_all_but(".second.weight"), {"save and resume"}),
     "a counter is not loaded": Defect(loading_all_but(".update_step"), {"save and resume"}),
     "the optimizer's state is not loaded": Defect(loading_all_but("moments.first.bias"), {"save and resume"}),
-    "losses are doubled": Defect(((Driver, "__call__", twice_the_loss),), {"ragged windows"}),
-    "samples are not counted": Defect(((Counters, "see", uncounted),), {"ragged windows"},
-                                      says="0 samples were counted, expected 24"),
-    "an error of MindSpore": Defect(((Way, "add_unmarked", failing),), ALL,
-                                    says="RuntimeError: no kernel for this"),
+    "losses are doubled": Defect([(Driver, "__call__", twice_the_loss)], {"ragged windows"}),
+    "samples are not counted": Defect(
+        [(Counters, "see", nothing)], {"ragged windows"}, says="0 samples were counted, expected 24"),
+    "an error of MindSpore": Defect([(Way, "add_unmarked", failing)], ALL, says="RuntimeError: no kernel for this"),
     # By hand, in pieces and with other losses, op by op.
-    "sums by hand are averaged": Defect(((ways, "normalising", averaged),), {"token weights, sums"},
-                                        "token weights, sums, by hand, op by op, float32"),
-    "the last piece counts as a full one": Defect(((program, "starts_of", a_full_last_piece),), {"ragged windows"},
-                                                  "ragged windows, train step, 2 pieces, float32", op_by_op=True),
-    "each loss is divided by the same": Defect(((several_losses, "divisor", one_divisor),), {"several losses"},
-                                               "several losses, train step, float32", op_by_op=True),
+    "sums by hand are averaged": Defect(
+        [(ways, "normalising", lambda contributors, unit, weight: unit / weight)], {"token weights, sums"},
+        "token weights, sums, by hand, op by op, float32"),
+    "the last piece counts as a full one": Defect(
+        [(program, "starts_of", lambda samples, pieces: [(0, 3), (2, 3)] if samples == 5 else [(0, 2)])],
+        {"ragged windows"}, "ragged windows, train step, 2 pieces, float32", op_by_op=True,
+        says="28 samples were counted, expected 24"),
+    "each loss is divided by the same": Defect(
+        [(several_losses, "divisor", lambda weight: weight * 0 + 3.0)], {"several losses"},
+        "several losses, train step, float32", op_by_op=True),
     "pieces of a contrastive loss weigh the same": Defect(
-        ((Way, "add_piece", weighed_equally),), {"contrastive loss"}, "contrastive loss, cached, 2 pieces, float32",
+        [(Way, "add_piece", weighed_equally)], {"contrastive loss"}, "contrastive loss, cached, 2 pieces, float32",
         op_by_op=True),
-    "infinity is not seen": Defect(seeing(nan_alone), BAD, "bad element", op_by_op=True,
-                                   says="4 of 12 bad gradients were left out"),
-    "only the first gradient is looked at": Defect(seeing(of_the_first), BAD, "bad element", op_by_op=True,
-                                                   says="3 of 12 bad gradients were left out"),
-    "finite gradients are left out": Defect(seeing(nothing_is_finite), BAD, "bad element", op_by_op=True,
-                                            says="finite gradients were left out, too"),
-    "kernels in place are wrong": Defect(in_place(Halves), {"kernels in place"}, "kernels in place, buffer of 1,",
-                                         op_by_op=True),
+    "infinity is not seen": Defect(
+        seeing(nan_alone), BAD, "bad element", op_by_op=True, says="4 of 12 bad gradients were left out"),
+    "only the first gradient is looked at": Defect(
+        seeing(lambda gradients: finite_sum(gradients[:1])), BAD, "bad element", op_by_op=True,
+        says="3 of 12 bad gradients were left out"),
+    "finite gradients are left out": Defect(
+        seeing(lambda gradients: Tensor(np.nan)), BAD, "bad element", op_by_op=True,
+        says="finite gradients were left out, too"),
+    "kernels in place are wrong": Defect(
+        in_place(Halves), {"kernels in place"}, "kernels in place, buffer of 1,", op_by_op=True),
     # Compiled.
-    "the sum is not divided, compiled": Defect(((ways, "normalising", undivided_sum),), {"token weights, sums"},
-                                               "token weights, sums, train step, float32"),
+    "the sum is not divided, compiled": Defect(
+        [(ways, "normalising", undivided_sum)], {"token weights, sums"}, "token weights, sums, train step, float32"),
     "the loss scale stays in the gradient, compiled": Defect(
-        ((LossScale, "restore", not_restored),), {"token weights, means"},
+        [(LossScale, "restore", not_restored)], {"token weights, means"},
         "token weights, means, by hand, compiled, float32"),
-    "NaN is applied, in graph mode": Defect(((SkipWindow, "accepts", accepted),), {"loss scale"},
-                                            "loss scale, cell, graph mode, float32"),
-    "windows of one are wrong": Defect(((Way, "update_alone", thrice),), {"windows of one"},
-                                       "windows of one, train step, float32"),
+    "NaN is applied, in graph mode": Defect(
+        [(SkipWindow, "accepts", accepted)], {"loss scale"}, "loss scale, cell, graph mode, float32"),
+    "windows of one are wrong": Defect(
+        [(Way, "update_alone", thrice)], {"windows of one"}, "windows of one, train step, float32"),
     "the device is read in each microbatch": Defect(
-        ((TrainStep, "__call__", reading),), {"reads of the device"}, "reads of the device",
+        [(TrainStep, "__call__", reading)], {"reads of the device"}, "reads of the device",
         says="40 reads in 8 windows, expected 8"),
-    "kernels in place do not exist": Defect(((test_kernels, "require_in_place", lambda: None),), {"kernels in place"},
-                                            "kernels in place, buffer of 7", says="RuntimeError: The pointer"),
+    "kernels in place do not exist": Defect(
+        [(test_kernels, "require_in_place", lambda: None)], {"kernels in place"}, "kernels in place, buffer of 7",
+        says="RuntimeError: The pointer"),
 }
