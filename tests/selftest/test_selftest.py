@@ -51,13 +51,14 @@ def test_the_quick_run_passes_and_the_page_shows_what_it_prints(capsys):
     """Each check once, and every driver. Control of what compiled rows say when they fail."""
     assert cli.main(["selftest", "--quick"]) == 0
     printed = capsys.readouterr().out
-    shown = re.search(r"^```text\n(versions.*?)^```", PAGES["selftest"], re.MULTILINE | re.DOTALL)[1]
-    assert without_figures(shown) == without_figures(printed)
-    assert shown.splitlines()[-1] == ("exact on this device: 14 checks hold, 8 do not apply to it, 1 is a measurement")
+    shown = re.search(r"^```text\n(versions.*?)^```", PAGES["selftest"], re.MULTILINE | re.DOTALL)[1].splitlines()
+    lines = {without_figures(line) for line in printed.splitlines()}
+    assert [line for line in shown if without_figures(line) not in lines] == []
+    assert without_figures(shown[-2].replace("8 reads", "9 reads")) not in lines  # negative control
+    assert printed.splitlines()[-1] == shown[-1] == (
+        "exact on this device: 14 checks hold, 8 do not apply to it, 1 is a measurement")
     for driver in DRIVERS:
         assert f" {driver:<20} float32   holds " in printed
-    negative = without_figures(printed.replace("8 reads", "40 reads"))
-    assert without_figures(shown) != negative
 
 
 @pytest.mark.slow  # two minutes
@@ -71,31 +72,25 @@ def test_the_whole_run_passes_but_for_what_cpu_has_no_kernel_for():
     assert {row["driver"] for row in holding} >= {*DRIVERS}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("driver", ["by hand, op by op", "cell, PyNative"])
-def test_op_by_op_holds(driver, dtype):
-    """And bounds are three times what a correct build is off, or more. Control of `test_each_defect_is_found`."""
-    rows = rows_of(f"{driver}, {dtype}")
-    assert set(rows) == ALL
-    for row in rows.values():
-        assert row["result"] == HOLDS
-        assert row["difference"] <= row["bound"] / 3
-
-
 def test_the_page_has_the_figures_of_the_record(monkeypatch, capsys):
-    """The record of the CPU run, and what the page says of it. It has the rows of today."""
+    """The record of the CPU run, and what the page says of it. It has the rows of today.
+
+    Bounds are three times what a correct build is off, or more.
+    """
     record = json.loads((ROOT / "tutorials/benchmarks/records/devices/cpu.json").read_text(encoding="utf-8"))
     holding = [row for row in record["rows"] if row["result"] == HOLDS]
     largest = {dtype: max(row["difference"] for row in holding if row["dtype"] == dtype)
                for dtype in ("float32", "float16")}
     assert record["holds"]
+    assert all(row["difference"] <= row["bound"] / 3 for row in holding)
     assert record["verdict"] in PAGES["selftest"]
     figures = f"{largest['float32']:.0e} in float32 and {largest['float16']:.2g} in float16".replace("e-0", "e-")
     assert figures in PAGES["selftest"]
     table = command.Table("no such row", 0, 1)
     monkeypatch.setattr(command, "Table", lambda *_: table)
     assert cli.main(["selftest", "--rows", "no such row"]) == 2
-    assert [{key: row[key] for key in ("check", "driver", "dtype")} for row in record["rows"]] == table.all_names
+    assert [{key: row[key] for key in ("check", "driver", "dtype")} for row in record["rows"]] == [
+        *table.names.values()]
 
 
 # --- each row fails when what it checks is broken ---------------------------------------------------------------------
@@ -103,7 +98,7 @@ def test_the_page_has_the_figures_of_the_record(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_each_defect_is_found(monkeypatch, name):
-    """And no other row fails. By more than any dtype's bound. Controls: `test_op_by_op_holds` and the quick run."""
+    """And no other row fails. By more than any dtype's bound. Controls: the quick run and the next test."""
     defect = DEFECTS[name]
     for patch in defect.patches:
         monkeypatch.setattr(*patch)
@@ -118,6 +113,27 @@ def test_each_defect_is_found(monkeypatch, name):
     for row in failed:
         assert defect.says in row["message"]
         assert defect.says or "Error" not in row["message"]
+
+
+def test_a_failure_is_in_the_table_the_file_and_the_exit_status(monkeypatch, capsys):
+    """And the rows beside it hold: they are the control of `test_each_defect_is_found`."""
+    monkeypatch.setattr(*DEFECTS["flush does nothing"].patches[0])
+    monkeypatch.setenv("MS_ALLOC_CONF", "enable_vmm:True")
+    status, found = selftest("--device", "CPU", "--rows", "cell, PyNative, float32")
+    said = capsys.readouterr().out
+    verdict = ("NOT exact on this device: 1 check fails, 8 checks hold (first: incomplete window, cell, PyNative, "
+               "float32)")
+    assert re.search(r"\nincomplete window        cell, PyNative       float32   FAILS  +\d+\.\d  flush\(\) closed no "
+                     r"window\n", said)
+    assert said.endswith(f"\n{verdict}\nwrote found.json\n")
+    assert (status, found["verdict"], found["holds"]) == (1, verdict, False)
+    assert found["versions"]["ms_accum"] == __version__
+    assert found["versions"]["python"] == sys.version.split()[0]
+    assert (found["device"], found["ranks"], found["quick"], found["figures"]) == ("CPU", 1, False, {})
+    assert found["flags"]["MS_ALLOC_CONF"] == "enable_vmm:True"
+    assert {row["check"]: row["result"] for row in found["rows"]} == {
+        check: FAILS if check == "incomplete window" else HOLDS for check in ALL}
+    assert found["kernels"] == "Portable"
 
 
 def test_kernels_in_place_are_compared_with_portable_ones(monkeypatch):
@@ -224,27 +240,6 @@ def test_a_device_on_which_nothing_moves_fails(monkeypatch, value):
     row = rows_of("token weights, sums, cell, PyNative, float32")["token weights, sums"]
     assert row["result"] == FAILS
     assert row["message"].startswith("plain training did not move the parameters")
-
-
-def test_a_failure_is_in_the_table_the_file_and_the_exit_status(monkeypatch, capsys):
-    """And the rows beside it hold."""
-    monkeypatch.setattr(*DEFECTS["flush does nothing"].patches[0])
-    monkeypatch.setenv("MS_ALLOC_CONF", "enable_vmm:True")
-    status, found = selftest("--device", "CPU", "--rows", "cell, PyNative, float32")
-    said = capsys.readouterr().out
-    verdict = ("NOT exact on this device: 1 check fails, 8 checks hold (first: incomplete window, cell, PyNative, "
-               "float32)")
-    assert re.search(r"\nincomplete window        cell, PyNative       float32   FAILS  +\d+\.\d  flush\(\) closed no "
-                     r"window\n", said)
-    assert said.endswith(f"\n{verdict}\nwrote found.json\n")
-    assert (status, found["verdict"], found["holds"]) == (1, verdict, False)
-    assert found["versions"]["ms_accum"] == __version__
-    assert found["versions"]["python"] == sys.version.split()[0]
-    assert (found["device"], found["ranks"], found["quick"], found["figures"]) == ("CPU", 1, False, {})
-    assert found["flags"]["MS_ALLOC_CONF"] == "enable_vmm:True"
-    assert {row["check"]: row["result"] for row in found["rows"]} == {
-        check: FAILS if check == "incomplete window" else HOLDS for check in ALL}
-    assert found["kernels"] == "Portable"
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
