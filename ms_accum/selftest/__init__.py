@@ -1,1 +1,1 @@
-"""`ms-accum selftest`: test on this device whether accumulation is exact, and measure its cost."""
+"""The pytest suite behind `ms-accum selftest`: is accumulation exact on this device, and what does it cost?"""

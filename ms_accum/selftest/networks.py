@@ -50,19 +50,6 @@ class TargetLoss(nn.Cell):
                                  reduction=self.reduction)
 
 
-class TwoLosses(nn.Cell):
-    """Return `TargetLoss`, and the mean square of the logits of the marked samples."""
-
-    def __init__(self, network: MLP) -> None:
-        super().__init__(auto_prefix=False)
-        self.network, self.first, self.dtype = network, TargetLoss(network), network.first.weight.dtype
-
-    def construct(self, x: Tensor, y: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both losses. `marked` is float32, 0 or 1, with a value for each sample."""
-        squares = ops.square(self.network(x.astype(self.dtype)).astype(ms.float32)).mean((1, 2))
-        return self.first(x, y), (squares * marked).sum() / marked.sum()
-
-
 class Encoder(nn.Cell):
     """Represent two views of each sample."""
 

@@ -1,23 +1,20 @@
-"""One training: a network with a driver, and the phases that check it, each from the same start.
-
-Compiling takes most of the time, so the phases of a training share its graphs, and each phase has a row.
-"""
+"""One training: a small network, an accumulator and its driver, compared with plain MindSpore. And data for it."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Optional
+from collections.abc import Callable, Collection, Sequence
+from itertools import product
+from typing import Any, Optional
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+import pytest
+from mindspore import Tensor, ops
 
 from ms_accum import Accumulator
 
 from . import plain
 from .drivers import Driver
-from .networks import MLP, TargetLoss
-from .rows import Check, Name
+from .networks import MLP, NO_TARGET, TargetLoss
 
 # By the name of a driver in the table: its name for `Driver`, and the pieces of a microbatch.
 DRIVERS = {
@@ -29,142 +26,110 @@ DRIVERS = {
 BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
-class Phase(NamedTuple):
-    """Define what a training checks in one row.
+def rows(quick: Optional[str] = None, drivers: Collection[str] = DRIVERS, dtypes: Collection[str] = BOUNDS,
+         checks: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test: it is a row of the table for each driver and dtype.
 
-    Attributes:
-        name: The check.
-        windows: Windows of microbatches; plain training trains on each as one undivided batch.
-        run: `(training, expected, windows) -> error`: trains.
-        exact: Whether the results must be bit-identical.
+    Args:
+        quick: The driver in the quick run, which has only the first dtype. None: all drivers.
+        drivers, dtypes: Values of these arguments.
+        checks: Values of the argument `check`, which are names of rows. Without it, the test names them.
     """
-
-    name: str
-    windows: Sequence[Sequence[tuple]]
-    run: Callable
-    exact: bool = False
-
-
-class Setting(NamedTuple):
-    """Define what the phases of a training share.
-
-    Attributes:
-        phases: The phases to check.
-        accumulate_step: Number of microbatches in a window.
-        options: Function that returns further options of the accumulator.
-        reduction: Reduction of the loss over its targets.
-        weight_fn: Function that returns the weight of a microbatch. None: its number of samples.
-        by_hand: By hand: the divisor of summed gradients. None: means, as in a train step.
-        trained: Function that returns the parameters to train, given those of the network.
-    """
-
-    phases: tuple[Phase, ...]
-    accumulate_step: int
-    options: Callable[[], dict[str, Any]] = dict
-    reduction: str = "mean"
-    weight_fn: Optional[Callable] = None
-    by_hand: Optional[float] = None
-    trained: Callable[[list[ms.Parameter]], Sequence[ms.Parameter]] = list
+    first, checked = next(iter(dtypes)), bool(checks)
+    return pytest.mark.parametrize(("check", "driver", "dtype")[not checked:], [
+        pytest.param(*(check, driver, dtype)[not checked:],
+                     marks=[pytest.mark.quick] * (dtype == first and quick in (None, driver)))
+        for dtype, driver, check in product(dtypes, drivers, checks or [""])], scope="module")
 
 
 class Training:
-    """Train a setting with a driver; it is built when a phase first runs.
+    """Train a network with a driver of an accumulator. Compiling takes most of the time, so tests share a training.
 
     Args:
-        setting: The setting.
         driver: One of DRIVERS.
         dtype: Name of the parameters' dtype.
-        seed: Seed of the initial weights: 0, unless a checkpoint or rank 0 replaces the weights. Plain training uses 0.
+        length: Number of microbatches in a window.
+        reduction: Reduction of the loss over its targets.
+        weight_fn: Function that returns the weight of a microbatch. None: its number of samples.
+        divisor: By hand: the divisor of summed gradients. None: means, as in a train step.
+        trained: Function that returns the parameters to train, given those of the network.
+        seed: Seed of the initial weights. Plain training uses 0.
+        options: Further options of the accumulator.
     """
 
-    def __init__(self, setting: Setting, driver: str, dtype: str, seed: int = 0) -> None:
-        self.setting, self.name, self.dtype, self.seed = setting, driver, dtype, seed
-
-    def checks(self) -> Iterator[Check]:
-        """Yield a check for each phase."""
-        for phase in self.setting.phases:
-            yield Check(Name(phase.name, self.name, self.dtype), partial(self.expect, phase),
-                        partial(self.run, phase), 0.0 if phase.exact else BOUNDS[self.dtype])
-
-    @cached_property
-    def network(self) -> MLP:
-        """Return the network that is trained."""
-        return MLP(seed=self.seed, dtype=getattr(ms, self.dtype))
-
-    @cached_property
-    def optimizer(self) -> nn.Optimizer:
-        """Return the optimizer that updates the network."""
-        return plain.optimizer_of(self.setting.trained(self.network.trainable_params()))
-
-    @cached_property
-    def accumulator(self) -> Accumulator:
-        """Return the accumulator that is checked."""
-        setting = self.setting
-        summed = setting.by_hand is not None and self.name.startswith("by hand")
-        return Accumulator(self.optimizer, setting.accumulate_step, reduction="sum" if summed else "mean",
-                           **setting.options())
-
-    @cached_property
-    def driver(self) -> Driver:
-        """Return the driver of the accumulator."""
-        setting, (name, pieces) = self.setting, DRIVERS[self.name]
-        loss = TargetLoss(self.network, setting.reduction)
-        options: dict[str, Any] = {} if name.startswith("hand") else {"loss_reduction": setting.reduction}
-        if setting.by_hand is not None and name.startswith("hand"):
-            return Driver(name, self.accumulator, loss, (once,), setting.by_hand)
+    def __init__(self, driver: str, dtype: str, length: int, *, reduction: str = "mean",
+                 weight_fn: Optional[Callable] = None, divisor: Optional[float] = None, trained: Callable = list,
+                 seed: int = 0, **options: Any) -> None:
+        self.dtype, self.reduction, self.weight_fn = getattr(ms, dtype), reduction, weight_fn
+        self.clip_norm: float = options.get("clip_norm", np.inf)
+        self.plainly([samples((5,), 2)])  # first of all: the device may have no kernels for this dtype
+        self.network = MLP(seed=seed, dtype=self.dtype)
+        optimizer, (name, pieces) = plain.optimizer_of(trained(self.network.trainable_params())), DRIVERS[driver]
+        by_hand = name.startswith("hand")
+        summed = by_hand and divisor is not None
+        self.accumulator = Accumulator(optimizer, length, reduction="sum" if summed else "mean", **options)
+        own: dict[str, Any] = {} if by_hand else {"loss_reduction": reduction}
         if name.startswith("step"):
-            options["pieces"] = pieces
-        return Driver(name, self.accumulator, loss, (setting.weight_fn,), **options)
+            own["pieces"] = pieces
+        self.driver = Driver(name, self.accumulator, TargetLoss(self.network, reduction),
+                             (once if summed else weight_fn,), (divisor or 1.0) if summed else 1.0, **own)
+        every = (*self.network.get_parameters(), *optimizer.get_parameters())
+        self.state = list({id(p): p for p in every}.values())
+        self.start = [Tensor(p.asnumpy().copy(), p.dtype) for p in self.state]
 
-    @cached_property
-    def start(self) -> list[tuple[ms.Parameter, Tensor]]:
-        """Return the network's and the optimizer's state, with their initial values."""
-        return [(p, Tensor(p.asnumpy().copy(), p.dtype)) for p in self.state]
-
-    @property
-    def state(self) -> list[ms.Parameter]:
-        """Return the network's and the optimizer's state."""
-        return list({id(p): p for p in (*self.network.get_parameters(), *self.optimizer.get_parameters())}.values())
-
-    def expect(self, phase: Phase) -> plain.Expected:
+    def plainly(self, windows: Sequence[Sequence[tuple]]) -> plain.Expected:
         """Train in plain MindSpore."""
-        network = MLP(dtype=getattr(ms, self.dtype))
-        clip_norm = self.setting.options().get("clip_norm")
-        loss, weight = TargetLoss(network, self.setting.reduction), self.setting.weight_fn
-        if self.setting.reduction == "mean":
-            return plain.train(loss, network.trainable_params(), phase.windows, clip_norm)
-        assert weight is not None  # of a sum
-        return plain.train(lambda *batch: loss(*batch) / weight(*batch), network.trainable_params(), phase.windows)
+        network, weight = MLP(dtype=self.dtype), self.weight_fn
+        loss = TargetLoss(network, self.reduction)
+        if self.reduction == "mean" or weight is None:
+            return plain.train(loss, network.trainable_params(), windows, self.clip_norm)
+        return plain.train(lambda *batch: loss(*batch) / weight(*batch), network.trainable_params(), windows)
 
-    def run(self, phase: Phase, expected: plain.Expected) -> float:
-        """Run a phase from the start. Return its error."""
-        self.restart()
-        try:
-            with self.driver:
-                return phase.run(self, expected, phase.windows)
-        finally:
-            self.accumulator.reset()
-
-    def restart(self) -> None:
-        """Set the network and the optimizer to their start, and drop the open window."""
-        for parameter, value in self.start:
+    def expect(self, windows: Sequence[Sequence[tuple]], clipped: bool = False) -> plain.Expected:
+        """Train in plain MindSpore, and go back to the start. `clipped`: whether gradients are that large."""
+        expected = self.plainly(windows)
+        assert all((norm > self.clip_norm) == clipped for norm in expected.norms), \
+            f"gradients of plain training have the norms {expected.norms}, expected them to be clipped: {clipped}"
+        for parameter, value in zip(self.state, self.start):
             ops.assign(parameter, value)
         self.accumulator.reset()
+        return expected
 
     def learn(self, windows: Sequence[Sequence[tuple]]) -> list[Tensor]:
         """Train on microbatches. Return their losses."""
-        returned = [self.driver(*microbatch) for window in windows for microbatch in window]
+        with self.driver:
+            returned = [self.driver(*microbatch) for window in windows for microbatch in window]
         return [loss[0] if isinstance(loss, tuple) else loss for loss in returned]  # a cell may also return an overflow
+
+    def flush(self) -> bool:
+        """Apply the incomplete window. Return whether one was open."""
+        with self.driver:
+            return self.driver.flush()
 
     def off(self, expected: plain.Expected) -> float:
         """Return the error of the parameters, relative to how far plain training moved them."""
-        return plain.off(self.network.trainable_params(), expected)
-
-    def bits(self) -> list[np.ndarray]:
-        """Return all values of the state."""
-        return [p.asnumpy().copy() for p in (*self.state, *self.accumulator.parameters)]
+        return expected.off(self.network.trainable_params())
 
 
 def once(*batch: Tensor) -> float:
     """Return the weight 1 for every microbatch."""
     return 1.0
+
+
+def samples(sizes: Sequence[int], seed: int, loud: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return microbatches of these sizes. `loud`: all samples are of one class, which makes a large gradient."""
+    rng, microbatches = np.random.default_rng(seed), []
+    for size in sizes:
+        x, y = rng.normal(size=(size, 6)), rng.integers(0, 3, size)
+        microbatches.append(((2 * x if loud else x).astype(np.float32), (0 * y + 1 if loud else y).astype(np.int32)))
+    return microbatches
+
+
+def texts(counts: Sequence[int], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return microbatches of 3 texts of 4 tokens, with these numbers of targets."""
+    rng, microbatches = np.random.default_rng(seed), []
+    for count in counts:
+        y = rng.integers(0, 3, 12)
+        y[rng.permutation(12)[count:]] = NO_TARGET
+        microbatches.append((rng.normal(size=(3, 4, 6)).astype(np.float32), y.reshape(3, 4).astype(np.int32)))
+    return microbatches

@@ -1,0 +1,189 @@
+"""Defects of the package, put back to see whether the selftest finds them. What is patched of the core is only here.
+
+Graph mode compiles these functions from their source.
+"""
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from ms_accum.checkpoint import checkpoint
+from ms_accum.core import stages
+from ms_accum.core import window as windows
+from ms_accum.core.boundary import Boundary
+from ms_accum.core.kernels import Portable
+from ms_accum.core.stages import AdjustedLossScale, LossScale, SkipWindow
+from ms_accum.core.window import Window
+from ms_accum.selftest import test_kernels
+from ms_accum.selftest.drivers import Driver
+from ms_accum.steps import pieces, several_losses
+from ms_accum.steps.train_step import TrainStep
+from ms_accum.tensors import finite_sum, square_sum
+
+
+class Defect(NamedTuple):
+    """A defect, and what the selftest says of it."""
+
+    patches: list  # (owner, attribute, what it becomes)
+    fails: set  # the checks that fail
+    rows: str = "cell, PyNative, float32"  # `--rows`: the rows that are run; all others of them hold
+    op_by_op: bool = False  # whether compiled functions run op by op, which is faster
+    says: str = ""  # what each row that fails says
+
+
+_add, _alone, _apply = Window.add, Window.alone, Window.apply
+_call, _call_step = Driver.__call__, TrainStep.__call__
+
+
+def unweighted(self, gradients, weight, factor=None, active=1, ends=0, begun=True):
+    return _add(self, gradients, weight, self.unit, active, ends, begun)
+
+
+def undivided(self, window):
+    window["unit"] = window["unit"] * window["weight"]
+    _apply(self, window)
+
+
+def averaged(self, window):
+    window["unit"] = window["unit"] / window["weight"]
+    _apply(self, window)
+
+
+def accepted(self, window):
+    return True
+
+
+def not_restored(self, gradients):
+    return gradients
+
+
+def nothing(*arguments):
+    pass
+
+
+def failing(self, *arguments, **options):
+    raise RuntimeError("\n----\nno kernel for this\nmore")
+
+
+def weighed_again(self, gradients, weight, factor=None, active=1, ends=0, begun=True):
+    return _add(self, gradients, weight, None, active, ends, begun)
+
+
+def weighed_equally(self, gradients, weight, factor=None, active=1, ends=0, begun=True):
+    return _add(self, gradients, 1.0, factor, active, ends, begun)
+
+
+def thrice(self, gradients, weight, factor=None):
+    return _alone(self, tuple([3 * gradient for gradient in gradients]), weight, factor)
+
+
+def twice_the_loss(self, *batch):
+    loss = _call(self, *batch)
+    return tuple([2 * loss[0], *loss[1:]]) if isinstance(loss, tuple) else 2 * loss
+
+
+def reading(self, *batch):
+    return _call_step(self, *batch), int(self.accumulator.seen)
+
+
+def loading_all_but(*ends):
+    """MindSpore's operators as a load uses them, but for Parameters whose names end so."""
+    def assign(parameter, value):
+        return parameter if parameter.name.endswith(ends) else ops.assign(parameter, value)
+    return [(checkpoint, "ops", SimpleNamespace(**{**vars(ops), "assign": assign}))]
+
+
+def nan_alone(gradients):
+    found = [ops.isnan(gradient.astype(ms.float32)).any() for gradient in gradients]
+    return ops.where(sum(flag.astype(ms.float32) for flag in found) > 0, Tensor(np.nan), Tensor(1.0))
+
+
+def seeing(broken):
+    """Patches of both tests of whether gradients are finite."""
+    return [(stages, "finite_sum", broken), (stages, "all_finite", lambda gradients: ops.isfinite(broken(gradients)))]
+
+
+class Halves(Portable):
+    def scale(self, factor, gradients, dtypes):
+        return super().scale(factor / 2, gradients, dtypes)
+
+
+def in_place(kernels):
+    """Patches that test these kernels as an Ascend's."""
+    return [(test_kernels, "require_in_place", lambda: None), (test_kernels, "InPlace", kernels)]
+
+
+ALL = {"ragged windows", "incomplete window", "clipping", "skipping", "save and resume", "windows of one",
+       "token weights, means", "loss scale", "token weights, sums"}
+BAD = {"bad element, window", "bad element, microbatch"}
+DEFECTS = {
+    # A cell, op by op.
+    "weights are ignored": Defect(
+        [(Window, "add", unweighted)],
+        {"ragged windows", "incomplete window", "clipping", "token weights, means", "loss scale"}),
+    "the sum is not divided": Defect([(Window, "apply", undivided)], ALL),
+    "nothing is clipped": Defect([(windows, "clip_factor", lambda norm, clip_norm: 1.0)], {"clipping"}),
+    "the norm is that of the sum": Defect(
+        [(windows, "square_sum", lambda gradients, factor=1.0: square_sum(gradients))],
+        {"ragged windows", "clipping", "skipping", "save and resume"}),
+    "NaN is applied": Defect([(SkipWindow, "accepts", accepted)], {"skipping", "loss scale", "save and resume"}),
+    "the loss scale stays in the gradient": Defect(
+        [(LossScale, "restore", not_restored)], {"token weights, means", "loss scale"}),
+    "the loss scale stays as it is": Defect(
+        [(AdjustedLossScale, "on_close", nothing)], {"loss scale"},
+        says="the loss scale is 64 after an overflow, expected 32"),
+    "buffers are not emptied": Defect([(Portable, "clear", nothing)], ALL),
+    "flush does nothing": Defect(
+        [(Boundary, "flush", lambda self, *arguments, **options: (False, False))], {"incomplete window"},
+        says="flush() closed no window"),
+    "gradients of a sum are weighed again": Defect([(Window, "add", weighed_again)], {"token weights, sums"}),
+    "a buffer is not loaded": Defect(loading_all_but(".second.weight"), {"save and resume"}),
+    "a counter is not loaded": Defect(loading_all_but(".update_step"), {"save and resume"}),
+    "the optimizer's state is not loaded": Defect(loading_all_but("moments.first.bias"), {"save and resume"}),
+    "losses are doubled": Defect([(Driver, "__call__", twice_the_loss)], {"ragged windows"}),
+    "samples are not counted": Defect(
+        [(Window, "see", nothing)], {"ragged windows"}, says="0 samples were counted, expected 24"),
+    "an error of MindSpore": Defect([(Window, "add", failing)], ALL, says="RuntimeError: no kernel for this"),
+    # By hand, in pieces and with other losses, op by op.
+    "sums by hand are averaged": Defect(
+        [(Window, "apply", averaged)], {"token weights, sums"},
+        "token weights, sums, by hand, op by op, float32"),
+    "the last piece counts as a full one": Defect(
+        [(pieces, "starts_of", lambda samples, pieces: [(0, 3), (2, 3)] if samples == 5 else [(0, 2)])],
+        {"ragged windows"}, "ragged windows, train step, 2 pieces, float32", op_by_op=True,
+        says="28 samples were counted, expected 24"),
+    "each loss is divided by the same": Defect(
+        [(several_losses, "divisor", lambda weight: weight * 0 + 3.0)], {"several losses"},
+        "several losses, train step, float32", op_by_op=True),
+    "pieces of a contrastive loss weigh the same": Defect(
+        [(Window, "add", weighed_equally)], {"contrastive loss"}, "contrastive loss, cached, 2 pieces, float32",
+        op_by_op=True),
+    "infinity is not seen": Defect(
+        seeing(nan_alone), BAD, "bad element", op_by_op=True, says="4 of 12 bad gradients were left out"),
+    "only the first gradient is looked at": Defect(
+        seeing(lambda gradients: finite_sum(gradients[:1])), BAD, "bad element", op_by_op=True,
+        says="3 of 12 bad gradients were left out"),
+    "finite gradients are left out": Defect(
+        seeing(lambda gradients: Tensor(np.nan)), BAD, "bad element", op_by_op=True,
+        says="finite gradients were left out, too"),
+    "kernels in place are wrong": Defect(
+        in_place(Halves), {"kernels in place"}, "kernels in place, buffer of 1,", op_by_op=True),
+    # Compiled.
+    "the sum is not divided, compiled": Defect(
+        [(Window, "apply", undivided)], {"token weights, sums"}, "token weights, sums, train step, float32"),
+    "the loss scale stays in the gradient, compiled": Defect(
+        [(LossScale, "restore", not_restored)], {"token weights, means"},
+        "token weights, means, by hand, compiled, float32"),
+    "NaN is applied, in graph mode": Defect(
+        [(SkipWindow, "accepts", accepted)], {"loss scale"}, "loss scale, cell, graph mode, float32"),
+    "windows of one are wrong": Defect(
+        [(Window, "alone", thrice)], {"windows of one"}, "windows of one, train step, float32"),
+    "the device is read in each microbatch": Defect(
+        [(TrainStep, "__call__", reading)], {"reads of the device"}, "reads of the device",
+        says="32 reads in 8 windows, expected 0"),
+    "kernels in place do not exist": Defect(
+        [(test_kernels, "require_in_place", lambda: None)], {"kernels in place"}, "kernels in place, buffer of 7",
+        says="RuntimeError: The pointer"),
+}
