@@ -18,13 +18,13 @@ LOST = (r"^a window of the accumulator for SGD of first\.weight that holds 1 mic
 
 
 def saved(network, train_step):
-    save_checkpoint("run.ckpt", network, train_step)
+    save_checkpoint("run.safetensors", network, train_step)
 
 
 def loaded(network, train_step):
     saved(network, train_step)
     train_step.accumulator.reset()
-    load_checkpoint("run.ckpt", network, train_step)
+    load_checkpoint("run.safetensors", network, train_step)
 
 
 def saved_before(network, train_step):

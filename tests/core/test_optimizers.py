@@ -79,9 +79,9 @@ def test_state_with_the_same_name_is_saved_and_compiled():
 
     network, accs, step = build()
     accs[0].optimizer.slots["first"].set_data(Tensor(0.25))
-    save_checkpoint("c.ckpt", network, accs[0])
+    save_checkpoint("c.safetensors", network, accs[0])
     network, accs, step = build()
-    load_checkpoint("c.ckpt", network, accs[0])
+    load_checkpoint("c.safetensors", network, accs[0])
     step(ops.ones_like(network.weight), ops.ones(3))
     for parameter, expected in zip(network.trainable_params(), (-0.25, -0.5, -1, -2)):
         np.testing.assert_allclose(parameter.asnumpy(), expected, atol=1e-6)

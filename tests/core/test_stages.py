@@ -126,9 +126,9 @@ def test_what_a_stage_keeps_of_a_window_goes_with_it():
     network, stage = MLP(), Closing()
     train_step = make_train_step(mean_loss(network), sgd(network), 2, stages=(stage,))
     batch = tensors(*batches([6])[0])
-    save_checkpoint("c.ckpt", network, train_step)
+    save_checkpoint("c.safetensors", network, train_step)
     for ends in (train_step.accumulator.reset, lambda: train_step(*batch),
-                 lambda: load_checkpoint("c.ckpt", network, train_step)):
+                 lambda: load_checkpoint("c.safetensors", network, train_step)):
         train_step(*batch)
         ops.assign_add(stage.opened, 5)
         ends()

@@ -86,7 +86,7 @@ def test_windows_of_one_microbatch_have_no_buffers(tmp_path, monkeypatch):
     assert not train_step.flush()
     assert not window.is_allocated
     assert not any(buffer.asnumpy().any() for buffer in window.buffers)
-    path = tmp_path / "closed.ckpt"
+    path = tmp_path / "closed.safetensors"
     save_checkpoint(path, network, train_step)
     resumed, _, again = trained({0: 1, 7: 2}, range(4, 7), path)
     assert not again.is_allocated

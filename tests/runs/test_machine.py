@@ -110,7 +110,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(asks=st.booleans())
     def save(self, asks):
-        save_checkpoint("machine.ckpt", self.run.loss, self.run.accumulator, extra=1)
+        save_checkpoint("machine.safetensors", self.run.loss, self.run.accumulator, extra=1)
         self.since = None  # a host that goes on counting may add to buffers where one that asks updates alone
         if asks:
             self.run.ask()
@@ -120,7 +120,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.saved is not None)
     @rule()
     def load(self):
-        assert load_checkpoint("machine.ckpt", self.run.loss, self.run.accumulator) == 1
+        assert load_checkpoint("machine.safetensors", self.run.loss, self.run.accumulator) == 1
         self.oracle, self.since = self.saved.snapshot(), []
 
     @invariant()
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
             type(self).resumed += 1
             ended = self.run.bits()
             self.run.start_over()
-            load_checkpoint("machine.ckpt", self.run.loss, self.run.accumulator)
+            load_checkpoint("machine.safetensors", self.run.loss, self.run.accumulator)
             for call in self.since:
                 stuck(call)
             assert self.run.bits() == ended

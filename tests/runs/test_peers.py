@@ -45,13 +45,13 @@ def test_the_limit_of_skips_is_said_once_for_each_skip_and_compiles_nothing(poli
     (x, y), network = tensors(*batches([4])[0]), MLP()
     step = make_train_step(mean_loss(network), sgd(network), 2, on_nonfinite=policy, max_skips=0)
     said = rf"^more than max_skips=0 {noun} in a row were skipped \(\d by now, \d in all\), .* another call continues"
-    save_checkpoint("before.ckpt", network, step)
+    save_checkpoint("before.safetensors", network, step)
     for _ in range(2):
         step(x * np.nan, y)
         with pytest.raises(RuntimeError, match=said):
             step(x * np.nan, y)
         assert (step.updated, step.flush()) == (False, False)
-        load_checkpoint("before.ckpt", network, step)
+        load_checkpoint("before.safetensors", network, step)
     graphs = compiled_graphs()
     step(x, y)
     with pytest.raises(RuntimeError, match=said):

@@ -83,10 +83,10 @@ def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of
         assert difference(list(map(np.array, said["parameters"])), oracle.parameters) <= 1e-6
         assert re.match(refused.format("accumulate_step"), said["open"]), said["open"]
     network, step = step_of(None, 8, 1)
-    load_checkpoint(folder_of(launch) / f"ranks-{sync}-closed.ckpt", network, step)
+    load_checkpoint(folder_of(launch) / f"ranks-{sync}-closed.safetensors", network, step)
     train(step, dealt_out(ranks)[8:])
     assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
-    said = said_by(load_checkpoint, folder_of(launch) / f"ranks-{sync}-open.ckpt", *step_of(None, 8 // ranks, 1))
+    said = said_by(load_checkpoint, folder_of(launch) / f"ranks-{sync}-open.safetensors", *step_of(None, 8 // ranks, 1))
     assert re.match(refused.format("reducer"), said), said
 
 

@@ -92,7 +92,7 @@ def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset(
     whole, cut = (make_train_step(mean_loss(network), acc, pieces=pieces) for pieces in (1, 8))
     cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
     doors = [*(lambda driver=driver: driver(*tensors(X, Y)) for driver in (whole, cut, cell)), cut.flush, acc.flush,
-             lambda: save_checkpoint("torn.ckpt", network, acc)]
+             lambda: save_checkpoint("torn.safetensors", network, acc)]
     cut(*tensors(X, Y))
     for step, held in ((whole, 16), (cut, 22)):
         with pytest.raises(RuntimeError, match="must be in"):
@@ -109,7 +109,7 @@ def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset(
         assert (int(acc.mini_step), float(acc.weight_sum)) == (3, 48)
         acc.window.mark_update()
         acc.boundary.forget()  # as an interrupt leaves it
-    assert not Path("torn.ckpt").exists()
+    assert not Path("torn.safetensors").exists()
 
 
 QUESTION = (r"\nforward_fn failed on piece {} of 4{}; if it runs on the whole batch, does it use row numbers or the "

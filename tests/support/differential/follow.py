@@ -197,13 +197,13 @@ class _Follow:
 
     def _save_is_refused(self):
         try:
-            self.accumulating.save(self.folder / "refused.ckpt", self.position)
+            self.accumulating.save(self.folder / "refused.safetensors", self.position)
         except RuntimeError:
             return True
         return False
 
     def _resume(self):
-        path = self.folder / "run.ckpt"
+        path = self.folder / "run.safetensors"
         with self.accumulating.driver:
             self.accumulating.save(path, self.position)
         self.saved, self.saved_at = self.accumulating, self.position
