@@ -113,6 +113,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         [[1. 1.]]
     """
     path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
+    boundary = accumulator.boundary
     exchange = accumulator.exchange
     exchange.require_whole_state()
     rank, ranks = exchange.rank, exchange.ranks
@@ -138,7 +139,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             raise
     if rank > 0:
         remove_generations(path, rank, ranks, mine)
-    accumulator.boundary.note_saved()
+    boundary.note_saved()
 
 
 @_in_order

@@ -260,7 +260,7 @@ class Accumulator(Uncopied):
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the value to differentiate: the loss, times the loss scale if there is one."""
-        return self.window.scaled(loss)
+        return self.window.scaled_loss(loss)
 
     def require_progress(self) -> None:
         """Raise RuntimeError if more than `max_skips` were skipped in a row. Not for graphs: it waits for the device.

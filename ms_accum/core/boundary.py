@@ -1,8 +1,9 @@
 """The boundary: decide on the host when the window of a train step closes, and close it, by graphs or op by op.
 
-(In a cell, and with an Accumulator by hand, the device decides.) The host counts down. It reads the device only where
-it cannot know: once per window if a stage may skip a microbatch or drop a window, after each microbatch with
-`until_weight`, and before the next microbatch after an error, a load, a flush, or a window that was closed by hand.
+In a cell, and with an Accumulator by hand, the device decides. For a train step, the host counts down. It reads the
+device only where it cannot know: when a window should be full, if a stage may skip a microbatch or drop a window; after
+each microbatch, if a weight closes windows (`until_weight`); and before the next microbatch after an error, a load, a
+flush, or a window that was closed by hand. In a cell with `max_skips`, it reads after each microbatch.
 
     begin:   count known? ─ no ─► read the device, close the window if it is full
                   │ yes
@@ -102,7 +103,7 @@ class Boundary:
 
     Attributes:
         held: Number of microbatches in the open window; at most, because some may have been skipped.
-        updates: Number of updates done. Both are right while `is_known`.
+        updates: Number of updates done. Both are right while `is_known`, for a train step; a cell does not count.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
     """
 
@@ -124,7 +125,7 @@ class Boundary:
     def forget(self) -> None:
         """Read the device before the next microbatch."""
         self._missing: Optional[int] = None  # microbatches still needed, at least
-        self._is_given = False  # whether a step has said how many the window holds
+        self._is_given = False  # whether a step has said how many are missing
 
     def forget_graphs(self) -> None:
         """Compile again: a graph in which a kernel has failed fails in all later calls (MindSpore 2.10)."""
@@ -132,7 +133,7 @@ class Boundary:
 
     @property
     def is_known(self) -> bool:
-        """Return whether nothing has come between, since the last microbatch ended."""
+        """Return whether the host's counts are valid without reading the device."""
         return self._missing is not None and not self._closed_in_graphs
 
     # --- a microbatch -------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class Boundary:
         self._run_as(eager)
         self.ask()
         known = self._missing
-        self.forget()
+        self.forget()  # until `end`: an error or an interrupt in between forces a read
         self._is_given = missing is not None
         missing = known if missing is None else missing
         assert missing is not None
@@ -180,6 +181,7 @@ class Boundary:
             is_applied = self._close()
         else:
             status, accepted = self._read_at_boundary()
+            # A window that its step knew before it was trained closes also if a part of it was skipped.
             is_short = status.mini_step == 0 if self._is_given else status.needed > 0
             if is_short:  # a microbatch was skipped, or the window waits for its weight
                 self._warn_of_skips(status.skipped_in_row)
@@ -193,14 +195,14 @@ class Boundary:
     def end_on_device(self) -> None:
         """End a microbatch after which the device has closed the window if it was full.
 
-        Raise an error after too many skips, or warn of many, with few reads.
+        With `max_skips`, read after each microbatch, to raise an error after too many; else after each 64th, to warn.
         """
         self.require_progress()
         self._unread += 1
         if self.window.stages and self.max_skips is None and not self._warned and self._unread >= _FEW_READS:
             self._unread = 0
             self._warn_of_skips(self.status().skipped_in_row)
-        self._missing = 1  # the window is not full: no more is known without reading
+        self._missing = 1  # at least: the window is not full
 
     def end_pieces(self, pieces: int) -> None:
         """End a microbatch whose pieces were added by other graphs."""
@@ -250,7 +252,7 @@ class Boundary:
 
         `accepted`: whether the stages accept it, if it was read.
         """
-        if not self.window.may_drop:
+        if not self.window.may_drop:  # with several ranks, its exchange pairs with that of `_close_together`
             self._run("close_with_update")
             self.updates += 1
             return True
@@ -358,7 +360,7 @@ class Boundary:
     # --- what other code does with the window -------------------------------------------------------------------------
 
     def note_filled(self) -> None:
-        """Note that a microbatch is added by hand. Raise an error if a step fills the window, or one is frozen."""
+        """Note that a microbatch is added by hand. Raise an error if a step does, or a parameter is frozen."""
         if self.is_driven:
             raise RuntimeError(_DRIVEN)
         require_trainable(self.window.weights)
@@ -388,7 +390,7 @@ class Boundary:
         self.forget()
         window.mark_update()  # before anything is changed
         window.empty(is_open or window.is_allocated)
-        yield
+        yield  # no `finally`: after an error, the mark has to stay
         window.adopt(float(window.weight_unit))
         ops.assign(window.unfinished, 0)
         self.note_saved()
@@ -409,6 +411,7 @@ class Boundary:
 def require_whole(unfinished: int) -> None:
     """Raise RuntimeError if a batch or an update was not finished, given the sum of the marks."""
     if unfinished:
+        # Marks of pieces may have been added to that of an update.
         raise RuntimeError(_TORN_UPDATE if unfinished <= UPDATING // 2 else _TORN_BATCH)
 
 

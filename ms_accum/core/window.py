@@ -4,8 +4,10 @@
     total:  exchange across ─► restore ─► accepted?                         # when the window closes
     apply:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► close
 
-Ranks *inside* sum each microbatch, ranks *across* sum each window: see `distributed.exchange`. On one device, both
-change nothing. Steps in brackets are only for ZeRO. `boundary.py` decides on the host when a window closes.
+A window holds several microbatches. A microbatch is one piece, or is cut into several, each with a backward pass of its
+own. Ranks *inside* sum each microbatch, ranks *across* sum each window: see `distributed.exchange`. On one device, both
+change nothing. Steps in brackets are only for ZeRO. For a train step, `boundary.py` decides on the host when a window
+closes; in a cell and by hand, `is_full` decides on the device.
 """
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ _FRACTION = 2.0**36  # fractions of weights are counted in units of 2**-36
 
 @ms.jit_class
 class Window:
-    """Hold the open window, add gradients to it, and update with it. Graphs and hosts share it; it knows no host.
+    """Hold the open window, add gradients to it, and update with it. It holds no reference to the host's side.
 
-        buffer += weight / unit * gradient        # weight / unit is the constant 1 for pieces of equal weight, and sums
+        buffer += weight / unit * gradient    # the constant 1 for pieces of equal weight, and for gradients of sums
         gradient = buffer * (unit / sum of the weights)
 
     A window of all ranks is a dict, which `total` or `alone` returns (a graph cannot read a named tuple):
@@ -62,7 +64,7 @@ class Window:
     - active: number of ranks (across) that still have data;
     - measured: sums of the values that stages measured, one stage after the other;
     - accepted: True, or a bool Tensor of shape () if a stage may drop the window;
-    - buffered: whether the gradients are the buffers, so that these must be emptied.
+    - buffered: whether it came from the buffers, which must then be emptied; the gradients may be copies of them.
 
     Args:
         optimizer: The optimizer.
@@ -79,11 +81,12 @@ class Window:
         weights: The whole parameters to give gradients for, in the optimizer's order.
         buffers: One for each parameter (with ZeRO, rows of buckets). They take no memory before a graph holds them or a
             gradient is added: windows of one microbatch never need them.
-        unit: The unit of weights, a constant of graphs: 1 until the host sets it.
+        unit: The unit of weights, a constant of graphs: 1 until the host sets it to the weight of the first piece.
+        weight_unit: The same as a Parameter, for checkpoints and for windows that are exchanged: float32 `()`.
         is_in_use: Whether a graph holds the unit, or something was added op by op. For the host.
         unfinished: The sum of all marks, 0 if nothing is unfinished; see `begin` and `apply`: int32 `()`.
         taken: Pieces of an unfinished microbatch that no stage has skipped: int32 `()`.
-        measured: Sums of what stages have measured in the open window: a Parameter of shape `(measures,)`, if any.
+        measured: Sums of what stages have measured in the open window: one Parameter of shape `(measures,)`, or none.
         may_skip, may_drop: Whether a stage may skip a piece, or drop a window.
         looks_at_gradients: Whether a stage weighs or measures the gradient of each piece.
         looks_at_pieces: Whether single pieces matter: for a stage, for ranks that sum each, or because the weight of
@@ -140,7 +143,7 @@ class Window:
 
     # --- a piece ------------------------------------------------------------------------------------------------------
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scaled_loss(self, loss: Tensor) -> Tensor:
         """Return the value to differentiate."""
         for stage in self.stages:
             loss = stage.scale_loss(loss)
@@ -162,8 +165,8 @@ class Window:
         Args:
             gradients: A gradient for each of `weights`.
             weight: Of the piece, from `as_weight`.
-            factor: The factor on the gradients, if it is not the weight: 1 for gradients of a sum, if no stage looks at
-                gradients.
+            factor: The factor on the gradients, in place of the weight. Gradients of a summed loss use 1; only if no
+                stage looks at gradients, because a stage may change the weight to 0.
             active: 1 if this rank has data, else 0.
             ends: 1 if the piece is a whole microbatch; else call `end` after the last piece.
             begun: Whether `begin` was called before the backward pass, with the loss. By hand, it cannot be: then the
@@ -185,7 +188,7 @@ class Window:
         factor = (weight if factor is None else factor) / self.unit
         gradients, sums = self.exchange.microbatch(mapped(weighted, factor, gradients, self.buffer_dtypes),
                                                    (weight, taken * active, active, *measured))
-        if not self.is_in_use:
+        if not self.is_in_use:  # when the first graph is compiled, or at the first call op by op
             note_use(self.number)
         # `add_each` is not called `add`: a graph would take a function of that name for this method.
         add_each(self.small, self.buffers, gradients)
@@ -197,7 +200,7 @@ class Window:
             taken = ops.minimum(taken, 1) if isinstance(taken, Tensor) else taken
         ops.assign_add(self.mini_step if ends else self.taken,
                        taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
-        ops.assign_add(self.unfinished, 1 - 2 * ends)
+        ops.assign_add(self.unfinished, 1 - 2 * ends)  # + 1 for this end, - 2 if the microbatch ends with it
         return active
 
     def end(self, pieces: Scalar) -> None:
@@ -229,6 +232,7 @@ class Window:
 
         Call it only if no window is open and `looks_at_pieces` and `may_drop` are false.
         """
+        # Gradients that were not multiplied are a sum in the unit of their own weight.
         gradients, unit = checked_gradients(self.names, self.shapes, gradients), weight if factor is None else factor
         if isinstance(unit, Tensor) or unit == 0:  # a microbatch of weight 0 is ignored, NaN included
             gradients = mapped(weighted, unit != 0, gradients, self.buffer_dtypes)
@@ -238,8 +242,8 @@ class Window:
         """Update with a window of `total` or `alone`, and close it."""
         gradients, unit, weight = window["gradients"], window["unit"], window["weight"]
         # An error before this mark has changed nothing. After it, an error message is better than a window that is
-        # applied twice.
-        ops.assign(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), gradients[-1]))
+        # applied twice. It is added and subtracted, so that a mark of an unfinished piece is not lost.
+        ops.assign_add(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), gradients[-1]))
         for stage, place in zip(self.watching, self.measured_by):
             stage.on_update(window, window["measured"][place[0]:place[1]])
         # Normalise: the factor turns a sum in this unit into the gradient; 0 if the weight is 0.
@@ -253,13 +257,14 @@ class Window:
             norm = norm_of(self.exchange.over_slices(square_sum(gradients, factor)))
             ops.assign(self.grad_norm, norm)
             factor = factor * clip_factor(norm, self.clip_norm)
-        if isinstance(factor, Tensor):  # scale in place only after all that reads the buffers
+        if isinstance(factor, Tensor):  # kernels that scale in place come after the norm, and after what stages read:
+            # the count is a side effect, and MindSpore keeps the order of these
             factor = ops.depend(factor, ops.assign_add(self.update_step, 1))
         else:  # not assigned: a graph drops a named result that nobody uses
             ops.assign_add(self.update_step, 1)
         if isinstance(weight, Tensor) or weight % 1:
             self.see(weight)
-        else:
+        else:  # a number of samples, which needs no remainder
             ops.assign_add(self.seen, Tensor(weight, ms.float32).astype(ms.int64))
         self.exchange.cut_parameters()
         kind = self.of_buffers if window["buffered"] else self.of_copies
@@ -268,12 +273,12 @@ class Window:
         for hook in self.hooks:
             hook()
         if window["buffered"]:
-            self._close(True, self.weight_sum)
+            self._count_closing(True, self.weight_sum)
             self.empty()
         else:
-            self._close(True, weight)
+            self._count_closing(True, weight)
             self._empty_stages()
-        ops.assign(self.unfinished, 0)
+        ops.assign_add(self.unfinished, -UPDATING)
 
     def close(self) -> None:
         """Update with the open window, or drop it if a stage does not accept it: a branch in a graph."""
@@ -294,7 +299,7 @@ class Window:
     def drop(self) -> None:
         """Close the open window without an update."""
         self.mark_update()
-        self._close(False, self.weight_sum)
+        self._count_closing(False, self.weight_sum)
         self.empty()
         ops.assign(self.unfinished, 0)
 
@@ -326,7 +331,7 @@ class Window:
             for parameter in stage.window_state:
                 ops.assign(parameter, ops.zeros_like(parameter))
 
-    def _close(self, applied: bool, weight: Scalar) -> None:
+    def _count_closing(self, applied: bool, weight: Scalar) -> None:
         for stage in self.closing:
             stage.on_close(applied)
         ops.assign(self.window_weight, weight)
@@ -405,7 +410,7 @@ class Window:
         """Update with what `exchanged` returned, in the unit 1 of several ranks."""
         numbers = as_numbers(sums, sums.shape[0])
         self.apply({"gradients": gradients, "unit": 1.0, "weight": numbers[0], "microbatches": numbers[1],
-                    "measured": numbers[2:], "buffered": True})
+                    "active": 1.0, "measured": numbers[2:], "accepted": True, "buffered": True})
         return self.update_step + 0
 
     def add_nothing(self, active: Tensor) -> Tensor:

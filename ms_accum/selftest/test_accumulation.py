@@ -85,7 +85,8 @@ def after_nan(training: Training, windows: Sequence[Sequence[tuple]]) -> float:
     expected, accumulator = training.expect(windows), training.accumulator
 
     def scale() -> float:
-        return 0.0 if accumulator.loss_scaler is None else float(accumulator.loss_scaler.scale_value)
+        scaler = accumulator.loss_scaler
+        return 0.0 if scaler is None else float(scaler.scale_value)
 
     before, skipped, half = values(training.state), int(accumulator.skipped), scale() / 2
     training.learn([spoilt(windows[0])])

@@ -327,7 +327,7 @@ class Loss:
         returned, aux = parted(self.forward_fn(*piece), self.has_aux)
         loss = checked_loss(returned, self.name)
         total = loss.astype(ms.float32) / divisor(weight) if self.is_divided else loss
-        return self.window.scaled(total), loss, aux
+        return self.window.scaled_loss(total), loss, aux
 
     def begun(self, weight: Scalar, *piece: Any) -> tuple:
         """Return what `scaled` returns, after a mark: no gradient of the value is added before it.

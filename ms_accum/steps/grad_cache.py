@@ -191,7 +191,7 @@ class CachedPiece:
         fresh = _side_by_side(representations)
         whole = ops.concat((fresh, cached[self.rows:])) if self.rows < self.samples else fresh
         loss = checked_loss(self.loss_fn(*_apart(whole, representations)), "loss_fn")
-        scaled = self.window.scaled(loss)
+        scaled = self.window.scaled_loss(loss)
         return after(self.window.begin(scaled), scaled) * (self.samples / self.rows), loss, fresh
 
     def backward(self, start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:

@@ -237,7 +237,7 @@ class WeighedPiece:
         total = Tensor(0.0, ms.float32)
         for t in self.counts:
             total = total + shares[t] * losses[t].astype(ms.float32)
-        total = self.window.scaled(total)
+        total = self.window.scaled_loss(total)
         return after(self.window.begin(total), total), as_vector(losses), aux
 
     def __call__(self, start: Tensor, totals: Tensor, weights: Tensor, of_window: Tensor, *batch: Any) -> Any:

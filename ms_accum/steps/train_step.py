@@ -352,10 +352,10 @@ def make_train_step(
     ignored, even if their loss is 0/0. A weight that is negative, NaN or infinite makes the loss NaN. Python numbers in
     a batch are constants of the graph: each new value triggers a recompilation, so pass values that change as Tensors.
 
-    The window is kept on the device. The host counts the remaining microbatches, and reads the device's counters when
-    the window should be full and after every error, load or flush. An accumulator is filled by train steps or by hand,
-    not both: adding by hand to a step's accumulator raises a RuntimeError. Two steps may take turns; each reads the
-    state of the window when it continues.
+    The window is kept on the device. The host counts the remaining microbatches. It reads the device's counters after
+    every error, load or flush; and when the window should be full, if something may be skipped. An accumulator is
+    filled by train steps or by hand, not both: adding by hand to a step's accumulator raises a RuntimeError. Two steps
+    may take turns.
 
     If an error or an interrupt stops a batch that is cut into pieces, the window may hold some of the pieces. Such a
     window is never applied: the next call, `flush` and `save_checkpoint` raise a RuntimeError until

@@ -18,7 +18,6 @@ SMALL = ("--text", "text", "--batch-size", "4", "--epochs", "2", "--lr", "0.01")
 def small(monkeypatch, uncompiled):
     """20 documents and a small network; op by op, because a graph takes seconds to compile."""
     tiny.shrink(monkeypatch)
-    monkeypatch.setenv("MS_JIT", "0")
     Path("text").write_bytes(tiny.text())
 
 
