@@ -129,6 +129,7 @@ class Window:
             stage.bind(prefix, exchange.across)
             places[id(stage)] = count, count + stage.measures
             count += stage.measures
+        self.of_stages = tuple(parameter for stage in stages for parameter in stage.window_state)
         self.measured_by = tuple(places[id(stage)] for stage in self.watching)
         self.measured: tuple[Parameter, ...] = ()
         if count:
@@ -221,8 +222,9 @@ class Window:
         if not self.is_in_use:
             allocate(self.number)
         measured = ()  # type: Numbers
-        for sums in self.measured:
-            measured = as_numbers(sums, sums.shape[0])
+        for sums in self.measured:  # not in a function: MindSpore warns of a call whose value a graph does not need
+            for i in range(sums.shape[0]):
+                measured = (*measured, sums[i])
         # `+ 0` copies: the counter changes before the copy is used.
         return self._judged(self.buffers, self.weight_unit, (self.weight_sum, self.mini_step + 0, active, *measured),
                             True)
@@ -277,7 +279,8 @@ class Window:
             self.empty()
         else:
             self._count_closing(True, weight)
-            self._empty_stages()
+            for parameter in self.of_stages:
+                ops.assign(parameter, ops.zeros_like(parameter))
         ops.assign_add(self.unfinished, -UPDATING)
 
     def close(self) -> None:
@@ -324,12 +327,8 @@ class Window:
             if not self.is_in_use:
                 allocate(self.number)
             self.kernels.clear(self.weight_sum, self.buffers)  # which is 0 by now, and no constant
-        self._empty_stages()
-
-    def _empty_stages(self) -> None:
-        for stage in self.stages:
-            for parameter in stage.window_state:
-                ops.assign(parameter, ops.zeros_like(parameter))
+        for parameter in self.of_stages:
+            ops.assign(parameter, ops.zeros_like(parameter))
 
     def _count_closing(self, applied: bool, weight: Scalar) -> None:
         for stage in self.closing:
@@ -433,7 +432,7 @@ class Window:
     def window_state(self) -> tuple[Parameter, ...]:
         """Return the Parameters that belong to the open window."""
         return (*self.buffers, self.weight_unit, self.unfinished, self.mini_step, self.taken, self.weight_sum,
-                *self.measured, *(p for stage in self.stages for p in stage.window_state))
+                *self.measured, *self.of_stages)
 
     @property
     def run_state(self) -> tuple[Parameter, ...]:
