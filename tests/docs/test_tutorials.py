@@ -34,6 +34,7 @@ def wrong(found):
     return {name: cells for name, cells in all_of.items() if cells}
 
 
+@pytest.mark.slow
 def test_notebooks_give_what_is_stored(monkeypatch):
     """As scripts, one after the other in one process."""
     pytest.importorskip("mindcv", reason="needs MindCV: pip install '.[test]'")

@@ -89,6 +89,7 @@ def growth(make, folder):
 
 
 # MindSpore reads at its first graph whether it writes files.
+@pytest.mark.slow
 @pytest.mark.fresh_process("counted")
 @pytest.mark.parametrize("graphs", ["counted"])
 def test_each_gradient_adds_as_many_operands(graphs, tmp_path, monkeypatch):

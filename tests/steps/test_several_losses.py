@@ -195,7 +195,7 @@ def moved(way, data):
     return [new - old for new, old in zip(values(network.trainable_params()), before)]
 
 
-@pytest.mark.parametrize("mode", ["jit", "pynative"])
+@pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"])
 def test_what_a_bprop_adds_has_to_be_a_loss(mode):
     """Against the undivided batch in plain training. Control: a bprop, of which the weights know nothing."""
     with running(mode):

@@ -31,6 +31,7 @@ from ms_accum.core import window
 from ms_accum.core.boundary import compiled
 from ms_accum.core.kernels import InPlace, Portable
 from ms_accum.core.probe import kernels, largest_difference
+from ms_accum.distributed import exchange
 from support.ascend import sharding
 from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
@@ -457,7 +458,8 @@ def main(folder, names):
     for name in names:
         told = {"case": name}
         try:
-            told["numbers"] = CASES[name]() or {}
+            with patch.object(exchange, "_unused", {}):  # buffers of another case have memory, which figures would miss
+                told["numbers"] = CASES[name]() or {}
         except Exception as error:
             told["error"] = f"{type(error).__name__}: {error}"
         files = set(Path(folder).glob("**/graph_build_*.ir")) - seen
