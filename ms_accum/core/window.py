@@ -264,10 +264,7 @@ class Window:
             factor = ops.depend(factor, ops.assign_add(self.update_step, 1))
         else:  # not assigned: a graph drops a named result that nobody uses
             ops.assign_add(self.update_step, 1)
-        if isinstance(weight, Tensor) or weight % 1:
-            self.see(weight)
-        else:  # a number of samples, which needs no remainder
-            ops.assign_add(self.seen, Tensor(weight, ms.float32).astype(ms.int64))
+        self.see(weight)
         self.exchange.cut_parameters()
         kind = self.of_buffers if window["buffered"] else self.of_copies
         self.optimizer(kind.scale(factor, gradients, self.dtypes))
@@ -360,14 +357,16 @@ class Window:
 
         NaN and infinity add nothing.
         """
-        if not isinstance(counted, Tensor):
-            counted = Tensor(counted, ms.float32)
-        counted = ops.where(ops.isfinite(counted), counted, Tensor(0.0, ms.float32))
-        whole = ops.round(counted)
-        rest = self.seen_rest + ((counted - whole) * _FRACTION).astype(ms.int64)
-        carry = ops.round(rest.astype(ms.float32) / _FRACTION)
-        ops.assign(self.seen_rest, rest - (carry * _FRACTION).astype(ms.int64))
-        ops.assign_add(self.seen, (whole + carry).astype(ms.int64))
+        if isinstance(counted, Tensor) or counted % 1:
+            counted = as_tensor(counted)
+            counted = ops.where(ops.isfinite(counted), counted, Tensor(0.0, ms.float32))
+            whole = ops.round(counted)
+            rest = self.seen_rest + ((counted - whole) * _FRACTION).astype(ms.int64)
+            carry = ops.round(rest.astype(ms.float32) / _FRACTION)
+            ops.assign(self.seen_rest, rest - (carry * _FRACTION).astype(ms.int64))
+            ops.assign_add(self.seen, (whole + carry).astype(ms.int64))
+        else:  # a number of samples that a graph knows
+            ops.assign_add(self.seen, Tensor(counted, ms.float32).astype(ms.int64))
 
     # --- graphs of the host, or its calls op by op: a graph has to return something -----------------------------------
 
