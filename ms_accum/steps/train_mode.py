@@ -78,8 +78,8 @@ def _is_fixed(layer: nn.Cell) -> bool:
 
 def _reads_training(kind: type) -> bool:
     """Return whether a method of the class reads `training`, or a function that the method calls by its name."""
-    # It is only in the code: `training` is a plain attribute whose reads nothing records. Running the layer in both modes
-    # would need a batch and move state, but the warning has to come before anything is compiled.
+    # It is only in the code: `training` is a plain attribute, whose reads nothing records. To run the layer in both
+    # modes would need a batch and move state, but the warning has to come before anything is compiled.
     return any("training" in function.__code__.co_names for method in _own_methods(kind)
                for function in (method, *filter(isfunction, map(method.__globals__.get, method.__code__.co_names))))
 
