@@ -120,9 +120,9 @@ def _named_in(function: Any) -> list[object]:
         owner, function = function, function.__call__  # an object that is called
     with suppress(AttributeError, TypeError, ValueError):
         plain = unwrap(getattr(function, "__func__", function))
-        # Only LOAD_GLOBAL tells a global `network` from the attribute `self.network`. `inspect.getclosurevars` mixes them
-        # up, and does not look into inner functions; source for `ast` may be missing. To record which Cells run would
-        # need a batch and a forward pass, but the error has to come when the step is built.
+        # Only LOAD_GLOBAL tells a global `network` from the attribute `self.network`. `inspect.getclosurevars` mixes
+        # them up, and skips inner functions; source for `ast` may be missing. To record which Cells run would need a
+        # batch and a forward pass, but the error has to come when the step is built.
         codes = list(_codes_in(plain.__code__))
         names = {name for code in codes for name in code.co_names}
         loaded = {found.argval for code in codes for found in get_instructions(code) if found.opname == "LOAD_GLOBAL"}
