@@ -105,13 +105,14 @@ class Boundary:
         held: Number of microbatches in the open window; at most, because some may have been skipped.
         updates: Number of updates done. Both are right while `is_known`, for a train step; a cell does not count.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
+        has_own_graphs: Whether a train step compiles all graphs that hold the window, so that they go with the step.
     """
 
     def __init__(self, window: Window, settings: dict[str, str], max_skips: Optional[int] = None) -> None:
         self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
         # Otherwise, only the device knows whether a microbatch counted, or a window was applied.
         self._is_exact = not (window.may_skip or window.may_drop) and window.length.budget is None
-        self._filled_by_hand = self._closed_in_graphs = False
+        self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
         self._eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
@@ -396,6 +397,15 @@ class Boundary:
         self.note_saved()
         self.reported = None
 
+    @property
+    def gives_back(self) -> bool:
+        """Return whether others may have the buffers of an accumulator that is gone.
+
+        A user's compiled function, or a Cell, may go on with them: MindSpore does not notice that a name in it is bound
+        to another object.
+        """
+        return self.has_own_graphs and not (self._filled_by_hand or self._closed_in_graphs)
+
     def watch(self, accumulator: object, name: str) -> None:
         """Warn of a lost window when `accumulator` is collected or the process ends; then others may have its buffers.
 
@@ -423,7 +433,8 @@ def _at_the_end(boundary: Boundary, process: int, name: str) -> None:
         closed, held = int(window.closed_windows), int(window.mini_step)
     if held and boundary.saved != (closed, held):
         warn(_LOST.format(name, f"{held} microbatch{'es' * (held > 1)}"), UserWarning, stacklevel=2)
-    window.exchange.give_back(window.buffers)
+    if boundary.gives_back:
+        window.exchange.give_back(window.buffers)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ class TrainStep(Uncopied):
         require_unsharded()
         require_plain(cells_of(function), _INSIDE)
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
+        self.boundary.has_own_graphs = True
         if pieces > 1:
             warn_of_lost_gradients(self.window.buffers[0].dtype, self.window.length.longest, pieces)
         self.pieces, self.batch_axis, self.updated, self.trained = pieces, batch_axis, False, 0

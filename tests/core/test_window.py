@@ -309,3 +309,47 @@ def test_the_next_accumulator_gets_the_buffers_of_one_that_is_gone():
     for step in (second, third):  # the gradient of one microbatch: the same, whatever the buffers held
         assert step.window.buffers[1].asnumpy().tolist() == [0.5, 0.5]
         step.accumulator.reset()
+
+
+@pytest.mark.parametrize("by_hand", ["add", "apply"])
+def test_buffers_in_a_users_graph_are_not_given_to_others(by_hand):
+    """It goes on with them, although its accumulator is gone. Control: the buffers of a step of the same shapes are."""
+    network, other = nn.Dense(3, 2), nn.Dense(3, 2)
+    optimizer = nn.SGD(network.trainable_params(), 0.1)
+    accumulator = Accumulator(optimizer, 9, reduction="mean")
+    gradients = [Tensor(np.ones(p.shape), ms.float32) for p in accumulator.weights]
+
+    def forward_fn(x):
+        return network(x).mean()
+
+    @ms.jit
+    def add(*gradients):
+        accumulator.add(gradients)
+        return gradients[0]
+
+    @ms.jit
+    def apply():
+        accumulator.apply()
+        return accumulator.update_step + 0
+
+    if by_hand == "add":
+        add(*gradients)
+    else:
+        make_train_step(forward_fn, accumulator)(Tensor(np.ones((4, 3), np.float32)))
+        apply()
+    accumulator.boundary.note_saved()  # it is lost on purpose
+    held = {id(buffer) for buffer in accumulator.window.buffers}
+    accumulator = None
+    gc.collect()
+
+    def built():
+        return make_train_step(nn.WithLossCell(other, nn.MSELoss()), nn.SGD(other.trainable_params(), 0.1), 2)
+
+    first = built()
+    assert not held & {id(buffer) for buffer in first.window.buffers}
+    first(Tensor(np.ones((4, 3)), ms.float32), Tensor(np.ones((4, 2)), ms.float32))
+    first.accumulator.reset()
+    held = {id(buffer) for buffer in first.window.buffers}
+    del first
+    gc.collect()
+    assert held == {id(buffer) for buffer in built().window.buffers}
