@@ -99,7 +99,7 @@ class _Windows(nn.Cell):
         self.updates = state_parameter("probe.updates", (), ms.int32)
 
     def construct(self, zero: Tensor, *gradients: Tensor) -> Tensor:
-        """Add, scale and clear, in the order and with the dependencies of `Way`."""
+        """Add, scale and clear, in the order and with the dependencies of `Window`."""
         add_each(self.small, self.buffers, gradients)
         factor = ops.depend(zero + _FACTOR, ops.assign_add(self.updates, 1))
         for parameter, scaled in zip(self.parameters, self.kind.scale(factor, self.buffers, self.dtypes)):
