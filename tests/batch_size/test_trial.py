@@ -62,7 +62,7 @@ def op_by_op(microbatch):
 
 
 def holding(mebibytes, file, microbatch):
-    """Holds more at its last step, the one after an update; the file says how much the process held most before."""
+    """Holds more at its last step, the one after an update; the file says how much the process held just before."""
     kept = []
 
     def step():
@@ -103,11 +103,12 @@ def counted_step(kind, accumulate_step, pair, microbatch):
 
 
 def test_a_peak_is_measured_past_an_update():
-    found = run_trial(partial(holding, 300, str(Path("status").absolute())), 1, 2, "CPU")
-    (line,) = (line for line in Path("status").read_text().splitlines() if line.startswith("VmHWM"))
+    """Past what is held then, not past the highest before: imports may have held more for a moment."""
+    found = run_trial(partial(holding, 600, str(Path("status").absolute())), 1, 2, "CPU")
+    (line,) = (line for line in Path("status").read_text().splitlines() if line.startswith("VmRSS"))
     before = int(line.split()[1]) * 1024
     assert found.ended == "completed"
-    assert found.peak - before == pytest.approx(300 * MIB, rel=0.1)
+    assert found.peak - before == pytest.approx(600 * MIB, rel=0.1)
 
 
 def test_what_a_process_takes_without_a_step_is_less_than_with_one():
