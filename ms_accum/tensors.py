@@ -23,6 +23,7 @@ FLOATS = (ms.float16, ms.bfloat16, ms.float32, ms.float64)
 COMPLEX = (ms.complex64, ms.complex128)
 _ENLARGED = 2.0**21
 multiply_no_nan = ops.MulNoNan()  # NaN * 0 is 0
+divide_no_nan = ops.DivNoNan()  # x / 0 is 0
 _map, _partial = ops.HyperMap(), ops.Partial()
 
 

@@ -24,6 +24,7 @@ from ..tensors import (
     as_vector,
     checked_gradients,
     clip_factor,
+    divide_no_nan,
     mapped,
     norm_of,
     scaled,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from .stages import Stage
 
 UPDATING = -2**30  # the mark of an update; those of pieces are small numbers
-_FRACTION = 2.0**36  # fractions of weights are counted in units of 2**-36
 
 
 @ms.jit_class
@@ -114,10 +114,9 @@ class Window:
         (self.unfinished, self.mini_step, self.update_step, self.closed_windows, self.skipped, self.skipped_in_row,
          self.taken) = (state_parameter(f"{prefix}.{name}", (), ms.int32) for name in (
              "unfinished", "mini_step", "update_step", "closed_windows", "skipped", "skipped_in_row", "taken"))
-        self.weight_sum, self.window_weight = (
-            state_parameter(f"{prefix}.{name}", (), ms.float32) for name in ("weight_sum", "window_weight"))
-        self.seen, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.int64)
-                                     for name in ("seen", "seen_rest"))
+        self.weight_sum, self.window_weight, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.float32)
+                                                               for name in ("weight_sum", "window_weight", "seen_rest"))
+        self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
         self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
 
         self.weighing, self.measuring, self.judging, self.watching, self.closing = (
@@ -252,7 +251,7 @@ class Window:
         if self.contributors is not None:
             factor = unit / self.contributors
         elif isinstance(weight, Tensor):
-            factor = unit / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
+            factor = divide_no_nan(as_tensor(unit), weight)
         else:
             factor = unit / weight if weight else 0.0
         if self.clip_norm is not None:
@@ -361,9 +360,9 @@ class Window:
             counted = as_tensor(counted)
             counted = ops.where(ops.isfinite(counted), counted, Tensor(0.0, ms.float32))
             whole = ops.round(counted)
-            rest = self.seen_rest + ((counted - whole) * _FRACTION).astype(ms.int64)
-            carry = ops.round(rest.astype(ms.float32) / _FRACTION)
-            ops.assign(self.seen_rest, rest - (carry * _FRACTION).astype(ms.int64))
+            rest = self.seen_rest + (counted - whole)  # at most 1, so it keeps fractions down to 2**-25
+            carry = ops.round(rest)
+            ops.assign(self.seen_rest, rest - carry)
             ops.assign_add(self.seen, (whole + carry).astype(ms.int64))
         else:  # a number of samples that a graph knows
             ops.assign_add(self.seen, Tensor(counted, ms.float32).astype(ms.int64))
