@@ -254,7 +254,8 @@ class TrainStep(Uncopied):
         try:
             graphs = self._graphs_of(key)
             missing = self.boundary.begin(missing)
-            # A window of one microbatch needs no buffers.
+            # A window of one microbatch needs no buffers. For others, one graph that adds the last microbatch and
+            # updates was measured: no faster, and one more backward pass to compile.
             is_alone = graphs.alone is not None and missing == 1 and self.boundary.held == 0
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
             self.trained += 1
@@ -294,78 +295,50 @@ def make_train_step(
         for loss in train_step.epoch(dataset):  # the mean loss of each microbatch
             ...                                 # the incomplete last window is applied, too
 
-    Each call of `train_step(data, label)` or `train_step(**batch)` trains on one microbatch: it runs forward and
-    backward and adds the gradients. The call that makes the window full also updates.
+    Each call of `train_step(data, label)` or `train_step(**batch)` trains on one microbatch. The call that makes the
+    window full also updates. The guide's page "The train step" explains weights, pieces, errors and interrupts.
 
     Args:
         forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
-            `()`. With `has_aux`, `(*batch) -> (loss, aux)`. It may be a function, a Cell or a `functools.partial`. The
-            arguments of a named batch (a dict, or keyword arguments) are matched to its parameters by name.
-        optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`. For an optimizer, such an accumulator is
-            built.
+            `()`. With `has_aux`, `(*batch) -> (loss, aux)`. A function, a Cell or a `functools.partial`. The arguments
+            of a named batch (a dict, or keyword arguments) are matched to its parameters by name.
+        optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`.
         accumulate_step: Number of microbatches in a window: an int, `{update_step: n}`, a callable or
             `until_weight(budget)`; see `Accumulator`. Required with an optimizer, not allowed with an Accumulator.
-        pieces: Number of pieces that each microbatch is cut into. Peak activation memory is that of one piece. The
-            batch size n is the length of the batch axis of the first Tensor that has axes; named arguments are taken in
-            the order of `forward_fn`'s parameters. Tensors whose batch axis has length n are cut; all other arguments
-            are passed whole to every piece. A piece has ceil(n / pieces) samples. If that does not divide n, the last
-            piece is shorter and weighs less. An empty batch (n = 0) counts as a microbatch with weight 0, loss 0 and
-            aux None.
+        pieces: Number of pieces that each microbatch is cut into; peak activation memory is that of one. The batch size
+            n is the length of the batch axis of the first Tensor that has axes. Tensors whose batch axis has length n
+            are cut, ceil(n / pieces) samples each; all other arguments are passed whole. An empty batch (n = 0) counts
+            as a microbatch with weight 0, loss 0 and aux None.
         batch_axis: The axis that counts the samples, e.g. 1 for `(time, batch, features)`. For Tensors with fewer axes,
             axis 0.
         weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: the denominator of the mean in
-            `forward_fn`, e.g. the number of unmasked tokens. None: the number of samples. With a named batch, only the
-            arguments that appear in its signature are passed.
+            `forward_fn`, e.g. the number of unmasked tokens. None: the number of samples. Pieces of weight 0 are
+            ignored, even if their loss is 0/0. A weight that is negative, NaN or infinite makes the loss NaN.
         loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens) and
-            `weight_fn` returns their number. With "sum", gradients are added without a multiplication, and the window
-            is divided once by the weights of all ranks. For weights that change, such as numbers of tokens, this takes
-            less time and memory than a mean (see the page on language models). A sum of float16 losses overflows:
-            return it in float32. Float16 buffers may overflow as well.
-        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors.
-            Tensors of shape `()` are averaged over the pieces by weight, in float32. Tensors with one entry per sample
-            on the batch axis are joined to those of the whole batch.
-        losses: Number of losses that `forward_fn` returns in a tuple. Each is a mean over a count of its own, e.g. text
-            tokens, images or routed tokens. `weight_fn` returns a tuple of as many weights. The gradient is that of the
-            sum of the losses' means over the window, on all ranks. The weights of a window are computed before it is
-            trained, so `epoch` reads its batches ahead, and single calls need `accumulate_step=1`. The losses are
-            multiplied by the weights before the backward pass, so the backward pass must be linear: gradients that a
-            `bprop` adds or clips are wrong if microbatches differ. Return the loss of an added gradient as one more
-            loss (see the page on language models).
-        **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `loss_scaler`, `on_nonfinite`,
-            `max_skips`, `reducer`, `after_update`, `noise_scale`, `stages` and `buffer_dtype`.
+            `weight_fn` returns their number. For weights that change, a sum takes less time and memory. Return it in
+            float32: a sum of float16 losses overflows.
+        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
+            those of shape `()` are averaged over the pieces by weight, those with one entry per sample are joined.
+        losses: Number of losses that `forward_fn` returns in a tuple, each a mean over a count of its own, e.g. text
+            tokens and images. `weight_fn` returns a tuple of as many weights. The gradient is that of the sum of the
+            losses' means over the window. `epoch` reads a window's batches ahead; single calls need
+            `accumulate_step=1`. The backward pass must be linear: see the guide's page on language models.
+        **options: Options of `Accumulator`, which require an optimizer.
 
     Returns:
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`, or a
-        tuple of them: the weighted mean over the pieces, or 0 if all weights are 0. It is never divided by
-        `accumulate_step`.
+        tuple of them: the weighted mean over the pieces, never divided by `accumulate_step`.
 
     Raises:
         TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
             another expression, which MindSpore cannot compile.
-        ValueError: If an argument is out of range, if an accumulator is given together with `accumulate_step` or other
-            arguments of `Accumulator` or has `reduction="sum"`, or if a parameter was frozen after the optimizer was
-            built.
-        RuntimeError: When the step is called, if an error left a part of a batch in the open window (see below).
+        ValueError: If an argument is out of range, if an accumulator is given together with options of `Accumulator` or
+            has `reduction="sum"`, or if a parameter was frozen after the optimizer was built.
+        RuntimeError: When the step is called, if an error or an interrupt left only some pieces of a batch in the open
+            window; `accumulator.reset()` drops it.
 
-    If the loss is a mean, the gradients are multiplied by the weight after the backward pass, so layers whose backward
-    pass is not linear work and float16 does not overflow. A piece with as many samples as the first one needs no
-    multiplication; any other weight, and a weight that is a Tensor, needs one per gradient. Pieces of weight 0 are
-    ignored, even if their loss is 0/0. A weight that is negative, NaN or infinite makes the loss NaN. Python numbers in
-    a batch are constants of the graph: each new value triggers a recompilation, so pass values that change as Tensors.
-
-    The window is kept on the device. The host counts the remaining microbatches. It reads the device's counters after
-    every error, load or flush; and when the window should be full, if something may be skipped. An accumulator is
-    filled by train steps or by hand, not both: adding by hand to a step's accumulator raises a RuntimeError. Two steps
-    may take turns.
-
-    If an error or an interrupt stops a batch that is cut into pieces, the window may hold some of the pieces. Such a
-    window is never applied: the next call, `flush` and `save_checkpoint` raise a RuntimeError until
-    `accumulator.reset()` drops the open window. (Unless `avoid_busy_waiting` was called, MindSpore may report an error
-    only after later calls; then `flush` may be the first to raise. `accumulator.apply()` does not check.) An error in
-    the forward pass or the loss of a batch that is not cut leaves the window unchanged.
-
-    Source: cutting a batch inside the step corresponds to `jax.lax.scan` over microbatches; two graphs scheduled by the
-    host are the scheme of RATEX; `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`.
+    Source: `jax.lax.scan` over microbatches cuts a batch inside the step; RATEX schedules two graphs on the host;
+    `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`.
 
     Example:
         >>> import numpy as np
