@@ -18,7 +18,7 @@ from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
 from .elementwise import require_divisible
 from .length import length_of
-from .notes import note_closed, note_filled
+from .notes import note_called, note_closed, note_filled
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
 from .precision import buffer_dtype_of, warn_of_lost_gradients
 from .stages import checked_loss_scaler, checked_nonfinite, checked_stages, needing_whole_gradients, stages_of
@@ -214,8 +214,11 @@ class Accumulator(Uncopied):
             RuntimeError: If a train step or a cell uses this accumulator (in graph mode: when the graph is compiled).
             ValueError: If a parameter is frozen (in graph mode: when the graph is compiled; not later).
         """
+        note_called(self.window.number, ops.isconstant(self.mini_step), False)
         self.add(grads, weight)
-        return self.close_if(self.window.is_full())
+        closed = self.close_if(self.window.is_full())
+        note_called(self.window.number, ops.isconstant(self.mini_step), True)
+        return closed
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors are those of a call."""

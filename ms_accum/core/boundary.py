@@ -57,6 +57,8 @@ _SKIPPED = ("{} {} in a row were skipped, because their gradients were not finit
 _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neither applied, saved (by save_checkpoint) "
          "nor reset; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), "
          "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
+_RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted from 0); give all batches of that epoch "
+            "to epoch(batches, resume=True), which skips these; or only the others, with resume=False")
 _FEW_READS = 64  # microbatches of a cell between two reads of the skips
 _MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 
@@ -79,6 +81,8 @@ class Status(NamedTuple):
         grad_norm: Norm of the last update's gradient before clipping; NaN without `clip_norm`.
         skipped_in_row: Number of the latest skips in a row.
         unfinished: 0, unless an error or an interrupt stopped a microbatch or an update.
+        epochs: Number of epochs finished; see `TrainStep.epochs`.
+        trained: Number of microbatches trained since, on this rank, including those that were skipped.
     """
 
     update_step: int
@@ -91,6 +95,8 @@ class Status(NamedTuple):
     grad_norm: float
     skipped_in_row: int
     unfinished: int
+    epochs: int
+    trained: int
 
 
 class Boundary:
@@ -103,7 +109,9 @@ class Boundary:
 
     Attributes:
         held: Number of microbatches in the open window; at most, because some may have been skipped.
-        updates: Number of updates done. Both are right while `is_known`, for a train step; a cell does not count.
+        updates: Number of updates done.
+        trained: Number of microbatches trained in this epoch. All three are right while `is_known`, for a train step;
+            a cell does not count.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
         has_own_graphs: Whether a train step compiles all graphs that hold the window, so that they go with the step.
     """
@@ -119,7 +127,8 @@ class Boundary:
         self._warned = False  # of many skips
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
-        self.held = self.updates = 0
+        self.held = self.updates = self.trained = 0
+        self._is_loaded = False  # whether a checkpoint was loaded, and no epoch has begun since
         self.forget()
         register(window.number, self)
 
@@ -173,6 +182,7 @@ class Boundary:
 
         `missing`: the result of `begin`. `is_applied`: whether the microbatch has updated as a window of its own.
         """
+        self.trained += 1
         if is_applied:
             self.updates += 1
         elif missing > 1:
@@ -205,9 +215,9 @@ class Boundary:
             self._warn_of_skips(self.status().skipped_in_row)
         self._missing = 1  # at least: the window is not full
 
-    def end_pieces(self, pieces: int) -> None:
-        """End a microbatch whose pieces were added by other graphs."""
-        self._run("end_and_count", Tensor(pieces, ms.int32))
+    def end_pieces(self, pieces: int, trained: int = 1) -> None:
+        """End a microbatch whose pieces were added by other graphs; see `Window.end`."""
+        self._run("end_and_count", Tensor(pieces, ms.int32), Tensor(trained, ms.int32))
 
     def add_nothing(self, active: float) -> float:
         """Add a piece without data; see `Window.add_nothing`."""
@@ -231,7 +241,7 @@ class Boundary:
         held = status.mini_step
         while exchange.inside > 1:
             still_active = max(float(self.add_nothing(0.0)) for _ in range(pieces))
-            self.end_pieces(pieces)
+            self.end_pieces(pieces, 0)
             if still_active == 0:
                 break
             status = self._whole()
@@ -247,6 +257,43 @@ class Boundary:
             closed, applied = True, self._close() or applied
         self.require_progress()
         return closed, applied
+
+    # --- an epoch -----------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, resume: Optional[bool], closed: bool = False) -> int:
+        """Begin an epoch, or go on with that of a loaded checkpoint. Return the number of batches to skip.
+
+        Args:
+            resume: As in `TrainStep.epoch`.
+            closed: Whether the epoch has to begin with a closed window. An open one is then dropped, and its
+                microbatches are trained again.
+
+        Raises:
+            RuntimeError: If a checkpoint was loaded in the middle of an epoch, and `resume` is None.
+        """
+        status = self.status()
+        skip = status.trained if self._is_loaded else 0
+        if skip > 0 and resume is None:
+            raise RuntimeError(_RESUMED.format(skip, status.epochs))
+        self._is_loaded = False
+        if skip > 0 and closed and resume and 0 < status.mini_step and not self.window.may_skip:
+            skip -= status.mini_step
+            self.window.mark_update()  # an interrupt here leaves a mark: neither of the two may be done alone
+            ops.assign(self.window.place, Tensor([status.epochs, skip], ms.int32))
+            self.window.reset()
+            self.forget()
+        if skip == 0 < status.trained:
+            self.end_epoch()  # the last loop was left early
+        return skip if resume else 0
+
+    def end_epoch(self) -> None:
+        """Count an epoch, if anything was trained in it."""
+        epochs, trained = self.window.place.asnumpy().tolist()
+        if trained > 0:
+            ops.assign(self.window.place, Tensor([epochs + 1, 0], ms.int32))
+        self.trained = 0
+
+    # --- closing ------------------------------------------------------------------------------------------------------
 
     def _close(self, accepted: Optional[bool] = None) -> bool:
         """Update with the open window, or drop it if a stage does not accept it. Return whether it was applied.
@@ -293,7 +340,8 @@ class Boundary:
             if status.needed == 0:
                 self._close()
                 status = self._whole()
-            self.held, self.updates, self._missing = status.mini_step, status.update_step, status.needed
+            self.held, self.updates, self.trained = status.mini_step, status.update_step, status.trained
+            self._missing = status.needed
 
     def status(self) -> Status:
         """Read the counters, and wait for the device."""
@@ -321,10 +369,10 @@ class Boundary:
         return status
 
     def _status_of(self, numbers: list[float]) -> Status:
-        update_step, mini_step, full, seen, skipped, closed, weight, norm, in_row, unfinished = numbers
+        update_step, mini_step, full, seen, skipped, closed, weight, norm, in_row, *rest = numbers
         needed = self.window.length.missing(int(mini_step), int(update_step), bool(full))
         return Status(int(update_step), int(mini_step), needed, int(seen), int(skipped), int(closed), weight, norm,
-                      int(in_row), int(unfinished))
+                      int(in_row), *map(int, rest))
 
     def _run_as(self, eager: bool) -> None:
         if eager != self._eager:
@@ -367,6 +415,20 @@ class Boundary:
         require_trainable(self.window.weights)
         self._filled_by_hand = True
 
+    def note_called(self, runs_op_by_op: bool, is_done: bool) -> None:
+        """Note that a call which adds a microbatch by hand begins, or is done.
+
+        Op by op, an interrupt may have left a full window in the last call, or in the run that was loaded: close it. In
+        a graph, a call is done or not as a whole.
+        """
+        if not runs_op_by_op:
+            return
+        if not is_done:
+            self.ask()
+        self.forget()
+        if is_done:
+            self._missing = 1  # at least
+
     def note_closed(self, runs_op_by_op: bool, is_applied: bool) -> None:
         """Note that a window is closed or dropped by hand. Raise ValueError if it is applied and a parameter is frozen.
 
@@ -395,7 +457,7 @@ class Boundary:
         window.adopt(float(window.weight_unit))
         ops.assign(window.unfinished, 0)
         self.note_saved()
-        self.reported = None
+        self.reported, self._is_loaded = None, True
 
     @property
     def gives_back(self) -> bool:

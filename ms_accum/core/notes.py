@@ -39,6 +39,13 @@ def note_filled(number: int) -> bool:
 
 
 @constexpr
+def note_called(number: int, runs_op_by_op: bool, is_done: bool) -> bool:
+    """Note that a call which adds by hand begins, or is done; see `Boundary.note_called`."""
+    _boundaries[number].note_called(runs_op_by_op, is_done)
+    return True
+
+
+@constexpr
 def note_closed(number: int, runs_op_by_op: bool, is_applied: bool) -> bool:
     """Note that a window is closed by hand; see `Boundary.note_closed`."""
     _boundaries[number].note_closed(runs_op_by_op, is_applied)

@@ -86,6 +86,8 @@ class Window:
         is_in_use: Whether a graph holds the unit, or something was added op by op. For the host.
         unfinished: The sum of all marks, 0 if nothing is unfinished; see `begin` and `apply`: int32 `()`.
         taken: Pieces of an unfinished microbatch that no stage has skipped: int32 `()`.
+        place: Number of finished epochs, and of microbatches trained since: int32 `(2,)`. One Parameter, so that an
+            interrupt cannot come between the two.
         measured: Sums of what stages have measured in the open window: one Parameter of shape `(measures,)`, or none.
         may_skip, may_drop: Whether a stage may skip a piece, or drop a window.
         looks_at_gradients: Whether a stage weighs or measures the gradient of each piece.
@@ -117,6 +119,7 @@ class Window:
         self.weight_sum, self.window_weight, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.float32)
                                                                for name in ("weight_sum", "window_weight", "seen_rest"))
         self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
+        self.place = state_parameter(f"{prefix}.place", (2,), ms.int32)
         self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
 
         self.weighing, self.measuring, self.judging, self.watching, self.closing = (
@@ -200,14 +203,24 @@ class Window:
             taken = ops.minimum(taken, 1) if isinstance(taken, Tensor) else taken
         ops.assign_add(self.mini_step if ends else self.taken,
                        taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
+        if ends:
+            self.count_trained(1)
         ops.assign_add(self.unfinished, 1 - 2 * ends)  # + 1 for this end, - 2 if the microbatch ends with it
         return active
 
-    def end(self, pieces: Scalar) -> None:
-        """End a microbatch of `pieces` pieces. It counts if one of them was taken on one of the ranks inside."""
+    def end(self, pieces: Scalar, trained: Scalar = 1) -> None:
+        """End a microbatch of `pieces` pieces. It counts if one of them was taken on one of the ranks inside.
+
+        `trained`: 0 if this rank only takes part in the microbatch of others, else 1.
+        """
         ops.assign_add(self.mini_step, ops.minimum(self.taken + 0, 1).astype(ms.int32))
         ops.assign(self.taken, 0)
+        self.count_trained(trained)
         ops.assign_add(self.unfinished, -2 * pieces)
+
+    def count_trained(self, microbatches: Scalar) -> None:
+        """Add to the microbatches of the epoch, skipped ones included."""
+        ops.assign_add(self.place, Tensor([0, 1], ms.int32) * microbatches)
 
     # --- a window -----------------------------------------------------------------------------------------------------
     # No method is named as one of dict: in a graph, `x.update()` and `x.clear()` of a local name are taken for dict's.
@@ -274,6 +287,7 @@ class Window:
             self._count_closing(True, self.weight_sum)
             self.empty()
         else:
+            self.count_trained(1)
             self._count_closing(True, weight)
             for parameter in self.of_stages:
                 ops.assign(parameter, ops.zeros_like(parameter))
@@ -370,13 +384,14 @@ class Window:
     # --- graphs of the host, or its calls op by op: a graph has to return something -----------------------------------
 
     def counts(self) -> Tensor:
-        """Return what `Status` holds, but with 1 or 0 for a full window: float64 `(10,)`."""
-        return ops.stack([number.astype(ms.float64) for number in (
+        """Return what `Status` holds, but with 1 or 0 for a full window: float64 `(12,)`."""
+        numbers = ops.stack([number.astype(ms.float64) for number in (
             self.update_step, self.mini_step, self.is_full(), self.seen, self.skipped, self.closed_windows,
             self.window_weight, self.grad_norm, self.skipped_in_row, self.unfinished)])
+        return ops.concat((numbers, self.place.astype(ms.float64)))
 
     def counts_and_verdict(self) -> Tensor:
-        """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(11,)`."""
+        """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(13,)`."""
         window = self.total()
         # `depend` uses the unit, which nobody needs; otherwise MindSpore warns of "nodes eliminated by mistake".
         accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
@@ -419,9 +434,9 @@ class Window:
         begun = self.begin(Tensor(0.0, ms.float32))
         return ops.depend(as_tensor(self.add(self.weights, 0.0, active=active)), begun)
 
-    def end_and_count(self, pieces: Tensor) -> Tensor:
-        """End a microbatch of `pieces` pieces. Return the number of microbatches in the window."""
-        self.end(pieces)
+    def end_and_count(self, pieces: Tensor, trained: Tensor) -> Tensor:
+        """End a microbatch; see `end`. Return the number of microbatches in the window."""
+        self.end(pieces, trained)
         return self.mini_step + 0
 
     # --- for the host -------------------------------------------------------------------------------------------------
@@ -436,7 +451,7 @@ class Window:
     def run_state(self) -> tuple[Parameter, ...]:
         """Return the other Parameters, but those of stages."""
         return (self.update_step, self.seen, self.seen_rest, self.grad_norm, self.closed_windows, self.skipped,
-                self.skipped_in_row, self.window_weight)
+                self.skipped_in_row, self.window_weight, self.place)
 
     @property
     def nbytes(self) -> int:

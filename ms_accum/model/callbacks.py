@@ -93,6 +93,7 @@ class FlushCallback(Callback):
                 callback.take(run_context)
         for cell in _train_cells(run_context):
             cell.flush()
+            cell.accumulator.boundary.end_epoch()
 
     on_train_end = on_train_epoch_end
 
@@ -274,6 +275,7 @@ class WindowLog(Callback):
                 raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
             self._begin(accumulator)
             self._followed, self._place = accumulator, (1, 0)
+            self._trained = getattr(train_step, "trained", 1) - 1
             self._held, self._skipped = 0, status.skipped
             if loss is not None:
                 self._came_late(status)
@@ -282,7 +284,8 @@ class WindowLog(Callback):
         else:
             self._follow(status)
             trained = getattr(train_step, "trained", self._trained + 1)
-            self._place = self._place[0] + (trained <= self._trained), self._place[1] + 1
+            new = trained <= self._trained  # an epoch; an interrupted microbatch has left no loss, but counts
+            self._place = self._place[0] + new, self._place[1] + (trained if new else trained - self._trained)
             self._trained = trained
             self._count(loss, getattr(train_step, "loss_weights", ()))
             self._log_closed()

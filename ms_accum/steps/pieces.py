@@ -84,6 +84,7 @@ class Pieces:
                 joined = self._end(totals, *results)
             else:  # an empty batch compiles nothing
                 ops.assign_add(self.window.mini_step, 1)
+                self.window.count_trained(1)
                 joined = tuple(totals[:self.losses])
         except Exception as error:
             ask_about_piece(error, place, len(self.starts))

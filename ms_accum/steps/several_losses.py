@@ -76,13 +76,19 @@ class SeveralLossesStep(TrainStep):
         self._losses = losses
         self._total = compiled(Total(self.window))
 
-    def _epoch(self, batches: Iterable) -> Iterator[Any]:
+    def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Iterator[Any]:
         """See `TrainStep.epoch`. It reads all batches of a window, after the previous update, before it trains.
 
-        If reading a batch raises an error, the batches of the same window that were read before are not trained.
+        If reading a batch raises an error, the batches of the same window that were read before are not trained. After
+        `load_checkpoint` with an open window, the whole window is trained again.
         """
+        yield from super()._epoch(batches, resume)
+
+    def _begin_epoch(self, resume: Optional[bool]) -> int:
+        """See `TrainStep`."""
+        skip = self.boundary.begin_epoch(resume, closed=True)
         self._require_closed()
-        yield from super()._epoch(batches)
+        return skip
 
     def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
         """See `TrainStep`."""

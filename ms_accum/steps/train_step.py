@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 from mindspore import nn
+from mindspore.dataset.engine.datasets import Dataset
 from mindspore.ops import PrimitiveWithInfer
 
 from ..arguments import Uncopied, boolean, one_of, require_callable, whole_number, with_options_of
@@ -79,10 +81,6 @@ class TrainStep(Uncopied):
     Attributes:
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
-        updated: Whether the last call closed its window with an update, so that no window is open: a bool. After the
-            last loss of an epoch, this includes the update of the incomplete last window.
-        trained: Number of microbatches trained since the last epoch began (without epochs: by all calls), an int. After
-            an interrupt it may be one more than the number of losses yielded; `trained` is the correct number.
     """
 
     def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, graphs_for: Callable[..., Pieces],
@@ -93,13 +91,41 @@ class TrainStep(Uncopied):
         self.boundary.has_own_graphs = True
         if pieces > 1:
             warn_of_lost_gradients(self.window.buffers[0].dtype, self.window.length.longest, pieces)
-        self.pieces, self.batch_axis, self.updated, self.trained = pieces, batch_axis, False, 0
+        self.pieces, self.batch_axis = pieces, batch_axis
+        self._updated: Optional[bool] = False  # None: a call is under way, or was interrupted
+        self._before = 0  # updates before the last call
         self._function, self._graphs_for, self._counts = function, graphs_for, counts
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self._mode: Optional[TrainMode] = None
         self._graphs: dict[tuple, Pieces] = {}
 
-    def epoch(self, batches: Iterable) -> Iterator[Any]:
+    @property
+    def updated(self) -> bool:
+        """Return whether the last call closed its window with an update, so that no window is open.
+
+        After the last loss of an epoch, this includes the update of the incomplete last window. After an error or an
+        interrupt, it is read from the device.
+        """
+        if self._updated is None:
+            status = self.status()
+            return status.mini_step == 0 and status.update_step > self._before
+        return self._updated
+
+    @property
+    def trained(self) -> int:
+        """Return the number of microbatches trained since the epoch began; without epochs, by all calls.
+
+        It is part of a checkpoint. After an error or an interrupt it is read from the device: it may be one more than
+        the number of losses yielded.
+        """
+        return self.boundary.trained if self.boundary.is_known else self.status().trained
+
+    @property
+    def epochs(self) -> int:
+        """Return the number of epochs that were finished, or left early before the next. It is part of a checkpoint."""
+        return self.status().epochs
+
+    def epoch(self, batches: Iterable, resume: Optional[bool] = None) -> Iterator[Any]:
         """Train on each batch, yield its loss, and apply the incomplete last window.
 
         The incomplete last window is applied before the last loss is yielded, so that it also happens in
@@ -121,31 +147,40 @@ class TrainStep(Uncopied):
         Args:
             batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
                 `dataset.create_dict_iterator()`). NumPy arrays are copied, so a generator may fill them again.
+            resume: What to do after `load_checkpoint` in the middle of an epoch. True: skip the batches that were
+                trained before; `batches` are those of the whole epoch, in the same order. False: `batches` are only the
+                others. In other epochs, it changes nothing.
 
         Yields:
             The loss, or `(loss, aux)`, of each microbatch.
 
         Raises:
             ValueError: If a `mindspore.dataset` of samples has no batch operation, if a parameter was frozen after the
-                optimizer was built, or if the optimizer's list of learning rates has no rate for the next update.
-            RuntimeError: With several losses, if the last loop left a window open. Also if called in a compiled
-                function.
+                optimizer was built, if the optimizer's list of learning rates has no rate for the next update, or if
+                there are fewer batches than were trained before.
+            RuntimeError: After `load_checkpoint` in the middle of an epoch, if `resume` is not given. With several
+                losses, if the last loop left a window open. Also if called in a compiled function.
         """
         require_python("epoch of a train step")
-        return self._epoch(batches)
+        return self._epoch(batches, resume)
 
-    def _epoch(self, batches: Iterable) -> Iterator[Any]:
+    def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Iterator[Any]:
         optimizer = self.accumulator.optimizer
         require_batched(batches)
         require_trainable(self.accumulator.weights)
         require_rates(optimizer)
-        last, self.trained = False, 0
+        last, batches = False, without_first(self._begin_epoch(resume), batches)
         for result, last in self._train_each(map(as_arguments, batches)):
             if last:
                 self._flush_after_last()
             yield result
         if not last:  # there was no batch: take part in the windows of other ranks
             self.flush()
+        self.boundary.end_epoch()
+
+    def _begin_epoch(self, resume: Optional[bool]) -> int:
+        """Return the number of batches to skip."""
+        return self.boundary.begin_epoch(resume)
 
     def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
         """Train on each batch. Yield the result, and whether the batch was the last one."""
@@ -160,9 +195,9 @@ class TrainStep(Uncopied):
 
     def _flush_after_last(self) -> None:
         """Flush, and set `updated` if the last batch or the flush made an update."""
-        updated = self.updated
+        updated = self._updated
         self.flush()
-        self.updated = self.updated or updated
+        self._updated = self._updated or updated
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Train on one microbatch and return its loss, or `(loss, aux)`.
@@ -205,8 +240,9 @@ class TrainStep(Uncopied):
         return self._flush()
 
     def _flush(self) -> bool:
+        self._updated = None
         try:
-            closed, self.updated = self.boundary.flush(self.pieces, False, self._before_exchange)
+            closed, self._updated = self.boundary.flush(self.pieces, False, self._before_exchange)
         except Exception as error:
             self._explain(error)
             raise
@@ -250,16 +286,16 @@ class TrainStep(Uncopied):
 
     def _train(self, key: tuple, batch: tuple, missing: Optional[int] = None) -> Any:
         """Train on a microbatch of this layout. `missing`: see `Boundary.begin`."""
-        self.updated = False
+        self._updated = False
         try:
             graphs = self._graphs_of(key)
             missing = self.boundary.begin(missing)
+            self._updated, self._before = None, self.boundary.updates
             # A window of one microbatch needs no buffers. For others, one graph that adds the last microbatch and
             # updates was measured: no faster, and one more backward pass to compile.
             is_alone = graphs.alone is not None and missing == 1 and self.boundary.held == 0
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
-            self.trained += 1
-            self.updated = self.boundary.end(missing, is_alone)
+            self._updated = self.boundary.end(missing, is_alone)
         except Exception as error:
             self._explain(error)
             raise
@@ -413,6 +449,21 @@ def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None,
         raise ValueError(f'the accumulator has reduction={reduction!r}, expected "mean": a train step and a cell do '
                          'not divide the loss, so a sum of N gradients is N times too large; give reduction="mean"')
     return optimizer
+
+
+def without_first(skip: int, batches: Iterable) -> Iterable:
+    """Return the batches but the first `skip`. Raise ValueError if there are fewer; a dataset is not read for that."""
+    if skip == 0:
+        return batches
+    if isinstance(batches, Dataset):
+        held, rest = batches.get_dataset_size(), batches.skip(skip)  # type: int, Iterable
+    else:
+        rest = iter(batches)
+        held = sum(1 for _ in islice(rest, skip))
+    if held < skip:
+        raise ValueError(f"the checkpoint was saved after {skip} microbatches of its epoch, but there are only {held} "
+                         "batches; give all batches of the epoch, or give resume=False and only those not yet trained")
+    return rest
 
 
 def next_or_error(batches: Iterator) -> Any:

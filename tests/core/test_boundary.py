@@ -59,9 +59,10 @@ def test_the_device_is_read_only_where_the_host_cannot_know(reads, expected, opt
     assert len(reads) == expected + 1
 
 
-@pytest.mark.parametrize(("expected", "options"), [(2, {}), (10, {"on_nonfinite": "skip_microbatch"})])
+@pytest.mark.parametrize(("expected", "options"), [(3, {}), (11, {"on_nonfinite": "skip_microbatch"})])
 def test_with_several_losses_too(monkeypatch, expected, options):
-    """In an epoch of 32 microbatches: when it begins and when it ends. (Batches are copied, which reads them.)"""
+    """In an epoch of 32 microbatches: twice when it begins, and when it ends. (Batches are copied, which reads them.)
+    """
     network, read, status = MLP(), [], Boundary.status
 
     def counting(self):

@@ -1,20 +1,25 @@
 """Interrupts between any two host statements, or while one is recovered from: no update is lost or made twice.
 
-A KeyboardInterrupt (from a signal handler, say) is raised by a trace function before a line of ms_accum that is drawn.
-The gradient of every microbatch is 1 and the learning rate 1, so the weight says how many updates were made, and the
-counters how many were counted.
+In the first tests, a KeyboardInterrupt (from a signal handler, say) is raised by a trace function before a line of
+ms_accum that is drawn. The gradient of every microbatch is 1 and the learning rate 1, so the weight says how many
+updates were made, and the counters how many were counted. In the last ones, real signals come at any time.
 """
 import random
+import signal
 import sys
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from time import perf_counter
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from support.recovering import recover
 
 import ms_accum
-from ms_accum import Accumulator, TrainOneStepCell, make_train_step
+from ms_accum import Accumulator, FlushCallback, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.core.boundary import require_whole
 
 N, RUNS, CALLS = 3, 500, 9
@@ -162,3 +167,128 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
 
     with pytest.raises(AssertionError):
         interrupt_each_line_of_a_closing_call()
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+LEFT = [Tensor(np.full((4, 1), value), ms.float32) for value in (1, 2, 4, 8, 16, 32, 64, 128)]  # of an epoch
+SIGNALS = {"model": 10, "by hand": 50}  # of others, 100: there, something is compiled for each
+
+
+class Terminated(SystemExit):
+    """Is raised by the handler of a signal."""
+
+
+@contextmanager
+def signal_after(seconds):
+    """Send this process a real signal after so many seconds; its handler raises Terminated."""
+    def handler(number, frame):
+        raise Terminated
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Epochs:
+    """A driver that trains an epoch, or the rest of one that a checkpoint knows the place of."""
+
+    def __init__(self, kind):
+        self.kind, self.network, self.yielded = kind, Linear(), 0
+        self.mode = ms.GRAPH_MODE if kind == "model" else ms.PYNATIVE_MODE
+        optimizer = nn.SGD(self.network.trainable_params(), learning_rate=1.0)
+        if kind in ("model", "by hand"):
+            accumulator = Accumulator(optimizer, N, reduction="mean")
+        if kind == "model":
+            self.step = TrainOneStepCell(self.network, accumulator)
+        elif kind == "by hand":
+            self.step, self.grad_fn = accumulator, ms.value_and_grad(self.network, None, accumulator.weights)
+        elif kind == "losses":
+            network = self.network
+
+            def forward_fn(x):
+                return network(x), 2 * network(x)
+
+            self.step = make_train_step(forward_fn, optimizer, N, losses=2)
+        else:
+            self.step = make_train_step(self.network, optimizer, 1 if kind == "alone" else N,
+                                        pieces=2 if kind == "pieces" else 1)
+
+    def train(self):
+        """Train the rest of an epoch."""
+        ms.set_context(mode=self.mode)
+        try:
+            if self.kind == "model":
+                done = self.step.status().trained
+                data = ms.dataset.GeneratorDataset([(x.asnumpy(),) for x in LEFT], ["x"], shuffle=False).skip(done)
+                if done < len(LEFT):
+                    ms.train.Model(self.step).train(1, data, callbacks=[FlushCallback()], dataset_sink_mode=False)
+                else:
+                    self.step.flush()
+            elif self.kind == "by hand":
+                for x in islice(LEFT, self.step.status().trained % len(LEFT), None):
+                    self.step(self.grad_fn(x)[1])
+            else:
+                for _ in self.step.epoch(LEFT, resume=True):
+                    self.yielded += 1
+        finally:
+            ms.set_context(mode=ms.PYNATIVE_MODE)
+
+    def start_over(self):
+        accumulator = getattr(self.step, "accumulator", self.step)
+        accumulator.reset()
+        window = accumulator.window
+        for parameter in (self.network.weight, window.update_step, window.closed_windows, window.place):
+            ops.assign(parameter, ops.zeros_like(parameter))
+        accumulator.boundary.forget()
+        self.yielded = 0
+
+    @property
+    def weight(self):
+        return float(self.network.weight.asnumpy()[0])
+
+
+@pytest.mark.parametrize("kind", ["step", "alone", "pieces", "losses", "model", "by hand"])
+def test_a_checkpoint_after_a_signal_knows_its_place(kind, tmp_path):
+    """The rest of the epoch ends where an epoch ends without a signal; or a torn window is refused.
+
+    Each microbatch moves the weight by another amount. Control: counting losses is wrong now and then.
+    """
+    run, rng, path = Epochs(kind), random.Random(kind), tmp_path / "run.safetensors"
+    save_checkpoint(path, run.network, run.step)
+    for _ in range(3):
+        run.start_over()
+        begin = perf_counter()
+        run.train()
+        seconds, expected = perf_counter() - begin, run.weight
+    stopped = refused = miscounted = 0
+    while stopped < SIGNALS.get(kind, 100):
+        run.start_over()
+        try:
+            with signal_after(rng.uniform(0.01, 1) * seconds):
+                run.train()
+        except Terminated:
+            stopped += 1
+        if kind == "by hand":  # it may have come within a gradient
+            recover()
+        if run.step.status().unfinished:
+            refused += 1
+            with pytest.raises(RuntimeError, match="reset"):
+                save_checkpoint(path, run.network, run.step)
+            continue
+        status = run.step.status()
+        if kind not in ("model", "by hand"):
+            assert run.step.trained == status.trained
+            miscounted += status.epochs == 0 and run.yielded != status.trained
+        save_checkpoint(path, run.network, run.step)
+        run.start_over()
+        load_checkpoint(path, run.network, run.step)
+        if status.epochs == 0 and (kind != "by hand" or status.trained < len(LEFT)):
+            run.train()
+        assert run.weight == expected, status
+    assert refused < stopped / (1 if kind in ("pieces", "losses") else 2)
+    assert miscounted > 0 or kind in ("model", "by hand")

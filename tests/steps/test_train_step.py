@@ -163,7 +163,7 @@ def test_what_was_trained_is_known_wherever_reading_is_interrupted(losses):
             seen.extend(step.epoch(interrupted(after)))
         done = len(seen) if by_losses else step.trained
         list(step.epoch(data[done:]))
-        assert step.trained == len(data) - done
+        assert (step.trained, step.epochs) == (0, 2)
         return values(step.accumulator.weights)
 
     whole = step_of(2, losses)
