@@ -23,7 +23,7 @@ from mindspore.dataset.engine.iterators import Iterator
 from mindspore.ops import constexpr
 
 from ..arguments import LARGEST_INT32, whole_number
-from ..tensors import FLOATS, after, as_weight
+from ..tensors import FLOATS, after, as_tensor, as_weight
 
 if TYPE_CHECKING:
     from ..core.window import Window
@@ -315,7 +315,8 @@ class Loss:
             # bfloat16: 10.3 bytes per parameter instead of 6.7).
             piece = tuple([after(weight, value) if isinstance(value, Tensor) else value for value in piece])
         grad_fn = self.begun_grad_fn if begins else self.grad_fn
-        (scaled_loss, loss, aux), gradients = grad_fn(weight, *piece)
+        # A Tensor: in its semi-auto parallel mode, MindSpore cannot compile a number as an argument.
+        (scaled_loss, loss, aux), gradients = grad_fn(as_tensor(weight), *piece)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         loss = ops.depend(loss, scaled_loss).astype(ms.float32)
         loss = loss / divisor(weight) if self.is_sum else loss
