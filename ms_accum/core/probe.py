@@ -13,7 +13,7 @@ from warnings import warn
 
 import mindspore as ms
 import numpy as np
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ..tensors import state_parameter
 from .kernels import InPlace, Portable, add_each
@@ -92,9 +92,12 @@ class _Windows(nn.Cell):
 
     def __init__(self, kind: Portable, sizes: Sequence[int]) -> None:
         super().__init__(auto_prefix=False)
+        # In its semi-auto parallel mode, MindSpore would cut these parameters, too, and crash; and it would give those
+        # of an initializer no data.
+        self.add_flags(skip_auto_parallel_compile=True)
         self.kind, self.dtypes, self.small = kind, (ms.float32,) * len(sizes), max(sizes) // 64
         self.parameters, self.buffers = (
-            ParameterTuple([state_parameter(f"probe.{name}{i}", (size,), ms.float32) for i, size in enumerate(sizes)])
+            ParameterTuple([Parameter(np.zeros(size, np.float32), f"probe.{name}{i}") for i, size in enumerate(sizes)])
             for name in ("parameter", "buffer"))
         self.updates = state_parameter("probe.updates", (), ms.int32)
 

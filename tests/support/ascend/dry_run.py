@@ -41,19 +41,21 @@ class Report(NamedTuple):
         return f"<{len(self.graphs)} graphs, {self.numbers}>"
 
 
-def dry_run(cann, folder, cases, fusion, ranks):
+def dry_run(cann, folder, cases, fusion, ranks, in_place):
     """Compile cases in one process, unless `folder` holds its reports. Return by name a Report, or an error's text.
 
     The stand-ins are in `cann`. With `fusion`, MindSpore's pass adds a weight's gradient in the matrix product. The
-    collectives are compiled for so many ranks.
+    collectives are compiled for so many ranks. With `in_place`, the environment chooses the kernels that work in place,
+    which a dry run cannot prove: all values are 0.
     """
     reports, told = {}, folder / "reports"
     if not told.exists():
         (folder / "ir").mkdir(parents=True)
         with told.open("w") as out, (folder / "errors").open("w") as errors:
             command = [sys.executable, Path(__file__).with_name("cases.py"), folder / "ir", *cases]
-            subprocess.run(command, cwd=folder, stdout=out, stderr=errors, env=environment(cann, folder, fusion, ranks),
-                           timeout=1800, check=False)
+            switch = {"MS_ACCUM_IN_PLACE": "1"} if in_place else {}
+            subprocess.run(command, cwd=folder, stdout=out, stderr=errors, timeout=1800, check=False,
+                           env={**environment(cann, folder, fusion, ranks), **switch})
     for line in told.read_text(encoding="utf-8").splitlines():
         if line.startswith("{"):
             case = json.loads(line)
@@ -70,7 +72,7 @@ def environment(cann, folder, fusion, ranks):
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MS_")}
     return {
         **plain, **variables(cann), "RANK_SIZE": str(ranks), "RANK_ID": "0",
-        "OMP_NUM_THREADS": "1", "MS_ACCUM_IN_PLACE": "1", "MS_DEV_SAVE_GRAPHS": "2",
+        "OMP_NUM_THREADS": "1", "MS_DEV_SAVE_GRAPHS": "2",
         "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"), "MS_DEV_DUMP_IR_PASSES": "graph_build",
         "MS_DEV_GRAPH_KERNEL_FLAGS": FUSION if fusion else "",
         "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests, cann / "python")))}
