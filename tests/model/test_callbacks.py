@@ -360,12 +360,50 @@ def test_a_flush_that_closes_further_windows(told, monkeypatch):
     assert [np.isnan(rows[0][name]) for name in ("grad_norm", "loss", "weight")] == [True, not told, not told]
 
 
+@pytest.mark.parametrize("sink_size", [-1, 2, 7])
+@pytest.mark.parametrize("way", ["graph", "pynative"])
+def test_a_sink_does_not_change_the_windows(way, sink_size):
+    """On CPU, where MindSpore sinks nothing: windows of 3 and 2 of the 5 microbatches of an epoch."""
+    with running(way):
+        network, cell = make_cell(accumulate_step=3)
+        expected, unsunk = make_cell(accumulate_step=3)
+        Model(cell).train(2, dataset(), [FlushCallback()], dataset_sink_mode=True, sink_size=sink_size)
+        train(unsunk, FlushCallback(), epochs=2)
+    assert [int(each.accumulator.update_step) for each in (cell, unsunk)] == [4, 4]
+    assert difference(values(network.trainable_params()), values(expected.trainable_params())) == 0
+
+
+@pytest.mark.parametrize(("sink_size", "epochs", "updates"), [(1, 10, 4), (5, 2, 4), (1, 8, 3), (1, 7, 3)])
+def test_a_sink_ends_where_an_epoch_does_or_inside_it(sink_size, epochs, updates):
+    """As MindSpore sinks data on a device: an "epoch" is a sink, and a callback hears only of its end."""
+    network, cell = make_cell(accumulate_step=3)
+    expected, unsunk = make_cell(accumulate_step=3)
+    flushing, context, rows = FlushCallback(), Sunk(cell, sink_size), list(dataset().create_tuple_iterator())
+    flushing.on_train_begin(context)
+    for _ in range(epochs):
+        flushing.on_train_epoch_begin(context)
+        for _ in range(sink_size):
+            cell(*rows[context.context["cur_step_num"] % len(rows)])
+            context.context["cur_step_num"] += 1
+        flushing.on_train_step_end(context)
+        flushing.on_eval_begin(context)
+        flushing.on_train_epoch_end(context)
+    flushing.on_train_end(context)
+    trained = [*rows, *rows][:epochs * sink_size]
+    for i, row in enumerate(trained, 1):
+        unsunk(*row)
+        if i in (5, len(trained)):
+            unsunk.flush()
+    assert [int(each.accumulator.update_step) for each in (cell, unsunk)] == [updates] * 2
+    assert difference(values(network.trainable_params()), values(expected.trainable_params())) == 0
+
+
 class Sunk:
     """A run context of sunk data, which no CPU run gives."""
 
-    def __init__(self, network):
+    def __init__(self, network, sink_size=5):
         self.context = {"train_network": network, "train_dataset": dataset(), "dataset_sink_mode": True,
-                        "list_callback": []}
+                        "sink_size": sink_size, "batch_num": sink_size, "cur_step_num": 0, "list_callback": []}
 
     def original_args(self):
         return type("Context", (dict,), {"__getattr__": dict.__getitem__})(self.context)
@@ -396,6 +434,9 @@ def test_what_does_not_fit_is_refused():
     two_rates = make_cell(optimizer=partial(momentum, rate=[0.3, 0.1]))[1]  # the third update is the flush's
     calls += [
         (partial(train, two_rates, FlushCallback()), "list of 2 learning rates is used up"),
+        *((partial(FlushCallback().on_train_begin, Sunk(one, size)),
+           rf"^sink_size is {size}, expected a divisor of the 5 microbatches of an epoch: inside a sink, .*; give sink")
+          for size in (2, 10)),
         (partial(train, one, FlushCallback(), data=samples), r"yields samples of NumpySlicesDataset one by one"),
         (partial(train, one, ModelCheckpoint(), FlushCallback()), "ModelCheckpoint stands before FlushCallback")]
     for call, message in calls:
