@@ -170,6 +170,10 @@ def _dtype_of(_: None, gradient: Any) -> Any:
     return gradient.dtype if isinstance(gradient, Tensor) else None
 
 
+# Of others, a graph gets a sparse gradient, and PyNative the rows that were looked up.
+_DENSE = ', and build an nn.EmbeddingLookup with target="DEVICE" and sparse=False'
+
+
 @constexpr
 def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tuple], dtypes: tuple) -> bool:
     """Raise an error for gradients that do not fit the optimizer's parameters, before anything is changed.
@@ -189,12 +193,13 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
                          "optimizer; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
     for name, parameter_shape, shape, dtype in zip(names, expected, got, dtypes):
         if shape is None:
-            raise TypeError(f"the gradient of {name} is not a Tensor, expected one of shape {parameter_shape}; check "
-                            "that the loss depends on this parameter")
+            raise TypeError(f"the gradient of {name} is not a Tensor, expected one of shape {parameter_shape}; take it "
+                            f"from `value_and_grad(forward_fn, None, optimizer.parameters)`{_DENSE}")
         if tuple(shape) != tuple(parameter_shape):
+            rows = len(shape) > 1 and shape[1:] == parameter_shape[1:]
             raise ValueError(f"the gradient of {name} has shape {tuple(shape)}, expected {tuple(parameter_shape)}; "
                              "give the gradients in the order of `optimizer.parameters`, with ZeRO those of "
-                             "`accumulator.weights`")
+                             f"`accumulator.weights`{_DENSE * rows}")
         if dtype in COMPLEX:
             raise TypeError(f"the gradient of {name} is of {dtype}, expected a real dtype; its imaginary part would be "
                             "lost")

@@ -9,15 +9,17 @@ from dis import get_instructions
 from functools import partial
 from hashlib import sha256
 from inspect import isfunction, unwrap
+from itertools import chain
 from math import prod
-from numbers import Real
+from numbers import Number, Real
 from types import CodeType, MethodType, ModuleType
 from typing import Any, Union
 from warnings import warn
 from weakref import ref
 
 import mindspore as ms
-from mindspore import Parameter, nn
+import numpy as np
+from mindspore import Parameter, Tensor, nn
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from ..distributed.zero import whole_of, whole_parameters
@@ -27,6 +29,8 @@ INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of the names of an acc
 _PLACE = re.compile(r"\[(\d+)\]$")
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
 _DEEPEST = 4  # attributes of attributes: self.a.b.c.network
+_MOST = 100_000  # values that are looked into
+_PLAIN = (type(None), str, bytes, Number, np.ndarray, Tensor)  # which hold nothing
 _named_by: dict[str, ref] = {}
 
 
@@ -68,15 +72,15 @@ def require_rates(optimizer: nn.Optimizer) -> None:
                                  "each update; give ceil(microbatches / accumulate_step) rates for each epoch")
 
 
-def require_same_parameters(function: Callable, optimizer: nn.Optimizer) -> None:
+def require_same_parameters(functions: Iterable[Callable], optimizer: nn.Optimizer) -> None:
     """Raise ValueError for an optimizer of another network with the same names: its parameters would get no gradient.
 
     Args:
-        function: A Cell, or a function whose Cells are searched.
+        functions: Cells, or functions whose Cells are searched.
         optimizer: The optimizer.
     """
     optimized = {p.name: p for p in whole_parameters(optimizer.parameters)}
-    for parameter in (p for cell in cells_of(function) for p in cell.get_parameters()):
+    for parameter in (p for cell in cells_of(*functions) for p in cell.get_parameters()):
         if optimized.get(parameter.name, parameter) is not parameter:
             raise ValueError(f"the optimizer updates a Parameter called {parameter.name}, but the network has a "
                              "different Parameter with this name; if the network was built again (e.g. in a notebook), "
@@ -84,31 +88,64 @@ def require_same_parameters(function: Callable, optimizer: nn.Optimizer) -> None
                              "parameters different names with Cell.update_parameters_name")
 
 
-def cells_of(function: Callable, in_containers: bool = False) -> list[nn.Cell]:
-    """Return the Cells that a function uses, or the function itself if it is a Cell.
+def cells_of(*functions: Callable) -> list[nn.Cell]:
+    """Return the Cells that functions use, or the functions themselves if they are Cells.
 
-    They are found by the names in its code: variables, attributes of objects, defaults, arguments of a `partial`.
-    Functions and methods that it names are searched, too, except MindSpore's. With `in_containers`, also return the
-    Cells in lists, tuples and dicts, of which the function may use only some.
+    They are found by the names in the code: variables, attributes of objects and modules, defaults, arguments of a
+    `partial`. Functions and methods that it names are searched, too, except MindSpore's.
     """
-    found: list[nn.Cell] = []
-    waiting: list[object] = [function]
+    return _reached(functions, False)[0]
+
+
+def held_by(*functions: Callable) -> tuple[list[nn.Cell], list[Parameter]]:
+    """Return the Cells and Parameters that functions can reach, of which they may use only some.
+
+    These are those of `cells_of`, and all in lists, tuples, dicts and attributes of objects.
+    """
+    return _reached(functions, True)
+
+
+def _reached(functions: Iterable[Callable], anywhere: bool) -> tuple[list[nn.Cell], list[Parameter]]:
+    cells: list[nn.Cell] = []
+    parameters: list[Parameter] = []
+    waiting: list[object] = [*functions]
     seen: dict[tuple[int, ...], object] = {}
-    while waiting:
-        value = waiting.pop(0)
+    for value in waiting:
         key = (id(value.__self__), id(value.__func__)) if isinstance(value, MethodType) else (id(value),)
-        if key in seen:
+        if key in seen or len(seen) == _MOST:
+            continue
+        if isinstance(value, Parameter):
+            parameters.append(value)
+        if isinstance(value, _PLAIN):
             continue
         seen[key] = value  # which keeps it, and its id
         if isinstance(value, nn.Cell):
-            found.append(value)
+            cells.append(value)
+            inside = [cell for _, cell in value.cells_and_names()]
+            seen.update({(id(cell),): cell for cell in inside})
+            waiting += chain.from_iterable(map(_attributes_of, inside)) if anywhere else ()
         elif isinstance(value, partial):
             waiting += [*value.args, *value.keywords.values(), value.func]
         elif isinstance(value, (list, tuple, dict)):
-            waiting += [] if not in_containers else value.values() if isinstance(value, dict) else value
+            waiting += [] if not anywhere else value.values() if isinstance(value, dict) else value
         elif callable(value) and not str(getattr(value, "__module__", "")).startswith("mindspore."):
             waiting += _named_in(value)
-    return found
+        if anywhere and not isinstance(value, nn.Cell):
+            waiting += _attributes_of(value)
+    return cells, parameters
+
+
+def _attributes_of(value: object) -> Iterator[object]:
+    """Yield the attributes of a Cell, or of an object or class of a user's own: also of its classes, and in slots."""
+    if not isinstance(value, nn.Cell) and (isinstance(value, ModuleType) or _is_of_a_library(value)):
+        return
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in (value if isinstance(value, type) else type(value)).__mro__[:-1]:
+        if kind is nn.Cell:
+            return
+        yield from (held for held in vars(kind).values() if not isfunction(held))  # methods are found by their names
+        slots = vars(kind).get("__slots__", ())
+        yield from (getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots))
 
 
 def _named_in(function: Any) -> list[object]:
@@ -146,12 +183,18 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def _held_by(value: object, names: Iterable[str]) -> list[object]:
-    """Return the attributes and methods with these names, if it is an object of a user's own class."""
-    kind = type(value)
-    if isinstance(value, (nn.Cell, ModuleType)) or kind.__module__.partition(".")[0] in ("builtins", "mindspore"):
+    """Return the attributes and methods with these names, if it is a module, or an object of a user's own class."""
+    if isinstance(value, nn.Cell) or _is_of_a_library(value):
         return []
-    held = getattr(value, "__dict__", {})
+    kind, held = type(value), getattr(value, "__dict__", {})
     return [getattr(value, name) for name in names if name in held or isfunction(getattr(kind, name, None))]
+
+
+def _is_of_a_library(value: object) -> bool:
+    """Return whether a module, a class or an object is built in, or NumPy's or MindSpore's."""
+    owner = value.__name__ if isinstance(value, ModuleType) else (
+        value if isinstance(value, type) else type(value)).__module__
+    return owner.partition(".")[0] in ("builtins", "mindspore", "numpy")
 
 
 def state_of(optimizer: object) -> list[tuple[str, Parameter]]:

@@ -107,7 +107,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         require_functions(network=network, weight_fn=weight_fn)
         require_plain([network], "give it around the cell: AutoParallel(TrainOneStepCell(network, ...))")
         accumulator = averaging(optimizer, accumulate_step, **options)
-        require_same_parameters(network, accumulator.optimizer)
+        require_same_parameters([network], accumulator.optimizer)
         _name_for_a_cell(accumulator)
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
@@ -159,7 +159,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def _settle_mode(self) -> None:
         """Warn if the network is in evaluation mode, and compile again if the mode has changed."""
         if self._mode is None:
-            self._mode = TrainMode(self.network, self.accumulator.weights)
+            self._mode = TrainMode((self.network,), self.accumulator.weights)
             if ms.get_context("mode") == ms.PYNATIVE_MODE:
                 warn_if_idle(self.optimizer)
         flags = tuple([layer.training for layer in self._mode.layers])

@@ -100,7 +100,7 @@ def make_grad_cache_step(
         encode = Loss(window, positional("encode_fn", encode_fn, len(cut), names))
         return CachedPieces(accumulator.boundary, encode, positional("loss_fn", loss_fn), samples, cut, pieces)
 
-    return TrainStep(encode_fn, accumulator, pieces, graphs_for)
+    return TrainStep((encode_fn, loss_fn), accumulator, pieces, graphs_for)
 
 
 class CachedPieces(Pieces):

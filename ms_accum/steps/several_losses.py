@@ -67,12 +67,12 @@ class SeveralLossesStep(TrainStep):
         loss_weights: Of the last microbatch: the weight of each loss, a tuple of floats.
     """
 
-    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, graphs_for: Callable[..., Pieces],
-                 losses: int, batch_axis: int, counts: str) -> None:
+    def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
+                 graphs_for: Callable[..., Pieces], losses: int, batch_axis: int, counts: str) -> None:
         if accumulator.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so the weights '
                              'of a window cannot be summed before it is trained; give sync="window"')
-        super().__init__(function, accumulator, pieces, graphs_for, batch_axis, counts)
+        super().__init__(functions, accumulator, pieces, graphs_for, batch_axis, counts)
         self._losses = losses
         self._total = compiled(Total(self.window))
 

@@ -1,46 +1,61 @@
 """The training mode of a network: warn if it is in evaluation mode, and detect when the mode changes."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import isfunction
+from itertools import chain
 from typing import Any, Optional
 from warnings import warn
 
 from mindspore import Parameter, nn
 
-from ..core.optimizers import cells_of
+from ..core.optimizers import held_by
 
 _EVALUATING = ("{} is in evaluation mode, so {} computes as in evaluation: no Dropout, fixed statistics of "
                "BatchNorm; call set_train() on the network before you train it. If you want evaluation mode in this "
                "layer, call set_train() on the network, then set_train(False) on the layer")
+
+_UNSEEN = ("no network that holds {} was found, so set_train() of it has no effect after the first call, and an "
+           "optimizer of another network is not noticed; give the network to {} where it can be found: by a name that "
+           "the function uses, in a closure, or as an attribute or an argument of functools.partial")
 
 # Attributes that hold a layer's rate of dropout: of Dropout, Dropout1d and MultiheadAttention.
 _RATES = ("p", "prob", "dropout")
 
 
 class TrainMode:
-    """Watch the mode of all layers of a step's networks: any code may read it, also that of `function`.
+    """Watch the mode of all layers of a step's networks: any code may read it, also that of the functions.
+
+    Warn if a trained parameter belongs to no network that can be found.
 
     Args:
-        function: The function that is differentiated: a Cell, or a function that uses Cells.
+        functions: What the graphs call: Cells, or functions that use Cells; the first one is that of the user.
         weights: The parameters that are trained.
 
     Attributes:
         layers: The layers. If `training` of one changes, graphs must be compiled again.
     """
 
-    def __init__(self, function: Callable, weights: Iterable[Parameter]) -> None:
-        self._networks, self._trained = cells_of(function, in_containers=True), {id(p) for p in weights}
+    def __init__(self, functions: Sequence[Callable], weights: Iterable[Parameter]) -> None:
+        self._networks, parameters = held_by(*functions)
         self.layers = [layer for network in self._networks for _, layer in network.cells_and_names()]
+        self._trained = {id(p): p.name for p in weights}
+        found = {id(p) for p in chain(parameters, *(network.get_parameters() for network in self._networks))}
+        self._unseen = next((name for key, name in self._trained.items() if key not in found), None)
+        self._name = getattr(functions[0], "__name__", "forward_fn")
         self._seen: set[tuple[bool, ...]] = set()
 
     def warn_if_evaluating(self, mode: tuple[bool, ...]) -> None:
         """Warn, once for each mode, if a trained network is in evaluation mode (a single layer does not count).
 
+        Warn, once, if a network was not found.
+
         `mode`: the `training` of each of `layers`.
         """
         if mode in self._seen:
             return
+        if self._unseen is not None and not self._seen:
+            warn(_UNSEEN.format(self._unseen, self._name), UserWarning, stacklevel=2)
         self._seen.add(mode)
         for network in self._networks:
             name, layer = evaluating(network) or ("", None)

@@ -71,7 +71,7 @@ class TrainStep(Uncopied):
     """Train on one microbatch per call, and update when the window is full. Built by `make_train_step`.
 
     Args:
-        function: The function whose parameters define the order of a named batch.
+        functions: What its graphs call. The parameters of the first one define the order of a named batch.
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
         graphs_for: Called as `graphs_for(samples, cut, names)`, once for each layout of a batch; returns `Pieces`.
@@ -83,10 +83,10 @@ class TrainStep(Uncopied):
         pieces: Number of pieces that a batch is cut into.
     """
 
-    def __init__(self, function: Callable, accumulator: Accumulator, pieces: int, graphs_for: Callable[..., Pieces],
-                 batch_axis: int = 0, counts: str = "samples") -> None:
+    def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
+                 graphs_for: Callable[..., Pieces], batch_axis: int = 0, counts: str = "samples") -> None:
         require_unsharded()
-        require_plain(cells_of(function), _INSIDE)
+        require_plain(cells_of(*functions), _INSIDE)
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
         self.boundary.has_own_graphs = True
         if pieces > 1:
@@ -94,7 +94,7 @@ class TrainStep(Uncopied):
         self.pieces, self.batch_axis = pieces, batch_axis
         self._updated: Optional[bool] = False  # None: a call is under way, or was interrupted
         self._before = 0  # updates before the last call
-        self._function, self._graphs_for, self._counts = function, graphs_for, counts
+        self._functions, self._graphs_for, self._counts = functions, graphs_for, counts
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self._mode: Optional[TrainMode] = None
         self._graphs: dict[tuple, Pieces] = {}
@@ -257,9 +257,9 @@ class TrainStep(Uncopied):
         names: tuple[str, ...] = ()
         if named:
             # One order for each set of names, so that it is compiled once.
-            named = named_values(self._function, dict(zip(named, as_tensors(named.values()))))
+            named = named_values(self._functions[0], dict(zip(named, as_tensors(named.values()))))
             if frozenset(named) not in self._orders:
-                self._orders[frozenset(named)] = ordered(self._function, named)
+                self._orders[frozenset(named)] = ordered(self._functions[0], named)
             names = self._orders[frozenset(named)]
             batch = (*batch, *[named[name] for name in names])
         # One graph for each layout: to pass samples and cut as arguments would cost 16 us a call.
@@ -268,13 +268,13 @@ class TrainStep(Uncopied):
     def _graphs_of(self, key: tuple) -> Pieces:
         """Return the graphs for batches of this layout, in the network's mode. The first sets the unit of weights."""
         if self._mode is None:
-            self._mode = TrainMode(self._function, self.window.weights)
+            self._mode = TrainMode(self._functions, self.window.weights)
         mode = tuple([layer.training for layer in self._mode.layers])
         compiled_for = key, mode
         if compiled_for not in self._graphs:
-            self._mode.warn_if_evaluating(mode)
             require_unsharded()
-            require_same_parameters(self._function, self.window.optimizer)
+            require_same_parameters(self._functions, self.window.optimizer)
+            self._mode.warn_if_evaluating(mode)
             if key[0]:
                 self._fix_unit(key[0])
             self._graphs[compiled_for] = self._graphs_for(*key)
@@ -348,8 +348,9 @@ def make_train_step(
         batch_axis: The axis that counts the samples, e.g. 1 for `(time, batch, features)`. For Tensors with fewer axes,
             axis 0.
         weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: the denominator of the mean in
-            `forward_fn`, e.g. the number of unmasked tokens. None: the number of samples. Pieces of weight 0 are
-            ignored, even if their loss is 0/0. A weight that is negative, NaN or infinite makes the loss NaN.
+            `forward_fn`, e.g. the number of unmasked tokens, or `class_weights[label].sum()`. None: the number of
+            samples. Pieces of weight 0 are ignored, even if their loss is 0/0. A weight that is negative, NaN or
+            infinite makes the loss NaN.
         loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens) and
             `weight_fn` returns their number. For weights that change, a sum takes less time and memory. Return it in
             float32: a sum of float16 losses overflows.
@@ -411,9 +412,10 @@ def make_train_step(
             return WeighedPieces(accumulator.boundary, SeveralLosses(window, *functions, losses), samples, cut, pieces)
         return Pieces(accumulator.boundary, Loss(window, *functions), samples, cut, pieces)
 
+    functions = tuple(function for function in (forward_fn, weight_fn) if function is not None)
     if losses > 1:
-        return SeveralLossesStep(forward_fn, accumulator, pieces, graphs_for, losses, batch_axis, counts)
-    return TrainStep(forward_fn, accumulator, pieces, graphs_for, batch_axis, counts)
+        return SeveralLossesStep(functions, accumulator, pieces, graphs_for, losses, batch_axis, counts)
+    return TrainStep(functions, accumulator, pieces, graphs_for, batch_axis, counts)
 
 
 def fix_unit_of_sums(window: Window, loss_reduction: str) -> None:

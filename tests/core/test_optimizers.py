@@ -14,7 +14,7 @@ from support.cells import Counting
 from support.differential.optimizers import OPTIMIZERS
 
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
-from ms_accum.core.optimizers import cells_of, describe, divided_state, require_same_parameters, state_of
+from ms_accum.core.optimizers import cells_of, describe, divided_state, held_by, require_same_parameters, state_of
 from ms_accum.selftest.networks import MLP, mean_loss
 
 # Base classes, and wrappers and kernels that CPU has not (MindSpore 2.10). MindSpore 2.7 has no mint.FusedAdamW.
@@ -160,8 +160,8 @@ def test_networks_in_containers_are_found_if_asked_for(use):
     """An optimizer of another network with equal names is no error: the function may use only some of them."""
     function = use(NETWORK)
     assert cells_of(function) == []
-    assert cells_of(function, True) == [NETWORK]
-    require_same_parameters(function, nn.SGD(MLP().trainable_params(), 0.1))
+    assert held_by(function)[0] == [NETWORK]
+    require_same_parameters([function], nn.SGD(MLP().trainable_params(), 0.1))
 
 
 @pytest.mark.parametrize("use", [
@@ -175,9 +175,9 @@ def test_an_optimizer_of_another_network_is_refused(use):
     """Control: one of the same network, and functions that use none."""
     function = use(NETWORK)
     assert NETWORK in cells_of(function)
-    require_same_parameters(function, nn.SGD(NETWORK.trainable_params(), 0.1))
+    require_same_parameters([function], nn.SGD(NETWORK.trainable_params(), 0.1))
     with pytest.raises(ValueError, match=r"updates a Parameter called first\.weight, but the network has a different"):
-        require_same_parameters(function, nn.SGD(MLP().trainable_params(), 0.1))
+        require_same_parameters([function], nn.SGD(MLP().trainable_params(), 0.1))
 
 
 def test_functions_without_a_network_are_not_looked_into():

@@ -206,3 +206,25 @@ def test_a_weight_that_is_not_finite_shows_in_the_loss(make, mode, on_nonfinite,
         assert (difference(values(network.trainable_params()), before) == 0) == skipped
         assert np.isfinite(float(train_step(*batch, Tensor([1.0])))) == skipped
     assert np.isfinite(values(network.trainable_params())[0]).all() == skipped
+
+
+class MeanOf(nn.Cell):
+    def construct(self, x):
+        return x.mean()
+
+
+@pytest.mark.parametrize(("make", "way"), [
+    (make_train_step, "jit"), (TrainOneStepCell, "graph"), (TrainOneStepCell, "pynative")])
+def test_a_sparse_embedding_is_refused_and_a_dense_one_trains(make, way):
+    """As the error says: with `sparse=False`. Control: the dense one moves the rows that were looked up."""
+    def trained(**options):
+        with running(way):
+            lookup = nn.EmbeddingLookup(10, 4, param_init="ones", **options)
+            step = make(nn.SequentialCell(lookup, MeanOf()), nn.Adam(lookup.trainable_params(), 0.1), 1)
+            step(Tensor([[1, 2, 7]], ms.int32))
+        return np.flatnonzero((lookup.embedding_table.asnumpy() != 1).any(1)).tolist()
+
+    message = r"embedding_table (is not a Tensor|has shape \(3, 4\)), expected .*\(10, 4\).* and sparse=False"
+    with pytest.raises((TypeError, ValueError), match=message):
+        trained()
+    assert trained(target="DEVICE", sparse=False) == [1, 2, 7]

@@ -1,11 +1,16 @@
 """Training mode: a warning of a network in evaluation mode, and graphs of the mode that the network is in."""
 import gc
 import warnings
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn
-from support.modes import compiled_graphs
+from mindspore import Parameter, Tensor, mint, nn
+from support import tiny
+from support.modes import compiled_graphs, running
 from support.training import LOSS, sgd
 
 from ms_accum import TrainOneStepCell, check_equivalence, make_grad_cache_step, make_train_step
@@ -229,6 +234,125 @@ def test_a_mode_counts_behind_a_method_and_a_list(mode):
         found.append(float(step(*BATCH)))
     assert abs(expected[0] - expected[1]) > 1e-2
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@dataclass
+class Context:
+    network: nn.Cell
+
+
+@dataclass(slots=True)
+class Slotted:
+    network: nn.Cell
+
+
+class OfAClass:
+    network = None
+
+
+class Wrapper(nn.Cell):
+    """A Cell that holds a network where MindSpore does not find it."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.context = context
+
+    def construct(self, x, y):
+        return LOSS(self.context.network(x), y)
+
+
+def by_context(context, x, y):
+    return LOSS(context.network(x), y)
+
+
+def by_contexts(contexts, x, y):
+    return LOSS(contexts[0].inner.network(x), y)
+
+
+def by_a_class(network):
+    OfAClass.network = network
+    return partial(by_context, OfAClass)
+
+
+def by_a_module(network):
+    tiny.network = network
+    return lambda x, y: LOSS(tiny.network(x), y)
+
+
+HOLDERS = {
+    "dataclass": lambda network: partial(by_context, Context(network)),
+    "object": lambda network: partial(by_context, SimpleNamespace(network=network)),
+    "slots": lambda network: partial(by_context, Slotted(network)),
+    "in a list": lambda network: partial(by_contexts, [SimpleNamespace(inner=Context(network))]),
+    "class": by_a_class, "module": by_a_module, "cell": lambda network: Wrapper(Context(network))}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("way", ["graph", "pynative"])
+@pytest.mark.filterwarnings("ignore:.*is in evaluation mode", "error:no network that holds")
+def test_a_mode_counts_wherever_the_network_is_held(holder, way):
+    """Losses are those of the mode of each call. Control: the two modes differ."""
+    network = with_layer(Doubled())
+    with running(way):
+        step, found, expected = make_train_step(
+            HOLDERS[holder](network), nn.SGD(network.trainable_params(), 0.0), 1), [], []
+        for training in (True, False, True):
+            expected.append(float(LOSS(network.set_train(training)(BATCH[0]), BATCH[1])))
+            found.append(float(step(*BATCH)))
+    assert abs(expected[0] - expected[1]) > 1e-2
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["graph", "pynative"])
+@pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
+def test_a_mode_counts_in_the_other_functions_of_a_step(way):
+    """In the loss of a cached step, and in what weighs. Control: the two modes differ."""
+    tower, head, judge = MLP(), Doubled(), Doubled()
+
+    def encode(x):
+        return tower(x)
+
+    def loss_fn(representations):
+        return (head(representations) ** 2).mean()
+
+    def weight_fn(x, y):
+        return judge(x).abs().sum()
+
+    with running(way):
+        cached_step = make_grad_cache_step(encode, loss_fn, nn.SGD(tower.trainable_params(), 0.0), 1, pieces=2)
+        weighed_step = make_train_step(mean_loss(tower), nn.SGD(tower.trainable_params(), 0.0), 1, weight_fn=weight_fn)
+        losses, weights = [], []
+        for training in (True, False, True):
+            head.set_train(training)
+            judge.set_train(training)
+            losses.append(float(cached_step(BATCH[0])))
+            weighed_step(*BATCH)
+            weights.append(float(weighed_step.accumulator.window_weight))
+    assert losses[0] == pytest.approx(4 * losses[1]) == losses[2]
+    assert weights[0] == pytest.approx(2 * weights[1]) == weights[2]
+
+
+def test_a_network_that_nothing_can_find_is_warned_of_before_anything_is_compiled():
+    """Control: if only the optimizer has more, nothing is said of Parameters that the function names itself."""
+    network, scale = MLP(), Parameter(Tensor(2.0), name="scale")
+    hidden = ref(network)
+
+    def forward_fn(x, y):
+        return LOSS(hidden()(x), y) * scale
+
+    step, graphs = make_train_step(forward_fn, sgd(network), 1), compiled_graphs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"^no network that holds first\.weight was found, .* to forward_fn"):
+            step(*BATCH)
+    assert compiled_graphs() == graphs
+
+    def scaled(x, y):
+        return (x * scale).mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_train_step(scaled, nn.SGD([scale], 0.1), 1)(*BATCH)
 
 
 def test_the_check_says_that_it_ran_in_evaluation_mode():

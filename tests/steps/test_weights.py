@@ -67,6 +67,37 @@ def test_a_microbatch_without_weight_has_the_loss_0_and_changes_nothing(make, mo
     assert int(train_step.accumulator.seen) == 4
 
 
+@pytest.mark.parametrize(("make", "mode"), [
+    (make_train_step, "jit"), (make_train_step, "pynative"), (TrainOneStepCell, "graph"),
+    (TrainOneStepCell, "pynative")])
+def test_class_weights_are_the_denominator(make, mode):
+    """The guide's `w[label].sum()`, with microbatches of equal sizes. Control: numbers of samples are far off."""
+    weights = Tensor([10.0, 1.0, 0.1], ms.float32)
+
+    class ClassLoss(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.network, self.loss_fn = MLP(), nn.CrossEntropyLoss(weight=weights)
+
+        def construct(self, x, y):
+            return self.loss_fn(self.network(x), y)
+
+    def by_class(x, y):
+        return weights[y].sum()
+
+    def moved(samples, **options):
+        loss = ClassLoss()
+        step = make(loss, sgd(loss), 6 // samples, **options)
+        for start in range(0, 6, samples):
+            step(X[start:start + samples], Tensor(Y[start:start + samples]))
+        return values(loss.trainable_params())
+
+    with running(mode):
+        whole = moved(6)
+        assert difference(moved(2, weight_fn=by_class), whole) <= 1e-6
+        assert difference(moved(2), whole) > 1e-3
+
+
 @pytest.mark.parametrize("losses", [1, 2])
 def test_aux_of_a_batch_that_is_not_cut_is_returned_as_it_is(losses, mode):
     """Also where it weighs nothing: there is nothing to average."""
