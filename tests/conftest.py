@@ -2,6 +2,7 @@
 
 Helpers are in tests/support. Its plugin `recovering` says what happens after an error of MindSpore.
 """
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from ms_accum import avoid_busy_waiting
 pytest_plugins = ["support.recovering"]
 
 avoid_busy_waiting()
+gc.freeze()  # tests that collect garbage need not look at MindSpore's 160,000 objects
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     # Each worker has its share of the cores: threads of MindSpore spin while they wait, and take time from others.
     cores, number = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))

@@ -57,8 +57,8 @@ _SKIPPED = ("{} {} in a row were skipped, because their gradients were not finit
 _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neither applied, saved (by save_checkpoint) "
          "nor reset; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), "
          "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
-_RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted from 0); give all batches of that epoch "
-            "to epoch(batches, resume=True), which skips these; or only the others, with resume=False")
+_RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted from 0); give all batches of that "
+            "epoch to epoch(batches, resume=True), which skips these; or only the others, with resume=False")
 _FEW_READS = 64  # microbatches of a cell between two reads of the skips
 _MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 

@@ -75,7 +75,8 @@ def test_every_block_of_pages_and_docstrings_prints_what_it_says():
                for name, blocks in SCRIPTS.items()}
     scripts["other-libraries"].append(replacements())
     example, *others = blocks_of(README)
-    again = f"finished: {example.printed[example.printed.rindex('TrainStep'):].strip()}; delete run.safetensors to start over\n"
+    stands = example.printed[example.printed.rindex("TrainStep"):].strip()
+    again = f"finished: {stands}; delete run.safetensors to start over\n"
     scripts |= {"readme": [example, Block(example.code, again), *others], "readme_table": [calls_of_readmes_table()]}
     documented = [name for name in PUBLIC if name not in (*EXCEPTIONS, "ms_accum.batch_size.plan_micro_batch")]
     scripts |= {f"doc_{name.replace('.', '_')}": [docstring_block(name)] for name in documented}

@@ -32,6 +32,7 @@ SIZES = st.sampled_from([4, 4, 4, 4, 3, 3, 0])  # each size is compiled once
 
 
 STUCK = object()
+FEW = 5
 
 
 def stuck(call):
@@ -177,13 +178,15 @@ class Machine(RuleBasedStateMachine):
         return gradients, weight and self.wrong(weight)
 
 
+@pytest.mark.parametrize("examples", [FEW, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("driver", DRIVERS)
-def test_calls_in_any_order_equal_the_oracle(driver):
+def test_calls_in_any_order_equal_the_oracle(driver, examples):
     machine = type("Run", (Machine,), {"driver": driver})
-    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=25))
-    assert machine.runs >= 12
-    assert machine.resumed >= 3
-    assert (machine.stuck > 0) == (DRIVERS[driver][2] != "apply")
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25))
+    assert machine.runs >= examples
+    assert machine.resumed >= examples / 4
+    rare = examples == FEW and driver.startswith("hand")  # few runs by hand come to it
+    assert rare or (machine.stuck > 0) == (DRIVERS[driver][2] != "apply")
 
 
 @pytest.mark.parametrize("driver", ["step", "cell-pynative"])

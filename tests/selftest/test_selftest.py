@@ -96,7 +96,8 @@ def test_the_page_has_the_figures_of_the_record(monkeypatch, capsys):
 # --- each row fails when what it checks is broken ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * defect.slow) for name, defect in DEFECTS.items()])
 def test_each_defect_is_found(monkeypatch, name):
     """And no other row fails. By more than any dtype's bound. Controls: the quick run and the next test."""
     defect = DEFECTS[name]

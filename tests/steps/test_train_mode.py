@@ -157,7 +157,8 @@ def test_a_layer_of_a_users_own_may_call_anything_p_or_dropout(value):
     assert evaluating(nn.SequentialCell(nn.Dropout(p=0.0)).set_train(False)) is None
 
 
-@pytest.mark.parametrize(("driver", "context"), [*((driver, "jit") for driver in DRIVERS), (cell_call, "graph")])
+@pytest.mark.parametrize(("driver", "context"), [
+    (step_call, "jit"), (several, "jit"), (cached, "jit"), (cell_call, "jit"), (cell_call, "graph")])
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
 def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):
     """Losses are those of the mode of each call; parameters do not move. Control: the two modes differ."""
@@ -194,7 +195,7 @@ class Hidden(nn.Cell):
 
 @pytest.mark.parametrize("asks", ["function", "layer"])
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
-def test_a_mode_counts_wherever_it_is_asked_for(asks, mode):
+def test_a_mode_counts_wherever_it_is_asked_for(asks):
     """In the function that is differentiated, or behind two functions. Control: the two modes differ."""
     network = with_layer(Hidden() if asks == "layer" else nn.ReLU())
 
@@ -225,7 +226,7 @@ class Trainer:
 
 
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
-def test_a_mode_counts_behind_a_method_and_a_list(mode):
+def test_a_mode_counts_behind_a_method_and_a_list():
     """Losses are those of the mode of each call. Control: the two modes differ."""
     network = with_layer(Doubled())
     step, found, expected = make_train_step(Trainer(network).loss, nn.SGD(network.trainable_params(), 0.0), 1), [], []
@@ -369,8 +370,7 @@ def test_the_check_says_that_it_ran_in_evaluation_mode():
     assert "evaluation" not in str(check_equivalence(mean_loss(plain), plain, BATCH, 2))
 
 
-@pytest.mark.parametrize(("driver", "context"), [(step_call, "jit"), (several, "jit"), (cell_call, "jit"),
-                                                 (cell_call, "graph")])
+@pytest.mark.parametrize(("driver", "context"), [(step_call, "jit"), (cell_call, "jit"), (cell_call, "graph")])
 def test_a_parameter_that_is_frozen_between_calls_is_an_error(mode_named, driver, context):
     """Before the update, which leaves all as it is; after it is trainable again, training goes on."""
     mode_named(context)

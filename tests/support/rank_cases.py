@@ -73,6 +73,7 @@ NOISE_DECAY, NOISE_RATE = 0.95, 1e-3
 COMPILED_OF = dict(zip(OP_BY_OP, COMPILED))
 MNIST = ("--epochs", "2", "--batch-size", "400", "--momentum", "0.9", "--save", "run.safetensors")
 _RUNS = [f"trained:{name}" for name in range(DRAWN)]
+BOTH_REDUCTIONS = ("window", "sum")  # of NAMED; also both dtypes of buffers
 _OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
            "noise:zero1", "noise:zero2"]
 _NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
@@ -82,8 +83,8 @@ _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "sharded_later", "followed:jit",
-                 *(f"trained:{name}:jit" for name in NAMED), "mnist", "mnist_zero", "selftest", "failing"]),
-    "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *_OTHERS, "mnist")]),
+                 *(f"trained:{name}:jit" for name in BOTH_REDUCTIONS), "mnist", "mnist_zero", "selftest", "failing"]),
+    "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
     "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", "zero_model", *_ZERO_RUNS)]),

@@ -31,6 +31,7 @@ class Defect(NamedTuple):
     rows: str = "cell, PyNative, float32"  # `--rows`: the rows that are run; all others of them hold
     op_by_op: bool = False  # whether compiled functions run op by op, which is faster
     says: str = ""  # what each row that fails says
+    slow: bool = False  # whether other defects let its rows fail, too
 
 
 _add, _alone, _apply = Window.add, Window.alone, Window.apply
@@ -122,30 +123,32 @@ DEFECTS = {
     # A cell, op by op.
     "weights are ignored": Defect(
         [(Window, "add", unweighted)],
-        {"ragged windows", "incomplete window", "clipping", "token weights, means", "loss scale"}),
+        {"ragged windows", "incomplete window", "clipping", "token weights, means", "loss scale"}, slow=True),
     "the sum is not divided": Defect([(Window, "apply", undivided)], ALL),
     "nothing is clipped": Defect([(windows, "clip_factor", lambda norm, clip_norm: 1.0)], {"clipping"}),
     "the norm is that of the sum": Defect(
         [(windows, "square_sum", lambda gradients, factor=1.0: square_sum(gradients))],
-        {"ragged windows", "clipping", "skipping", "save and resume"}),
+        {"ragged windows", "clipping", "skipping", "save and resume"}, slow=True),
     "NaN is applied": Defect([(SkipWindow, "accepts", accepted)], {"skipping", "loss scale", "save and resume"}),
     "the loss scale stays in the gradient": Defect(
-        [(LossScale, "restore", not_restored)], {"token weights, means", "loss scale"}),
+        [(LossScale, "restore", not_restored)], {"token weights, means", "loss scale"}, slow=True),
     "the loss scale stays as it is": Defect(
         [(AdjustedLossScale, "on_close", nothing)], {"loss scale"},
         says="the loss scale is 64 after an overflow, expected 32"),
-    "buffers are not emptied": Defect([(Portable, "clear", nothing)], ALL),
+    "buffers are not emptied": Defect([(Portable, "clear", nothing)], ALL, slow=True),
     "flush does nothing": Defect(
         [(Boundary, "flush", lambda self, *arguments, **options: (False, False))], {"incomplete window"},
         says="flush() closed no window"),
     "gradients of a sum are weighed again": Defect([(Window, "add", weighed_again)], {"token weights, sums"}),
-    "a buffer is not loaded": Defect(loading_all_but(".second.weight"), {"save and resume"}),
+    "a buffer is not loaded": Defect(loading_all_but(".second.weight"), {"save and resume"}, slow=True),
     "a counter is not loaded": Defect(loading_all_but(".update_step"), {"save and resume"}),
-    "the optimizer's state is not loaded": Defect(loading_all_but("moments.first.bias"), {"save and resume"}),
-    "losses are doubled": Defect([(Driver, "__call__", twice_the_loss)], {"ragged windows"}),
+    "the optimizer's state is not loaded": Defect(
+        loading_all_but("moments.first.bias"), {"save and resume"}, slow=True),
+    "losses are doubled": Defect([(Driver, "__call__", twice_the_loss)], {"ragged windows"}, slow=True),
     "samples are not counted": Defect(
         [(Window, "see", nothing)], {"ragged windows"}, says="0 samples were counted, expected 24"),
-    "an error of MindSpore": Defect([(Window, "add", failing)], ALL, says="RuntimeError: no kernel for this"),
+    "an error of MindSpore": Defect(
+        [(Window, "add", failing)], ALL, says="RuntimeError: no kernel for this", slow=True),
     # By hand, in pieces and with other losses, op by op.
     "sums by hand are averaged": Defect(
         [(Window, "apply", averaged)], {"token weights, sums"},
@@ -164,7 +167,7 @@ DEFECTS = {
         seeing(nan_alone), BAD, "bad element", op_by_op=True, says="4 of 12 bad gradients were left out"),
     "only the first gradient is looked at": Defect(
         seeing(lambda gradients: finite_sum(gradients[:1])), BAD, "bad element", op_by_op=True,
-        says="3 of 12 bad gradients were left out"),
+        says="3 of 12 bad gradients were left out", slow=True),
     "finite gradients are left out": Defect(
         seeing(lambda gradients: Tensor(np.nan)), BAD, "bad element", op_by_op=True,
         says="finite gradients were left out, too"),
@@ -172,10 +175,10 @@ DEFECTS = {
         in_place(Halves), {"kernels in place"}, "kernels in place, buffer of 1,", op_by_op=True),
     # Compiled.
     "the sum is not divided, compiled": Defect(
-        [(Window, "apply", undivided)], {"token weights, sums"}, "token weights, sums, train step, float32"),
+        [(Window, "apply", undivided)], {"token weights, sums"}, "token weights, sums, train step, float32", slow=True),
     "the loss scale stays in the gradient, compiled": Defect(
         [(LossScale, "restore", not_restored)], {"token weights, means"},
-        "token weights, means, by hand, compiled, float32"),
+        "token weights, means, by hand, compiled, float32", slow=True),
     "NaN is applied, in graph mode": Defect(
         [(SkipWindow, "accepts", accepted)], {"loss scale"}, "loss scale, cell, graph mode, float32"),
     "windows of one are wrong": Defect(

@@ -31,7 +31,7 @@ _FIXED = {"event": "none", "backward_clip": False, "factor": 1.0, "large": False
 _NAMED = {"clip_norm": 0.1, "on_nonfinite": "skip_window", "nonfinite_at": 1}
 _SUM = {"sync": "window", "reduction": "sum", "clip_norm": float("inf")}
 _HALF = {"level": "O2", "buffer_dtype": "float16"}
-# One for each reduction and dtype of buffers, which the fast launch compiles, too.
+# One for each reduction and dtype of buffers, which are compiled.
 NAMED = {"window": plain_case("step", sync="window", **_NAMED), "sum": plain_case("hand-pynative", **_SUM, **_HALF),
          "window16": plain_case("step", sync="window", **_NAMED, **_HALF), "sum32": plain_case("hand-pynative", **_SUM)}
 
