@@ -78,12 +78,12 @@ PROCESSES = {
         "float32": Expected(between=[[]] * LAYERS, fused=[0, 0]), "bfloat16": FUSED, "clipped": FUSED,
         # A mean needs one multiplication for each gradient, a sum none.
         "token_means": Expected(between=[["MulNoNan", "Cast"]] * LAYERS, fused=[0, 0]), "token_sums": FUSED,
-        "memory_token_means": held(add=6.8), "memory_token_sums": held(add=6.2), "cell": BRANCHED,
+        "memory_token_sums": held(add=6.2), "cell": BRANCHED,
         "op_by_op": Expected(branch=None), "momentum_groups": held(add=8.6, update=12.1),
         # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
         "copies": Expected(branch=None, least={"add": 11.5, "update": 15.9}), "sgd_in_bfloat16": Expected(branch=None),
         "probe": Expected(branch=None),
-        **{name: RANKS[name] for name in ("window", "zero1", "zero2")}}, fusion=True, ranks=2, in_place=True),
+        "zero2": RANKS["zero2"]}, fusion=True, ranks=2, in_place=True),
     "more": Process({
         "float16": CAST, "bfloat16": CAST, **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
         **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",

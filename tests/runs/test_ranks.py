@@ -120,15 +120,15 @@ def logs_of(folder, count):
 def test_selftest_on_two_ranks(left_by):
     """Controls: sums of ranks that are halved fail, and no row of a single device; what fails on one rank is named."""
     found, other = left_by("selftest")
-    whole, half, one = (found[name] for name in ("whole", "half", "one"))
-    assert [status for status, _ in (whole, half, one)] == [0, 1, 1]
-    assert [other[name][0] for name in ("whole", "half", "one")] == [0, 1, 1]
+    assert {name: status for name, (status, _) in found.items()} == {"whole": 0, "dtypes": 0, "half": 1, "one": 1}
+    assert {name: status for name, (status, _) in other.items()} == {"whole": 0, "dtypes": 0, "half": 1, "one": 1}
+    (_, whole), (_, dtypes), (_, half), (_, one) = found.values()
     ranks = {f"2 ranks, {sync}" for sync in ("window", "microbatch", "zero 1", "zero 2")}
-    assert {dtype: {row[2] for row in whole[1] if row[1] == dtype} for dtype in ("float32", "float16", "bfloat16")} == {
-        "float32": {"holds"}, "float16": {"holds"}, "bfloat16": {"no kernel"}}
-    assert {row[0] for row in whole[1]} > ranks
-    assert {(row[0], row[3]) for row in half[1] if row[2] == "FAILS"} == {(check, "rank 0, 1") for check in ranks}
-    assert one[1] == [["token weights, means", "float32", "FAILS", "rank 1: see its output on stderr"]]
+    assert {row[2] for row in whole} == {"holds"}
+    assert {row[0] for row in whole} > ranks
+    assert [row[1:3] for row in dtypes] == [["float32", "holds"], ["float16", "holds"], ["bfloat16", "no kernel"]]
+    assert {(row[0], row[3]) for row in half if row[2] == "FAILS"} == {(check, "rank 0, 1") for check in ranks}
+    assert one == [["token weights, means", "float32", "FAILS", "rank 1: see its output on stderr"]]
 
 
 def test_a_rank_that_fails_ends_the_run(folder_of):

@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_the_undivided_batch():
 
 # After MindCV's networks were in the process, MindSpore 2.10 does not compile it ("Illegal AnfNode for evaluating").
 @pytest.mark.fresh_process("jit")
-@pytest.mark.parametrize("mode", ["jit", "pynative"])
+@pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"])
 def test_windows_and_a_random_encoder(mode, capfd):
     """Batches of 5 = 3 + 2 and 2 = 1 + 1 weigh so much, clipping sees the whole; a randomly encoded one is ignored."""
     towers, encode, loss_fn, undivided = two_towers(dropout=0.5)

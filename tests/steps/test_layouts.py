@@ -57,9 +57,9 @@ SKIPPED = step_of(mean_loss, {0: 1, 1: 2}, on_nonfinite="skip_microbatch")
 BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, noise_scale=GradientNoiseScale())
 FAST = [(JUDGED, {"Piece", "End", "counts_and_verdict", "close_with_update", "close_without_update"}),
         (WHOLE, {"add", "update", "close_with_update"}),
-        (LOSSES, {"Weights", "Total", "WeighedPiece", "End", "counts", "close_with_update"}),
         (cached, {"encode", "first", "backward", "end_and_count", "close_with_update"})]
-OTHERS = [(SKIPPED, {"add", "close_with_update"}), (BUDGET, {"add", "close_with_update"})]
+OTHERS = [(SKIPPED, {"add", "close_with_update"}), (BUDGET, {"add", "close_with_update"}),
+          (LOSSES, {"Weights", "Total", "WeighedPiece", "End", "counts", "close_with_update"})]
 
 
 def graphs_of(run):

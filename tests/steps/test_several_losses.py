@@ -77,6 +77,7 @@ def test_a_window_that_is_closed_inside_the_loop_ends_it(method):
         list(epoch)
 
 
+@pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"])
 def test_a_skipped_microbatch_leaves_the_update_of_the_others(mode):
     """If the losses weigh the same. With none left, nothing is updated. Control: with "apply", the update is NaN."""
     def trained(kept, **options):
@@ -251,6 +252,7 @@ def test_what_the_losses_weigh_on_average_is_what_was_seen(first, seen):
     assert int(accumulator.seen) == seen + 6
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("filled", [
     lambda tensor, value: ops.assign(tensor, value),
     lambda tensor, value: np.copyto(tensor.asnumpy(), value.asnumpy()),  # on CPU, a view

@@ -158,7 +158,8 @@ def test_a_layer_of_a_users_own_may_call_anything_p_or_dropout(value):
 
 
 @pytest.mark.parametrize(("driver", "context"), [
-    (step_call, "jit"), (several, "jit"), (cached, "jit"), (cell_call, "jit"), (cell_call, "graph")])
+    (step_call, "jit"), (cell_call, "jit"), (cell_call, "graph"),
+    *(pytest.param(driver, "jit", marks=pytest.mark.slow) for driver in (several, cached))])
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
 def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):
     """Losses are those of the mode of each call; parameters do not move. Control: the two modes differ."""

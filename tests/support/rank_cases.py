@@ -376,7 +376,8 @@ def selftest(rank):
         return status, [[row["check"], row["dtype"], row["result"], row["message"]] for row in found]
 
     scatter = Scatter.__call__
-    found = {"whole": run("whole", "by hand, op by op")}
+    found = {"whole": run("whole", "by hand, op by op", "float32"),
+             "dtypes": run("dtypes", "2 ranks, zero 2", "by hand, op by op")}
     with patch.object(Buckets, "all_reduce", half(Buckets.all_reduce)), \
             patch.object(Scatter, "__call__", lambda self, flat: scatter(self, flat) / 2):
         found["half"] = run("half", "by hand, op by op", "float32")
