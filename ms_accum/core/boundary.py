@@ -472,9 +472,9 @@ class Boundary:
         """Warn of a lost window when `accumulator` is collected or the process ends; then others may have its buffers.
 
         Only `save_checkpoint` of ms_accum counts as saving, not MindSpore's own checkpoints. `name` identifies the
-        accumulator in the warning.
+        accumulator in the warning, with its number: Python shows each text once.
         """
-        ended = finalize(accumulator, _at_the_end, self, os.getpid(), name)
+        ended = finalize(accumulator, _at_the_end, self, os.getpid(), f"{name} (number {self.window.number})")
         # Not in the finalizer itself, which may run after MindSpore has ended.
         ended.atexit = False
         atexit.register(ended)

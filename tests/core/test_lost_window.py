@@ -13,8 +13,8 @@ from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 pytestmark = pytest.mark.core
 
 BATCHES = [tensors(x, y) for x, y in batches([6, 6, 6])]
-LOST = (r"^a window of the accumulator for SGD of first\.weight that holds 1 microbatch is lost: .*; train with "
-        r"train_step\.epoch\(batches\), .*FlushCallback\(\)")
+LOST = (r"^a window of the accumulator for SGD of first\.weight \(number \d+\) that holds 1 microbatch is lost: .*; "
+        r"train with train_step\.epoch\(batches\), .*FlushCallback\(\)")
 
 
 def saved(network, train_step):
@@ -85,4 +85,32 @@ def test_a_model_without_the_callback_says_so_at_the_end_of_the_process():
     output = run_python(SCRIPT)
     assert output.startswith("3 updates\n1 updates\n")
     assert re.findall("a window .* is lost", output) == [
-        "a window of the accumulator for SGD of weight that holds 2 microbatches is lost"]
+        "a window of the accumulator for SGD of weight (number 1) that holds 2 microbatches is lost"]
+
+
+REBUILT = """
+import gc, sys
+import numpy as np
+from mindspore import Tensor, nn
+from ms_accum import make_train_step
+network = nn.Dense(2, 1)
+batch = Tensor(np.ones((4, 2), np.float32))
+sys.stderr = sys.stdout
+
+
+def forward_fn(x):
+    return network(x).mean()
+
+
+for _ in range(3):
+    train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params()), 4)
+    train_step(batch)
+gc.collect()
+print("the cell was run three times")
+"""
+
+
+def test_each_lost_window_is_reported_when_its_step_is_replaced():
+    """As a cell of a notebook that is run again. Python shows a warning of the same text once."""
+    before, _, after = run_python(REBUILT).partition("the cell was run three times")
+    assert [said.count("is lost: ") for said in (before, after)] == [2, 1]
