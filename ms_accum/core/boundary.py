@@ -1,9 +1,10 @@
 """The boundary: decide on the host when the window of a train step closes, and close it, by graphs or op by op.
 
-In a cell, and with an Accumulator by hand, the device decides. For a train step, the host counts down. It reads the
-device only where it cannot know: when a window should be full, if a stage may skip a microbatch or drop a window; after
-each microbatch, if a weight closes windows (`until_weight`); and before the next microbatch after an error, a load, a
-flush, or a window that was closed by hand. In a cell with `max_skips`, it reads after each microbatch.
+In a cell, and with an Accumulator by hand, the device decides; the host only closes a full window that an interrupt has
+left. For a train step, the host counts down. It reads the device only where it cannot know: when a window should be
+full, if a stage may skip a microbatch or drop a window; after each microbatch, if a weight closes windows
+(`until_weight`); when an epoch begins; and before the next microbatch after an error, a load, a flush, or a window that
+was closed by hand. In a cell, it reads after each microbatch with `max_skips`, and after each 64th with other stages.
 
     begin:   count known? ─ no ─► read the device, close the window if it is full
                   │ yes
@@ -128,7 +129,7 @@ class Boundary:
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
         self.held = self.updates = self.trained = 0
-        self._is_loaded = False  # whether a checkpoint was loaded, and no epoch has begun since
+        self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
         self.forget()
         register(window.number, self)
 
@@ -168,7 +169,7 @@ class Boundary:
         self.is_driven = True
         self._run_as(eager)
         self.ask()
-        known = self._missing
+        known, self._is_loaded = self._missing, False
         self.forget()  # until `end`: an error or an interrupt in between forces a read
         self._is_given = missing is not None
         missing = known if missing is None else missing
@@ -265,8 +266,8 @@ class Boundary:
 
         Args:
             resume: As in `TrainStep.epoch`.
-            closed: Whether the epoch has to begin with a closed window. An open one is then dropped, and its
-                microbatches are trained again.
+            closed: Whether the epoch has to begin with a closed window. Then an open one of a checkpoint is dropped,
+                and its microbatches are trained again, unless some may have been skipped, which were not counted.
 
         Raises:
             RuntimeError: If a checkpoint was loaded in the middle of an epoch, and `resume` is None.
@@ -275,7 +276,6 @@ class Boundary:
         skip = status.trained if self._is_loaded else 0
         if skip > 0 and resume is None:
             raise RuntimeError(_RESUMED.format(skip, status.epochs))
-        self._is_loaded = False
         if skip > 0 and closed and resume and 0 < status.mini_step and not self.window.may_skip:
             skip -= status.mini_step
             self.window.mark_update()  # an interrupt here leaves a mark: neither of the two may be done alone
@@ -291,7 +291,7 @@ class Boundary:
         epochs, trained = self.window.place.asnumpy().tolist()
         if trained > 0:
             ops.assign(self.window.place, Tensor([epochs + 1, 0], ms.int32))
-        self.trained = 0
+        self.trained, self._is_loaded = 0, False
 
     # --- closing ------------------------------------------------------------------------------------------------------
 

@@ -2,12 +2,13 @@
 
     add:    weigh ─► measure ─► exchange inside ─► buffers, counters        # each piece of a microbatch
     total:  exchange across ─► restore ─► accepted?                         # when the window closes
-    apply:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► close
+    apply:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► count, empty
 
 A window holds several microbatches. A microbatch is one piece, or is cut into several, each with a backward pass of its
 own. Ranks *inside* sum each microbatch, ranks *across* sum each window: see `distributed.exchange`. On one device, both
 change nothing. Steps in brackets are only for ZeRO. For a train step, `boundary.py` decides on the host when a window
-closes; in a cell and by hand, `is_full` decides on the device.
+closes; in a cell and by hand, `is_full` decides on the device. `begin` marks that a piece begins, and `end` ends a
+microbatch of several pieces.
 """
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Window:
     - active: number of ranks (across) that still have data;
     - measured: sums of the values that stages measured, one stage after the other;
     - accepted: True, or a bool Tensor of shape () if a stage may drop the window;
-    - buffered: whether it came from the buffers, which must then be emptied; the gradients may be copies of them.
+    - buffered: whether it came from the buffers, which must then be emptied; the gradients may be copies of them;
+    - own: sum of the weights of this rank (of the ranks inside).
 
     Args:
         optimizer: The optimizer.
@@ -81,7 +83,8 @@ class Window:
         weights: The whole parameters to give gradients for, in the optimizer's order.
         buffers: One for each parameter (with ZeRO, rows of buckets). They take no memory before a graph holds them or a
             gradient is added: windows of one microbatch never need them.
-        unit: The unit of weights, a constant of graphs: 1 until the host sets it to the weight of the first piece.
+        unit: The unit of weights, a constant of graphs: 1, until the host sets it to the first piece's number of
+            samples.
         weight_unit: The same as a Parameter, for checkpoints and for windows that are exchanged: float32 `()`.
         is_in_use: Whether a graph holds the unit, or something was added op by op. For the host.
         unfinished: The sum of all marks, 0 if nothing is unfinished; see `begin` and `apply`: int32 `()`.
@@ -187,7 +190,7 @@ class Window:
             restored = self._restored(gradients)
             for stage in self.measuring:
                 measured = (*measured, *stage.measure(restored, weight))
-        # A weight of 0 makes the gradient 0, NaN included.
+        # A factor of 0 makes the gradient 0, NaN included.
         factor = (weight if factor is None else factor) / self.unit
         gradients, sums = self.exchange.microbatch(mapped(weighted, factor, gradients, self.buffer_dtypes),
                                                    (weight, taken * active, active, *measured))
@@ -283,12 +286,11 @@ class Window:
         self.exchange.gather_parameters()
         for hook in self.hooks:
             hook()
+        self._count_closing(True, window["own"])
         if window["buffered"]:
-            self._count_closing(True, self.weight_sum)
             self.empty()
         else:
             self.count_trained(1)
-            self._count_closing(True, weight)
             for parameter in self.of_stages:
                 ops.assign(parameter, ops.zeros_like(parameter))
         ops.assign_add(self.unfinished, -UPDATING)
@@ -310,7 +312,7 @@ class Window:
         return self.mini_step < mini_step  # from the state after the branch, which keeps the branch
 
     def drop(self) -> None:
-        """Close the open window without an update."""
+        """Close the open window without an update. Pieces of an unfinished microbatch are dropped, too."""
         self.mark_update()
         self._count_closing(False, self.weight_sum)
         self.empty()
@@ -353,11 +355,12 @@ class Window:
 
     def _judged(self, gradients: Gradients, unit: Scalar, sums: Numbers, buffered: bool) -> dict[str, Any]:
         """Exchange a window of this rank, and ask the stages whether they accept the result."""
+        own = sums[0]
         gradients, unit, sums = self.exchange.window(gradients, unit, sums)
         weight, microbatches, active = sums[:3]
         # Restored before anything is measured: norms of scaled gradients may overflow where true ones do not.
         window = {"gradients": self._restored(gradients), "unit": unit, "weight": weight, "microbatches": microbatches,
-                  "active": active, "measured": sums[3:], "accepted": True, "buffered": buffered}
+                  "active": active, "measured": sums[3:], "accepted": True, "buffered": buffered, "own": own}
         accepted = True  # type: Any
         for stage in self.judging:
             verdict = stage.accepts(window)
@@ -422,7 +425,7 @@ class Window:
         """Update with what `exchanged` returned, in the unit 1 of several ranks."""
         numbers = as_numbers(sums, sums.shape[0])
         self.apply({"gradients": gradients, "unit": 1.0, "weight": numbers[0], "microbatches": numbers[1],
-                    "active": 1.0, "measured": numbers[2:], "accepted": True, "buffered": True})
+                    "active": 1.0, "measured": numbers[2:], "accepted": True, "buffered": True, "own": self.weight_sum})
         return self.update_step + 0
 
     def add_nothing(self, active: Tensor) -> Tensor:

@@ -315,8 +315,9 @@ class Loss:
             # bfloat16: 10.3 bytes per parameter instead of 6.7).
             piece = tuple([after(weight, value) if isinstance(value, Tensor) else value for value in piece])
         grad_fn = self.begun_grad_fn if begins else self.grad_fn
-        # A Tensor: in its semi-auto parallel mode, MindSpore cannot compile a number as an argument.
-        (scaled_loss, loss, aux), gradients = grad_fn(as_tensor(weight), *piece)
+        # In its semi-auto parallel mode, MindSpore cannot compile a number as an argument.
+        given = weight if isinstance(weight, Tensor) else Tensor(weight, ms.float32)
+        (scaled_loss, loss, aux), gradients = grad_fn(given, *piece)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         loss = ops.depend(loss, scaled_loss).astype(ms.float32)
         loss = loss / divisor(weight) if self.is_sum else loss

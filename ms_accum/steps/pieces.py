@@ -30,7 +30,7 @@ Aux = Union[Tensor, tuple[Tensor, ...]]
 class Pieces:
     """Add a batch of one layout by its graphs: one for each kind of piece, and one that ends the microbatch.
 
-    Sums are passed from piece to piece. Keeping the results of each piece would fragment MindSpore's memory pool, and
+    Sums are passed from piece to piece. Keeping the losses of each piece would fragment MindSpore's memory pool, and
     the peak would grow with the number of pieces (48 pieces: 286 MB instead of 84).
 
     Args:

@@ -1,8 +1,8 @@
 """A train step: it takes batches to graphs that add or update, and lets the boundary close the windows.
 
     host:    batch ─► pieces of its layout ─► boundary: begin ─► run the graphs ─► boundary: end, and close if full
-                                                                     │
-    device:                  gather samples ─► value_and_grad ─► add ┴─► exchange, clip, optimizer, empty
+                                                                     │                               │
+    device:                           gather samples ─► value_and_grad ─► add       exchange, clip, optimizer, empty
 """
 from __future__ import annotations
 

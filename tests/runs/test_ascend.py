@@ -68,8 +68,8 @@ RANKS = {
 # Whether it is finite, then its norm: of a window's slices, behind them and before the parameters.
 SUMS, SCATTERED = [("AllReduce", EVERYBODY)], [("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY)]
 CLIPPED = {
-    "zero1_clipped": exchange([], SCATTERED + SUMS, SUMS + [("AllGather", EVERYBODY)]),
-    "zero2_clipped": exchange(SCATTERED, SUMS, SUMS + [("AllGather", EVERYBODY)]),
+    "zero1_clipped": exchange([], SCATTERED + SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
+    "zero2_clipped": exchange(SCATTERED, SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
     "memory_zero0": held(add=8.6, update=20.7), "memory_zero1": held(add=8.6, update=11),
     "memory_zero2": held(add=7.5, update=7)}
 PROCESSES = {
