@@ -23,7 +23,7 @@ from mindspore.dataset.engine.iterators import Iterator
 from mindspore.ops import constexpr
 
 from ..arguments import LARGEST_INT32, whole_number
-from ..tensors import FLOATS, after, as_tensor, as_weight
+from ..tensors import FLOATS, after, as_weight
 
 if TYPE_CHECKING:
     from ..core.window import Window
