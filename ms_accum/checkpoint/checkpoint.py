@@ -211,7 +211,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             return run.checked(mine, entries, about), about
 
         found, about = _together(ranks, read, CheckpointError)
-        with accumulator.boundary.loading(about["open"]):
+        with accumulator.boundary.loading(about["open"], run.exchanged_alike(about)):
             for name, entry in found.items():
                 # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
                 ops.assign(run.entries[name], run.cut(name, entry.read()))

@@ -60,6 +60,9 @@ _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neith
          "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
 _RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted from 0); give all batches of that "
             "epoch to epoch(batches, resume=True), which skips these; or only the others, with resume=False")
+_OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
+                "DataParallel, so it does not know which batches this rank has trained; give resume=False, and only "
+                "batches that no rank has trained")
 _FEW_READS = 64  # microbatches of a cell between two reads of the skips
 _MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 
@@ -130,6 +133,7 @@ class Boundary:
         self._unread = 0  # microbatches of a cell since the last read of skips
         self.held = self.updates = self.trained = 0
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
+        self._has_place = True  # whether it says what this rank has trained
         self.forget()
         register(window.number, self)
 
@@ -270,12 +274,15 @@ class Boundary:
                 and its microbatches are trained again, unless some may have been skipped, which were not counted.
 
         Raises:
-            RuntimeError: If a checkpoint was loaded in the middle of an epoch, and `resume` is None.
+            RuntimeError: If a checkpoint was loaded in the middle of an epoch, and `resume` is None, or it was saved
+                by other ranks.
         """
         status = self.status()
         skip = status.trained if self._is_loaded else 0
         if skip > 0 and resume is None:
             raise RuntimeError(_RESUMED.format(skip, status.epochs))
+        if skip > 0 and resume and not self._has_place:
+            raise RuntimeError(_OTHER_RANKS)
         if skip > 0 and closed and resume and 0 < status.mini_step and not self.window.may_skip:
             skip -= status.mini_step
             self.window.mark_update()  # an interrupt here leaves a mark: neither of the two may be done alone
@@ -444,10 +451,11 @@ class Boundary:
         self.saved = int(self.window.closed_windows), int(self.window.mini_step)
 
     @contextmanager
-    def loading(self, is_open: bool) -> Iterator[None]:
+    def loading(self, is_open: bool, has_place: bool) -> Iterator[None]:
         """Mark that the block loads a checkpoint, so that a load that was interrupted raises an error at the next call.
 
         `is_open`: whether the checkpoint holds an open window. If not, buffers that have no memory yet get none.
+        `has_place`: whether it holds this rank's own place in the epoch, not that of rank 0 in another exchange.
         """
         window = self.window
         self.forget()
@@ -457,7 +465,7 @@ class Boundary:
         window.adopt(float(window.weight_unit))
         ops.assign(window.unfinished, 0)
         self.note_saved()
-        self.reported, self._is_loaded = None, True
+        self.reported, self._is_loaded, self._has_place = None, True, has_place
 
     @property
     def gives_back(self) -> bool:

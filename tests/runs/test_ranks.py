@@ -80,6 +80,7 @@ def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of
     oracle.flush()
     for said in left_by(case, launch):
         assert said["closed"] == "accepted"
+        assert re.match("RuntimeError: the checkpoint was saved in .* with another number of ranks", said["place"])
         assert difference(list(map(np.array, said["parameters"])), oracle.parameters) <= 1e-6
         assert re.match(refused.format("accumulate_step"), said["open"]), said["open"]
     network, step = step_of(None, 8, 1)

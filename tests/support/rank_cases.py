@@ -117,8 +117,8 @@ def parameters_for(parameters, sync):
 
 
 def train(step, data):
-    """Train for an epoch, every other batch by name."""
-    for _ in step.epoch(dict(zip("xy", batch)) if i % 2 else batch for i, batch in enumerate(data)):
+    """Train for an epoch, or the rest of one, every other batch by name."""
+    for _ in step.epoch((dict(zip("xy", batch)) if i % 2 else batch for i, batch in enumerate(data)), resume=False):
         pass
 
 
@@ -216,6 +216,7 @@ def other_ranks(rank, sync):
         network, step = step_of(sync, 8 // ranks, 1)
         said[name] = said_by(load_checkpoint, path, network, step)
         if name == "closed":
+            said["place"] = said_by(list, step.epoch(data, resume=True))
             train(step, data[8 // ranks:])
             said["parameters"] = values(network.trainable_params())
     network, step = step_of(sync, 8 // ranks, 0)
@@ -318,6 +319,7 @@ def sharded_later(rank):
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     said = said_by(acc, acc.weights)
     ms.reset_auto_parallel_context()
+    acc.reset()  # the microbatch had begun
     return said, said_by(acc, acc.weights)
 
 
