@@ -451,7 +451,7 @@ class Boundary:
         self.saved = int(self.window.closed_windows), int(self.window.mini_step)
 
     @contextmanager
-    def loading(self, is_open: bool, has_place: bool) -> Iterator[None]:
+    def loading(self, is_open: bool, has_place: bool = True) -> Iterator[None]:
         """Mark that the block loads a checkpoint, so that a load that was interrupted raises an error at the next call.
 
         `is_open`: whether the checkpoint holds an open window. If not, buffers that have no memory yet get none.

@@ -122,7 +122,8 @@ class Window:
         self.weight_sum, self.window_weight, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.float32)
                                                                for name in ("weight_sum", "window_weight", "seen_rest"))
         self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
-        self.place = state_parameter(f"{prefix}.place", (2,), ms.int32)
+        # With values at once, as those of shape (): in semi-auto parallel mode, to read others op by op crashes.
+        self.place = Parameter(Tensor([0, 0], ms.int32), name=f"{prefix}.place", requires_grad=False)
         self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
 
         self.weighing, self.measuring, self.judging, self.watching, self.closing = (
