@@ -88,7 +88,7 @@ def build():
     return network, forward_fn, nn.Momentum(parameters, args.lr, args.momentum)  # nn.SGD takes no float64
 
 
-def accuracy(network):
+def accuracy(network, test):
     return 100 * float(np.mean(network(Tensor(test.images)).asnumpy().argmax(axis=1) == test.labels))
 
 
@@ -124,7 +124,7 @@ for epoch in range(len(history["accuracy"]) + 1, args.epochs + 1):
     if ranks > 1:
         sums = ops.AllReduce()(Tensor(sums)).asnumpy()
     history["loss"] += (sums[:, 0] / sums[:, 1]).tolist()
-    history["accuracy"].append(accuracy(network))
+    history["accuracy"].append(accuracy(network, test))
     print(f"epoch {epoch}/{args.epochs}  loss {np.divide(*sums.sum(axis=0)):.4f}  "
           f"accuracy {history['accuracy'][-1]:.2f} %", flush=True)
     if args.save:
@@ -142,7 +142,7 @@ if args.compare:
             loss, gradients = grad_fn(*map(Tensor, digits.batch(rows)))
             optimizer(gradients)
             history["loss"].append(float(loss))
-        history["accuracy"].append(accuracy(plain))
+        history["accuracy"].append(accuracy(plain, test))
     pairs = zip(network.get_parameters(), plain.get_parameters())
     print(f"undivided batches: accuracy {history['accuracy'][-1]:.2f} %; the largest difference between parameters is "
           f"{max(np.abs(a.asnumpy() - b.asnumpy()).max() for a, b in pairs):.1e}")
