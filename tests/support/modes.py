@@ -11,7 +11,8 @@ try:
 except ImportError:  # MindSpore 2.8 and older
     from mindspore.common.api import ms_compile_cache
 
-SLOW = re.compile(r"\b(time|slow|long|seconds?)\b", re.IGNORECASE)  # a warning of how long something took
+# A warning of how long something took; of MindSpore's analyser, also where only the node is named.
+SLOW = re.compile(r"\b(time|slow|long|seconds?)\b|\] ANALYZER\(", re.IGNORECASE)
 
 
 def compiled(function, mode):
