@@ -60,6 +60,8 @@ _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neith
          "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
 _RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted from 0); give all batches of that "
             "epoch to epoch(batches, resume=True), which skips these; or only the others, with resume=False")
+_LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatches, so it is not known whether the "
+         "epoch goes on; leave out resume to begin the next one, or give resume=False and only its other batches")
 _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
                 "DataParallel, so it does not know which batches this rank has trained; give resume=False, and only "
                 "batches that no rank has trained")
@@ -134,6 +136,7 @@ class Boundary:
         self.held = self.updates = self.trained = 0
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
         self._has_place = True  # whether it says what this rank has trained
+        self._is_interrupted = False  # whether the last loop over an epoch was
         self.forget()
         register(window.number, self)
 
@@ -173,7 +176,7 @@ class Boundary:
         self.is_driven = True
         self._run_as(eager)
         self.ask()
-        known, self._is_loaded = self._missing, False
+        known, self._is_loaded, self._is_interrupted = self._missing, False, False
         self.forget()  # until `end`: an error or an interrupt in between forces a read
         self._is_given = missing is not None
         missing = known if missing is None else missing
@@ -266,39 +269,48 @@ class Boundary:
     # --- an epoch -----------------------------------------------------------------------------------------------------
 
     def begin_epoch(self, resume: Optional[bool], closed: bool = False) -> int:
-        """Begin an epoch, or go on with that of a loaded checkpoint. Return the number of batches to skip.
+        """Begin an epoch, or go on with one. Return the number of batches to skip.
 
         Args:
             resume: As in `TrainStep.epoch`.
-            closed: Whether the epoch has to begin with a closed window. Then an open one of a checkpoint is dropped,
-                and its microbatches are trained again, unless some may have been skipped, which were not counted.
+            closed: Whether the epoch has to begin with a closed window. If it goes on, an open one is then dropped, and
+                its microbatches are trained again, unless some may have been skipped, which were not counted.
 
         Raises:
             RuntimeError: If a checkpoint was loaded in the middle of an epoch, and `resume` is None, or it was saved
-                by other ranks.
+                by other ranks; if `resume` is True, and the last loop was left, but not by an error or an interrupt.
         """
         status = self.status()
-        skip = status.trained if self._is_loaded else 0
-        if skip > 0 and resume is None:
-            raise RuntimeError(_RESUMED.format(skip, status.epochs))
-        if skip > 0 and resume and not self._has_place:
+        trained = status.trained
+        if resume is None or trained == 0:
+            if trained > 0 and self._is_loaded:
+                raise RuntimeError(_RESUMED.format(trained, status.epochs))
+            self.end_epoch()  # if the last loop was left early
+            return 0
+        if not resume:
+            return 0
+        if not (self._is_loaded or self._is_interrupted):
+            raise RuntimeError(_LEFT.format(status.epochs, trained))
+        if not self._has_place:
             raise RuntimeError(_OTHER_RANKS)
-        if skip > 0 and closed and resume and 0 < status.mini_step and not self.window.may_skip:
-            skip -= status.mini_step
+        if closed and status.mini_step > 0 and not self.window.may_skip:
+            trained -= status.mini_step
             self.window.mark_update()  # an interrupt here leaves a mark: neither of the two may be done alone
-            ops.assign(self.window.place, Tensor([status.epochs, skip], ms.int32))
+            ops.assign(self.window.place, Tensor([status.epochs, trained], ms.int32))
             self.window.reset()
             self.forget()
-        if skip == 0 < status.trained:
-            self.end_epoch()  # the last loop was left early
-        return skip if resume else 0
+        return trained
 
-    def end_epoch(self) -> None:
-        """Count an epoch, if anything was trained in it."""
+    def note_interrupted(self) -> None:
+        """Note that an error or an interrupt has ended a loop over an epoch, which may go on."""
+        self._is_interrupted = True
+
+    def end_epoch(self, is_empty: bool = False) -> None:
+        """Count an epoch, if anything was trained in it, or if it is known to be empty."""
         epochs, trained = self.window.place.asnumpy().tolist()
-        if trained > 0:
+        if trained > 0 or is_empty:
             ops.assign(self.window.place, Tensor([epochs + 1, 0], ms.int32))
-        self.trained, self._is_loaded = 0, False
+        self.trained, self._is_loaded, self._is_interrupted = 0, False, False
 
     # --- closing ------------------------------------------------------------------------------------------------------
 

@@ -476,11 +476,15 @@ class Window:
                 ops.assign(self.weight_unit, weight)
 
     def adopt(self, loaded: float) -> None:
-        """Convert loaded buffers, whose unit is `loaded`, to the unit of this run, if compiled graphs may hold it."""
+        """Convert loaded buffers, whose unit is `loaded`, to the unit of this run, if compiled graphs may hold it.
+
+        A unit of 1 in a run that has weighed nothing was not set yet: then the first piece sets it, as in that run.
+        """
         if self.unit_is_fixed or self.is_in_use:
             for buffer in self.buffers if loaded != self.unit and self.is_allocated else ():
                 ops.assign(buffer, scaled(loaded / self.unit, buffer, buffer.dtype))
-        else:
+        elif loaded != 1 or any(float(number) != 0 for number in (
+                self.weight_sum, self.window_weight, self.seen, self.seen_rest, self.skipped)):
             self.unit_is_fixed, self.unit = True, loaded
         ops.assign(self.weight_unit, self.unit)
 

@@ -147,9 +147,9 @@ class TrainStep(Uncopied):
         Args:
             batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
                 `dataset.create_dict_iterator()`). NumPy arrays are copied, so a generator may fill them again.
-            resume: What to do after `load_checkpoint` in the middle of an epoch. True: skip the batches that were
-                trained before; `batches` are those of the whole epoch, in the same order. False: `batches` are only the
-                others. In other epochs, it changes nothing.
+            resume: What to do in the middle of an epoch, after `load_checkpoint`, an error or an interrupt. True: skip
+                the batches that were trained before; `batches` are those of the whole epoch, in the same order. False:
+                `batches` are only the others. None: begin a new epoch, but not after `load_checkpoint`.
 
         Yields:
             The loss, or `(loss, aux)`, of each microbatch.
@@ -158,8 +158,9 @@ class TrainStep(Uncopied):
             ValueError: If a `mindspore.dataset` of samples has no batch operation, if a parameter was frozen after the
                 optimizer was built, if the optimizer's list of learning rates has no rate for the next update, or if
                 there are fewer batches than were trained before.
-            RuntimeError: After `load_checkpoint` in the middle of an epoch, if `resume` is not given. With several
-                losses, if the last loop left a window open. Also if called in a compiled function.
+            RuntimeError: After `load_checkpoint` in the middle of an epoch, if `resume` is not given; with
+                `resume=True`, if the last loop was left by `break`. With several losses, if the last loop left a window
+                open. Also if called in a compiled function.
         """
         require_python("epoch of a train step")
         return self._epoch(batches, resume)
@@ -170,13 +171,19 @@ class TrainStep(Uncopied):
         require_trainable(self.accumulator.weights)
         require_rates(optimizer)
         last, batches = False, without_first(self._begin_epoch(resume), batches)
-        for result, last in self._train_each(map(as_arguments, batches)):
-            if last:
-                self._flush_after_last()
-            yield result
-        if not last:  # there was no batch: take part in the windows of other ranks
-            self.flush()
-        self.boundary.end_epoch()
+        try:
+            for result, last in self._train_each(map(as_arguments, batches)):
+                if last:
+                    self._flush_after_last()
+                yield result
+            if not last:  # there was no batch: take part in the windows of other ranks
+                self.flush()
+            self.boundary.end_epoch(is_empty=not last)
+        except GeneratorExit:  # the loop was left
+            raise
+        except BaseException:
+            self.boundary.note_interrupted()
+            raise
 
     def _begin_epoch(self, resume: Optional[bool]) -> int:
         """Return the number of batches to skip."""

@@ -248,6 +248,55 @@ def test_an_epoch_that_could_not_be_resumed_can_be_tried_again(tmp_path):
 
 
 @pytest.mark.usefixtures("uncompiled")
+def test_a_loop_goes_on_after_an_interrupt_and_asks_after_a_break():
+    """In the same process, as in a notebook. Control: without `resume`, another epoch begins."""
+    data = [tensors(*batch) for batch in batches([6] * 5)]
+
+    def stopped(after):
+        yield from data[:after]
+        raise KeyboardInterrupt
+
+    whole, step, anew = step_of(2), step_of(2), step_of(2)
+    list(whole.epoch(data))
+    for one in (step, anew):
+        with pytest.raises(KeyboardInterrupt):
+            list(one.epoch(stopped(3)))
+    assert len(list(step.epoch(data, resume=True))) == 2
+    assert difference(values(step.accumulator.weights), values(whole.accumulator.weights)) == 0
+    assert (step.epochs, len(list(anew.epoch(data))), anew.epochs) == (1, 5, 2)
+    next(step.epoch(data))
+    with pytest.raises(RuntimeError, match=r"left in epoch 1 .* after 1 microbatches, .* leave out resume to begin"):
+        list(step.epoch(data, resume=True))
+    assert (len(list(step.epoch(data[1:], resume=False))), step.epochs) == (4, 2)
+    assert (list(step.epoch([])), step.epochs) == ([], 3)  # an epoch without batches is one, too
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("first", [[], [0]])
+@pytest.mark.parametrize("losses", [1, 2])
+def test_a_run_that_has_weighed_nothing_is_resumed_bit_for_bit(first, losses, tmp_path):
+    """Its unit of weights is not known yet. Control: that of a run that has begun is kept."""
+    data = [tensors(*batch) for batch in batches([*first, 5, 3, 5, 2])]
+
+    def run(saved_after):
+        step = step_of(3, losses)
+        for _ in islice(step.epoch(data), saved_after):
+            pass
+        save_checkpoint(tmp_path / "run.safetensors", network_of(step), step)
+        step = step_of(3, losses)
+        load_checkpoint(tmp_path / "run.safetensors", network_of(step), step)
+        list(step.epoch(data, resume=True))
+        return step.window.unit, values(step.accumulator.weights)
+
+    whole = step_of(3, losses)
+    list(whole.epoch(data))
+    for after in (len(first), len(first) + 3):
+        unit, weights = run(after)
+        assert unit == whole.window.unit == 5
+        assert difference(weights, values(whole.accumulator.weights)) == 0
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_one_batch_is_read_ahead_and_a_loop_that_is_left_leaves_the_window_open():
     train_step, read = step_of(4), []
     accumulator = train_step.accumulator
