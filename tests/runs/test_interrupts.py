@@ -175,7 +175,8 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 LEFT = [Tensor(np.full((4, 1), value), ms.float32) for value in (1, 2, 4, 8, 16, 32, 64, 128)]  # of an epoch
-SIGNALS = {"model": 10, "by hand": 50}  # of others, 100: there, something is compiled for each
+# For a model, and by hand, something is compiled after each.
+SIGNALS = {"step": 100, "alone": 100, "pieces": 100, "losses": 100, "model": 10, "by hand": 50}
 
 
 class Terminated(SystemExit):
@@ -255,8 +256,9 @@ class Epochs:
         return float(self.network.weight.asnumpy()[0])
 
 
-@pytest.mark.parametrize("kind", ["step", "alone", "pieces", "losses", "model", "by hand"])
-def test_a_checkpoint_after_a_signal_knows_its_place(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "signals"), [
+    *SIGNALS.items(), *(pytest.param(kind, 4 * signals, marks=pytest.mark.slow) for kind, signals in SIGNALS.items())])
+def test_a_checkpoint_after_a_signal_knows_its_place(kind, signals, tmp_path):
     """The rest of the epoch ends where an epoch ends without a signal; or a torn window is refused.
 
     Each microbatch moves the weight by another amount. Control: counting losses is wrong now and then.
@@ -269,7 +271,7 @@ def test_a_checkpoint_after_a_signal_knows_its_place(kind, tmp_path):
         run.train()
         seconds, expected = perf_counter() - begin, run.weight
     stopped = refused = miscounted = 0
-    while stopped < SIGNALS.get(kind, 100):
+    while stopped < signals:
         run.start_over()
         try:
             with signal_after(rng.uniform(0.01, 1) * seconds):
