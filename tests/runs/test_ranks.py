@@ -38,6 +38,14 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
             assert re.match(message, said[name]), said[name]
 
 
+@pytest.mark.parametrize("sync", ["window", "zero2"])
+def test_ranks_with_uneven_data_go_on_in_the_middle_of_an_epoch(left_by, sync):
+    """Bit for bit. Control: with all batches again."""
+    for *off, again in left_by(f"resumed:{sync}"):
+        assert off == [0, 0, 0]
+        assert again > 1e-3
+
+
 def test_an_exchange_is_refused_where_mindspore_has_come_to_shard(left_by):
     for said, back in left_by("sharded_later"):
         assert re.match("ValueError: reducer: .*semi-auto parallel mode", said), said

@@ -9,6 +9,7 @@ import sys
 import warnings
 from contextlib import redirect_stdout
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import perf_counter, sleep
 from unittest.mock import patch
@@ -39,7 +40,7 @@ from ms_accum.distributed.buckets import Buckets
 from ms_accum.distributed.ranks import wait_for_all
 from ms_accum.distributed.zero import Scatter
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
-from ms_accum.selftest.comparing import values
+from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from support import zero_cases
 from support.differential.accumulating import Accumulating
@@ -83,6 +84,7 @@ _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "sharded_later", "followed:jit",
+                 "resumed:window", "resumed:zero2",
                  *(f"trained:{name}:jit" for name in BOTH_REDUCTIONS), "mnist", "mnist_zero", "selftest", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
@@ -200,6 +202,26 @@ def damaged(rank):
 def dealt_out(ranks):
     """The microbatches of all ranks: the first of each, the second of each, ..."""
     return [batch for row in zip(*(microbatches(rank) for rank in range(ranks))) for batch in row]
+
+
+def resumed(rank, sync):
+    """How far runs end from one that goes on, after a save in the middle of an epoch; of the last, nothing is skipped.
+
+    Ranks have 7 and 4 microbatches.
+    """
+    data, path, off = microbatches(rank, uneven=True), FOLDER / f"resumed-{sync}.safetensors", []
+    whole, step = step_of(sync, 2, 0)
+    list(step.epoch(data))
+    for after, resume in ((1, True), (2, True), (3, True), (2, False)):
+        network, step = step_of(sync, 2, 0)
+        for _ in islice(step.epoch(data), after):
+            pass
+        save_checkpoint(path, network, step)
+        network, step = step_of(sync, 2, 1)
+        load_checkpoint(path, network, step)
+        list(step.epoch(data, resume=resume))
+        off.append(difference(values(network.trainable_params()), values(whole.trainable_params())))
+    return off
 
 
 def other_ranks(rank, sync):
