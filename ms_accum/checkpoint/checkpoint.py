@@ -70,9 +70,9 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     """Save all state of a training, also in the middle of a window, so that a resumed run is bit-identical.
 
     The file holds the parameters of the network, the optimizer's state (moments, update count, learning rates that are
-    Parameters), the accumulator's buffers, weights and counters, its loss scaler, and `extra`. It does not hold the
-    state of random layers, because MindSpore 2.10 does not expose it on CPU. For bit-identical resumption, pass masks
-    as arguments of the batch, drawn from a seed and the position in the data, and save both in `extra`.
+    Parameters), the accumulator's buffers, weights and counters, the place in the epoch, the loss scaler, and `extra`.
+    It does not hold the state of random layers, because MindSpore 2.10 does not expose it on CPU. For bit-identical
+    resumption, pass masks as arguments of the batch, drawn from a seed and the position in the data.
 
     The file is written beside `path`, flushed to the disk and renamed. So a process that is killed at any moment leaves
     the complete old file or the complete new one; the next save on the same host removes its temporary files. Several
@@ -86,7 +86,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         path: The file to write. It ends in ".safetensors".
         network: The network whose parameters the optimizer updates.
         accumulator: The accumulator, or the train step or `TrainOneStepCell` that holds it.
-        extra: Any JSON value, e.g. epoch, position in the data and seed. NaN and infinity are kept. It is written into
+        extra: Any JSON value, e.g. the seed of the data. NaN and infinity are kept. It is written into
             the header of the file, which holds 100 MB at most.
 
     Raises:
@@ -186,9 +186,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         >>> network = nn.Dense(2, 1)
         >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), learning_rate=0.5), 2, reduction="mean")
         >>> path = os.path.join(tempfile.mkdtemp(), "run.safetensors")
-        >>> save_checkpoint(path, network, accumulator, extra={"epoch": 3, "position": 1200})
+        >>> save_checkpoint(path, network, accumulator, extra={"seed": 42, "losses": [0.5]})
         >>> print(load_checkpoint(path, network, accumulator))
-        {'epoch': 3, 'position': 1200}
+        {'seed': 42, 'losses': [0.5]}
     """
     path, accumulator = path_to_load(path), _checked_accumulator(network, accumulator)
     exchange = accumulator.exchange

@@ -137,6 +137,7 @@ class Boundary:
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
         self._has_place = True  # whether it says what this rank has trained
         self._is_interrupted = False  # whether the last loop over an epoch was
+        self._may_be_full = False  # whether a call by hand has begun, and is not done
         self.forget()
         register(window.number, self)
 
@@ -278,7 +279,8 @@ class Boundary:
 
         Raises:
             RuntimeError: If a checkpoint was loaded in the middle of an epoch, and `resume` is None, or it was saved
-                by other ranks; if `resume` is True, and the last loop was left, but not by an error or an interrupt.
+                by other ranks; if `resume` is True, and the last loop was left, but not by an error or an interrupt; if
+                an open window would be dropped that an error or an interrupt has torn.
         """
         status = self.status()
         trained = status.trained
@@ -294,6 +296,7 @@ class Boundary:
         if not self._has_place:
             raise RuntimeError(_OTHER_RANKS)
         if closed and status.mini_step > 0 and not self.window.may_skip:
+            require_whole(status.unfinished)  # which the reset would hide
             trained -= status.mini_step
             self.window.mark_update()  # an interrupt here leaves a mark: neither of the two may be done alone
             ops.assign(self.window.place, Tensor([status.epochs, trained], ms.int32))
@@ -310,7 +313,7 @@ class Boundary:
         epochs, trained = self.window.place.asnumpy().tolist()
         if trained > 0 or is_empty:
             ops.assign(self.window.place, Tensor([epochs + 1, 0], ms.int32))
-        self.trained, self._is_loaded, self._is_interrupted = 0, False, False
+        self.trained, self._is_loaded, self._has_place, self._is_interrupted = 0, False, True, False
 
     # --- closing ------------------------------------------------------------------------------------------------------
 
@@ -442,11 +445,10 @@ class Boundary:
         """
         if not runs_op_by_op:
             return
-        if not is_done:
+        if self._may_be_full and not is_done:
+            self.forget()
             self.ask()
-        self.forget()
-        if is_done:
-            self._missing = 1  # at least
+        self._may_be_full = not is_done
 
     def note_closed(self, runs_op_by_op: bool, is_applied: bool) -> None:
         """Note that a window is closed or dropped by hand. Raise ValueError if it is applied and a parameter is frozen.
@@ -477,7 +479,7 @@ class Boundary:
         window.adopt(float(window.weight_unit))
         ops.assign(window.unfinished, 0)
         self.note_saved()
-        self.reported, self._is_loaded, self._has_place = None, True, has_place
+        self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
 
     @property
     def gives_back(self) -> bool:

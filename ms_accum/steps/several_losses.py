@@ -9,7 +9,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
@@ -63,6 +63,10 @@ class KnownWindow(NamedTuple):
 class SeveralLossesStep(TrainStep):
     """Train with a `forward_fn` that returns several losses; see `make_train_step`.
 
+    An epoch reads all batches of a window, after the previous update, before it trains. If reading one raises an error,
+    those of the same window that were read before are not trained. If an epoch goes on with an open window, the whole
+    window is trained again.
+
     Attributes:
         loss_weights: Of the last microbatch: the weight of each loss, a tuple of floats.
     """
@@ -75,14 +79,6 @@ class SeveralLossesStep(TrainStep):
         super().__init__(functions, accumulator, pieces, graphs_for, batch_axis, counts)
         self._losses = losses
         self._total = compiled(Total(self.window))
-
-    def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Iterator[Any]:
-        """See `TrainStep.epoch`. It reads all batches of a window, after the previous update, before it trains.
-
-        If reading a batch raises an error, the batches of the same window that were read before are not trained. After
-        `load_checkpoint` with an open window, the whole window is trained again.
-        """
-        yield from super()._epoch(batches, resume)
 
     def _begin_epoch(self, resume: Optional[bool]) -> int:
         """See `TrainStep`."""

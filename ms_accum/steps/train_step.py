@@ -461,7 +461,7 @@ def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None,
 
 
 def without_first(skip: int, batches: Iterable) -> Iterable:
-    """Return the batches but the first `skip`. Raise ValueError if there are fewer; a dataset is not read for that."""
+    """Return the batches but the first `skip`. Raise ValueError if there are fewer."""
     if skip == 0:
         return batches
     if isinstance(batches, Dataset):
@@ -470,8 +470,8 @@ def without_first(skip: int, batches: Iterable) -> Iterable:
         rest = iter(batches)
         held = sum(1 for _ in islice(rest, skip))
     if held < skip:
-        raise ValueError(f"the checkpoint was saved after {skip} microbatches of its epoch, but there are only {held} "
-                         "batches; give all batches of the epoch, or give resume=False and only those not yet trained")
+        raise ValueError(f"{skip} microbatches of this epoch were trained before, but there are only {held} batches; "
+                         "give all batches of the epoch, or give resume=False and only those not yet trained")
     return rest
 
 

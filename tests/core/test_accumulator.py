@@ -184,6 +184,21 @@ def test_the_published_experiment(mode):
     assert abs(article("pynative", 1, rows) - weights).max() > 1e-2  # the control: a loss that is not divided
 
 
+def test_a_call_closes_what_add_has_filled_in_each_mode(mode):
+    """One that a user lets grow beyond its length. Control: a call of its own closes each window of two."""
+    accumulator = descend(2)
+
+    def three(a, b, c):
+        accumulator.add(a)
+        accumulator.add(b)
+        return accumulator(c)
+
+    ones = tuple(Tensor(np.ones(shape), ms.float32) for shape in SHAPES)
+    closed = [bool(compiled(three, mode)(ones, ones, ones)) for _ in range(2)]
+    assert (closed, int(accumulator.update_step), int(accumulator.closed_windows)) == ([True, True], 2, 2)
+    assert [bool(accumulator(ones)) for _ in range(2)] == [False, True]
+
+
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
