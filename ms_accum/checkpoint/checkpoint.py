@@ -24,6 +24,7 @@ from ..core.boundary import require_whole
 from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import gather, require_alike, together
+from ..distributed.tags import LOAD, SAVE
 from ..runtime import synchronize
 from .file import (
     RESERVED,
@@ -116,6 +117,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     boundary = accumulator.boundary
     exchange = accumulator.exchange
     exchange.require_whole_state()
+    exchange.announce(SAVE)
+    exchange.compare_parameters()
     rank, ranks = exchange.rank, exchange.ranks
     run = _together(ranks, lambda: _finished(network, accumulator), OSError)
     generation, held = _told(ranks, token_hex(8), int(accumulator.mini_step))
@@ -193,6 +196,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     path, accumulator = path_to_load(path), _checked_accumulator(network, accumulator)
     exchange = accumulator.exchange
     exchange.require_whole_state()
+    exchange.forgive()
+    exchange.announce(LOAD)
     rank, ranks = exchange.rank, exchange.ranks
     run = _together(ranks, lambda: _State(network, accumulator), CheckpointError)
     with ExitStack() as opened:

@@ -20,6 +20,9 @@ was closed by hand. In a cell, it reads after each microbatch with `max_skips`, 
              full? ─ no ─► count again;   accepted? ─ yes ─► update, no ─► drop
 
     flush:   take part in the windows of ranks that still have data, with weight 0; then close what is open
+
+With several ranks, the host reads before a window closes, and at each flush, save and status, whether ranks agreed in
+the exchanges before.
 """
 from __future__ import annotations
 
@@ -138,6 +141,8 @@ class Boundary:
         self._has_place = True  # whether it says what this rank has trained
         self._is_interrupted = False  # whether the last loop over an epoch was
         self._may_be_full = False  # whether a call by hand has begun, and is not done
+        self._is_ended = False  # whether the flush of an epoch was the last thing that happened
+        self._after_update: list[tuple[int, Callable[[], object]]] = []
         self.forget()
         register(window.number, self)
 
@@ -177,7 +182,7 @@ class Boundary:
         self.is_driven = True
         self._run_as(eager)
         self.ask()
-        known, self._is_loaded, self._is_interrupted = self._missing, False, False
+        known, self._is_loaded, self._is_interrupted, self._is_ended = self._missing, False, False, False
         self.forget()  # until `end`: an error or an interrupt in between forces a read
         self._is_given = missing is not None
         missing = known if missing is None else missing
@@ -193,7 +198,7 @@ class Boundary:
         """
         self.trained += 1
         if is_applied:
-            self.updates += 1
+            self._count_update()
         elif missing > 1:
             self.held, self._missing = self.held + 1, missing - 1
             return False
@@ -234,26 +239,33 @@ class Boundary:
 
     # --- a window -----------------------------------------------------------------------------------------------------
 
-    def flush(self, pieces: int = 1, eager: Optional[bool] = None,
-              before_exchange: Callable[[], object] = lambda: None) -> tuple[bool, bool]:
+    def flush(self, pieces: int = 1, eager: Optional[bool] = None, before_exchange: Callable[[], object] = lambda: None,
+              ends_epoch: bool = False) -> tuple[bool, bool]:
         """Apply the incomplete window if one is open. Return whether a window was closed, and whether one was applied.
 
-        With several ranks, take part in the windows of the others until no rank has data. `pieces`: the number of
-        pieces in which each rank adds a microbatch. `eager`: see `begin`; None: as before. `before_exchange` is called
-        before each exchange of a window.
+        With several ranks, take part in the windows of the others until no rank has data, and compare the parameters.
+
+        Args:
+            pieces: The number of pieces in which each rank adds a microbatch.
+            eager: See `begin`; None: as before.
+            before_exchange: Called before each exchange of a window.
+            ends_epoch: Whether an epoch ends with it. Another flush right after it does nothing: it would join the next
+                epoch of a rank that left this one early, and therefore called `flush` itself.
         """
         require_trainable(self.window.weights)
+        if self._is_ended and not ends_epoch:
+            return False, False
         self._run_as(self._eager if eager is None else eager)
         self.forget()
         status, exchange, closed, applied = self._whole(), self.window.exchange, False, False
         self._warn_of_skips(status.skipped_in_row)
-        held = status.mini_step
+        held, self.updates = status.mini_step, status.update_step
         while exchange.inside > 1:
             still_active = max(float(self.add_nothing(0.0)) for _ in range(pieces))
             self.end_pieces(pieces, 0)
+            status = self._whole()
             if still_active == 0:
                 break
-            status = self._whole()
             held = status.mini_step
             if status.needed == 0:
                 closed, applied, held = True, self._close() or applied, 0
@@ -262,9 +274,13 @@ class Boundary:
             before_exchange()
             was_open, updated, active = self._close_together(0.0)
             closed, applied, held = closed or was_open, applied or updated, 0
+            if updated:
+                self._count_update()
         if held > 0:
             closed, applied = True, self._close() or applied
+        exchange.compare_parameters()
         self.require_progress()
+        self._is_ended = ends_epoch
         return closed, applied
 
     # --- an epoch -----------------------------------------------------------------------------------------------------
@@ -322,18 +338,20 @@ class Boundary:
 
         `accepted`: whether the stages accept it, if it was read.
         """
+        self.window.exchange.require_agreement()
         if not self.window.may_drop:  # with several ranks, its exchange pairs with that of `_close_together`
             self._run("close_with_update")
-            self.updates += 1
+            self._count_update()
             return True
         if self.window.exchange.ranks > 1:
             applied = self._close_together(1.0)[1]
         else:
             applied = self._read_with_verdict()[1] if accepted is None else accepted
             self._run("close_with_update" if applied else "close_without_update")
-        self.updates += applied
         self._dropped = 0 if applied else self._dropped + 1
-        if not applied:
+        if applied:
+            self._count_update()
+        else:
             self._warn_of_skips(self._dropped)
             self.require_progress()
         return applied
@@ -343,15 +361,30 @@ class Boundary:
 
         Return whether one was open, whether it was applied, and the number of ranks that still have data.
         """
-        verdict, sums, *gradients = self._run("exchanged", Tensor(active))
-        accepted, microbatches, active = verdict.asnumpy().tolist()
+        agreed, *numbers = self._run("met", Tensor(active, ms.float32)).asnumpy().tolist()
+        if not agreed:
+            self.window.exchange.require_agreement()
+        _, microbatches, active = numbers
         if active == 0 and microbatches == 0:
             return False, False, 0.0
-        if accepted:
-            self._run("close_with_exchanged", sums, *gradients)
+        met, accepted = Tensor(numbers, ms.float32), True
+        if self.window.may_drop:
+            verdict, measured, *gradients = self._run("exchanged", met)
+            accepted = bool(verdict)
+            self._run(*("close_with_exchanged", met, measured, *gradients) if accepted else ("close_without_update",))
         else:
-            self._run("close_without_update")
-        return True, bool(accepted), active
+            self._run("close_with_met", met)
+        return True, accepted, active
+
+    def _count_update(self) -> None:
+        self.updates += 1
+        for every, function in self._after_update:
+            if self.updates % every == 0:
+                function()
+
+    def call_after_updates(self, every: int, function: Callable[[], object]) -> None:
+        """Call a Python function after each update whose count is a multiple of `every`; see `TrainStep.on_update`."""
+        self._after_update.append((every, function))
 
     # --- reads of the device ------------------------------------------------------------------------------------------
 
@@ -366,7 +399,8 @@ class Boundary:
             self._missing = status.needed
 
     def status(self) -> Status:
-        """Read the counters, and wait for the device."""
+        """Read the counters, and wait for the device. Raise `RanksDiffer` if ranks disagreed in an exchange."""
+        self.window.exchange.require_agreement()
         return self._status_of(self._run("counts").asnumpy().tolist())
 
     def _read_with_verdict(self) -> tuple[Status, bool]:
@@ -435,7 +469,7 @@ class Boundary:
         if self.is_driven:
             raise RuntimeError(_DRIVEN)
         require_trainable(self.window.weights)
-        self._filled_by_hand = True
+        self._filled_by_hand, self._is_ended = True, False
 
     def note_called(self, runs_op_by_op: bool, is_done: bool) -> None:
         """Note that a call which adds a microbatch by hand begins, or is done.
@@ -445,6 +479,7 @@ class Boundary:
         """
         if not runs_op_by_op:
             return
+        self.window.exchange.require_agreement()
         if self._may_be_full and not is_done:
             self.forget()
             self.ask()
@@ -474,12 +509,14 @@ class Boundary:
         window = self.window
         self.forget()
         window.mark_update()  # before anything is changed
+        window.exchange.forgive()
         window.empty(is_open or window.is_allocated)
         yield  # no `finally`: after an error, the mark has to stay
         window.adopt(float(window.weight_unit))
         ops.assign(window.unfinished, 0)
         self.note_saved()
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
+        self._is_ended = False
 
     @property
     def gives_back(self) -> bool:

@@ -1,7 +1,8 @@
 """The open window on the device: the way of a gradient, from top to bottom.
 
     add:    weigh ─► measure ─► exchange inside ─► buffers, counters        # each piece of a microbatch
-    total:  exchange across ─► restore ─► accepted?                         # when the window closes
+    meet:   do all ranks close this window? ─ no ─► nothing more            # when the window closes
+    total:  exchange across ─► restore ─► accepted?
     apply:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► count, empty
 
 A window holds several microbatches. A microbatch is one piece, or is cut into several, each with a backward pass of its
@@ -56,7 +57,7 @@ class Window:
         buffer += weight / unit * gradient    # the constant 1 for pieces of equal weight, and for gradients of sums
         gradient = buffer * (unit / sum of the weights)
 
-    A window of all ranks is a dict, which `total` or `alone` returns (a graph cannot read a named tuple):
+    A window of all ranks is a dict, which `total` returns (a graph cannot read a named tuple):
 
     - gradients: sums, divided by the unit, without the loss scale;
     - unit: of the weights, usually the number of samples in the first piece;
@@ -193,16 +194,17 @@ class Window:
                 measured = (*measured, *stage.measure(restored, weight))
         # A factor of 0 makes the gradient 0, NaN included.
         factor = (weight if factor is None else factor) / self.unit
-        gradients, sums = self.exchange.microbatch(mapped(weighted, factor, gradients, self.buffer_dtypes),
-                                                   (weight, taken * active, active, *measured))
+        gradients, sums, measured = self.exchange.microbatch(
+            self.place, mapped(weighted, factor, gradients, self.buffer_dtypes), (weight, taken * active, active),
+            measured)
         if not self.is_in_use:  # when the first graph is compiled, or at the first call op by op
             note_use(self.number)
         # `add_each` is not called `add`: a graph would take a function of that name for this method.
         add_each(self.small, self.buffers, gradients)
-        weight, taken, active = sums[:3]
+        weight, taken, active = sums
         ops.assign_add(self.weight_sum, weight)
         for each in self.measured:
-            ops.assign_add(each, as_vector(sums[3:]))
+            ops.assign_add(each, as_vector(measured))
         if ends:  # a microbatch counts if one of the ranks inside has taken it
             taken = ops.minimum(taken, 1) if isinstance(taken, Tensor) else taken
         ops.assign_add(self.mini_step if ends else self.taken,
@@ -233,20 +235,28 @@ class Window:
         """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
         return self.length.is_full(self.mini_step, self.update_step, self.weight_sum)
 
-    def total(self, active: Scalar = 1.0) -> dict[str, Any]:
-        """Return the open window of all ranks. `active`: 1 on a rank that still has data."""
+    def meet(self, active: Scalar = 1.0) -> dict[str, Any]:
+        """Return whether all ranks "agreed" to close this window (True, or a bool Tensor), and the sums of "numbers".
+
+        These are the weight, the number of microbatches, and the number of ranks that still have data (`active`: 1 on
+        such a rank). If ranks do not agree, nothing may follow.
+        """
+        # `+ 0` copies: the counter changes before the copy is used.
+        agreed, numbers = self.exchange.meet(self.place, (self.weight_sum, self.mini_step + 0, active))
+        return {"agreed": agreed, "numbers": numbers}
+
+    def total(self, numbers: Numbers) -> dict[str, Any]:
+        """Return the open window of all ranks, given the numbers of `meet`."""
         if not self.is_in_use:
             allocate(self.number)
         measured = ()  # type: Numbers
         for sums in self.measured:  # not in a function: MindSpore warns of a call whose value a graph does not need
             for i in range(sums.shape[0]):
                 measured = (*measured, sums[i])
-        # `+ 0` copies: the counter changes before the copy is used.
-        return self._judged(self.buffers, self.weight_unit, (self.weight_sum, self.mini_step + 0, active, *measured),
-                            True)
+        return self._judged(self.buffers, self.weight_unit, numbers, measured, self.weight_sum, True)
 
-    def alone(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> dict[str, Any]:
-        """Return a microbatch as a window of its own, which needs no buffers. Arguments: see `add`.
+    def update_alone(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
+        """Update with a microbatch as a window of its own, which needs no buffers. Arguments: see `add`.
 
         Call it only if no window is open and `looks_at_pieces` and `may_drop` are false.
         """
@@ -254,10 +264,12 @@ class Window:
         gradients, unit = checked_gradients(self.names, self.shapes, gradients), weight if factor is None else factor
         if isinstance(unit, Tensor) or unit == 0:  # a microbatch of weight 0 is ignored, NaN included
             gradients = mapped(weighted, unit != 0, gradients, self.buffer_dtypes)
-        return self._judged(gradients, unit, (weight, 1, 1.0), False)
+        agreed, numbers = self.exchange.meet(self.place, (weight, 1, 1.0))
+        if agreed:
+            self.apply(self._judged(gradients, unit, numbers, (), weight, False))
 
     def apply(self, window: dict[str, Any]) -> None:
-        """Update with a window of `total` or `alone`, and close it."""
+        """Update with a window of `total`, or of `update_alone`, and close it."""
         gradients, unit, weight = window["gradients"], window["unit"], window["weight"]
         # An error before this mark has changed nothing. After it, an error message is better than a window that is
         # applied twice. It is added and subtracted, so that a mark of an unfinished piece is not lost.
@@ -298,12 +310,14 @@ class Window:
 
     def close(self) -> None:
         """Update with the open window, or drop it if a stage does not accept it: a branch in a graph."""
-        total = self.total()
-        accepted = total["accepted"]
-        if accepted:
-            self.apply(total)
-        else:
-            self.drop()
+        met = self.meet()
+        if met["agreed"]:
+            total = self.total(met["numbers"])
+            accepted = total["accepted"]
+            if accepted:
+                self.apply(total)
+            else:
+                self.drop()
 
     def close_if(self, condition: Union[bool, Tensor]) -> Tensor:
         """Close the open window if `condition` is true. Return whether one with microbatches was closed: bool `()`."""
@@ -354,14 +368,14 @@ class Window:
             gradients = stage.restore(gradients)
         return gradients
 
-    def _judged(self, gradients: Gradients, unit: Scalar, sums: Numbers, buffered: bool) -> dict[str, Any]:
+    def _judged(self, gradients: Gradients, unit: Scalar, numbers: Numbers, measured: Numbers, own: Scalar,
+                buffered: bool) -> dict[str, Any]:
         """Exchange a window of this rank, and ask the stages whether they accept the result."""
-        own = sums[0]
-        gradients, unit, sums = self.exchange.window(gradients, unit, sums)
-        weight, microbatches, active = sums[:3]
+        weight, microbatches, active = numbers
+        gradients, unit, measured = self.exchange.window(gradients, unit, numbers, measured)
         # Restored before anything is measured: norms of scaled gradients may overflow where true ones do not.
         window = {"gradients": self._restored(gradients), "unit": unit, "weight": weight, "microbatches": microbatches,
-                  "active": active, "measured": sums[3:], "accepted": True, "buffered": buffered, "own": own}
+                  "active": active, "measured": measured, "accepted": True, "buffered": buffered, "own": own}
         accepted = True  # type: Any
         for stage in self.judging:
             verdict = stage.accepts(window)
@@ -396,14 +410,16 @@ class Window:
 
     def counts_and_verdict(self) -> Tensor:
         """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(13,)`."""
-        window = self.total()
+        window = self.total(self.meet()["numbers"])
         # `depend` uses the unit, which nobody needs; otherwise MindSpore warns of "nodes eliminated by mistake".
         accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
         return ops.concat((self.counts(), accepted.astype(ms.float64).reshape(1)))
 
     def close_with_update(self) -> Tensor:
-        """Update with the open window."""
-        self.apply(self.total())
+        """Update with the open window, if all ranks agree."""
+        met = self.meet()
+        if met["agreed"]:
+            self.apply(self.total(met["numbers"]))
         return self.update_step + 0
 
     def close_without_update(self) -> Tensor:
@@ -411,22 +427,31 @@ class Window:
         self.drop()
         return self.update_step + 0
 
-    def exchanged(self, active: Tensor) -> tuple:
+    def met(self, active: Tensor) -> Tensor:
+        """Return what `meet` does: 1 or 0 for "agreed", and the numbers; float32 `(4,)`."""
+        met = self.meet(active)
+        return as_vector((as_tensor(met["agreed"]), *met["numbers"]))
+
+    def close_with_met(self, numbers: Tensor) -> Tensor:
+        """Update with the open window of several ranks, given the numbers of `met`, `(3,)`."""
+        self.apply(self.total(as_numbers(numbers, 3)))
+        return self.update_step + 0
+
+    def exchanged(self, numbers: Tensor) -> tuple:
         """Exchange the open window of several ranks, for `close_with_exchanged`, if the host then decides for it.
 
-        Return its verdict, microbatches and active ranks, float32 `(3,)`; its weight and what was measured, `(n,)`; and
-        its gradients.
+        `numbers`: those of `met`, `(3,)`. Return whether it is accepted, what was measured, `(n,)`, and the gradients.
         """
-        window = self.total(active)
-        accepted = ops.depend(as_tensor(window["accepted"]).astype(ms.float32), window["unit"])
-        return (as_vector((accepted, window["microbatches"], window["active"])),
-                as_vector((window["weight"], window["microbatches"], *window["measured"])), *window["gradients"])
+        window = self.total(as_numbers(numbers, 3))
+        accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
+        return accepted, as_vector((0.0, *window["measured"])), *window["gradients"]
 
-    def close_with_exchanged(self, sums: Tensor, *gradients: Tensor) -> Tensor:
-        """Update with what `exchanged` returned, in the unit 1 of several ranks."""
-        numbers = as_numbers(sums, sums.shape[0])
-        self.apply({"gradients": gradients, "unit": 1.0, "weight": numbers[0], "microbatches": numbers[1],
-                    "active": 1.0, "measured": numbers[2:], "accepted": True, "buffered": True, "own": self.weight_sum})
+    def close_with_exchanged(self, numbers: Tensor, measured: Tensor, *gradients: Tensor) -> Tensor:
+        """Update with what `met` and `exchanged` returned, in the unit 1 of several ranks."""
+        weight, microbatches, active = as_numbers(numbers, 3)
+        self.apply({"gradients": gradients, "unit": 1.0, "weight": weight, "microbatches": microbatches,
+                    "active": active, "measured": as_numbers(measured, measured.shape[0])[1:], "accepted": True,
+                    "buffered": True, "own": self.weight_sum})
         return self.update_step + 0
 
     def add_nothing(self, active: Tensor) -> Tensor:

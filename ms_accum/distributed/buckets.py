@@ -27,6 +27,8 @@ class AccumulatedParameters:
     dtypes: tuple[ms.Type, ...]  # of the buffers
     settings: dict[str, str]  # settings that must be equal on every rank, by name
     slices: tuple[Parameter, ...] = ()  # the optimizer's parameters, if they are slices of these
+    number: int = 0  # of the accumulator, if ranks exchange
+    compares: bool = True  # whether ranks compare their parameters
 
 
 @ms.jit_class
@@ -66,22 +68,22 @@ class Buckets:
     # Each collective waits for the one before: otherwise those of one graph may start in a different order on
     # another rank.
 
-    def all_reduce(self, gradients: Gradients, numbers: Numbers, unit: Optional[Scalar] = None
+    def all_reduce(self, gradients: Gradients, numbers: Numbers, before: Tensor, unit: Optional[Scalar] = None
                    ) -> tuple[Gradients, Numbers]:
-        """Return the sums over all ranks of `unit * gradients`, and of numbers.
+        """Return the sums over all ranks of `unit * gradients`, and of numbers, exchanged after `before`.
 
-        The last bucket is exchanged first, because the backward pass computes its gradients first. The numbers are
-        appended to it if it is of float32.
+        The last bucket is exchanged first, because the backward pass computes its gradients first. The numbers, if
+        there are any, are appended to it if it is of float32.
         """
-        sums, summed, others = as_vector(numbers), (), self.backwards
-        if self.carries_numbers:
+        sums, summed, others = before, (), self.backwards
+        if numbers and self.carries_numbers:
             last, others = others[0], others[1:]
             own = gradients_of_bucket(last, gradients, self.dtypes, sums, unit)
-            sums = self.sum(ops.concat((self._flat(own, last, 0), sums)))
+            sums = self.sum(ops.concat((self._flat(own, last, 0), as_vector(numbers))))
             numbers = as_numbers(sums[self.totals[-1]:], len(numbers))
             summed = self._split(sums, last)
-        else:
-            sums = self.sum(sums)
+        elif numbers:
+            sums = self.sum(ops.depend(as_vector(numbers), sums))
             numbers = as_numbers(sums, len(numbers))
         for members in others:
             own = gradients_of_bucket(members, gradients, self.dtypes, sums, unit)
@@ -107,9 +109,9 @@ class Buckets:
             found = (*found, flat[self.rank * share:(self.rank + 1) * share])
         return found
 
-    def sum_numbers(self, numbers: Numbers) -> Numbers:
-        """Return the sums of numbers over all ranks, without gradients."""
-        return as_numbers(self.sum(as_vector(numbers)), len(numbers))
+    def sum_numbers(self, numbers: Numbers, before: Tensor) -> Numbers:
+        """Return the sums of numbers over all ranks, exchanged after `before`, without gradients."""
+        return as_numbers(self.sum(ops.depend(as_vector(numbers), before)), len(numbers))
 
     def _gathered(self, part: Tensor) -> Tensor:
         if self.gather is not None:

@@ -1,7 +1,7 @@
 """DataParallel: the reducer that a user gives an accumulator to train on several ranks."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Optional
 from warnings import warn
@@ -14,6 +14,7 @@ from .buckets import MEBIBYTE
 from .exchange import Exchange, OneDevice
 from .parallel_modes import require_unreduced
 from .ranks import broadcast_parameters, require_alike, world_size
+from .tags import BUILD, announce, new_number
 from .zero import Zero
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class DataParallel:
         bucket_mib: Size of the gradients in one collective, in mebibytes.
         ranks_per_node: With `sync="node"`: the number of ranks in each node, which have consecutive numbers. None: the
             number that msrun started on this host.
+        compare: Whether to compare the parameters of all ranks, by a checksum, at the end of each flush (so of each
+            epoch) and in each save; see the guide's page for what it costs.
 
     Raises:
         TypeError: If an argument is of the wrong kind or has an unknown name.
@@ -87,11 +90,13 @@ class DataParallel:
     broadcast: bool = True
     bucket_mib: float = 32
     ranks_per_node: Optional[int] = None
+    compare: bool = True
 
     def __post_init__(self) -> None:
         one_of("sync", self.sync, (None, *_SYNC))
         whole_number("zero", self.zero, "0, 1 and 2 are the stages of ZeRO", minimum=0, maximum=2)
         boolean("broadcast", self.broadcast)
+        boolean("compare", self.compare)
         number("bucket_mib", self.bucket_mib, lambda size: 0 < size < inf, "a finite number of mebibytes > 0")
         # One field says when ranks exchange, also where it was left out: equal reducers have equal texts.
         object.__setattr__(self, "sync", self.sync or ("microbatch" if self.zero == 2 else "window"))
@@ -118,6 +123,8 @@ class DataParallel:
         if unsupported and ms.get_context("device_target") == "CPU":
             raise ValueError(f"DataParallel with buffers or slices of {str(unsupported[0]).lower()}: MindSpore's CPU "
                              "backend exchanges none; give buffer_dtype=ms.float32 or zero=0")
+        accumulated = replace(accumulated, number=new_number(), compares=self.compare)
+        announce(BUILD, accumulated.number)
         make_alike(accumulated, repr(self), self.broadcast)
         self._require_fit(accumulated.slices)
         kind = Zero if self.zero else Exchange

@@ -10,9 +10,9 @@
              rank 3 ─┘
 
 Two groups describe every exchange: the ranks *inside* sum each microbatch ("window": each rank alone; "microbatch":
-all), and their counterparts *across* sum each window ("window": all; "microbatch": nobody). The gradients travel in few
-large buckets, with a few numbers to be summed: the weight, how many microbatches there are, which ranks still have
-data, and others.
+all), and their counterparts *across* sum each window ("window": all; "microbatch": nobody). First, ranks `meet`: they
+compare what they are about to exchange (see `tags.py`), and sum the weight, how many microbatches there are, and which
+ranks still have data. Then the gradients travel in few large buckets, with the numbers that stages have measured.
 """
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from mindspore.nn.utils import no_init_parameters
 from ..tensors import as_numbers, as_vector, state_parameter
 from .buckets import Buckets
 from .parallel_modes import require_unreduced
-from .ranks import world_size
+from .ranks import require_alike, world_size
+from .tags import BUILD, COMPARE, TRAIN, WEIGH, RanksDiffer, Tags, announce
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from .buckets import AccumulatedParameters
 
 
+_DRIFTED = ("ranks have to hold equal parameters after each update, whatever they train: change learning rates and "
+            "parameters in the same way on all ranks, and load a checkpoint on all ranks to go on")
 # Buffers of accumulators that are gone, by shape and dtype. MindSpore keeps the memory of a Parameter that a compiled
 # graph has used until the process ends, so the next accumulator takes them.
 _unused: dict[tuple, list[Parameter]] = {}
@@ -73,6 +76,7 @@ class OneDevice:
     """Exchange nothing, on one device; the base of `Exchange`, `Zero` and `Slices`.
 
     Attributes:
+        number: Of the accumulator, in the order in which those that exchange are built; 0 on one device.
         rank, ranks: This rank, and the number of ranks.
         inside, across: The number of ranks that sum each microbatch; the number of such groups, which sum each window.
         divides_buffers: Whether a rank keeps only a part of the buffers.
@@ -82,6 +86,7 @@ class OneDevice:
         jit_options: Options of `ms.jit` for graphs that add microbatches.
     """
 
+    number = 0
     shared_unit: Optional[float] = None
     divides_parameters = False
     jit_options: Mapping[str, str] = MappingProxyType({})
@@ -99,23 +104,55 @@ class OneDevice:
         """Keep buffers that nothing uses any more for the next accumulator."""
         reuse(buffers)
 
-    def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
+    def microbatch(self, place: Any, gradients: Gradients, numbers: Numbers, measured: Numbers
+                   ) -> tuple[Gradients, Numbers, Numbers]:
         """Return the gradients to add to the buffers, and the numbers, summed over the ranks inside.
 
-        Numbers: the weight, whether it is taken, whether the rank still has data, others.
+        Args:
+            place: `Window.place`, whose first element is the epoch.
+            gradients: Of this rank's microbatch, or piece.
+            numbers: The weight, whether it is taken, whether the rank still has data.
+            measured: What stages have measured.
         """
-        return gradients, numbers
+        return gradients, numbers, measured
 
-    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
-        """Return the gradients of a window of all ranks, their unit, and the numbers, summed across.
+    def meet(self, place: Any, numbers: Numbers) -> tuple[Any, Numbers]:
+        """Return whether all ranks are about to close a window of this accumulator, and the numbers, summed across.
 
-        Numbers: the weight, the number of microbatches, the number of ranks that still have data, others.
+        True, or a bool Tensor `()`: nothing more may be exchanged, and nothing applied, if it is false.
+
+        Args:
+            place: `Window.place`, whose first element is the epoch.
+            numbers: The weight, the number of microbatches, the number of ranks that still have data.
         """
-        return buffers, unit, numbers
+        return True, numbers
 
-    def total(self, numbers: Numbers) -> Numbers:
-        """Return the sums over all ranks."""
+    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers, measured: Numbers
+               ) -> tuple[Gradients, Scalar, Numbers]:
+        """Return the gradients of a window of all ranks, their unit, and what stages have measured, summed across.
+
+        `numbers`: the result of `meet`; the exchange begins after it.
+        """
+        return buffers, unit, measured
+
+    def total(self, place: Any, numbers: Numbers, active: float) -> Numbers:
+        """Return the sums of the weights of several losses over all ranks."""
         return numbers
+
+    def require_agreement(self) -> None:
+        """Raise `RanksDiffer` if ranks have disagreed in an earlier exchange, in a graph. It waits for the device."""
+
+    def forgive(self) -> None:
+        """Forget an earlier disagreement: all ranks load a checkpoint."""
+
+    def announce(self, what: int, epoch: int = 0) -> None:
+        """Say what this rank does next with this accumulator, and raise `RanksDiffer` unless all ranks do the same."""
+
+    def require_alike(self, facts: Mapping[str, str], remedy: str) -> None:
+        """Raise ValueError on every rank if the facts differ between ranks, when a step is built."""
+
+    def compare_parameters(self) -> None:
+        """Raise ValueError on every rank if the parameters differ between ranks, at the end of a flush or in a save."""
 
     def over_slices(self, number: Tensor) -> Tensor:
         """Return the sum over ranks of a number that was computed from a window's gradients, if these are slices.
@@ -147,58 +184,135 @@ class OneDevice:
 
 
 @ms.jit_class
-class Exchange(OneDevice):
+class ManyRanks(OneDevice):
+    """Compare tags before each exchange; the base of `Exchange` and `Zero`.
+
+    Attributes:
+        disagreed: 1 if ranks have disagreed in a graph, else 0: int32 Parameter `()`.
+    """
+
+    def __init__(self, accumulated: AccumulatedParameters, inside: int, ranks: int) -> None:
+        super().__init__(accumulated)
+        self.number, self.compares = accumulated.number, accumulated.compares
+        self.rank, self.ranks = get_rank(), ranks
+        self.inside, self.across, self.shared_unit = inside, ranks // inside, 1.0 if inside > 1 else None
+        self.jit_options = depth_first(inside)
+        node, place = divmod(self.rank, inside)
+        self.members_inside = range(node * inside, (node + 1) * inside)
+        self.members_across = range(place, ranks, inside)
+        name = f"exchange{self.number}"
+        self.disagreed = state_parameter(f"{name}.disagreed", (), ms.int32)
+        self.tags_inside: Any = None  # Tags, if ranks inside sum
+        self.tags_across: Any = None  # Tags, if ranks across do
+        if inside > 1:
+            self.tags_inside = Tags(group_of(self.members_inside), self.members_inside, f"{name}.inside")
+        if self.across > 1:
+            self.tags_across = Tags(group_of(self.members_across), self.members_across, f"{name}.across")
+        self.tags = [tags for tags in (self.tags_inside, self.tags_across) if tags is not None]
+
+    def _meet_inside(self, place: Any, numbers: Numbers) -> tuple[Tensor, Numbers]:
+        """Return the sums of numbers over the ranks inside, also as a vector. The mark is set if ranks disagree.
+
+        There is no branch: gradients that wait for one would be in memory together.
+        """
+        agreed, sums = self.tags_inside.compare((TRAIN, self.number, place[0] + 0), numbers, self.disagreed)
+        sums = ops.depend(sums, agreed)
+        return sums, as_numbers(sums, 3)
+
+    def meet(self, place: Any, numbers: Numbers) -> tuple[Any, Numbers]:
+        """See `OneDevice`."""
+        require_unreduced()
+        if self.across == 1:
+            return self.disagreed == 0, numbers
+        agreed, sums = self.tags_across.compare((TRAIN, self.number, place[0] + 0), numbers, self.disagreed)
+        return agreed, as_numbers(sums, 3)
+
+    def require_agreement(self) -> None:
+        """See `OneDevice`."""
+        if int(self.disagreed):
+            heard = [tags for tags in self.tags if tags.heard.asnumpy().any()]
+            raise RanksDiffer(heard[0].said())
+
+    def forgive(self) -> None:
+        """See `OneDevice`."""
+        for mark in (self.disagreed, *(tags.heard for tags in self.tags)):
+            ops.assign(mark, ops.zeros_like(mark))
+
+    def announce(self, what: int, epoch: int = 0) -> None:
+        """See `OneDevice`."""
+        self.require_agreement()
+        announce(what, self.number, epoch)
+
+    def require_alike(self, facts: Mapping[str, str], remedy: str) -> None:
+        """See `OneDevice`."""
+        self.announce(BUILD)
+        require_alike(facts, remedy)
+
+    def compare_parameters(self) -> None:
+        """See `OneDevice`."""
+        if self.compares:
+            self.announce(COMPARE)
+            require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in self.weights}, _DRIFTED)
+
+
+@ms.jit_class
+class Exchange(ManyRanks):
     """Exchange in two groups: `inside` consecutive ranks sum each microbatch, and `across` groups sum each window.
 
     If ranks inside sum, the unit of the buffers is 1, the only unit that they share.
     """
 
     def __init__(self, accumulated: AccumulatedParameters, inside: int, ranks: int, size: int) -> None:
-        super().__init__(accumulated)
-        self.rank, self.ranks = get_rank(), ranks
-        self.inside, self.across, self.shared_unit = inside, ranks // inside, 1.0 if inside > 1 else None
-        self.jit_options = depth_first(inside)
-        node, place = divmod(self.rank, inside)
+        super().__init__(accumulated, inside, ranks)
         self.all = Buckets(accumulated.parameters, accumulated.dtypes, size, self.rank, ranks)
         self.inner: Any = None  # Buckets, if ranks inside sum
         self.outer: Any = None  # an AllReduce, if ranks across do
         if inside > 1:
-            group = group_of(range(node * inside, (node + 1) * inside))
-            self.inner = self.all if inside == ranks else Buckets(accumulated.parameters, accumulated.dtypes, size,
-                                                                  place, inside, group)
+            self.inner = self.all if inside == ranks else Buckets(
+                accumulated.parameters, accumulated.dtypes, size, self.rank % inside, inside,
+                group_of(self.members_inside))
         if inside < ranks:
-            self.outer = ops.AllReduce(group=group_of(range(place, ranks, inside)))
+            self.outer = ops.AllReduce(group=group_of(self.members_across))
 
-    def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
+    def microbatch(self, place: Any, gradients: Gradients, numbers: Numbers, measured: Numbers
+                   ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if self.inside == 1:
-            return gradients, numbers
-        return self.inner.all_reduce(gradients, numbers)
+            return gradients, numbers, measured
+        sums, numbers = self._meet_inside(place, numbers)
+        gradients, measured = self.inner.all_reduce(gradients, measured, sums)
+        return gradients, numbers, measured
 
-    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
+    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers, measured: Numbers
+               ) -> tuple[Gradients, Scalar, Numbers]:
         """See `OneDevice`. The unit is the user's unit, 1, as a Tensor.
 
         With the constant 1, MindSpore 2.10 on CPU reads 16-bit buffers too early if one graph both adds and updates.
         """
-        require_unreduced()
+        one = ops.ones_like(numbers[0])
         if self.inside == 1:
-            gradients, numbers = self.all.all_reduce(buffers, numbers, unit)
-            return gradients, ops.ones_like(numbers[0]), numbers
+            gradients, measured = self.all.all_reduce(buffers, measured, as_vector(numbers), unit)
+            return gradients, one, measured
         if self.across == 1:
-            return buffers, ops.ones_like(numbers[0]), numbers
-        sums, parts = self.outer(as_vector(numbers)), ()  # type: Tensor, Gradients
-        numbers = as_numbers(sums, len(numbers))
+            return buffers, one, measured
+        sums, parts = as_vector(numbers), ()  # type: Tensor, Gradients
+        if measured:
+            sums = self.outer(ops.depend(as_vector(measured), sums))
+            measured = as_numbers(sums, len(measured))
         for part in self.inner.parts(buffers):
             sums = self.outer(ops.depend(part, sums))
             parts = (*parts, sums)
         # The first part waits for all earlier exchanges, and the other parts wait for it.
         parts = self.inner.all_gather((ops.depend(parts[0], sums), *parts[1:]))
-        return parts, ops.ones_like(numbers[0]), numbers
+        return parts, one, measured
 
-    def total(self, numbers: Numbers) -> Numbers:
+    def total(self, place: Any, numbers: Numbers, active: float) -> Numbers:
         """See `OneDevice`."""
-        return self.all.sum_numbers(numbers)
+        agreed, sums = self.tags_across.compare((WEIGH, self.number, place[0] + 0), (0.0, 0.0, active), self.disagreed)
+        if agreed:
+            numbers = self.all.sum_numbers(numbers, sums)
+        return numbers
 
 
 def depth_first(inside: int) -> dict[str, str]:

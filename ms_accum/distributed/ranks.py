@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, Union
 
 import numpy as np
 from mindspore import Parameter, Tensor, ops
-from mindspore.communication import GlobalComm, get_group_size
+from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")
 _LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; let every "
@@ -46,11 +47,6 @@ def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
         ops.assign(parameter, broadcast((parameter.value(),))[0].astype(parameter.dtype))
 
 
-def wait_for_all() -> None:
-    """Wait for every rank: a rank that still communicates fails if another one ends."""
-    gather(np.zeros(1, np.int32))
-
-
 def together(do: Callable[[], Any], failure: type[Exception]) -> Any:
     """Return the result of `do` once every rank has called it. If a rank fails, the others raise `failure`."""
     result, error = None, None
@@ -71,6 +67,21 @@ def raise_if_left_alone(error: Exception) -> None:
     """Raise RuntimeError with an explanation if `error` means that another rank is missing in an exchange."""
     if _EXCHANGE_FAILED.search(str(error)):
         raise RuntimeError(f"{_LEFT_ALONE}\n{error}") from None
+
+
+@contextmanager
+def left_alone(does: str) -> Iterator[None]:
+    """Raise RuntimeError that says what this rank does if another rank does not take part in an exchange."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _EXCHANGE_FAILED.search(str(error)):
+            raise
+        rank, ranks = get_rank(), get_group_size()
+        others = "another rank did" if ranks > 2 else f"rank {1 - rank} did"
+        raise RuntimeError(f"rank {rank} {does}, but {others} not come: it has ended, failed or waits elsewhere, or is "
+                           "late; every rank has to make this call, at the same place; see the messages of the other "
+                           f"ranks. MindSpore says:\n{error}") from None
 
 
 def gather(numbers: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """For networks that MindSpore shards: no exchange of ms_accum, and buffers that are cut like their parameters."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import mindspore as ms
@@ -44,16 +44,18 @@ class Slices(OneDevice):
     def give_back(self, buffers: tuple[Parameter, ...]) -> None:
         """See `OneDevice`. Clones fit only their originals."""
 
-    def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
+    def microbatch(self, place: Any, gradients: Gradients, numbers: Numbers, measured: Numbers
+                   ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`. Raise ValueError when a graph is compiled, if a feature would get slices, and op by op."""
         require_compiled(ops.isconstant(gradients[0]))  # while a graph is compiled, no value is known
         require_whole_gradients(self.features)
-        return gradients, numbers
+        return gradients, numbers, measured
 
-    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
+    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers, measured: Numbers
+               ) -> tuple[Gradients, Scalar, Numbers]:
         """See `OneDevice` and `microbatch`."""
         require_whole_gradients(self.features)
-        return buffers, unit, numbers
+        return buffers, unit, measured
 
     def require_whole_state(self) -> None:
         """See `OneDevice`."""

@@ -17,12 +17,13 @@ from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.communication import GlobalComm, get_rank
 
 from ..arguments import instance_of
-from ..tensors import as_array, as_numbers, as_vector, multiply_no_nan, state_parameter
+from ..tensors import as_array, as_numbers, as_tensor, as_vector, multiply_no_nan, state_parameter
 from .buckets import gradients_of_bucket
-from .exchange import OneDevice, depth_first, group_of, new_buffers
+from .exchange import ManyRanks, group_of, new_buffers
 from .parallel_modes import require_unreduced
 from .ranks import gather, world_size
 from .rows import Rows, width_of
+from .tags import WEIGH
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
@@ -135,7 +136,7 @@ class Scatter:
 
 
 @ms.jit_class
-class Zero(OneDevice):
+class Zero(ManyRanks):
     """Scatter gradients, and gather parameters; see `Exchange` for `inside` and `across`.
 
     If each rank is alone inside (stage 1), buffers are whole. If ranks inside sum (stage 2), each rank keeps `across`
@@ -152,17 +153,15 @@ class Zero(OneDevice):
     divides_parameters = True
 
     def __init__(self, accumulated: AccumulatedParameters, inside: int, ranks: int, size: int) -> None:
-        super().__init__(accumulated)
-        self.rank, self.ranks, self.inside, self.across = get_rank(), ranks, inside, ranks // inside
-        self.divides_buffers, self.shared_unit = inside > 1, 1.0 if inside > 1 else None
-        self.jit_options = depth_first(inside)
+        super().__init__(accumulated, inside, ranks)
+        self.divides_buffers = inside > 1
         node, place = divmod(self.rank, inside)
         self.inner: Any = None  # a Scatter, if ranks inside sum
         self.outer: Any = None  # a Scatter, if ranks across do
         if inside > 1:
-            self.inner = Scatter(group_of(range(node * inside, (node + 1) * inside)), place, inside)
+            self.inner = Scatter(group_of(self.members_inside), place, inside)
         if self.across > 1:
-            self.outer = Scatter(group_of(range(place, ranks, inside)), node, self.across)
+            self.outer = Scatter(group_of(self.members_across), node, self.across)
         self.row_number = place * self.across + node
         self.rows = Rows(accumulated.parameters, accumulated.dtypes, size, ranks)
         self.backwards = self.rows.members[::-1]
@@ -183,22 +182,27 @@ class Zero(OneDevice):
         rows = [(f"rows{i}", (length * self.across,)) for i, length in enumerate(self.rows.lengths)]
         return new_buffers(prefix, rows, self.rows.bucket_dtypes)
 
-    def microbatch(self, gradients: Gradients, numbers: Numbers) -> tuple[Gradients, Numbers]:
+    def microbatch(self, place: Any, gradients: Gradients, numbers: Numbers, measured: Numbers
+                   ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if not self.divides_buffers:
-            return gradients, numbers
-        sums = self.inner.sum(as_vector(numbers))
-        numbers = as_numbers(sums, len(numbers))
-        return self._scattered(self.inner, gradients, sums), numbers
+            return gradients, numbers, measured
+        sums, numbers = self._meet_inside(place, numbers)
+        if measured:
+            sums = self.inner.sum(ops.depend(as_vector(measured), sums))
+            measured = as_numbers(sums, len(measured))
+        return self._scattered(self.inner, gradients, sums), numbers, measured
 
-    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
+    def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers, measured: Numbers
+               ) -> tuple[Gradients, Scalar, Numbers]:
         """See `OneDevice`. The gradients are this rank's slices, in the unit 1."""
-        require_unreduced()
         rows = buffers
         if self.across > 1:
-            sums = self.outer.sum(as_vector(numbers))
-            numbers = as_numbers(sums, len(numbers))
+            sums = as_vector(numbers)
+            if measured:
+                sums = self.outer.sum(ops.depend(as_vector(measured), sums))
+                measured = as_numbers(sums, len(measured))
             if self.divides_buffers:
                 rows = ()
                 for row in buffers:
@@ -206,7 +210,7 @@ class Zero(OneDevice):
                     rows = (*rows, sums)
             else:
                 rows = self._scattered(self.outer, buffers, sums, unit)
-        return self.rows.slices(rows), ops.ones_like(numbers[0]), numbers
+        return self.rows.slices(rows), ops.ones_like(as_tensor(numbers[0])), measured
 
     def _scattered(self, scatter: Scatter, gradients: Gradients, previous: Tensor, unit: Optional[Scalar] = None
                    ) -> Gradients:
@@ -269,9 +273,12 @@ class Zero(OneDevice):
         """See `OneDevice`."""
         return Tensor(_part(as_array(value), self.row_number, self.ranks), value.dtype)
 
-    def total(self, numbers: Numbers) -> Numbers:
+    def total(self, place: Any, numbers: Numbers, active: float) -> Numbers:
         """See `OneDevice`."""
-        return as_numbers(self.sum(as_vector(numbers)), len(numbers))
+        agreed, sums = self.tags_across.compare((WEIGH, self.number, place[0] + 0), (0.0, 0.0, active), self.disagreed)
+        if agreed:
+            numbers = as_numbers(self.sum(ops.depend(as_vector(numbers), sums)), len(numbers))
+        return numbers
 
     def describe(self) -> str:
         """See `OneDevice`."""

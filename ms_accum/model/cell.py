@@ -227,7 +227,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
 
     def _explain(self, error: Exception) -> None:
         """Forget all graphs, and raise an error that names the cause, if it is known; see `explain`."""
-        explain(error, self.optimizer, self._forget_graphs)
+        explain(error, self.optimizer, self._forget_graphs, self.window.exchange)
 
     def _forget_graphs(self) -> None:
         self.compile_cache.clear()

@@ -20,7 +20,8 @@ from ..cli.interrupts import raise_if_interrupted
 from ..cli.options import add_command, output
 from ..cli.process import join_ranks, versions
 from ..core.probe import SWITCH, kernels
-from ..distributed.ranks import gather, wait_for_all, world_size
+from ..distributed.ranks import gather, world_size
+from ..distributed.tags import wait_for_all
 from ..steps.errors import one_line
 
 if TYPE_CHECKING:

@@ -4,28 +4,40 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from os import environ
+from typing import TYPE_CHECKING
 
 from ..core.boundary import NoProgress
 from ..core.optimizers import require_rates
 from ..distributed.ranks import raise_if_left_alone
+from ..distributed.tags import RanksDiffer
+
+if TYPE_CHECKING:
+    from ..distributed.exchange import OneDevice
 
 # Errors about what a function returned are the same for every piece.
 _REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")
 
 
-def explain(error: Exception, optimizer: Callable, forget_graphs: Callable[[], object]) -> None:
+def explain(error: Exception, optimizer: Callable, forget_graphs: Callable[[], object], exchange: OneDevice) -> None:
     """Forget all graphs after an error, and raise an error that names the cause, if it is known.
 
     A graph in which a kernel has failed fails in all later calls (MindSpore 2.10).
 
     Args:
-        error: The error. After `NoProgress`, which no kernel raised, nothing is done.
+        error: The error. After `NoProgress` and `RanksDiffer`, which no kernel raised, nothing is done.
         optimizer: The optimizer whose update may have failed.
         forget_graphs: Function that is called, so that everything is compiled again.
+        exchange: Of the accumulator. If ranks have disagreed, their collectives may have failed.
     """
-    if isinstance(error, NoProgress):
+    if isinstance(error, (NoProgress, RanksDiffer)):
         return
     forget_graphs()
+    try:
+        exchange.require_agreement()
+    except RanksDiffer as differ:
+        raise differ from error
+    except RuntimeError:  # the device may be unreadable by now
+        pass
     raise_if_left_alone(error)
     with suppress(RuntimeError):  # the device may be unreadable by now
         require_rates(optimizer)

@@ -122,7 +122,7 @@ class Whole:
     def update(self, *batch: Any) -> Any:
         """Update with a microbatch as a window of its own. Return the loss, or `(loss, aux)`."""
         found = self.loss.gradients_of(self.samples, batch, False)
-        self.window.apply(self.window.alone(found["gradients"], found["weight"], found["factor"]))
+        self.window.update_alone(found["gradients"], found["weight"], found["factor"])
         return (found["loss"], found["aux"]) if self.loss.has_aux else found["loss"]
 
 

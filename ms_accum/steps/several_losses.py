@@ -128,7 +128,13 @@ class SeveralLossesStep(TrainStep):
 
     def _before_exchange(self) -> None:
         """Take part in summing the weights of windows of the ranks that still have data."""
-        self._total(Tensor(np.zeros(self._losses), ms.float32))
+        self._summed(np.zeros(self._losses), 0.0)
+
+    def _summed(self, weights: np.ndarray, active: float) -> Tensor:
+        """Return the sums of a window's weights over all ranks. `active`: 1 on a rank that still has data."""
+        totals = self._total(Tensor(weights, ms.float32), Tensor(active, ms.float32))
+        self.accumulator.exchange.require_agreement()
+        return totals
 
     def _require_closed(self) -> None:
         """Raise RuntimeError if a window is open: its weights were summed for all of its batches."""
@@ -160,7 +166,7 @@ class SeveralLossesStep(TrainStep):
     def _train_window(self, window: KnownWindow) -> Iterator[Any]:
         """Train on the microbatches of a window, and close it with the last one."""
         try:
-            totals = self._total(Tensor(np.concatenate(window.weights).sum(0), ms.float32))
+            totals = self._summed(np.concatenate(window.weights).sum(0), 1.0)
         except Exception as error:
             self._explain(error)
             raise
@@ -176,11 +182,11 @@ class Total:
     """Sum the weights of a window over all ranks."""
 
     def __init__(self, window: Window) -> None:
-        self.exchange = window.exchange
+        self.exchange, self.place = window.exchange, window.place
 
-    def __call__(self, weights: Tensor) -> Tensor:
+    def __call__(self, weights: Tensor, active: Tensor) -> Tensor:
         """Return the sums of weights: float32 `(losses,)`."""
-        return as_vector(self.exchange.total(as_numbers(weights, weights.shape[0])))
+        return as_vector(self.exchange.total(self.place, as_numbers(weights, weights.shape[0]), active))
 
 
 @ms.jit_class

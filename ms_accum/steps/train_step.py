@@ -14,7 +14,7 @@ from mindspore import nn
 from mindspore.dataset.engine.datasets import Dataset
 from mindspore.ops import PrimitiveWithInfer
 
-from ..arguments import Uncopied, boolean, one_of, require_callable, whole_number, with_options_of
+from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import cells_of, checked_parameters, require_rates, require_same_parameters
 from ..core.precision import warn_of_lost_gradients
@@ -177,7 +177,7 @@ class TrainStep(Uncopied):
                     self._flush_after_last()
                 yield result
             if not last:  # there was no batch: take part in the windows of other ranks
-                self.flush()
+                self._flush(ends_epoch=True)
             self.boundary.end_epoch(is_empty=not last)
         except GeneratorExit:  # the loop was left
             raise
@@ -203,7 +203,7 @@ class TrainStep(Uncopied):
     def _flush_after_last(self) -> None:
         """Flush, and set `updated` if the last batch or the flush made an update."""
         updated = self._updated
-        self.flush()
+        self._flush(ends_epoch=True)
         self._updated = self._updated or updated
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -237,19 +237,35 @@ class TrainStep(Uncopied):
             f"{held} in the open window", f"{status.update_step:,} update{'s' * (status.update_step != 1)}",
             f"{status.seen:,} {self._counts}"]))
 
+    def on_update(self, function: Callable[[], object], every: int = 1) -> None:
+        """Call a Python function after each update whose count is a multiple of `every`: to save, evaluate or log.
+
+        With several ranks, all of them call it after the same update, also while they flush: so `save_checkpoint` is
+        right in it, however uneven the data are. It must not train or flush.
+
+            train_step.on_update(lambda: save_checkpoint("run.safetensors", network, train_step), every=100)
+
+        Args:
+            function: Called without arguments. An error that it raises is raised by the call that updated.
+            every: A number of updates, >= 1.
+        """
+        instance_of("function", function, Callable, "a function without arguments")
+        self.boundary.call_after_updates(whole_number("every", every, "it is a number of updates"), function)
+
     def flush(self) -> bool:
         """Apply the incomplete window if one is open. Return whether a window was closed (applied or dropped).
 
-        With several ranks, every rank has to call it: each takes part in the windows of the others until no rank has
-        data.
+        With several ranks, every rank that left its epoch early has to call it, and in a loop of single calls every
+        rank: each takes part in the windows of the others until no rank has data. After an epoch that was trained to
+        its end, which flushes by itself, it does nothing.
         """
         require_python("flush of a train step")
         return self._flush()
 
-    def _flush(self) -> bool:
+    def _flush(self, ends_epoch: bool = False) -> bool:
         self._updated = None
         try:
-            closed, self._updated = self.boundary.flush(self.pieces, False, self._before_exchange)
+            closed, self._updated = self.boundary.flush(self.pieces, False, self._before_exchange, ends_epoch)
         except Exception as error:
             self._explain(error)
             raise
@@ -310,7 +326,7 @@ class TrainStep(Uncopied):
 
     def _explain(self, error: Exception) -> None:
         """Forget all graphs, and raise an error that names the cause, if it is known; see `explain`."""
-        explain(error, self.window.optimizer, self._forget_graphs)
+        explain(error, self.window.optimizer, self._forget_graphs, self.window.exchange)
 
     def _forget_graphs(self) -> None:
         """Let later calls compile again."""

@@ -60,7 +60,7 @@ def exchanging(count, mixed):
     of_ranks = Alone(parameters(count), mixed, 2**20)
 
     def step(weight, *grads):
-        return finite_sum(of_ranks.all_reduce(grads, (weight,), weight)[0])
+        return finite_sum(of_ranks.all_reduce(grads, (weight,), weight, weight)[0])
 
     return step
 
@@ -111,7 +111,7 @@ def test_buckets_hold_each_gradient(mixed, mode):
     of_ranks = Alone(parameters(9), mixed, 100)
 
     def step(weight, *grads):
-        return of_ranks.all_reduce(grads, (weight, weight + 1), weight)
+        return of_ranks.all_reduce(grads, (weight, weight + 1), weight, weight)
 
     summed, numbers = compiled(step, mode)(Tensor(0.5), *grads)
     assert [one.asnumpy().tolist() for one in summed] == [one.asnumpy().tolist() for one in grads]

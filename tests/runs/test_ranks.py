@@ -1,6 +1,7 @@
 """Ranks as a whole: which are refused, what they save and print, and how a run of them ends."""
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,7 +168,8 @@ def test_only_an_exchange_that_failed_means_that_a_rank_is_missing():
         said = said_by(raise_if_left_alone, error)
         assert said.startswith(expected)
         assert (name in said) == (expected is ALONE)
-        assert said_by(explain, error, None, int).startswith(ALONE) == (expected is ALONE)
+        exchange = SimpleNamespace(require_agreement=int)
+        assert said_by(explain, error, None, int, exchange).startswith(ALONE) == (expected is ALONE)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -37,7 +38,7 @@ from ms_accum.checkpoint.file import read_file
 from ms_accum.core.window import Window
 from ms_accum.distributed import data_parallel
 from ms_accum.distributed.buckets import Buckets
-from ms_accum.distributed.ranks import wait_for_all
+from ms_accum.distributed.tags import wait_for_all
 from ms_accum.distributed.zero import Scatter
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
 from ms_accum.selftest.comparing import difference, values
@@ -297,7 +298,8 @@ def logged(rank, sync):
             losses[run_context.original_args().cur_step_num] = float(run_context.original_args().net_outputs)
             said.append(said_by(super().on_train_step_end, run_context))
 
-    acc = accumulator(network, sync=sync, clip_norm=None)
+    reducer = replace(REDUCERS[sync], compare=False)  # ranks differ once the rate has changed
+    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean", reducer=reducer)
     cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
     callbacks = [FlushCallback(), WindowLog(rows.append), Recorder(LearningRateScheduler(lambda rate, step: rate / 2))]
     data = GeneratorDataset(microbatches(rank, uneven=True), ["x", "y"], shuffle=False)
@@ -387,8 +389,8 @@ def selftest(rank):
     """Status and rows of `ms-accum selftest`: as it is, with sums that are halved, and wrong on rank 1."""
 
     def half(exchange):
-        def halved(self, gradients, numbers, unit=None):
-            gradients, numbers = exchange(self, gradients, numbers, unit)
+        def halved(self, gradients, *others):
+            gradients, numbers = exchange(self, gradients, *others)
             return tuple(g / 2 for g in gradients), numbers
         return halved
 

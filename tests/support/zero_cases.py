@@ -24,7 +24,8 @@ from ms_accum import (
     save_checkpoint,
 )
 from ms_accum import shard_parameters as sharded
-from ms_accum.distributed.ranks import gather, wait_for_all
+from ms_accum.distributed.ranks import gather
+from ms_accum.distributed.tags import wait_for_all
 from ms_accum.distributed.zero import Scatter, Zero
 from ms_accum.model.callbacks import FlushCallback
 from ms_accum.selftest.networks import MLP, batches, mean_loss

@@ -1,0 +1,142 @@
+"""Tags: what each rank is about to exchange, compared on all ranks before anything is exchanged.
+
+Collectives are anonymous: what one rank sends in a flush pairs with what another sends in a window, for another
+accumulator, or in a save. So each exchange begins with one small AllReduce of a fixed size, in which each rank has a
+row: its tag, and three numbers that the exchange needs anyway.
+
+    rank 0:  trains accumulator 1 in epoch 0 ─┐
+    rank 1:  saves a checkpoint              ─┴─► the tags differ: nothing more is exchanged, both ranks raise an error
+
+In a graph, no error can be raised. There, a mark on the device prevents that anything is applied from now on, and the
+host reads it before the next window closes, and at each flush, save and status.
+"""
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore.communication import GlobalComm, get_rank
+
+from ..tensors import as_vector, state_parameter
+from .ranks import left_alone, world_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..tensors import Numbers, Scalar
+
+# What a rank does: the first number of a tag. The others are the accumulator, the epoch, and whether ranks disagree.
+TRAIN, WEIGH, SAVE, LOAD, BUILD, COMPARE, WAIT = range(1, 8)
+_DOES = {TRAIN: "trains accumulator {} in epoch {}", WEIGH: "weighs a window of accumulator {} in epoch {}",
+         SAVE: "saves a checkpoint of accumulator {}", LOAD: "loads a checkpoint of accumulator {}",
+         BUILD: "builds accumulator {}, or a step for it", COMPARE: "ends a flush of accumulator {}",
+         WAIT: "waits for all ranks"}
+_TAG, _WIDTH = 4, 7  # numbers in a tag, and in a row
+_DIFFER = ("the ranks do not do the same at the same time, so nothing was exchanged: {}; every rank has to make the "
+           "same calls in the same order: build, flush(), save_checkpoint, load_checkpoint; call flush() after a loop "
+           "that only some ranks leave early{}")
+_CHANGED = "; parameters are those of the last update of all ranks; load a checkpoint on all ranks to go on"
+_FOREIGN = ("an exchange of ms_accum was mixed with another collective: {}; call your own collectives (AllReduce, ...) "
+            "at the same place on every rank, and not while another rank may still train or flush, e.g. after flush()")
+_numbers = count(1)
+
+
+class RanksDiffer(RuntimeError):
+    """Report that ranks were about to exchange different things. No graph has failed."""
+
+
+def new_number() -> int:
+    """Return the number of an accumulator that exchanges: its place in the order in which they are built."""
+    return next(_numbers)
+
+
+@ms.jit_class
+class Tags:
+    """Exchange tags in a group of ranks.
+
+    Args:
+        group: Name of the group.
+        members: The ranks in it, in order.
+        name: A prefix of the names of Parameters.
+
+    Attributes:
+        heard: The rows at the first disagreement: float32 `(ranks, 7)`.
+    """
+
+    def __init__(self, group: str, members: Sequence[int], name: str) -> None:
+        self.members, self.place, self.size = tuple(members), tuple(members).index(get_rank()), len(members)
+        self.sum = ops.AllReduce(group=group)
+        self.heard = state_parameter(f"{name}.heard", (self.size, _WIDTH), ms.float32)
+
+    def rows(self, row: Tensor) -> Tensor:
+        """Return the rows of all ranks in the group, `(ranks, 7)`, given this rank's, `(7,)`."""
+        # Not an AllGather: on CPU, MindSpore 2.10 has one for all ranks together only.
+        before, after = self.place * _WIDTH, (self.size - 1 - self.place) * _WIDTH
+        parts = (row,)  # type: tuple[Tensor, ...]
+        if before:
+            parts = (ops.zeros(before, ms.float32), *parts)
+        if after:
+            parts = (*parts, ops.zeros(after, ms.float32))
+        return self.sum(ops.concat(parts)).reshape(self.size, _WIDTH)
+
+    def compare(self, tag: tuple[Scalar, ...], numbers: Numbers, disagreed: Any) -> tuple[Tensor, Tensor]:
+        """Exchange tags, and three numbers. Return whether all tags are equal (bool `()`), and the sums, `(3,)`.
+
+        Args:
+            tag: What this rank does, the accumulator, and the epoch.
+            numbers: Three numbers.
+            disagreed: The mark, an int32 Parameter `()`. If it is set already, the result is False.
+        """
+        marked = disagreed.astype(ms.float32)
+        row = as_vector((*tag, marked, *numbers))
+        rows = self.rows(row)
+        same = ops.equal(rows[:, :_TAG], row[:_TAG]).astype(ms.float32).sum(-1).sum() == self.size * _TAG
+        agreed = ops.logical_and(same, marked == 0)
+        ops.assign(self.heard, ops.where(ops.logical_or(agreed, marked > 0), self.heard + 0, rows))
+        ops.assign(disagreed, ops.logical_not(agreed).astype(ms.int32))
+        return agreed, rows[:, _TAG:].sum(0)
+
+    def said(self) -> str:
+        """Return what the ranks did at the first disagreement, as text. For the host."""
+        return said_by(self.heard.asnumpy(), self.members)
+
+
+def announce(what: int, number: int = 0, epoch: int = 0) -> None:
+    """Say what this rank does next, and raise `RanksDiffer` on every rank unless all do the same. For the host."""
+    if world_size() == 1:
+        return
+    if not _world:
+        _world.append(Tags(GlobalComm.WORLD_COMM_GROUP, range(world_size()), "ranks"))
+    tags, sent = _world[0], np.array([what, number, epoch, 0, 0, 0, 0], np.float32)
+    with left_alone(_DOES[what].format(number, epoch)):
+        rows = tags.rows(Tensor(sent)).asnumpy()
+    if not np.array_equal(rows[:, :_TAG], np.tile(sent[:_TAG], (len(rows), 1))):
+        raise RanksDiffer(said_by(rows, tags.members))
+
+
+def wait_for_all() -> None:
+    """Wait for every rank: a rank that still communicates fails if another one ends."""
+    announce(WAIT)
+
+
+_world: list[Tags] = []  # of all ranks, once they are needed
+
+
+def said_by(rows: np.ndarray, members: Sequence[int]) -> str:
+    """Return the message about rows whose tags differ."""
+    tags = rows[:, :_TAG]
+    if not (np.isin(tags[:, 0], list(_DOES)).all() and np.isin(tags[:, 3], (0, 1)).all()
+            and (tags == tags.round()).all() and (tags >= 0).all()):
+        seen = [f"rank {rank} seems to send {row.tolist()}" for rank, row in zip(members, rows)]
+        return _FOREIGN.format("; ".join(seen))
+    does = []
+    for rank, row in zip(members, rows):
+        what, number, epoch, disagreed, *_, active = row.tolist()
+        text = _DOES[int(what)].format(int(number), int(epoch))
+        if what == TRAIN and active == 0:
+            text = text.replace("trains", "flushes")
+        does.append(f"rank {rank} {text}{' and disagreed with others before' * (disagreed > 0)}")
+    return _DIFFER.format("; ".join(does), _CHANGED * bool(np.isin(tags[:, 0], (TRAIN, WEIGH)).any()))
