@@ -141,6 +141,7 @@ class Boundary:
         self._has_place = True  # whether it says what this rank has trained
         self._is_interrupted = False  # whether the last loop over an epoch was
         self._may_be_full = False  # whether a call by hand has begun, and is not done
+        self._is_in_epoch = False  # whether a loop over an epoch has begun, and no flush has ended since
         self._is_ended = False  # whether the flush of an epoch was the last thing that happened
         self._after_update: list[tuple[int, Callable[[], object]]] = []
         self.forget()
@@ -249,11 +250,12 @@ class Boundary:
             pieces: The number of pieces in which each rank adds a microbatch.
             eager: See `begin`; None: as before.
             before_exchange: Called before each exchange of a window.
-            ends_epoch: Whether an epoch ends with it. Another flush right after it does nothing: it would join the next
-                epoch of a rank that left this one early, and therefore called `flush` itself.
+            ends_epoch: Whether an epoch calls it at its end. Then the next flush does nothing, if nothing was trained
+                in between: it would join the next epoch of a rank that left this one early, and called `flush` itself.
         """
         require_trainable(self.window.weights)
         if self._is_ended and not ends_epoch:
+            self._is_ended = False
             return False, False
         self._run_as(self._eager if eager is None else eager)
         self.forget()
@@ -278,9 +280,10 @@ class Boundary:
                 self._count_update()
         if held > 0:
             closed, applied = True, self._close() or applied
+        exchange.end_round()
         exchange.compare_parameters()
         self.require_progress()
-        self._is_ended = ends_epoch
+        self._is_ended, self._is_in_epoch = ends_epoch, False
         return closed, applied
 
     # --- an epoch -----------------------------------------------------------------------------------------------------
@@ -300,9 +303,12 @@ class Boundary:
         """
         status = self.status()
         trained = status.trained
+        was_left, self._is_in_epoch = self._is_in_epoch, True
         if resume is None or trained == 0:
             if trained > 0 and self._is_loaded:
                 raise RuntimeError(_RESUMED.format(trained, status.epochs))
+            if was_left:
+                self.window.exchange.end_round()
             self.end_epoch()  # if the last loop was left early
             return 0
         if not resume:
@@ -516,7 +522,7 @@ class Boundary:
         ops.assign(window.unfinished, 0)
         self.note_saved()
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
-        self._is_ended = False
+        self._is_ended = self._is_in_epoch = False
 
     @property
     def gives_back(self) -> bool:
@@ -554,6 +560,10 @@ def _at_the_end(boundary: Boundary, process: int, name: str) -> None:
         closed, held = int(window.closed_windows), int(window.mini_step)
     if held and boundary.saved != (closed, held):
         warn(_LOST.format(name, f"{held} microbatch{'es' * (held > 1)}"), UserWarning, stacklevel=2)
+    with suppress(RuntimeError):
+        differ = window.exchange.disagreement()
+        if differ is not None:
+            warn(str(differ), UserWarning, stacklevel=2)
     if boundary.gives_back:
         window.exchange.give_back(window.buffers)
 

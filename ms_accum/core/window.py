@@ -195,8 +195,7 @@ class Window:
         # A factor of 0 makes the gradient 0, NaN included.
         factor = (weight if factor is None else factor) / self.unit
         gradients, sums, measured = self.exchange.microbatch(
-            self.place, mapped(weighted, factor, gradients, self.buffer_dtypes), (weight, taken * active, active),
-            measured)
+            mapped(weighted, factor, gradients, self.buffer_dtypes), (weight, taken * active, active), measured)
         if not self.is_in_use:  # when the first graph is compiled, or at the first call op by op
             note_use(self.number)
         # `add_each` is not called `add`: a graph would take a function of that name for this method.
@@ -242,7 +241,7 @@ class Window:
         such a rank). If ranks do not agree, nothing may follow.
         """
         # `+ 0` copies: the counter changes before the copy is used.
-        agreed, numbers = self.exchange.meet(self.place, (self.weight_sum, self.mini_step + 0, active))
+        agreed, numbers = self.exchange.meet((self.weight_sum, self.mini_step + 0, active))
         return {"agreed": agreed, "numbers": numbers}
 
     def total(self, numbers: Numbers) -> dict[str, Any]:
@@ -264,7 +263,7 @@ class Window:
         gradients, unit = checked_gradients(self.names, self.shapes, gradients), weight if factor is None else factor
         if isinstance(unit, Tensor) or unit == 0:  # a microbatch of weight 0 is ignored, NaN included
             gradients = mapped(weighted, unit != 0, gradients, self.buffer_dtypes)
-        agreed, numbers = self.exchange.meet(self.place, (weight, 1, 1.0))
+        agreed, numbers = self.exchange.meet((weight, 1, 1.0))
         if agreed:
             self.apply(self._judged(gradients, unit, numbers, (), weight, False))
 

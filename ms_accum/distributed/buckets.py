@@ -109,10 +109,6 @@ class Buckets:
             found = (*found, flat[self.rank * share:(self.rank + 1) * share])
         return found
 
-    def sum_numbers(self, numbers: Numbers, before: Tensor) -> Numbers:
-        """Return the sums of numbers over all ranks, exchanged after `before`, without gradients."""
-        return as_numbers(self.sum(ops.depend(as_vector(numbers), before)), len(numbers))
-
     def _gathered(self, part: Tensor) -> Tensor:
         if self.gather is not None:
             return self.gather(part)

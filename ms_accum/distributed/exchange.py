@@ -104,26 +104,22 @@ class OneDevice:
         """Keep buffers that nothing uses any more for the next accumulator."""
         reuse(buffers)
 
-    def microbatch(self, place: Any, gradients: Gradients, numbers: Numbers, measured: Numbers
+    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """Return the gradients to add to the buffers, and the numbers, summed over the ranks inside.
 
         Args:
-            place: `Window.place`, whose first element is the epoch.
             gradients: Of this rank's microbatch, or piece.
             numbers: The weight, whether it is taken, whether the rank still has data.
             measured: What stages have measured.
         """
         return gradients, numbers, measured
 
-    def meet(self, place: Any, numbers: Numbers) -> tuple[Any, Numbers]:
+    def meet(self, numbers: Numbers) -> tuple[Any, Numbers]:
         """Return whether all ranks are about to close a window of this accumulator, and the numbers, summed across.
 
-        True, or a bool Tensor `()`: nothing more may be exchanged, and nothing applied, if it is false.
-
-        Args:
-            place: `Window.place`, whose first element is the epoch.
-            numbers: The weight, the number of microbatches, the number of ranks that still have data.
+        True, or a bool Tensor `()`: nothing more may be exchanged, and nothing applied, if it is false. `numbers`: the
+        weight, the number of microbatches, the number of ranks that still have data.
         """
         return True, numbers
 
@@ -135,17 +131,27 @@ class OneDevice:
         """
         return buffers, unit, measured
 
-    def total(self, place: Any, numbers: Numbers, active: float) -> Numbers:
+    def total(self, numbers: Numbers, active: Scalar) -> Numbers:
         """Return the sums of the weights of several losses over all ranks."""
         return numbers
 
+    def disagreement(self) -> Optional[RanksDiffer]:
+        """Return the error to raise if ranks have disagreed in an earlier exchange, in a graph. It reads the device."""
+        return None
+
     def require_agreement(self) -> None:
-        """Raise `RanksDiffer` if ranks have disagreed in an earlier exchange, in a graph. It waits for the device."""
+        """Raise `RanksDiffer` if ranks have disagreed in an earlier exchange."""
+        differ = self.disagreement()
+        if differ is not None:
+            raise differ
 
     def forgive(self) -> None:
-        """Forget an earlier disagreement: all ranks load a checkpoint."""
+        """Forget rounds, and an earlier disagreement: all ranks load a checkpoint."""
 
-    def announce(self, what: int, epoch: int = 0) -> None:
+    def end_round(self) -> None:
+        """Note that all ranks have ended a flush, or that this rank begins an epoch after it has left one early."""
+
+    def announce(self, what: int) -> None:
         """Say what this rank does next with this accumulator, and raise `RanksDiffer` unless all ranks do the same."""
 
     def require_alike(self, facts: Mapping[str, str], remedy: str) -> None:
@@ -189,6 +195,7 @@ class ManyRanks(OneDevice):
 
     Attributes:
         disagreed: 1 if ranks have disagreed in a graph, else 0: int32 Parameter `()`.
+        rounds: Number of flushes of all ranks, and of epochs that this rank has left without one: int32 Parameter `()`.
     """
 
     def __init__(self, accumulated: AccumulatedParameters, inside: int, ranks: int) -> None:
@@ -201,47 +208,63 @@ class ManyRanks(OneDevice):
         self.members_inside = range(node * inside, (node + 1) * inside)
         self.members_across = range(place, ranks, inside)
         name = f"exchange{self.number}"
-        self.disagreed = state_parameter(f"{name}.disagreed", (), ms.int32)
+        self.disagreed, self.rounds = (state_parameter(f"{name}.{mark}", (), ms.int32) for mark in (
+            "disagreed", "rounds"))
         self.tags_inside: Any = None  # Tags, if ranks inside sum
         self.tags_across: Any = None  # Tags, if ranks across do
         if inside > 1:
             self.tags_inside = Tags(group_of(self.members_inside), self.members_inside, f"{name}.inside")
         if self.across > 1:
             self.tags_across = Tags(group_of(self.members_across), self.members_across, f"{name}.across")
+        self.sum = ops.AllReduce()
         self.tags = [tags for tags in (self.tags_inside, self.tags_across) if tags is not None]
 
-    def _meet_inside(self, place: Any, numbers: Numbers) -> tuple[Tensor, Numbers]:
-        """Return the sums of numbers over the ranks inside, also as a vector. The mark is set if ranks disagree.
+    def _meet_inside(self, numbers: Numbers) -> tuple[Tensor, Numbers]:
+        """Return the sums of numbers over the ranks inside, as a vector and as numbers. Mark if ranks disagree.
 
         There is no branch: gradients that wait for one would be in memory together.
         """
-        agreed, sums = self.tags_inside.compare((TRAIN, self.number, place[0] + 0), numbers, self.disagreed)
+        agreed, sums = self._compared(self.tags_inside, TRAIN, numbers)
         sums = ops.depend(sums, agreed)
         return sums, as_numbers(sums, 3)
 
-    def meet(self, place: Any, numbers: Numbers) -> tuple[Any, Numbers]:
+    def meet(self, numbers: Numbers) -> tuple[Any, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if self.across == 1:
             return self.disagreed == 0, numbers
-        agreed, sums = self.tags_across.compare((TRAIN, self.number, place[0] + 0), numbers, self.disagreed)
+        agreed, sums = self._compared(self.tags_across, TRAIN, numbers)
         return agreed, as_numbers(sums, 3)
 
-    def require_agreement(self) -> None:
+    def total(self, numbers: Numbers, active: Scalar) -> Numbers:
         """See `OneDevice`."""
-        if int(self.disagreed):
-            heard = [tags for tags in self.tags if tags.heard.asnumpy().any()]
-            raise RanksDiffer(heard[0].said())
+        agreed, sums = self._compared(self.tags_across, WEIGH, (0.0, 0.0, active))
+        if agreed:
+            numbers = as_numbers(self.sum(ops.depend(as_vector(numbers), sums)), len(numbers))
+        return numbers
+
+    def _compared(self, tags: Tags, what: int, numbers: Numbers) -> tuple[Tensor, Tensor]:
+        return tags.compare((what, self.number, self.rounds + 0), numbers, self.disagreed)
+
+    def disagreement(self) -> Optional[RanksDiffer]:
+        """See `OneDevice`."""
+        if not int(self.disagreed):
+            return None
+        return RanksDiffer(next(tags.said() for tags in self.tags if tags.heard.asnumpy().any()))
 
     def forgive(self) -> None:
         """See `OneDevice`."""
-        for mark in (self.disagreed, *(tags.heard for tags in self.tags)):
+        for mark in (self.disagreed, self.rounds, *(tags.heard for tags in self.tags)):
             ops.assign(mark, ops.zeros_like(mark))
 
-    def announce(self, what: int, epoch: int = 0) -> None:
+    def end_round(self) -> None:
+        """See `OneDevice`."""
+        ops.assign_add(self.rounds, 1)
+
+    def announce(self, what: int) -> None:
         """See `OneDevice`."""
         self.require_agreement()
-        announce(what, self.number, epoch)
+        announce(what, self.number)
 
     def require_alike(self, facts: Mapping[str, str], remedy: str) -> None:
         """See `OneDevice`."""
@@ -274,13 +297,13 @@ class Exchange(ManyRanks):
         if inside < ranks:
             self.outer = ops.AllReduce(group=group_of(self.members_across))
 
-    def microbatch(self, place: Any, gradients: Gradients, numbers: Numbers, measured: Numbers
+    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if self.inside == 1:
             return gradients, numbers, measured
-        sums, numbers = self._meet_inside(place, numbers)
+        sums, numbers = self._meet_inside(numbers)
         gradients, measured = self.inner.all_reduce(gradients, measured, sums)
         return gradients, numbers, measured
 
@@ -306,13 +329,6 @@ class Exchange(ManyRanks):
         # The first part waits for all earlier exchanges, and the other parts wait for it.
         parts = self.inner.all_gather((ops.depend(parts[0], sums), *parts[1:]))
         return parts, one, measured
-
-    def total(self, place: Any, numbers: Numbers, active: float) -> Numbers:
-        """See `OneDevice`."""
-        agreed, sums = self.tags_across.compare((WEIGH, self.number, place[0] + 0), (0.0, 0.0, active), self.disagreed)
-        if agreed:
-            numbers = self.all.sum_numbers(numbers, sums)
-        return numbers
 
 
 def depth_first(inside: int) -> dict[str, str]:

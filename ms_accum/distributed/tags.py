@@ -4,8 +4,8 @@ Collectives are anonymous: what one rank sends in a flush pairs with what anothe
 accumulator, or in a save. So each exchange begins with one small AllReduce of a fixed size, in which each rank has a
 row: its tag, and three numbers that the exchange needs anyway.
 
-    rank 0:  trains accumulator 1 in epoch 0 ─┐
-    rank 1:  saves a checkpoint              ─┴─► the tags differ: nothing more is exchanged, both ranks raise an error
+    rank 0:  trains accumulator 1 ─┐
+    rank 1:  saves a checkpoint   ─┴─► the tags differ: nothing more is exchanged, both ranks raise an error
 
 In a graph, no error can be raised. There, a mark on the device prevents that anything is applied from now on, and the
 host reads it before the next window closes, and at each flush, save and status.
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     from ..tensors import Numbers, Scalar
 
-# What a rank does: the first number of a tag. The others are the accumulator, the epoch, and whether ranks disagree.
+# What a rank does: the first number of a tag. The others are the accumulator, the rounds (see `ManyRanks`), and whether
+# ranks have disagreed before.
 TRAIN, WEIGH, SAVE, LOAD, BUILD, COMPARE, WAIT = range(1, 8)
-_DOES = {TRAIN: "trains accumulator {} in epoch {}", WEIGH: "weighs a window of accumulator {} in epoch {}",
+_DOES = {TRAIN: "trains accumulator {}, after {} flushes", WEIGH: "weighs a window of accumulator {}, after {} flushes",
          SAVE: "saves a checkpoint of accumulator {}", LOAD: "loads a checkpoint of accumulator {}",
          BUILD: "builds accumulator {}, or a step for it", COMPARE: "ends a flush of accumulator {}",
          WAIT: "waits for all ranks"}
@@ -86,7 +87,7 @@ class Tags:
         """Exchange tags, and three numbers. Return whether all tags are equal (bool `()`), and the sums, `(3,)`.
 
         Args:
-            tag: What this rank does, the accumulator, and the epoch.
+            tag: What this rank does, the accumulator, and the rounds.
             numbers: Three numbers.
             disagreed: The mark, an int32 Parameter `()`. If it is set already, the result is False.
         """
@@ -104,14 +105,14 @@ class Tags:
         return said_by(self.heard.asnumpy(), self.members)
 
 
-def announce(what: int, number: int = 0, epoch: int = 0) -> None:
+def announce(what: int, number: int = 0) -> None:
     """Say what this rank does next, and raise `RanksDiffer` on every rank unless all do the same. For the host."""
     if world_size() == 1:
         return
     if not _world:
         _world.append(Tags(GlobalComm.WORLD_COMM_GROUP, range(world_size()), "ranks"))
-    tags, sent = _world[0], np.array([what, number, epoch, 0, 0, 0, 0], np.float32)
-    with left_alone(_DOES[what].format(number, epoch)):
+    tags, sent = _world[0], np.array([what, number, 0, 0, 0, 0, 0], np.float32)
+    with left_alone(_DOES[what].format(number, 0)):
         rows = tags.rows(Tensor(sent)).asnumpy()
     if not np.array_equal(rows[:, :_TAG], np.tile(sent[:_TAG], (len(rows), 1))):
         raise RanksDiffer(said_by(rows, tags.members))
@@ -134,8 +135,8 @@ def said_by(rows: np.ndarray, members: Sequence[int]) -> str:
         return _FOREIGN.format("; ".join(seen))
     does = []
     for rank, row in zip(members, rows):
-        what, number, epoch, disagreed, *_, active = row.tolist()
-        text = _DOES[int(what)].format(int(number), int(epoch))
+        what, number, rounds, disagreed, *_, active = row.tolist()
+        text = _DOES[int(what)].format(int(number), int(rounds))
         if what == TRAIN and active == 0:
             text = text.replace("trains", "flushes")
         does.append(f"rank {rank} {text}{' and disagreed with others before' * (disagreed > 0)}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, ops
-from mindspore.communication import GlobalComm, get_rank
+from mindspore.communication import get_rank
 
 from ..arguments import instance_of
 from ..tensors import as_array, as_numbers, as_tensor, as_vector, multiply_no_nan, state_parameter
@@ -23,7 +23,6 @@ from .exchange import ManyRanks, group_of, new_buffers
 from .parallel_modes import require_unreduced
 from .ranks import gather, world_size
 from .rows import Rows, width_of
-from .tags import WEIGH
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
@@ -170,7 +169,7 @@ class Zero(ManyRanks):
         for part, whole in zip(accumulated.slices, accumulated.parameters):
             part.name = f"slice.{whole.name}"  # two Parameters in one graph must have different names
         self.cuts = tuple(_cut(whole.size, self.row_number, ranks) for whole in accumulated.parameters)
-        self.sum, self.gather = ops.AllReduce(group=GlobalComm.WORLD_COMM_GROUP), ops.AllGather()
+        self.gather = ops.AllGather()
         # Always 0. `over_slices` reads and writes it, and `gather_parameters` reads it, so that all ranks run these
         # collectives in one order.
         self.order_token = state_parameter(f"zero{next(_exchanges)}.order_token", (1,), ms.float32)
@@ -182,13 +181,13 @@ class Zero(ManyRanks):
         rows = [(f"rows{i}", (length * self.across,)) for i, length in enumerate(self.rows.lengths)]
         return new_buffers(prefix, rows, self.rows.bucket_dtypes)
 
-    def microbatch(self, place: Any, gradients: Gradients, numbers: Numbers, measured: Numbers
+    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if not self.divides_buffers:
             return gradients, numbers, measured
-        sums, numbers = self._meet_inside(place, numbers)
+        sums, numbers = self._meet_inside(numbers)
         if measured:
             sums = self.inner.sum(ops.depend(as_vector(measured), sums))
             measured = as_numbers(sums, len(measured))
@@ -272,13 +271,6 @@ class Zero(ManyRanks):
     def cut(self, value: Tensor, whole: Parameter) -> Tensor:
         """See `OneDevice`."""
         return Tensor(_part(as_array(value), self.row_number, self.ranks), value.dtype)
-
-    def total(self, place: Any, numbers: Numbers, active: float) -> Numbers:
-        """See `OneDevice`."""
-        agreed, sums = self.tags_across.compare((WEIGH, self.number, place[0] + 0), (0.0, 0.0, active), self.disagreed)
-        if agreed:
-            numbers = as_numbers(self.sum(ops.depend(as_vector(numbers), sums)), len(numbers))
-        return numbers
 
     def describe(self) -> str:
         """See `OneDevice`."""

@@ -182,11 +182,11 @@ class Total:
     """Sum the weights of a window over all ranks."""
 
     def __init__(self, window: Window) -> None:
-        self.exchange, self.place = window.exchange, window.place
+        self.exchange = window.exchange
 
     def __call__(self, weights: Tensor, active: Tensor) -> Tensor:
         """Return the sums of weights: float32 `(losses,)`."""
-        return as_vector(self.exchange.total(self.place, as_numbers(weights, weights.shape[0]), active))
+        return as_vector(self.exchange.total(as_numbers(weights, weights.shape[0]), active))
 
 
 @ms.jit_class
