@@ -29,7 +29,18 @@ from ..tensors import as_numbers, as_vector, state_parameter
 from .buckets import Buckets
 from .parallel_modes import require_unreduced
 from .ranks import require_alike, world_size
-from .tags import BUILD, COMPARE, TRAIN, WEIGH, RanksDiffer, Tags, announce
+from .tags import (
+    BUILD,
+    COMPARE,
+    TRAIN,
+    WEIGH,
+    RanksDiffer,
+    Tags,
+    announce,
+    disagreement,
+    forget_disagreement,
+    tags_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -194,7 +205,6 @@ class ManyRanks(OneDevice):
     """Compare tags before each exchange; the base of `Exchange` and `Zero`.
 
     Attributes:
-        disagreed: 1 if ranks have disagreed in a graph, else 0: int32 Parameter `()`.
         rounds: Number of flushes of all ranks, and of epochs that this rank has left without one: int32 Parameter `()`.
     """
 
@@ -207,17 +217,14 @@ class ManyRanks(OneDevice):
         node, place = divmod(self.rank, inside)
         self.members_inside = range(node * inside, (node + 1) * inside)
         self.members_across = range(place, ranks, inside)
-        name = f"exchange{self.number}"
-        self.disagreed, self.rounds = (state_parameter(f"{name}.{mark}", (), ms.int32) for mark in (
-            "disagreed", "rounds"))
+        self.rounds = state_parameter(f"exchange{self.number}.rounds", (), ms.int32)
         self.tags_inside: Any = None  # Tags, if ranks inside sum
         self.tags_across: Any = None  # Tags, if ranks across do
         if inside > 1:
-            self.tags_inside = Tags(group_of(self.members_inside), self.members_inside, f"{name}.inside")
+            self.tags_inside = tags_of(group_of(self.members_inside), self.members_inside)
         if self.across > 1:
-            self.tags_across = Tags(group_of(self.members_across), self.members_across, f"{name}.across")
+            self.tags_across = tags_of(group_of(self.members_across), self.members_across)
         self.sum = ops.AllReduce()
-        self.tags = [tags for tags in (self.tags_inside, self.tags_across) if tags is not None]
 
     def _meet_inside(self, numbers: Numbers) -> tuple[Tensor, Numbers]:
         """Return the sums of numbers over the ranks inside, as a vector and as numbers. Mark if ranks disagree.
@@ -232,7 +239,7 @@ class ManyRanks(OneDevice):
         """See `OneDevice`."""
         require_unreduced()
         if self.across == 1:
-            return self.disagreed == 0, numbers
+            return self.tags_inside.disagreed == 0, numbers
         agreed, sums = self._compared(self.tags_across, TRAIN, numbers)
         return agreed, as_numbers(sums, 3)
 
@@ -244,18 +251,16 @@ class ManyRanks(OneDevice):
         return numbers
 
     def _compared(self, tags: Tags, what: int, numbers: Numbers) -> tuple[Tensor, Tensor]:
-        return tags.compare((what, self.number, self.rounds + 0), numbers, self.disagreed)
+        return tags.compare((what, self.number, self.rounds + 0), numbers)
 
     def disagreement(self) -> Optional[RanksDiffer]:
         """See `OneDevice`."""
-        if not int(self.disagreed):
-            return None
-        return RanksDiffer(next(tags.said() for tags in self.tags if tags.heard.asnumpy().any()))
+        return disagreement()
 
     def forgive(self) -> None:
         """See `OneDevice`."""
-        for mark in (self.disagreed, self.rounds, *(tags.heard for tags in self.tags)):
-            ops.assign(mark, ops.zeros_like(mark))
+        forget_disagreement()
+        ops.assign(self.rounds, 0)
 
     def end_round(self) -> None:
         """See `OneDevice`."""

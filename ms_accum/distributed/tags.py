@@ -7,17 +7,17 @@ row: its tag, and three numbers that the exchange needs anyway.
     rank 0:  trains accumulator 1 ─┐
     rank 1:  saves a checkpoint   ─┴─► the tags differ: nothing more is exchanged, both ranks raise an error
 
-In a graph, no error can be raised. There, a mark on the device prevents that anything is applied from now on, and the
-host reads it before the next window closes, and at each flush, save and status.
+In a graph, no error can be raised. There, a mark on the device prevents that anything is applied from now on, by any
+accumulator, and the host reads it before the next window closes, and at each flush, save and status.
 """
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm, get_rank
 
 from ..tensors import as_vector, state_parameter
@@ -61,16 +61,18 @@ class Tags:
     Args:
         group: Name of the group.
         members: The ranks in it, in order.
-        name: A prefix of the names of Parameters.
 
     Attributes:
         heard: The rows at the first disagreement: float32 `(ranks, 7)`.
+        disagreed: The mark: 1 if ranks have disagreed in a graph, else 0; int32 Parameter `()`, one for all groups.
     """
 
-    def __init__(self, group: str, members: Sequence[int], name: str) -> None:
+    def __init__(self, group: str, members: Sequence[int]) -> None:
         self.members, self.place, self.size = tuple(members), tuple(members).index(get_rank()), len(members)
         self.sum = ops.AllReduce(group=group)
-        self.heard = state_parameter(f"{name}.heard", (self.size, _WIDTH), ms.float32)
+        self.heard = state_parameter(f"{group}.heard", (self.size, _WIDTH), ms.float32)
+        known = next(iter(_of_groups.values()), None)
+        self.disagreed: Parameter = known.disagreed if known else state_parameter("ranks.disagreed", (), ms.int32)
 
     def rows(self, row: Tensor) -> Tensor:
         """Return the rows of all ranks in the group, `(ranks, 7)`, given this rank's, `(7,)`."""
@@ -83,35 +85,52 @@ class Tags:
             parts = (*parts, ops.zeros(after, ms.float32))
         return self.sum(ops.concat(parts)).reshape(self.size, _WIDTH)
 
-    def compare(self, tag: tuple[Scalar, ...], numbers: Numbers, disagreed: Any) -> tuple[Tensor, Tensor]:
+    def compare(self, tag: tuple[Scalar, ...], numbers: Numbers) -> tuple[Tensor, Tensor]:
         """Exchange tags, and three numbers. Return whether all tags are equal (bool `()`), and the sums, `(3,)`.
 
-        Args:
-            tag: What this rank does, the accumulator, and the rounds.
-            numbers: Three numbers.
-            disagreed: The mark, an int32 Parameter `()`. If it is set already, the result is False.
+        If the mark is set already, the result is False. `tag`: what this rank does, the accumulator, and the rounds.
         """
-        marked = disagreed.astype(ms.float32)
+        marked = self.disagreed.astype(ms.float32)
         row = as_vector((*tag, marked, *numbers))
         rows = self.rows(row)
         same = ops.equal(rows[:, :_TAG], row[:_TAG]).astype(ms.float32).sum(-1).sum() == self.size * _TAG
         agreed = ops.logical_and(same, marked == 0)
         ops.assign(self.heard, ops.where(ops.logical_or(agreed, marked > 0), self.heard + 0, rows))
-        ops.assign(disagreed, ops.logical_not(agreed).astype(ms.int32))
+        ops.assign(self.disagreed, ops.logical_not(agreed).astype(ms.int32))
         return agreed, rows[:, _TAG:].sum(0)
 
-    def said(self) -> str:
-        """Return what the ranks did at the first disagreement, as text. For the host."""
-        return said_by(self.heard.asnumpy(), self.members)
+
+def tags_of(group: str, members: Sequence[int]) -> Tags:
+    """Return the tags of a group of ranks; all accumulators share them."""
+    if group not in _of_groups:
+        _of_groups[group] = Tags(group, members)
+    return _of_groups[group]
+
+
+_of_groups: dict[str, Tags] = {}
+
+
+def disagreement() -> Optional[RanksDiffer]:
+    """Return the error to raise if ranks have disagreed in a graph. It reads the device."""
+    for tags in _of_groups.values():
+        if int(tags.disagreed) and tags.heard.asnumpy().any():
+            return RanksDiffer(said_by(tags.heard.asnumpy(), tags.members))
+    return None
+
+
+def forget_disagreement() -> None:
+    """Forget that ranks have disagreed: all of them load a checkpoint."""
+    for tags in _of_groups.values():
+        for mark in (tags.heard, tags.disagreed):
+            ops.assign(mark, ops.zeros_like(mark))
 
 
 def announce(what: int, number: int = 0) -> None:
     """Say what this rank does next, and raise `RanksDiffer` on every rank unless all do the same. For the host."""
     if world_size() == 1:
         return
-    if not _world:
-        _world.append(Tags(GlobalComm.WORLD_COMM_GROUP, range(world_size()), "ranks"))
-    tags, sent = _world[0], np.array([what, number, 0, 0, 0, 0, 0], np.float32)
+    tags = tags_of(GlobalComm.WORLD_COMM_GROUP, range(world_size()))
+    sent = np.array([what, number, 0, 0, 0, 0, 0], np.float32)
     with left_alone(_DOES[what].format(number, 0)):
         rows = tags.rows(Tensor(sent)).asnumpy()
     if not np.array_equal(rows[:, :_TAG], np.tile(sent[:_TAG], (len(rows), 1))):
@@ -122,8 +141,6 @@ def wait_for_all() -> None:
     """Wait for every rank: a rank that still communicates fails if another one ends."""
     announce(WAIT)
 
-
-_world: list[Tags] = []  # of all ranks, once they are needed
 
 
 def said_by(rows: np.ndarray, members: Sequence[int]) -> str:

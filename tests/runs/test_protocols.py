@@ -1,6 +1,7 @@
 """Ranks that make different calls: each draw trains as plain MindSpore would, or every rank raises an error."""
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from support import protocols
 from support.protocols import drawn, expected
 
+pytest_plugins = ["support.launch"]
 
 def launched(folder, ranks, first, count, *options, timeout=60):
     """`[[what each rank found] of each draw]`, and msrun's exit status."""
@@ -70,8 +72,64 @@ def test_without_tags_ranks_differ_or_wait(tmp_path):
     assert status != 0 or results["a difference"] + results["an error on some ranks"] > 0
 
 
+DIFFER = "RanksDiffer: the ranks do not do the same at the same time, so nothing was exchanged: "
+
+
+def test_ranks_that_leave_epochs_early_meet_at_the_same_end(left_by):
+    """Control: 12 windows are all; a flush more would join the next epoch (18 updates, 0.07 off)."""
+    assert left_by("left_early") == [[pytest.approx(0, abs=1e-6), 12, 12]] * 2
+
+
+def test_all_ranks_save_after_the_same_update(left_by):
+    (saved, same, updates), other = left_by("saved_on_update")
+    assert other == [saved, same, updates]
+    assert saved == list(range(2, updates + 1, 2)) != []
+    assert same
+
+
+def test_calls_that_only_some_ranks_make_raise_on_every_rank(left_by):
+    """Both sides are named. Control: after the ranks have loaded, they go on."""
+    for said in left_by("unmatched"):
+        assert re.match(DIFFER + "rank 0 saves a checkpoint of accumulator .*; rank 1 flushes accumulator",
+                        said["only_rank_0_saves"])
+        assert re.match(DIFFER + "rank 0 (trains|saves) .*; rank 1 (flushes|saves) ", said["saved_by_own_count"])
+        assert re.match(DIFFER + "rank 0 .*, after 0 flushes; rank 1 trains accumulator .*, after 1 flushes",
+                        said["left_without_flush"])
+        assert re.match("ValueError: rank 1 and rank 0 differ in the values of first.weight, .*; ranks have to hold "
+                        "equal parameters after each update", said["rates_apart"])
+        assert said["go_on"] == "accepted"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [*range(1000, 1006)])
+def test_two_steps_for_each_batch_need_equal_numbers_of_batches(left_by):
+    for uneven, off in left_by("twins", "calls"):
+        assert re.match(DIFFER + "rank 0 trains accumulator 2, .*; rank 1 flushes accumulator 1", uneven)
+        assert off < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["by_hand", "by_hand:jit"])
+def test_by_hand_nothing_is_applied_after_a_disagreement(left_by, case):
+    for rank, (status, moved, again) in enumerate(left_by(case, "calls")):
+        assert status.startswith(DIFFER)
+        assert not moved
+        assert again == status
+        assert f"rank {rank} trains" in status
+
+
+@pytest.mark.slow
+def test_another_collective_that_comes_between_is_an_error(folder_of):
+    """On the rank whose exchange was mixed; msrun then ends the other."""
+    end = json.loads((folder_of("mixed") / "end.json").read_text(encoding="utf-8"))
+    logs = "".join(path.read_text(encoding="utf-8") for path in (folder_of("mixed") / "logs").glob("worker_*.log"))
+    said = "".join(path.read_text(encoding="utf-8") for path in folder_of("mixed").glob("rank*.json"))
+    assert end["alive"] == []
+    assert re.search("an exchange of ms_accum was mixed with another collective|RanksDiffer|does not take part",
+                     logs + said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [1000, 1001, 1002])
 def test_where_ranks_sum_each_microbatch_a_disagreement_ends_the_run(tmp_path, first):
     """A graph goes on after it, so ranks end one after the other; each has an error."""
     found, status = launched(tmp_path, 2, first, 1, "microbatch", timeout=10)

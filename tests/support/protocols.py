@@ -1,4 +1,5 @@
-"""Programs of ranks, drawn at random, legal or not: `protocols.py FOLDER FIRST COUNT`, started by msrun.
+"""Programs of ranks, drawn at random, legal or not: `protocols.py FOLDER FIRST COUNT [OPTION]`, started by
+msrun. OPTION: a mode, whose draws are all illegal; or "untagged", the control.
 
 Each rank runs its own list of calls: epochs over different numbers of batches, some left early, flushes, saves, loads,
 a second accumulator, an exception, or an early end. A draw ends in one of two ways: no rank raises an error, and all
@@ -19,7 +20,9 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 
 from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint, shard_parameters, until_weight
-from ms_accum.distributed.tags import WAIT, announce
+from ms_accum.distributed.exchange import ManyRanks
+from ms_accum.distributed.tags import WAIT, Tags, announce
+from ms_accum.tensors import as_vector
 
 RATE, BUDGET, FEATURES = 0.1, 3, 3
 
@@ -204,13 +207,14 @@ def meet(has_failed):
     raise RuntimeError(f"ranks do not meet: {said}")
 
 
-def main(folder, first, count):
+def main(folder, first, count, option=None):
     ms.set_device("CPU")
     init()
-    rank, ranks = get_rank(), get_group_size()
-    built, path = {}, folder / f"rank{rank}.jsonl"
+    rank, ranks, built = get_rank(), get_group_size(), {}
+    if option == "untagged":
+        Tags.compare, ManyRanks.announce = untagged, lambda self, what: None
     for number in range(first, first + count):
-        mode, programs, _ = drawn(number, ranks)
+        mode, programs, _ = drawn(number, ranks, option if option in MODES else None)
         if mode not in built:
             built[mode] = Ranks(mode)
         built[mode].begin()
@@ -221,14 +225,21 @@ def main(folder, first, count):
                 built[mode].run(call, folder)
             built[mode].end()
         except Exception as error:
+            if option in MODES:
+                raise
             said = f"{type(error).__name__}: {error}"
         others = meet(said is not None)
         if said is None and others:
             said = f"RuntimeError: {others[0]}"
         found = {"number": number, "said": said, "seconds": perf_counter() - start,
                  "parameters": built[mode].parameters()}
-        with path.open("a", encoding="utf-8") as file:
+        with (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(found) + "\n")
+
+
+def untagged(self, tag, numbers):
+    """In place of `Tags.compare`: all ranks agree."""
+    return Tensor(True), self.rows(as_vector((*tag, 0.0, *numbers)))[:, 4:].sum(0)
 
 
 # --- plain training ---------------------------------------------------------------------------------------------------
@@ -313,4 +324,4 @@ def windows_of(mode, batches):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]), *sys.argv[4:])

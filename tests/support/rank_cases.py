@@ -49,6 +49,15 @@ from support.differential.cases import COMPILED, OP_BY_OP
 from support.differential.ranks import DRAWN, NAMED, case_of
 from support.drivers import counters
 from support.noisy_samples import Position, noisy
+from support.protocol_cases import (  # noqa: F401
+    by_hand,
+    left_early,
+    own_all_reduce,
+    said_by,
+    saved_on_update,
+    twins,
+    unmatched,
+)
 from support.scripts import run_here
 from support.zero_cases import (  # noqa: F401
     zero_defects,
@@ -85,7 +94,7 @@ _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "sharded_later", "followed:jit",
-                 "resumed:window", "resumed:zero2",
+                 "resumed:window", "resumed:zero2", "left_early", "saved_on_update", "unmatched",
                  *(f"trained:{name}:jit" for name in BOTH_REDUCTIONS), "mnist", "mnist_zero", "selftest", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
@@ -93,6 +102,8 @@ LAUNCHES = {  # ranks, cases
     "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", "zero_model", *_ZERO_RUNS)]),
     "zero-optimizers": (2, ["zero_checkpoints:jit", "zero_optimizers:jit"]),
     "left": (2, ["left_alone:jit"]),
+    "calls": (2, ["twins", "by_hand", "by_hand:jit"]),
+    "mixed": (2, ["own_all_reduce"]),
 }
 
 
@@ -306,15 +317,6 @@ def logged(rank, sync):
     Model(cell).train(1, data, callbacks, dataset_sink_mode=False)
     rows = [[row[name] for name in ("microbatch", "update_step", "loss", "weight")] for row in rows]
     return {"rows": rows, "losses": list(losses.values()), "said": said}
-
-
-def said_by(function, *arguments, **keywords):
-    """What a refusal says."""
-    try:
-        function(*arguments, **keywords)
-    except (TypeError, ValueError, OSError, RuntimeError, UserWarning) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
 
 
 def refusals(rank):
