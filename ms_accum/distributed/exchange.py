@@ -28,7 +28,7 @@ from mindspore.nn.utils import no_init_parameters
 from ..tensors import as_numbers, as_vector, state_parameter
 from .buckets import Buckets
 from .parallel_modes import require_unreduced
-from .ranks import world_size
+from .ranks import require_alike, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -137,6 +137,11 @@ class OneDevice:
     def cut(self, value: Tensor, whole: Parameter) -> Tensor:
         """Return this rank's slice of such state. For the host."""
         return value
+
+    def require_alike(self, settings: Mapping[str, object]) -> None:
+        """Raise ValueError on every rank if settings differ between ranks, and name them. For the host."""
+        if self.ranks > 1:
+            require_alike({name: repr(value) for name, value in settings.items()})
 
     def require_whole_state(self) -> None:
         """Raise ValueError if this rank holds only slices of the state, so that it cannot be saved or loaded."""
