@@ -11,7 +11,7 @@ from mindspore import Tensor, amp, nn
 
 from ..arguments import instance_of, one_of, spelled, whole_number
 from ..core.accumulator import REDUCTIONS
-from ..core.stages import checked_loss_scaler
+from ..core.stages import checked_loss_scaler, require_scale
 from ..steps.batch import as_arguments, checked_axis, divisor, layout, named_values, ordered, positional
 from ..steps.several_losses import require_entries
 from ..steps.train_mode import evaluating
@@ -174,8 +174,10 @@ def check_equivalence(
     pieces = whole_number("pieces", pieces, "give the number of pieces to cut the batch into", minimum=2)
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
-    loss_scaler = checked_loss_scaler(loss_scaler, ranks=1)
-    loss_scale = 1.0 if loss_scaler is None else float(loss_scaler.scale_value)
+    loss_scaler, loss_scale = checked_loss_scaler(loss_scaler), 1.0
+    if loss_scaler is not None:
+        require_scale(loss_scaler.scale_value)
+        loss_scale = float(loss_scaler.scale_value)
     divided, reports = partial(Division, network=network, pieces=pieces, batch_axis=batch_axis, loss_scale=loss_scale,
                                is_sum=loss_reduction == "sum", several=losses > 1), []
     for t in range(losses):

@@ -17,11 +17,19 @@ from ..distributed.zero import slices_among, whole_parameters
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
 from .elementwise import require_divisible
+from .facts import describe, text_of, texts_of_stages
 from .length import length_of
 from .notes import note_called, note_closed, note_filled
-from .optimizers import INSTANCE, cell_prefix, checked_parameters, describe, name_state, state_of
+from .optimizers import INSTANCE, cell_prefix, checked_parameters, name_state, state_of
 from .precision import buffer_dtype_of, warn_of_lost_gradients
-from .stages import checked_loss_scaler, checked_nonfinite, checked_stages, needing_whole_gradients, stages_of
+from .stages import (
+    checked_loss_scaler,
+    checked_nonfinite,
+    checked_stages,
+    needing_whole_gradients,
+    require_scale,
+    stages_of,
+)
 from .window import Window
 
 if TYPE_CHECKING:
@@ -172,14 +180,23 @@ class Accumulator(Uncopied):
         length = _warned_length(accumulate_step, buffer_dtype)
         settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
                     "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
-        accumulated = AccumulatedParameters(weights, tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in weights),
-                                            dict(settings), slices_among(optimizer.parameters))
+        self.loss_scaler = loss_scaler = checked_loss_scaler(loss_scaler)
+        dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in weights)
+        accumulated = AccumulatedParameters(weights, dtypes, dict(settings), slices_among(optimizer.parameters))
+        if reducer is not None:
+            accumulated.settings.update({
+                "max_skips": repr(max_skips), "buffer_dtype": repr(list(map(str, dtypes))),
+                "after_update": repr(after_update is not None), "stages": texts_of_stages(stages),
+                "noise_scale": texts_of_stages(() if noise_scale is None else (noise_scale,)),
+                "loss_scaler": "None" if loss_scaler is None else text_of(loss_scaler),
+                **{f"the optimizer's {name}": text for name, text in describe(optimizer).items()}})
         self.exchange = exchange = _exchange_of(reducer, optimizer, accumulated, needing_whole_gradients(
             clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
             stages=stages), stages if noise_scale is None else (*stages, noise_scale))
         settings["reducer"] = exchange.describe()
-        self.optimizer, self.noise_scale, self.loss_scaler = optimizer, noise_scale, checked_loss_scaler(
-            loss_scaler, exchange.ranks)
+        self.optimizer, self.noise_scale = optimizer, noise_scale
+        if loss_scaler is not None:
+            require_scale(loss_scaler.scale_value)
         length.share(exchange.inside)
         stages = stages_of(loss_scaler, on_nonfinite, noise_scale, stages, self)
         self.window = window = Window(optimizer, length, stages, exchange, reduction, clip_norm,
@@ -294,7 +311,6 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accum
                  features: tuple[str, ...], stages: tuple[Stage, ...]) -> OneDevice:
     if reducer is not None:
         reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
-        accumulated.settings["the optimizer, its learning rate or state"] = describe(optimizer)
         exchange = reducer.bind(accumulated)
         require_divisible(optimizer, stages, exchange.divides_parameters)
         return exchange

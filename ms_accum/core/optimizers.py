@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dis import get_instructions
 from functools import partial
-from hashlib import sha256
 from inspect import isfunction, unwrap
 from itertools import chain
 from math import prod
@@ -259,14 +258,6 @@ def cell_prefix(optimizer: nn.Optimizer) -> str:
 def own_name(optimizer: nn.Optimizer, name: str) -> str:
     """Return the name of an optimizer's state without the prefix of an accumulator or a cell."""
     return INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
-
-
-def describe(optimizer: object) -> str:
-    """Return a text that is equal for optimizers of the same class with the same learning rate and state."""
-    divided = divided_state(optimizer)  # differs from rank to rank
-    digests = [(name, sha256(p.asnumpy().tobytes()).hexdigest()) for name, p in state_of(optimizer)
-               if id(p) not in divided]
-    return repr([type(optimizer).__name__, *digests])
 
 
 def _require_accumulable(parameter: Parameter) -> None:

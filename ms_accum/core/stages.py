@@ -9,7 +9,6 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, amp, ops
 
 from ..arguments import instance_of, one_of, whole_number
-from ..distributed.ranks import require_alike
 from ..tensors import all_finite, as_tensor, finite_sum, mapped, wider
 
 if TYPE_CHECKING:
@@ -269,17 +268,13 @@ def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:
                  for i, stage in enumerate(given))
 
 
-def checked_loss_scaler(scaler: object, ranks: int) -> Optional[amp.LossScaler]:
-    """Return the loss scaler or None. Raise an error unless its scale is usable and equal on all ranks."""
+def checked_loss_scaler(scaler: object) -> Optional[amp.LossScaler]:
+    """Return the loss scaler or None. Raise TypeError if it is neither."""
     if scaler is None:
         return None
     if not isinstance(scaler, amp.LossScaler) or not isinstance(getattr(scaler, "scale_value", None), Tensor):
         raise TypeError(f"loss_scaler is of type {type(scaler).__name__}, expected a mindspore.amp.LossScaler; "
                         "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
-    if ranks > 1:
-        settings = repr([type(scaler).__name__, *map(_value, vars(scaler).values())])
-        require_alike({"the loss_scaler": settings}, "give every rank the same one")
-    require_scale(scaler.scale_value)
     return scaler
 
 
@@ -289,7 +284,3 @@ def require_scale(scale: Tensor) -> None:
     if value.size != 1 or not 0 < value.item() < inf:
         raise ValueError(f"the loss scale is {value}, expected one finite number > 0; "
                          "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
-
-
-def _value(value: object) -> object:
-    return value.asnumpy().tolist() if isinstance(value, Tensor) else value

@@ -160,10 +160,10 @@ DataParallel.__init__ = spelled(DataParallel.__init__, shard="zero=2 divides the
 
 def make_alike(accumulated: AccumulatedParameters, reducer: str, broadcast: bool = True) -> None:
     """Copy rank 0's parameters to every rank, or compare them. Raise ValueError if the ranks' settings differ."""
-    described = repr([len(accumulated.slices), *[(p.name, tuple(p.shape), str(p.dtype), str(dtype))
-                      for p, dtype in zip(accumulated.parameters, accumulated.dtypes)]])
+    described = repr([len(accumulated.slices), *[(p.name, tuple(p.shape), str(p.dtype))
+                                                 for p in accumulated.parameters]])
     facts = {"parameters (names, shapes, dtypes)": described, **accumulated.settings, "the reducer": reducer}
-    require_alike(facts, "give every rank the same network and arguments")
+    require_alike(facts)
     if broadcast:
         broadcast_parameters(accumulated.parameters)
     else:

@@ -28,7 +28,7 @@ from mindspore.nn.utils import no_init_parameters
 from ..tensors import as_numbers, as_vector, state_parameter
 from .buckets import Buckets
 from .parallel_modes import require_unreduced
-from .ranks import require_alike, world_size
+from .ranks import require_alike, require_equal, world_size
 from .tags import (
     BUILD,
     COMPARE,
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from .buckets import AccumulatedParameters
 
 
-_DRIFTED = ("ranks have to hold equal parameters after each update, whatever they train: change learning rates and "
-            "parameters in the same way on all ranks, and load a checkpoint on all ranks to go on")
 # Buffers of accumulators that are gone, by shape and dtype. MindSpore keeps the memory of a Parameter that a compiled
 # graph has used until the process ends, so the next accumulator takes them.
 _unused: dict[tuple, list[Parameter]] = {}
@@ -165,11 +163,8 @@ class OneDevice:
     def announce(self, what: int) -> None:
         """Say what this rank does next with this accumulator, and raise `RanksDiffer` unless all ranks do the same."""
 
-    def require_alike(self, facts: Mapping[str, str], remedy: str) -> None:
-        """Raise ValueError on every rank if the facts differ between ranks, when a step is built."""
-
     def compare_parameters(self) -> None:
-        """Raise ValueError on every rank if the parameters differ between ranks, at the end of a flush or in a save."""
+        """Raise RuntimeError on every rank if the parameters differ between ranks, at the end of a flush or in a save."""
 
     def over_slices(self, number: Tensor) -> Tensor:
         """Return the sum over ranks of a number that was computed from a window's gradients, if these are slices.
@@ -191,6 +186,9 @@ class OneDevice:
     def cut(self, value: Tensor, whole: Parameter) -> Tensor:
         """Return this rank's slice of such state. For the host."""
         return value
+
+    def require_alike(self, settings: Mapping[str, object]) -> None:
+        """Raise ValueError on every rank if settings of a step differ between ranks, and name them. For the host."""
 
     def require_whole_state(self) -> None:
         """Raise ValueError if this rank holds only slices of the state, so that it cannot be saved or loaded."""
@@ -271,16 +269,16 @@ class ManyRanks(OneDevice):
         self.require_agreement()
         announce(what, self.number)
 
-    def require_alike(self, facts: Mapping[str, str], remedy: str) -> None:
+    def require_alike(self, settings: Mapping[str, object]) -> None:
         """See `OneDevice`."""
         self.announce(BUILD)
-        require_alike(facts, remedy)
+        require_alike({name: repr(value) for name, value in settings.items()})
 
     def compare_parameters(self) -> None:
         """See `OneDevice`."""
         if self.compares:
             self.announce(COMPARE)
-            require_alike({f"the values of {p.name}": p.asnumpy().tobytes() for p in self.weights}, _DRIFTED)
+            require_equal({p.name: p for p in self.weights})
 
 
 @ms.jit_class

@@ -1,17 +1,20 @@
 """The ranks of a run: their number, checks that they are equal, and exchanges outside of training."""
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, Union
+from zlib import crc32
 
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm, get_group_size, get_rank
 
+ALIKE = "give every rank the same network and arguments"
 _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")
 _LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; let every "
                "rank train to the end of its epoch, or let all leave it at the same update; see the messages of the "
@@ -28,14 +31,37 @@ def world_size() -> int:
     return 1
 
 
-def require_alike(facts: Mapping[str, Union[str, bytes]], remedy: str) -> None:
-    """Raise ValueError on every rank if the facts differ between ranks, and name those that differ."""
-    rows = gather(np.array([_digest(fact) for fact in facts.values()], np.int32))
+def require_alike(facts: Mapping[str, Union[str, bytes]], remedy: str = ALIKE) -> None:
+    """Raise ValueError on every rank if the facts differ between ranks, and name those that differ.
+
+    A rank may have facts of other names, which then differ, too.
+    """
+    own = json.dumps({name: _digest(fact).hex() for name, fact in facts.items()}).encode()
+    rows = gather(np.frombuffer(_digest(own), np.int32))
+    if (rows == rows[0]).all():
+        return
+    digests = [json.loads(text) for text in _gather_bytes(own)]
+    names = dict.fromkeys(name for of_rank in digests for name in of_rank)
+    what = [name for name in names if any(of_rank.get(name) != digests[0].get(name) for of_rank in digests)]
+    others = [rank for rank, of_rank in enumerate(digests) if of_rank != digests[0]]
+    raise ValueError(f"{_differ(others)} in {_some(what)}; {remedy}")
+
+
+def require_equal(parameters: Mapping[str, Parameter]) -> None:
+    """Raise RuntimeError on every rank if values of Parameters differ between ranks, and name the first that differs.
+
+    Their bits are compared by checksums, which all ranks gather once. All ranks have to give the same names. It waits
+    for the device.
+    """
+    if not parameters:
+        return
+    rows = gather(np.array([crc32(_bits(p)) for p in parameters.values()], np.uint32))
     differs = rows != rows[0]
     if differs.any():
-        what = ", ".join(name for name, column in zip(facts, differs.T) if column.any())
-        others = ", ".join(str(rank) for rank, row in enumerate(differs) if row.any())
-        raise ValueError(f"rank {others} and rank 0 differ in {what}; {remedy}")
+        what = [name for name, column in zip(parameters, differs.T) if column.any()]
+        raise RuntimeError(f"{_differ(np.flatnonzero(differs.any(1)))} in the values of {_some(what, 1)}, so the ranks "
+                           "made different updates; start again from the last checkpoint, and change parameters, "
+                           "learning rate and state only in the same way on all ranks")
 
 
 def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
@@ -90,6 +116,25 @@ def gather(numbers: np.ndarray) -> np.ndarray:
     return ops.AllGather()(Tensor(bits)).asnumpy().reshape(world_size(), -1).view(numbers.dtype)
 
 
-def _digest(fact: Union[str, bytes]) -> int:
-    data = fact if isinstance(fact, bytes) else fact.encode()
-    return int.from_bytes(sha256(data).digest()[:4], "little", signed=True)
+def _gather_bytes(data: bytes) -> list[bytes]:
+    """Return the bytes of all ranks, which may be of different lengths."""
+    lengths = gather(np.array([len(data)], np.int32))[:, 0]
+    rows = gather(np.frombuffer(data.ljust(-(-lengths.max() // 4) * 4, b"\0"), np.int32))
+    return [row.tobytes()[:length] for row, length in zip(rows, lengths)]
+
+
+def _bits(parameter: Parameter) -> memoryview:
+    return np.ascontiguousarray(parameter.asnumpy()).reshape(-1).view(np.uint8).data
+
+
+def _differ(ranks: Iterable[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))} and rank 0 differ"
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    """Return the names as text, and the number of those that are left out."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _digest(fact: Union[str, bytes]) -> bytes:
+    return sha256(fact if isinstance(fact, bytes) else fact.encode()).digest()

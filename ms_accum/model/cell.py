@@ -112,8 +112,12 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
         self.batch_axis = checked_axis(batch_axis)
+        one_of("loss_reduction", loss_reduction, REDUCTIONS)
         self.window, self._boundary, self.scaler = accumulator.window, accumulator.boundary, accumulator.loss_scaler
-        fix_unit_of_sums(self.window, one_of("loss_reduction", loss_reduction, REDUCTIONS))
+        self.window.exchange.require_alike({
+            "the kind of step": "TrainOneStepCell", "batch_axis": self.batch_axis, "weight_fn": weight_fn is not None,
+            "loss_reduction": loss_reduction})
+        fix_unit_of_sums(self.window, loss_reduction)
         self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK)
         self._takes = (type(network).__name__, *positions_of(network))
         self._nothing = Pieces(accumulator.boundary, self._loss, 0, (), 1)

@@ -423,6 +423,9 @@ def make_train_step(
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
     accumulator = averaging(optimizer, accumulate_step, **options)
     window = accumulator.window
+    window.exchange.require_alike({
+        "the kind of step": "make_train_step", "pieces": pieces, "batch_axis": batch_axis,
+        "weight_fn": weight_fn is not None, "loss_reduction": loss_reduction, "has_aux": has_aux, "losses": losses})
     fix_unit_of_sums(window, loss_reduction)
     counts = "samples" if weight_fn is None else "counted by weight_fn"
     if losses > 1:

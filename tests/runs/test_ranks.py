@@ -20,14 +20,24 @@ DIFFER = "ValueError: rank 1 and rank 0 differ in "
 OTHER_RANK = "CheckpointError: rank 1 failed, so nothing was done on this rank; see its message"
 
 
+ALIKE = "; give every rank the same network and arguments$"
+# What differs in one thing is named by it alone.
+NAMED = {
+    "accumulate_step": "accumulate_step", "hosts": "the reducer", "rate": "the optimizer's learning_rate",
+    "schedule": "the optimizer's learning_rate", "decay": "the optimizer's weight_decay",
+    "decays": "the optimizer's weight_decay", "groups": "the optimizer's .*weight_decay.*",
+    "beta": "the optimizer's beta1", "nesterov": "the optimizer's nesterov.*", "class": "the optimizer's class, .*",
+    "shapes": r"parameters \(names, shapes, dtypes\), the optimizer's state",
+    "scale": "loss_scaler", "scaler": "loss_scaler", "max_skips": "max_skips", "hook": "after_update",
+    "buffer_dtype": "buffer_dtype", "stage": "stages", "limit": "stages", "pieces": "pieces", "weight_fn": "weight_fn",
+    "sums": "loss_reduction", "aux": "has_aux", "several": "losses", "axis": "batch_axis", "cell": "batch_axis",
+    "kind": "the kind of step, .*", "cached": "pieces"}
 REFUSALS = {
-    "rate": DIFFER + "the optimizer, its learning rate or state; ", "hosts": DIFFER + "the reducer; ",
-    "loss_scaler": DIFFER + "the loss_scaler; give every rank the same one", "alike": "accepted",
-    "accumulate_step": DIFFER + "accumulate_step; give every rank the same network and arguments",
+    **{name: f"{DIFFER}{what}{ALIKE}" for name, what in NAMED.items()},
+    **dict.fromkeys(("alike", "all alike", "step alike", "cell alike", "cached alike"), "accepted$"),
     "seed": DIFFER + "the values of first.weight, the .*; give every rank the same seed, or broadcast=True",
     "nodes": "ValueError: 2 ranks cannot be divided into nodes of 3; start as many ranks on each host",
     "started": DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node",
-    "shapes": DIFFER + r"parameters \(names, shapes, dtypes\), the optimizer, its learning rate or state; ",
     "alone": "UserWarning: this run has 2 ranks, but this accumulator has no reducer",
     "losses": "ValueError: got losses=2 with a DataParallel whose ranks sum each microbatch"}
 
@@ -37,6 +47,13 @@ def test_ranks_that_are_not_alike_are_refused(left_by):
         assert said.keys() == REFUSALS.keys()
         for name, message in REFUSALS.items():
             assert re.match(message, said[name]), said[name]
+
+
+def test_parameters_that_differ_in_a_bit_are_named(left_by):
+    """Also one of bfloat16. Controls: equal ones, and an equal one of those."""
+    for equal, differ, first in left_by("apart"):
+        assert equal == first == "accepted"
+        assert re.match("RuntimeError: rank 1 and rank 0 differ in the values of second.weight and 1 more, so ", differ)
 
 
 @pytest.mark.parametrize("sync", ["window", "zero2"])

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Parameter, Tensor, amp, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import LearningRateScheduler, Model
@@ -26,8 +26,10 @@ from mindspore.train import LearningRateScheduler, Model
 from ms_accum import (
     Accumulator,
     DataParallel,
+    Stage,
     TrainOneStepCell,
     load_checkpoint,
+    make_grad_cache_step,
     make_train_step,
     save_checkpoint,
     shard_parameters,
@@ -38,6 +40,7 @@ from ms_accum.checkpoint.file import read_file
 from ms_accum.core.window import Window
 from ms_accum.distributed import data_parallel
 from ms_accum.distributed.buckets import Buckets
+from ms_accum.distributed.ranks import require_equal
 from ms_accum.distributed.tags import wait_for_all
 from ms_accum.distributed.zero import Scatter
 from ms_accum.model.callbacks import FlushCallback, PerUpdate, WindowLog
@@ -93,7 +96,7 @@ _STUCK = [f"stuck:{sync}" for sync in ("window", "microbatch", "zero1", "zero2")
 _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
-                 "traffic:microbatch", "refusals", "sharded_later", "followed:jit",
+                 "traffic:microbatch", "refusals", "apart", "sharded_later", "followed:jit",
                  "resumed:window", "resumed:zero2", "left_early", "saved_on_update", "unmatched",
                  *(f"trained:{name}:jit" for name in BOTH_REDUCTIONS), "mnist", "mnist_zero", "selftest", "failing"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist")]),
@@ -321,22 +324,100 @@ def logged(rank, sync):
 
 def refusals(rank):
     """What every rank says where they are not alike, and where they are."""
-    def make(accumulate_step=2, seed=0, rate=0.1, scale=2, features=6, **data_parallel):
-        optimizer = nn.SGD(MLP(seed=seed, features=features).trainable_params(), rate)
-        return Accumulator(optimizer, accumulate_step, reduction="mean", reducer=DataParallel(**data_parallel),
-                           loss_scaler=amp.StaticLossScaler(scale))
+    def make(accumulate_step=2, seed=0, rate=0.1, features=6, made=nn.SGD, options=None, groups=None, **given):
+        """An accumulator, of an optimizer with `options`, and of a reducer with some of those that are given."""
+        reducer = {name: given.pop(name) for name in ("sync", "broadcast", "ranks_per_node") if name in given}
+        parameters = MLP(seed=seed, features=features).trainable_params()
+        if groups is not None:
+            parameters = [{"params": parameters[:groups], "weight_decay": 0.1}, {"params": parameters[groups:]}]
+        return Accumulator(made(parameters, rate, **options or {}), accumulate_step, reduction="mean",
+                           reducer=DataParallel(**reducer), **given)
+
+    def step(**options):
+        network = MLP()
+        return make_train_step(mean_loss(network), accumulator(network, sync="window"), **options)
+
+    def cell(**options):
+        network = MLP()
+        return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), accumulator(network, sync="window"),
+                                **options)
+
+    def cached(pieces):
+        network = MLP()
+        return make_grad_cache_step(network, ops.sum, accumulator(network, sync="window"), pieces=pieces)
+
+    def weight_fn(*batch):
+        return 1.0
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         alone = said_by(Accumulator, nn.SGD(MLP().trainable_params(), 0.1), 2)
     with patch.object(data_parallel, "get_local_rank_size", lambda: 1 + rank):
         started = said_by(make, sync="node")
-    return {"accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
-            "nodes": said_by(make, sync="node", ranks_per_node=3), "started": started, "alone": alone,
-            "hosts": said_by(make, sync="node", ranks_per_node=1 + rank), "alike": said_by(make, broadcast=False),
-            "rate": said_by(make, rate=0.1 * (1 + rank)), "loss_scaler": said_by(make, scale=2 ** (rank + 1)),
-            "shapes": said_by(make, features=6 + rank),
-            "losses": said_by(make_train_step, mean_loss(MLP()), accumulator(MLP(), sync="microbatch"), losses=2)}
+    one, skip = rank == 1, "skip_window"
+    own = nn.CosineDecayLR(0.01, 0.1, 20 - 8 * rank)  # from this rank's number of batches
+    alike = {"options": {"momentum": 0.9}, "stages": (Clamp(1.0),), "loss_scaler": amp.DynamicLossScaler(2, 2, 5),
+             "after_update": print, "noise_scale": GradientNoiseScale(), "groups": 1,
+             "rate": nn.CosineDecayLR(0.01, 0.1, 20)}
+    return {
+        "alone": alone, "started": started,
+        "alike": said_by(make, broadcast=False), "all alike": said_by(make, **alike),
+        "accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
+        "nodes": said_by(make, sync="node", ranks_per_node=3),
+        "hosts": said_by(make, sync="node", ranks_per_node=1 + rank),
+        "shapes": said_by(make, features=6 + rank), "rate": said_by(make, rate=0.1 * (1 + rank)),
+        "schedule": said_by(make, rate=own), "decay": said_by(make, options={"weight_decay": 0.1 * rank}),
+        "decays": said_by(make, made=partial(nn.Momentum, momentum=0.9), options={"weight_decay": Decay(own)}),
+        "groups": said_by(make, groups=1 + rank),
+        "beta": said_by(make, made=nn.Adam, options={"beta1": 0.9 - 0.1 * rank}),
+        "nesterov": said_by(make, options={"momentum": 0.9, "nesterov": one}),
+        "class": said_by(make, made=nn.Adam if one else nn.SGD),
+        "scale": said_by(make, loss_scaler=amp.StaticLossScaler(2 ** (rank + 1))),
+        "scaler": said_by(make, loss_scaler=amp.StaticLossScaler(2) if one else None),
+        "max_skips": said_by(make, on_nonfinite=skip, max_skips=rank),
+        "hook": said_by(make, after_update=print if one else None),
+        "buffer_dtype": said_by(make, buffer_dtype=ms.float16 if one else None),
+        "stage": said_by(make, stages=(Clamp(1.0),) if one else ()),
+        "limit": said_by(make, stages=(Clamp(1.0 + rank),)),
+        "pieces": said_by(step, pieces=1 + rank), "weight_fn": said_by(step, weight_fn=weight_fn if one else None),
+        "sums": said_by(step, loss_reduction="sum" if one else "mean", weight_fn=weight_fn),
+        "aux": said_by(step, has_aux=one), "several": said_by(step, losses=1 + rank),
+        "axis": said_by(step, batch_axis=rank), "cell": said_by(cell, batch_axis=rank),
+        "kind": said_by(cell if one else step), "cached": said_by(cached, 1 + rank),
+        "step alike": said_by(step, pieces=2, weight_fn=weight_fn), "cell alike": said_by(cell),
+        "cached alike": said_by(cached, 2), "losses": said_by(
+            make_train_step, mean_loss(MLP()), accumulator(MLP(), sync="microbatch"), losses=2)}
+
+
+class Decay(nn.Cell):
+    """A weight decay of a user's own, by a schedule."""
+
+    def __init__(self, schedule):
+        super().__init__()
+        self.schedule = schedule
+
+    def construct(self, global_step):
+        return self.schedule(global_step)
+
+
+@ms.jit_class
+class Clamp(Stage):
+    """A stage of a user's own with a number."""
+
+    def __init__(self, limit):
+        self.limit = limit
+
+
+def apart(rank):
+    """What ranks say whose Parameters are equal, and of which one differs in one bit."""
+    network = MLP(seed=0)
+    half = Parameter(Tensor(np.ones(3), ms.bfloat16), name="half", requires_grad=False)
+    named = {p.name: p for p in (*network.get_parameters(), half)}
+    equal = said_by(require_equal, named)
+    if rank == 1:
+        network.second.weight.set_data(network.second.weight + np.float32(1e-7))
+        half.set_data(half + 1)
+    return equal, said_by(require_equal, named), said_by(require_equal, {"first": named["first.weight"]})
 
 
 def sharded_later(rank):
