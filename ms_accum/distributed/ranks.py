@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from typing import Any, Union
 
@@ -15,6 +15,7 @@ _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|Reduc
 _LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; let every "
                "rank train to the end of its epoch, or let all leave it at the same update; see the messages of the "
                "other ranks. MindSpore says:")
+_PIECE = 2**24  # bytes that travel at once: so much memory more than the values, and a late rank's time begins anew
 
 
 def world_size() -> int:
@@ -29,12 +30,37 @@ def world_size() -> int:
 
 def require_alike(facts: Mapping[str, Union[str, bytes]], remedy: str) -> None:
     """Raise ValueError on every rank if the facts differ between ranks, and name those that differ."""
-    rows = gather(np.array([_digest(fact) for fact in facts.values()], np.int32))
-    differs = rows != rows[0]
+    differs = differing(fact if isinstance(fact, bytes) else fact.encode() for fact in facts.values())
     if differs.any():
         what = ", ".join(name for name, column in zip(facts, differs.T) if column.any())
         others = ", ".join(str(rank) for rank, row in enumerate(differs) if row.any())
         raise ValueError(f"rank {others} and rank 0 differ in {what}; {remedy}")
+
+
+def differing(facts: Iterable[Union[bytes, memoryview]]) -> np.ndarray:
+    """Return which facts of which rank differ from rank 0's: bool `(ranks, facts)`. All ranks give as many."""
+    digests = b"".join(sha256(fact).digest() for fact in facts)
+    rows = gather(np.frombuffer(digests, np.int32)).reshape(world_size(), -1, 8)
+    return (rows != rows[0]).any(-1)
+
+
+def sent_by(rank: int, values: np.ndarray) -> np.ndarray:
+    """Return one rank's values, bit by bit, on all ranks. The others give any of its shape and dtype."""
+    broadcast, own = ops.Broadcast(rank), np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    found = np.empty_like(own)
+    for start in range(0, own.size, _PIECE):
+        piece = own[start:start + _PIECE]
+        # Bits: on CPU, Broadcast makes float32 of float16.
+        bits = np.concatenate((piece, np.zeros(-piece.size % 4, np.uint8))).view(np.int32)
+        found[start:start + _PIECE] = broadcast((Tensor(bits),))[0].asnumpy().view(np.uint8)[:piece.size]
+    return found.view(values.dtype).reshape(values.shape)
+
+
+def text_by(rank: int, text: str) -> str:
+    """Return one rank's text on all ranks."""
+    data = text.encode()
+    length = int(gather(np.array([len(data)], np.int32))[rank, 0])
+    return sent_by(rank, np.frombuffer(data[:length].ljust(length), np.uint8)).tobytes().decode()
 
 
 def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:
@@ -77,8 +103,3 @@ def gather(numbers: np.ndarray) -> np.ndarray:
     """Return the numbers of all ranks, `(ranks, length)`, given this rank's: `(length,)`, equal on all ranks."""
     bits = np.ascontiguousarray(numbers).view(np.int32)
     return ops.AllGather()(Tensor(bits)).asnumpy().reshape(world_size(), -1).view(numbers.dtype)
-
-
-def _digest(fact: Union[str, bytes]) -> int:
-    data = fact if isinstance(fact, bytes) else fact.encode()
-    return int.from_bytes(sha256(data).digest()[:4], "little", signed=True)
