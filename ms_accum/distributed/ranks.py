@@ -15,7 +15,7 @@ _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|Reduc
 _LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; let every "
                "rank train to the end of its epoch, or let all leave it at the same update; see the messages of the "
                "other ranks. MindSpore says:")
-_PIECE = 2**24  # bytes that travel at once: so much memory more than the values, and a late rank's time begins anew
+_PIECE = 2**22  # bytes that travel at once; each piece has the whole time that ranks wait for a late one
 
 
 def world_size() -> int:
