@@ -3,16 +3,21 @@
 The network's parameters keep their names in the file, so that `mindspore.load_checkpoint` reads them. Other state is
 called "optimizer:<name>" and "accumulator:<name>". State that only an open window needs is saved only if a window is
 open. So a checkpoint of a closed window fits any number of ranks and any length of the next window.
+
+Rank 0 alone writes and reads the file. What differs from its own on rank 1 is called "rank1:<name>". It travels one
+entry after the other.
 """
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from hashlib import sha256
+from itertools import compress
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, ParamSpec, TypeVar, Union
 
 import numpy as np
@@ -23,20 +28,20 @@ from ..core.accumulator import Accumulator
 from ..core.boundary import require_whole
 from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import require_scale
-from ..distributed.ranks import gather, require_alike, together
+from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
 from ..distributed.tags import LOAD, SAVE
 from ..runtime import synchronize
 from .file import (
     RESERVED,
     CheckpointError,
     Entry,
+    bits_of,
     checked_path,
+    json_of,
     on_disk,
     part_of,
-    path_of_rank,
     path_to_load,
     read_file,
-    remove_generations,
     rename_file,
     write_file,
 )
@@ -44,6 +49,7 @@ from .file import (
 P = ParamSpec("P")
 T = TypeVar("T")
 _OF_WINDOW = ("reducer", "accumulate_step")  # settings that a closed window does not depend on
+_OF_RANK = re.compile(r"rank\d+:")  # how the names of other ranks' entries begin
 _UNIT, _TORN, _SCALE = (f"accumulator:{name}" for name in ("weight_unit", "unfinished", "loss_scaler.scale_value"))
 
 
@@ -79,9 +85,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     the complete old file or the complete new one; the next save on the same host removes its temporary files. Several
     processes may save to one path at the same time; the last one wins.
 
-    With several ranks, every rank has to call it with the same path, and only one such run at a time may use the path.
-    Ranks other than 0 write files called `<stem>.rank<r>of<n>-<generation><suffix>`; all files become valid together
-    when rank 0 renames its own.
+    With several ranks, every rank has to call it with the same path, and rank 0 writes the file. What differs between
+    ranks, also `extra`, is saved for each.
 
     Args:
         path: The file to write. It ends in ".safetensors".
@@ -94,8 +99,9 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         TypeError: If `network` or `accumulator` is of the wrong kind; if `extra` would change when it is written to
             JSON and read again (tuples, keys that are not str); if the optimizer is not an `nn.Cell`, so that its state
             cannot be found.
-        ValueError: If the path ends in another suffix, if two entries of the file would have the same name, or if
-            MindSpore has cut the parameters into slices (semi-auto and auto parallel).
+        ValueError: If the path ends in another suffix, if two entries of the file would have the same name, if ranks
+            give different paths or networks, or if MindSpore has cut the parameters into slices (semi-auto and auto
+            parallel).
         RuntimeError: If an error or an interrupt stopped a batch or an update before its end.
         OSError: If the file cannot be written; the old file is kept. With several ranks, all of them raise it.
 
@@ -113,35 +119,24 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         >>> print(weights["weight"].asnumpy())
         [[1. 1.]]
     """
-    path, accumulator = checked_path(path), _checked_accumulator(network, accumulator)
+    accumulator = _checked_accumulator(network, accumulator)
     boundary = accumulator.boundary
     exchange = accumulator.exchange
     exchange.require_whole_state()
     exchange.announce(SAVE)
     exchange.compare_parameters()
-    rank, ranks = exchange.rank, exchange.ranks
-    run = _together(ranks, lambda: _finished(network, accumulator), OSError)
-    generation, held = _told(ranks, token_hex(8), int(accumulator.mini_step))
-    mine = path_of_rank(path, rank, ranks, generation)
+    _require_one_path(path, exchange.ranks)
+    path = checked_path(path)
+    run = _together(exchange.ranks, lambda: _finished(network, accumulator, extra), OSError)
     with part_of(path) as part:
-        joined = run.join_state(part)
+        contents = run.contents(part, int(accumulator.mini_step), extra)
 
         def write() -> None:
-            # The window counts as open on all ranks if it is open on one.
-            write_file(part, *run.contents(extra, generation, any(held), joined()))
-            if rank > 0:
-                rename_file(part, mine)
+            if exchange.rank == 0:
+                write_file(part, *contents)
+                rename_file(part, path)
 
-        try:
-            _together(ranks, write, OSError)
-            # Until rank 0's file has its name, the others belong to no checkpoint.
-            _together(ranks, lambda: rename_file(part, path) if rank == 0 else None, OSError)
-        except OSError:  # rank 0's file has no name yet; after another error, it may have it
-            if rank > 0:
-                mine.unlink(missing_ok=True)
-            raise
-    if rank > 0:
-        remove_generations(path, rank, ranks, mine)
+        _together(exchange.ranks, write, OSError)
     boundary.note_saved()
 
 
@@ -154,8 +149,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
     A checkpoint of a closed window (saved when `train_step.updated` is true, or after a flush) can be loaded with a
     different number of ranks, `DataParallel` or `accumulate_step`. With a different number of ranks or `DataParallel`,
-    every rank reads rank 0's file, so the file must be on a shared file system, and every rank gets rank 0's values of
-    `extra` and of BatchNorm's statistics.
+    every rank gets rank 0's values of `extra` and of BatchNorm's statistics.
+
+    With several ranks, every rank has to call it with the same path. Only rank 0 reads the file.
 
     An open window in this run is dropped. Buffers that this run has not needed yet (windows of one microbatch) are
     allocated only if the file holds an open window.
@@ -193,38 +189,28 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         >>> print(load_checkpoint(path, network, accumulator))
         {'seed': 42, 'losses': [0.5]}
     """
-    path, accumulator = path_to_load(path), _checked_accumulator(network, accumulator)
+    accumulator = _checked_accumulator(network, accumulator)
     exchange = accumulator.exchange
     exchange.require_whole_state()
     exchange.forgive()
     exchange.announce(LOAD)
     rank, ranks = exchange.rank, exchange.ranks
+    _require_one_path(path, ranks)
+    path = path_to_load(path)
     run = _together(ranks, lambda: _State(network, accumulator), CheckpointError)
     with ExitStack() as opened:
-        first = _together(ranks, lambda: read_file(path, opened) if rank == 0 else ({}, {"generation": "0" * 16}),
-                          CheckpointError)
-        generation, has_own = _told(ranks, first[1]["generation"], run.exchanged_alike(first[1]))
-        mine = path_of_rank(path, rank if has_own[0] else 0, ranks, generation)
-
-        def read() -> tuple[dict[str, Entry], dict]:
-            entries, about = first if rank == 0 else read_file(mine, opened)
-            _require_generation(mine, about, generation)
-            if run.divided and mine != path:  # rank 0's file holds them
-                others, of_others = read_file(path, opened)
-                _require_generation(path, of_others, generation)
-                entries.update({name: others[name] for name in run.divided if name in others})
-            return run.checked(mine, entries, about), about
-
-        found, about = _together(ranks, read, CheckpointError)
+        entries, about = _together(ranks, lambda: read_file(path, opened) if rank == 0 else ({}, {}), CheckpointError)
+        if ranks > 1:
+            entries, about = _described_by_rank_0(entries, about)
+        found = _together(ranks, lambda: run.checked(path, entries, about), CheckpointError)
         with accumulator.boundary.loading(about["open"], run.exchanged_alike(about)):
             for name, entry in found.items():
-                # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
-                ops.assign(run.entries[name], run.cut(name, entry.read()))
+                run.take(name, _value(entry, ranks))
                 # Otherwise MindSpore queues the entries, and holds several. Operations run in order, so that the entry
                 # is freed before the next one has a value (measured on CPU, where there is nothing to synchronize).
                 synchronize()
                 (Tensor(0) + 1).asnumpy()
-    return about["extra"]
+    return about.get(f"rank{rank}:extra" if run.exchanged_alike(about) else "", about["extra"])
 
 
 def _checked_accumulator(network: object, accumulator: object) -> Accumulator:
@@ -239,11 +225,24 @@ def _together(ranks: int, do: Callable[[], Any], failure: type[Exception]) -> An
     return together(do, failure) if ranks > 1 else do()
 
 
-def _told(ranks: int, generation: str, number: int) -> tuple[str, list[int]]:
-    """Return, on every rank, rank 0's generation (16 hexadecimal digits) and the numbers of all ranks."""
-    row = np.array([*generation.encode(), number], np.int32)
-    rows = gather(row) if ranks > 1 else row[None]
-    return bytes(rows[0, :-1].tolist()).decode(), rows[:, -1].tolist()
+def _require_one_path(path: Union[str, os.PathLike], ranks: int) -> None:
+    """Raise ValueError on every rank if the ranks give different paths."""
+    if ranks > 1 and differing([str(path).encode()]).any():
+        given = ", ".join(f"{text_by(rank, str(path))} on rank {rank}" for rank in range(ranks))
+        raise ValueError(f"the path is {given}; give every rank the same; rank 0 reads and writes the file")
+
+
+def _described_by_rank_0(entries: dict[str, Entry], about: dict) -> tuple[dict[str, Entry], dict]:
+    """Return, on every rank, the entries of the file that rank 0 has opened, and its description."""
+    listed = [(entry.name, entry.dtype.name, entry.shape) for entry in entries.values()]
+    listed, about = json.loads(text_by(0, json.dumps([listed, about])))
+    return entries or {name: Entry(None, name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in listed}, about
+
+
+def _value(entry: Entry, ranks: int) -> Tensor:
+    """Return, on every rank, the value of an entry that rank 0 reads."""
+    value = _together(ranks, entry.read, OSError)
+    return Tensor.from_numpy(sent_by(0, value.asnumpy())) if ranks > 1 else value
 
 
 # --- what a file holds ------------------------------------------------------------------------------------------------
@@ -269,7 +268,7 @@ class _State:
         self.entries: dict[str, Parameter] = {}
         once = {id(p): (name, p) for name, p in reversed(named)}  # the first name wins
         for name, parameter in reversed(once.values()):
-            if name in (*RESERVED, *self.entries):
+            if name in (*RESERVED, *self.entries) or _OF_RANK.match(name):
                 raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
             self.entries[name] = parameter
         if len(accumulator.state) < len(accumulator.parameters):
@@ -287,73 +286,86 @@ class _State:
         self.of_window = {f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in open_state}
 
     def exchanged_alike(self, about: dict) -> bool:
-        """Return whether the checkpoint has the same ranks and exchange, so that each rank has its own file."""
+        """Return whether the checkpoint has the same ranks and exchange, so that it holds each rank's own entries."""
         return about.get("reducer") == self.settings["reducer"]
 
-    def join_state(self, part: Path) -> Callable[[], dict[str, np.ndarray]]:
-        """Gather divided state, one entry after the other, on rank 0's disk. All ranks have to call it.
+    def take(self, name: str, value: Tensor) -> None:
+        """Set an entry to this rank's part of a loaded value, if it is not another rank's."""
+        name = name.removeprefix(f"rank{self.exchange.rank}:")
+        if name in self.entries:
+            part = self.exchange.cut(value, self.divided[name]) if name in self.divided else value
+            # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
+            ops.assign(self.entries[name], part)
 
-        Return a function that returns the entries, or raises the error that stopped this rank, so that the others do
-        not wait for it. Raise ValueError if other state of the optimizer differs among ranks, because only rank 0's is
-        saved.
+    def contents(self, part: Path, held: int, extra: Any) -> tuple[dict[str, np.ndarray], dict]:
+        """Return, for rank 0, the entries of the file and their description. All ranks have to call it.
+
+        `held`: the number of microbatches in the open window. Rank 0 puts what others send on its disk, beside `part`.
         """
+        ranks = self.exchange.ranks
+        is_open = bool(gather(np.array([held], np.int32)).any() if ranks > 1 else held)  # on all ranks if it is on one
+        left_out = self.divided.keys() | (set() if is_open else self.of_window - {_UNIT})
+        entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
+        about = {**self.settings, "open": is_open, "extra": extra}
+        if ranks > 1:
+            self._gather(part, entries, about)
+        return entries, about
+
+    def _gather(self, part: Path, entries: dict[str, np.ndarray], about: dict) -> None:
+        """Add divided state, and what differs on other ranks, one entry after the other.
+
+        Raise ValueError if ranks have other entries, or if state of a divided optimizer that is not divided differs,
+        because another number of ranks would get only rank 0's.
+        """
+        def keep(name: str, value: np.ndarray) -> None:
+            place = part.with_name(f"{len(entries)}.state")
+            entries[name] = together(lambda: on_disk(value, place) if self.exchange.rank == 0 else np.empty(0), OSError)
+
+        own, extra = dict(entries), json_of(about["extra"])
+        require_alike({"what a checkpoint holds": repr([(name, p.dtype, p.shape) for name, p in self.entries.items()])},
+                      "give every rank the same network and arguments")
         if self.exchange.divides_parameters:
             require_alike({name: p.asnumpy().tobytes() for name, p in self.entries.items() if id(p) in self.copied},
                           "ms_accum finds state of slices by its name, which has to end in the parameter's")
-        found: dict[str, np.ndarray] = {}
-        errors: list[Exception] = []
         for name, whole in self.divided.items():
-            value = self.exchange.joined(self.entries[name], whole)
-            if self.exchange.rank == 0 and not errors:
-                try:
-                    found[name] = on_disk(value, self.entries[name].dtype, part.with_name(f"{len(found)}.state"))
-                except OSError as error:
-                    errors.append(error)
-
-        def joined() -> dict[str, np.ndarray]:
-            if errors:
-                raise errors[0]
-            return found
-
-        return joined
-
-    def cut(self, name: str, value: Tensor) -> Tensor:
-        """Return this rank's part of a loaded entry."""
-        return self.exchange.cut(value, self.divided[name]) if name in self.divided else value
-
-    def contents(self, extra: Any, generation: str, is_open: bool,
-                 joined: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict]:
-        """Return the entries of a rank's file, and their description. Rank 0's file also holds the `joined` state."""
-        left_out = set() if is_open else self.of_window - {_UNIT}
-        entries = {name: joined[name] if name in joined else p.asnumpy() for name, p in self.entries.items()
-                   if name not in left_out and (name in joined or name not in self.divided)}
-        return entries, {**self.settings, "open": is_open, "generation": generation, "extra": extra}
+            state = self.entries[name]
+            keep(name, self.exchange.joined(state, whole).astype(state.asnumpy().dtype, copy=False))  # bfloat16
+        for rank, (other_extra, *differs) in enumerate(differing([extra.encode(), *map(bits_of, own.values())])):
+            if other_extra:
+                about[f"rank{rank}:extra"] = json.loads(text_by(rank, extra))
+            for name in compress(own, differs):
+                keep(f"rank{rank}:{name}", sent_by(rank, own[name]))
 
     def checked(self, path: Path, found: dict[str, Entry], about: dict) -> dict[str, Entry]:
-        """Return the entries to load. Raise CheckpointError if a file with this description does not fit this run."""
+        """Return the entries to load: rank 0's, then those of the other ranks, which replace them.
+
+        Raise CheckpointError if a file with this description does not fit this run.
+        """
         for name, expected in self.settings.items():
             if about.get(name) != expected and (about["open"] or name not in _OF_WINDOW):
                 remedy = ("save when train_step.updated is true: a closed window loads on any number of ranks and with "
                           "any accumulate_step") if name in _OF_WINDOW else "build it with the same arguments"
                 raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; "
                                       f"{remedy}")
-        ignored = {_TORN} if self.exchanged_alike(about) else {_TORN, _UNIT}
-        found = {name: entry for name, entry in found.items() if name not in ignored}
+        alike = self.exchanged_alike(about)
+        ignored = {_TORN} if alike else {_TORN, _UNIT}
+        of_rank_0 = {name: e for name, e in found.items() if name not in ignored and not _OF_RANK.match(name)}
+        of_others = {name: e for name, e in found.items() if alike and _OF_RANK.match(name)}
+        start = f"rank{self.exchange.rank}:"
+        own = {name.removeprefix(start): e for name, e in of_others.items() if name.startswith(start)}
         unneeded = {_TORN} if about["open"] else self.of_window
-        _require_entries(path, found, unneeded, {**self.entries, **self.divided}, self.entries)
-        return found
+        _require_entries(path, {**of_rank_0, **own}, unneeded, {**self.entries, **self.divided}, self.entries)
+        return {**of_rank_0, **of_others}
 
 
-def _finished(network: nn.Cell, accumulator: Accumulator) -> _State:
-    """Return what to save. Raise RuntimeError if an error or an interrupt stopped a batch or an update."""
+def _finished(network: nn.Cell, accumulator: Accumulator, extra: Any) -> _State:
+    """Return what to save. Raise RuntimeError if an error or an interrupt stopped a batch or an update.
+
+    Raise TypeError if `extra` is not a JSON value.
+    """
+    json_of(extra)
     require_whole(int(accumulator.window.unfinished))
     return _State(network, accumulator)
-
-
-def _require_generation(path: Path, about: dict, generation: str) -> None:
-    """Raise CheckpointError if another call saved this file than rank 0's."""
-    if about["generation"] != generation:
-        raise CheckpointError(f"{path} does not belong to the file of rank 0; restore both from one copy")
 
 
 def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], shaped: dict[str, Parameter],
@@ -365,7 +377,7 @@ def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], sh
         if held != wanted and (name in found or name not in unneeded):
             raise CheckpointError(f"{path}: {name} is {held} in the file, but {wanted} in this run; build network, "
                                   "optimizer and accumulator with the same arguments")
-    if _SCALE in found:
+    if _SCALE in found and found[_SCALE].reader is not None:
         try:
             require_scale(found[_SCALE].read())
         except ValueError as error:

@@ -1,8 +1,7 @@
 """The file of a checkpoint: safetensors, written atomically, read only if it is complete.
 
 Its metadata holds a description (the settings of the run and `extra`, as JSON), and a SHA-256 of the description and
-all entries. Complex numbers are stored as pairs of floats, because MindSpore's loader knows no complex ones. With
-several ranks, each rank has a file, and rank 0's file names the generation of the others.
+all entries. Complex numbers are stored as pairs of floats, because MindSpore's loader knows no complex ones.
 
 Source: https://github.com/huggingface/safetensors
 """
@@ -19,7 +18,7 @@ from pathlib import Path
 from secrets import token_hex
 from shutil import rmtree
 from socket import gethostname
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, Optional, Union
 from warnings import warn
 
 import mindspore as ms
@@ -35,7 +34,7 @@ _ABOUT, _DIGEST = "ms_accum", "ms_accum.sha256"  # keys of the metadata
 # No parameter may have one of these names: the first is the library's own, and MindSpore's loader takes what the
 # metadata has under a parameter's name for its dtype.
 RESERVED = ("__metadata__", _ABOUT, _DIGEST)
-_VERSION = 5
+_VERSION = 6
 _COMPLEX = {"float32": "complex64", "float64": "complex128"}
 # This host. Containers may share the name of the host, but not the numbers of processes.
 _HERE = sha256(f"{gethostname()} {Path('/proc/self/ns/pid').resolve().name}".encode()).hexdigest()[:8]
@@ -69,18 +68,6 @@ def _of_mindspore(path: Path) -> CheckpointError:
         f"{option})), before the train step is called")
 
 
-def path_of_rank(path: Path, rank: int, ranks: int, generation: str) -> Path:
-    """Return the path of a rank's file, for a checkpoint at `path`."""
-    return path.with_name(f"{path.stem}.rank{rank}of{ranks}-{generation}{path.suffix}") if rank > 0 else path
-
-
-def remove_generations(path: Path, rank: int, ranks: int, mine: Path) -> None:
-    """Remove the files of this rank's earlier generations, also those of killed runs."""
-    for old in path.parent.glob(f"{escape(path.stem)}.rank{rank}of{ranks}-{'[0-9a-f]' * 16}{path.suffix}"):
-        if old != mine:
-            old.unlink(missing_ok=True)
-
-
 @contextmanager
 def part_of(path: Path) -> Iterator[Path]:
     """Yield the path of a file in a temporary folder. The writer makes the folder; the end of the block removes it.
@@ -109,21 +96,17 @@ def _lives(process: int) -> bool:
     return True
 
 
-def on_disk(value: np.ndarray, dtype: ms.Type, place: Path) -> np.ndarray:
-    """Return an array whose memory is a file at `place`, which `part_of` removes. Raise OSError if writing fails.
-
-    `value` holds bfloat16 as float32.
-    """
-    if dtype == ms.bfloat16:
-        value = Tensor(value, dtype).asnumpy()
+def on_disk(value: np.ndarray, place: Path) -> np.ndarray:
+    """Return an array whose memory is a file at `place`, which `part_of` removes. Raise OSError if writing fails."""
     _require_folder(place.parents[1])
     place.parent.mkdir(exist_ok=True)
     with place.open("wb") as file:
-        file.write(_bits(value))
+        file.write(bits_of(value))
     return np.memmap(place, np.uint8, "c").view(value.dtype).reshape(value.shape)
 
 
-def _bits(values: np.ndarray) -> memoryview:
+def bits_of(values: np.ndarray) -> memoryview:
+    """Return the bytes of an array."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 
@@ -133,7 +116,7 @@ def _digest(text: str, names: Iterable[str], stored: Callable[[str], np.ndarray]
 
     def add(name: str, values: np.ndarray) -> None:
         digest.update(repr((name, values.dtype.name, values.shape)).encode())
-        digest.update(_bits(values))
+        digest.update(bits_of(values))
 
     for name in sorted(names):
         add(name, stored(name))  # no variable here, which would hold one entry while the next one is read
@@ -143,9 +126,8 @@ def _digest(text: str, names: Iterable[str], stored: Callable[[str], np.ndarray]
 def write_file(part: Path, entries: dict[str, np.ndarray], about: dict) -> None:
     """Write a file at the path that `part_of` yields, and flush it to the disk.
 
-    `about` holds JSON values. Raise TypeError if its "extra" is not one, OSError if the file cannot be written.
+    `about` holds JSON values. Raise OSError if the file cannot be written.
     """
-    _require_json(about["extra"])
     of_complex = sorted(name for name, values in entries.items() if values.dtype.kind == "c")
     text = json.dumps({"version": _VERSION, "mindspore": ms.__version__, **about, "complex": of_complex})
     stored = {name: np.asarray(values, order="C") for name, values in entries.items()}
@@ -170,13 +152,16 @@ def _require_folder(folder: Path) -> None:
         raise FileNotFoundError(f"the folder {folder} does not exist; make it first")
 
 
-def _require_json(extra: Any) -> None:
+def json_of(extra: Any) -> str:
+    """Return `extra` as JSON. Raise TypeError if it would come back as something else."""
     try:
-        if repr(json.loads(json.dumps(extra))) != repr(extra):  # as text, NaN equals NaN, and 1 differs from True
+        text = json.dumps(extra)
+        if repr(json.loads(text)) != repr(extra):  # as text, NaN equals NaN, and 1 differs from True
             raise TypeError("it would come back as something else")
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"extra cannot be written as JSON ({error}); give dicts with str as keys, lists, str, numbers, "
                         "bool and None") from error
+    return text
 
 
 def rename_file(part: Path, path: Path) -> None:
@@ -216,15 +201,20 @@ class _Reader:
 
 
 class Entry(NamedTuple):
-    """Describe an entry of a file that is open."""
+    """Describe an entry of a file that is open; the reader is None on a rank that did not open it."""
 
-    reader: _Reader
+    reader: Optional[_Reader]
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """Return the values, in memory of their own. Raise OSError if the file was written since it was opened."""
+        """Return the values, in memory of their own; 0 without a reader.
+
+        Raise OSError if the file was written since it was opened.
+        """
+        if self.reader is None:
+            return Tensor.from_numpy(np.zeros(self.shape, self.dtype))
         return Tensor.from_numpy(self.reader.stored(self.name).view(self.dtype).reshape(self.shape))
 
 
@@ -273,8 +263,6 @@ def _checked(reader: _Reader) -> tuple[dict[str, Entry], dict]:
         raise CheckpointError(f"{reader.path} is of version {about['version']}, expected {_VERSION}; load it with the "
                               "ms_accum that wrote it")
     about["open"] = bool(about["open"])
-    if not re.fullmatch("[0-9a-f]{16}", about["generation"]):
-        raise ValueError("the generation is not a hexadecimal number")
     for name in about["complex"]:
         entry = entries[name]
         *shape, pair = entry.shape

@@ -164,7 +164,7 @@ class OneDevice:
         """Say what this rank does next with this accumulator, and raise `RanksDiffer` unless all ranks do the same."""
 
     def compare_parameters(self) -> None:
-        """Raise RuntimeError on every rank if the parameters differ between ranks, at the end of a flush or in a save."""
+        """Raise RuntimeError on every rank if the parameters differ, at the end of a flush or in a save."""
 
     def over_slices(self, number: Tensor) -> Tensor:
         """Return the sum over ranks of a number that was computed from a window's gradients, if these are slices.

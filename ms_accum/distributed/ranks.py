@@ -19,6 +19,7 @@ _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|Reduc
 _LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; let every "
                "rank train to the end of its epoch, or let all leave it at the same update; see the messages of the "
                "other ranks. MindSpore says:")
+_PIECE = 2**22  # bytes that travel at once; each piece has the whole time that ranks wait for a late one
 
 
 def world_size() -> int:
@@ -62,6 +63,32 @@ def require_equal(parameters: Mapping[str, Parameter]) -> None:
         raise RuntimeError(f"{_differ(np.flatnonzero(differs.any(1)))} in the values of {_some(what, 1)}, so the ranks "
                            "made different updates; start again from the last checkpoint, and change parameters, "
                            "learning rate and state only in the same way on all ranks")
+
+
+def differing(facts: Iterable[Union[bytes, memoryview]]) -> np.ndarray:
+    """Return which facts of which rank differ from rank 0's: bool `(ranks, facts)`. All ranks give as many."""
+    digests = b"".join(sha256(fact).digest() for fact in facts)
+    rows = gather(np.frombuffer(digests, np.int32)).reshape(world_size(), -1, 8)
+    return (rows != rows[0]).any(-1)
+
+
+def sent_by(rank: int, values: np.ndarray) -> np.ndarray:
+    """Return one rank's values, bit by bit, on all ranks. The others give any of its shape and dtype."""
+    broadcast, own = ops.Broadcast(rank), np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    found = np.empty_like(own)
+    for start in range(0, own.size, _PIECE):
+        piece = own[start:start + _PIECE]
+        # Bits: on CPU, Broadcast makes float32 of float16.
+        bits = np.concatenate((piece, np.zeros(-piece.size % 4, np.uint8))).view(np.int32)
+        found[start:start + _PIECE] = broadcast((Tensor(bits),))[0].asnumpy().view(np.uint8)[:piece.size]
+    return found.view(values.dtype).reshape(values.shape)
+
+
+def text_by(rank: int, text: str) -> str:
+    """Return one rank's text on all ranks."""
+    data = text.encode()
+    length = int(gather(np.array([len(data)], np.int32))[rank, 0])
+    return sent_by(rank, np.frombuffer(data[:length].ljust(length), np.uint8)).tobytes().decode()
 
 
 def broadcast_parameters(parameters: tuple[Parameter, ...]) -> None:

@@ -78,7 +78,8 @@ def test_defects_are_seen(left_by, launch, case):
 
 @every("zero_checkpoints")
 def test_a_closed_window_goes_on_with_and_without_zero(left_by, launch, case):
-    """With the same entries and shapes in the file. From one exchange to the same: the same bits."""
+    """With the same entries and shapes in the file, but for those of rank 1. From one exchange to the same: the same
+    bits."""
     for rank, left in enumerate(left_by(case, launch)):
         entries = [left.pop(f"entries of {zero}", None) for zero in ("zero=0", "zero=1", "zero=2")]
         assert entries[0] == entries[1] == entries[2]

@@ -1,6 +1,4 @@
 """tutorials/mnist/train.py on two ranks, with and without ZeRO, against one process with windows twice as long."""
-import re
-
 import mindspore as ms
 import numpy as np
 from support.rank_cases import MNIST, every
@@ -37,5 +35,4 @@ def test_two_ranks_train_as_one_process(left_by, folder_of, launch, case, capsys
     logs = [(folder_of(launch) / "logs" / f"worker_{rank}.log").read_text(encoding="utf-8") for rank in range(2)]
     assert ["epoch 2/2  loss" in log for log in logs] == [True, False]
     assert "an update takes 400 x 2 microbatches x 2 ranks = 1,600" in logs[0]
-    names = sorted(re.sub("-[0-9a-f]{16}", "", path.name) for path in (folder_of(launch) / "mnist").glob("*run.*"))
-    assert names == ["run.rank1of2.safetensors", "run.safetensors"]
+    assert [path.name for path in (folder_of(launch) / "mnist").glob("*run.*")] == [SAVED]

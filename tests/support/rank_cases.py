@@ -5,6 +5,7 @@ end. What it returns goes into FOLDER/rank<r>.json under the name of the case.
 """
 import json
 import os
+import shutil
 import sys
 import warnings
 from contextlib import redirect_stdout
@@ -36,7 +37,7 @@ from ms_accum import (
 )
 from ms_accum import __main__ as cli
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.checkpoint.file import read_file
+from ms_accum.checkpoint.file import Entry, read_file
 from ms_accum.core.window import Window
 from ms_accum.distributed import data_parallel
 from ms_accum.distributed.buckets import Buckets
@@ -188,30 +189,51 @@ def step_of(sync, accumulate_step, seed):
 
 
 def damaged(rank):
-    """What each rank says where one cannot save, or one's file is wrong."""
+    """What is left by saves, and what each rank says where one cannot save or load, or they do not agree."""
     path, (network, step) = FOLDER / "damaged.safetensors", step_of("zero2", 2, 0)
+
+    def files():
+        wait_for_all()
+        return [other.name for other in path.parent.glob(f"*{path.stem}*")]
+
+    left = []
     for x, y in microbatches(rank)[:3]:
         step(x, y)
         save_checkpoint(path, network, step)
-    said = {"unsaved": said_by(save_checkpoint, path, network, step, extra=(1,) if rank == 1 else [1])}
+        left.append(files())
+    whole, other = path.read_bytes(), FOLDER / f"another{rank}.safetensors"
+    said = {"extra": said_by(save_checkpoint, path, network, step, extra=(1,) if rank == 1 else [1]),
+            "folder": said_by(save_checkpoint, FOLDER / "nowhere" / path.name, network, step),
+            "saved to": said_by(save_checkpoint, other, network, step),
+            "loaded from": said_by(load_checkpoint, other, network, step)}
+    if rank == 1:
+        network.frozen = Parameter(Tensor(0.0), name="frozen", requires_grad=False)
+    said["saved others"], said["loaded others"] = (said_by(call, path, network, step)
+                                                   for call in (save_checkpoint, load_checkpoint))
+    unchanged, files_then = path.read_bytes() == whole, files()
+    network, step = step_of("zero2", 2, 1)
     wait_for_all()
-    files, kept = len(list(path.parent.glob(f"*{path.stem}.*"))), b""
-    for what in ("truncated", "swapped"):
-        if rank == 1:
-            mine, = path.parent.glob(f"{path.stem}.rank1of*")
-            whole = mine.read_bytes()
-            mine.write_bytes(kept or whole[:-1])
-            kept = whole  # of an earlier save
-        said[what] = said_by(load_checkpoint, path, network, step)
-        save_checkpoint(path, network, step)
+    if rank == 0:
+        path.write_bytes(whole[:-1])
+    said["truncated"] = said_by(load_checkpoint, path, network, step)
+    if rank == 0:
+        path.write_bytes(whole)
+    with patch.object(Entry, "read", unreadable if rank == 0 else Entry.read):
+        said["written"] = said_by(load_checkpoint, path, network, step)
+    said["torn"] = said_by(step, *microbatches(rank)[0])
+    load_checkpoint(path, network, step)
+    said["mended"] = said_by(step, *microbatches(rank)[0])
+    return {"files": [*left, files_then], "unchanged": unchanged, "said": said}
 
-    def saved_between(name, opened):
-        entries, about = read_file(name, opened)
-        return entries, {**about, "generation": "0" * 16} if name.name == path.name and rank == 1 else about
 
-    with patch("ms_accum.checkpoint.checkpoint.read_file", saved_between):  # rank 1 reads rank 0's file after its own
-        said["between"] = said_by(load_checkpoint, path, network, step)
-    return {"files": files, **said}
+def unreadable(entry):
+    raise OSError("it was written while it was read")
+
+
+def without_rank_1(path, opened):
+    """What the file of a checkpoint holds, but for what is rank 1's own."""
+    entries, about = read_file(path, opened)
+    return {name: entry for name, entry in entries.items() if not name.startswith("rank1:")}, about
 
 
 def dealt_out(ranks):
@@ -220,20 +242,28 @@ def dealt_out(ranks):
 
 
 def resumed(rank, sync):
-    """How far runs end from one that goes on, after a save in the middle of an epoch; of the last, nothing is skipped.
+    """How far runs end from one that goes on, after a save in the middle of an epoch, from a copy of the file.
 
-    Ranks have 7 and 4 microbatches.
+    Then, with nothing skipped, and without what the file holds of rank 1. Ranks have 7 and 4 microbatches.
     """
     data, path, off = microbatches(rank, uneven=True), FOLDER / f"resumed-{sync}.safetensors", []
+    copy = path.with_stem(f"copy-{sync}")
     whole, step = step_of(sync, 2, 0)
     list(step.epoch(data))
-    for after, resume in ((1, True), (2, True), (3, True), (2, False)):
+    for after, resume, read in ((1, True, read_file), (2, True, read_file), (3, True, read_file),
+                                (2, False, read_file), (3, True, without_rank_1)):
         network, step = step_of(sync, 2, 0)
-        for _ in islice(step.epoch(data), after):
+        epoch = step.epoch(data)
+        for _ in islice(epoch, after):
             pass
         save_checkpoint(path, network, step)
+        if rank == 0:
+            shutil.copy(path, copy)
+        list(epoch)
+        save_checkpoint(path, network, step)
         network, step = step_of(sync, 2, 1)
-        load_checkpoint(path, network, step)
+        with patch("ms_accum.checkpoint.checkpoint.read_file", read):
+            load_checkpoint(copy, network, step)
         list(step.epoch(data, resume=resume))
         off.append(difference(values(network.trainable_params()), values(whole.trainable_params())))
     return off

@@ -400,7 +400,7 @@ def zero_checkpoints(rank, folder):
             if rank == 0:
                 names = ms.load_checkpoint(str(path), format="safetensors")
                 found[f"entries of {saved}"] = sorted(f"{name} {tuple(p.shape)}" for name, p in names.items()
-                                                      if name != "ms_accum")
+                                                      if name != "ms_accum" and not name.startswith("rank1:"))
     return found
 
 
