@@ -344,12 +344,14 @@ class Boundary:
 
         `accepted`: whether the stages accept it, if it was read.
         """
-        self.window.exchange.require_agreement()
+        exchange = self.window.exchange
+        if exchange.ranks > 1:
+            exchange.require_agreement()
         if not self.window.may_drop:  # with several ranks, its exchange pairs with that of `_close_together`
             self._run("close_with_update")
             self._count_update()
             return True
-        if self.window.exchange.ranks > 1:
+        if exchange.ranks > 1:
             applied = self._close_together(1.0)[1]
         else:
             applied = self._read_with_verdict()[1] if accepted is None else accepted
@@ -485,7 +487,8 @@ class Boundary:
         """
         if not runs_op_by_op:
             return
-        self.window.exchange.require_agreement()
+        if self.window.exchange.ranks > 1:
+            self.window.exchange.require_agreement()
         if self._may_be_full and not is_done:
             self.forget()
             self.ask()

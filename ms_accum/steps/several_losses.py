@@ -133,7 +133,7 @@ class SeveralLossesStep(TrainStep):
     def _summed(self, weights: np.ndarray, active: float) -> Tensor:
         """Return the sums of a window's weights over all ranks. `active`: 1 on a rank that still has data."""
         totals = self._total(Tensor(weights, ms.float32), Tensor(active, ms.float32))
-        self.accumulator.exchange.require_agreement()
+        self.window.exchange.require_agreement()
         return totals
 
     def _require_closed(self) -> None:

@@ -18,7 +18,7 @@ def said_by(function, *arguments, **keywords):
     """What an error says."""
     try:
         function(*arguments, **keywords)
-    except (TypeError, ValueError, OSError, RuntimeError) as error:
+    except (TypeError, ValueError, OSError, RuntimeError, UserWarning) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
 
