@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dis import get_instructions
@@ -125,7 +125,9 @@ def _reached(functions: Iterable[Callable], anywhere: bool) -> tuple[list[nn.Cel
             waiting += chain.from_iterable(map(_attributes_of, inside)) if anywhere else ()
         elif isinstance(value, partial):
             waiting += [*value.args, *value.keywords.values(), value.func]
-        elif isinstance(value, (list, tuple, dict)):
+        elif isinstance(value, MethodType) and isinstance(value.__self__, nn.Cell):
+            waiting.append(value.__self__)
+        elif isinstance(value, (list, tuple, dict, set, deque)):
             waiting += [] if not anywhere else value.values() if isinstance(value, dict) else value
         elif callable(value) and not str(getattr(value, "__module__", "")).startswith("mindspore."):
             waiting += _named_in(value)

@@ -234,15 +234,19 @@ class Window:
         """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
         return self.length.is_full(self.mini_step, self.update_step, self.weight_sum)
 
-    def meet(self, active: Scalar = 1.0) -> dict[str, Any]:
-        """Return whether all ranks "agreed" to close this window (True, or a bool Tensor), and the sums of "numbers".
+    def meet(self, numbers: Numbers) -> tuple[Any, Numbers]:
+        """Return whether all ranks are about to close this window (True, or a bool Tensor), and the sums of numbers.
 
-        These are the weight, the number of microbatches, and the number of ranks that still have data (`active`: 1 on
-        such a rank). If ranks do not agree, nothing may follow.
+        If ranks do not agree, nothing may follow. `numbers`: the weight, the number of microbatches, and 1 if this rank
+        still has data, else 0.
         """
+        # One device saves the call.
+        return self.exchange.meet(numbers) if self.exchange.ranks > 1 else (True, numbers)
+
+    def held(self, active: Scalar = 1.0) -> Numbers:
+        """Return the numbers of the open window, for `meet`. `active`: 1 if this rank still has data."""
         # `+ 0` copies: the counter changes before the copy is used.
-        agreed, numbers = self.exchange.meet((self.weight_sum, self.mini_step + 0, active))
-        return {"agreed": agreed, "numbers": numbers}
+        return self.weight_sum, self.mini_step + 0, active
 
     def total(self, numbers: Numbers) -> dict[str, Any]:
         """Return the open window of all ranks, given the numbers of `meet`."""
@@ -263,7 +267,7 @@ class Window:
         gradients, unit = checked_gradients(self.names, self.shapes, gradients), weight if factor is None else factor
         if isinstance(unit, Tensor) or unit == 0:  # a microbatch of weight 0 is ignored, NaN included
             gradients = mapped(weighted, unit != 0, gradients, self.buffer_dtypes)
-        agreed, numbers = self.exchange.meet((weight, 1, 1.0))
+        agreed, numbers = self.meet((weight, 1, 1.0))
         if agreed:
             self.apply(self._judged(gradients, unit, numbers, (), weight, False))
 
@@ -309,9 +313,9 @@ class Window:
 
     def close(self) -> None:
         """Update with the open window, or drop it if a stage does not accept it: a branch in a graph."""
-        met = self.meet()
-        if met["agreed"]:
-            total = self.total(met["numbers"])
+        agreed, numbers = self.meet(self.held())
+        if agreed:
+            total = self.total(numbers)
             accepted = total["accepted"]
             if accepted:
                 self.apply(total)
@@ -409,16 +413,16 @@ class Window:
 
     def counts_and_verdict(self) -> Tensor:
         """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(13,)`."""
-        window = self.total(self.meet()["numbers"])
+        window = self.total(self.held())
         # `depend` uses the unit, which nobody needs; otherwise MindSpore warns of "nodes eliminated by mistake".
         accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
         return ops.concat((self.counts(), accepted.astype(ms.float64).reshape(1)))
 
     def close_with_update(self) -> Tensor:
         """Update with the open window, if all ranks agree."""
-        met = self.meet()
-        if met["agreed"]:
-            self.apply(self.total(met["numbers"]))
+        agreed, numbers = self.meet(self.held())
+        if agreed:
+            self.apply(self.total(numbers))
         return self.update_step + 0
 
     def close_without_update(self) -> Tensor:
@@ -427,9 +431,9 @@ class Window:
         return self.update_step + 0
 
     def met(self, active: Tensor) -> Tensor:
-        """Return what `meet` does: 1 or 0 for "agreed", and the numbers; float32 `(4,)`."""
-        met = self.meet(active)
-        return as_vector((as_tensor(met["agreed"]), *met["numbers"]))
+        """Return what `meet` does: 1 or 0 for whether ranks agree, and the numbers; float32 `(4,)`."""
+        agreed, numbers = self.meet(self.held(active))
+        return as_vector((as_tensor(agreed), *numbers))
 
     def close_with_met(self, numbers: Tensor) -> Tensor:
         """Update with the open window of several ranks, given the numbers of `met`, `(3,)`."""

@@ -125,10 +125,9 @@ class OneDevice:
         return gradients, numbers, measured
 
     def meet(self, numbers: Numbers) -> tuple[Any, Numbers]:
-        """Return whether all ranks are about to close a window of this accumulator, and the numbers, summed across.
+        """Return whether all ranks are about to close a window of this accumulator, and the sums of numbers across.
 
-        True, or a bool Tensor `()`: nothing more may be exchanged, and nothing applied, if it is false. `numbers`: the
-        weight, the number of microbatches, the number of ranks that still have data.
+        See `Window.meet`.
         """
         return True, numbers
 
@@ -136,7 +135,7 @@ class OneDevice:
                ) -> tuple[Gradients, Scalar, Numbers]:
         """Return the gradients of a window of all ranks, their unit, and what stages have measured, summed across.
 
-        `numbers`: the result of `meet`; the exchange begins after it.
+        `numbers`: those of `Window.meet`; the exchange begins after it.
         """
         return buffers, unit, measured
 

@@ -174,7 +174,7 @@ def test_a_stage_judges_a_window_by_its_sums_and_no_other_judges_for_it(mode):
             updated.append(train_step.updated)
         moved = values(network.trainable_params())
         ops.assign_add(train_step.window.weight_sum, Tensor(float("nan")))
-        accepted = train_step.window.total(train_step.window.meet()["numbers"])["accepted"]
+        accepted = train_step.window.total(train_step.window.held())["accepted"]
     assert updated == [False, False, False, True]
     assert all(np.isfinite(value).all() for value in moved)
     assert bool(accepted)

@@ -1,6 +1,7 @@
 """Training mode: a warning of a network in evaluation mode, and graphs of the mode that the network is in."""
 import gc
 import warnings
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -281,12 +282,23 @@ def by_a_module(network):
     return lambda x, y: LOSS(tiny.network(x), y)
 
 
+def by_its_method(network):
+    call = network.construct
+
+    def forward_fn(x, y):
+        return LOSS(call(x), y)
+
+    return forward_fn
+
+
 HOLDERS = {
     "dataclass": lambda network: partial(by_context, Context(network)),
     "object": lambda network: partial(by_context, SimpleNamespace(network=network)),
     "slots": lambda network: partial(by_context, Slotted(network)),
     "in a list": lambda network: partial(by_contexts, [SimpleNamespace(inner=Context(network))]),
-    "class": by_a_class, "module": by_a_module, "cell": lambda network: Wrapper(Context(network))}
+    "in a deque": lambda network: partial(by_contexts, deque([SimpleNamespace(inner=Context(network))])),
+    "method": by_its_method, "class": by_a_class, "module": by_a_module,
+    "cell": lambda network: Wrapper(Context(network))}
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
