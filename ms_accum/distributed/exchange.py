@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, ParameterTuple, ops
+from mindspore import Parameter, ParameterTuple, Tensor, ops
 from mindspore.communication import GlobalComm, create_group, get_rank
 from mindspore.nn.utils import no_init_parameters
 
@@ -44,8 +44,6 @@ from .tags import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from mindspore import Tensor
 
     from ..tensors import Gradients, Numbers, Scalar
     from .buckets import AccumulatedParameters
@@ -202,7 +200,8 @@ class ManyRanks(OneDevice):
     """Compare tags before each exchange; the base of `Exchange` and `Zero`.
 
     Attributes:
-        rounds: Number of flushes of all ranks, and of epochs that this rank has left without one: int32 Parameter `()`.
+        rounds: Number of flushes of all ranks, and of epochs that this rank has left without one: float32 Parameter
+            `(1,)`.
     """
 
     def __init__(self, accumulated: AccumulatedParameters, inside: int, ranks: int) -> None:
@@ -214,7 +213,7 @@ class ManyRanks(OneDevice):
         node, place = divmod(self.rank, inside)
         self.members_inside = range(node * inside, (node + 1) * inside)
         self.members_across = range(place, ranks, inside)
-        self.rounds = state_parameter(f"exchange{self.number}.rounds", (), ms.int32)
+        self.rounds = state_parameter(f"exchange{self.number}.rounds", (1,), ms.float32)
         self.tags_inside: Any = None  # Tags, if ranks inside sum
         self.tags_across: Any = None  # Tags, if ranks across do
         if inside > 1:
@@ -236,7 +235,7 @@ class ManyRanks(OneDevice):
         """See `OneDevice`."""
         require_unreduced()
         if self.across == 1:
-            return self.tags_inside.disagreed == 0, numbers
+            return (self.tags_inside.agreed == 1).all(), numbers
         agreed, sums = self._compared(self.tags_across, TRAIN, numbers)
         return agreed, as_numbers(sums, 3)
 
@@ -248,7 +247,7 @@ class ManyRanks(OneDevice):
         return numbers
 
     def _compared(self, tags: Tags, what: int, numbers: Numbers) -> tuple[Tensor, Tensor]:
-        return tags.compare((what, self.number, self.rounds + 0), numbers)
+        return tags.compare(what, self.number, self.rounds + 0.0, numbers)
 
     def disagreement(self) -> Optional[RanksDiffer]:
         """See `OneDevice`."""
@@ -257,11 +256,11 @@ class ManyRanks(OneDevice):
     def forgive(self) -> None:
         """See `OneDevice`."""
         forget_disagreement()
-        ops.assign(self.rounds, 0)
+        ops.assign(self.rounds, ops.zeros_like(self.rounds))
 
     def end_round(self) -> None:
         """See `OneDevice`."""
-        ops.assign_add(self.rounds, 1)
+        ops.assign_add(self.rounds, Tensor([1.0], ms.float32))
 
     def announce(self, what: int) -> None:
         """See `OneDevice`."""

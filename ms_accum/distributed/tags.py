@@ -26,10 +26,9 @@ from .ranks import left_alone, world_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..tensors import Numbers, Scalar
+    from ..tensors import Numbers
 
-# What a rank does: the first number of a tag. The others are the accumulator, the rounds (see `ManyRanks`), and whether
-# ranks have disagreed before.
+# What a rank does: the first number of a tag. Then come the accumulator, the rounds (see `ManyRanks`), and the mark.
 TRAIN, WEIGH, SAVE, LOAD, BUILD, COMPARE, WAIT = range(1, 8)
 _DOES = {TRAIN: "trains accumulator {}, after {} flushes", WEIGH: "weighs a window of accumulator {}, after {} flushes",
          SAVE: "saves a checkpoint of accumulator {}", LOAD: "loads a checkpoint of accumulator {}",
@@ -63,8 +62,8 @@ class Tags:
         members: The ranks in it, in order.
 
     Attributes:
-        heard: The rows at the first disagreement: float32 `(ranks, 7)`.
-        disagreed: The mark: 1 if ranks have disagreed in a graph, else 0; int32 Parameter `()`, one for all groups.
+        heard: The rows of the last exchange, or of the first disagreement: float32 `(ranks, 7)`.
+        agreed: The mark: 0 once ranks have disagreed in a graph, else 1; float32 Parameter `(1,)`, one for all groups.
     """
 
     def __init__(self, group: str, members: Sequence[int]) -> None:
@@ -72,7 +71,7 @@ class Tags:
         self.sum = ops.AllReduce(group=group)
         self.heard = state_parameter(f"{group}.heard", (self.size, _WIDTH), ms.float32)
         known = next(iter(_of_groups.values()), None)
-        self.disagreed: Parameter = known.disagreed if known else state_parameter("ranks.disagreed", (), ms.int32)
+        self.agreed: Parameter = known.agreed if known else state_parameter("ranks.agreed", (1,), ms.float32, 1.0)
 
     def rows(self, row: Tensor) -> Tensor:
         """Return the rows of all ranks in the group, `(ranks, 7)`, given this rank's, `(7,)`."""
@@ -85,18 +84,21 @@ class Tags:
             parts = (*parts, ops.zeros(after, ms.float32))
         return self.sum(ops.concat(parts)).reshape(self.size, _WIDTH)
 
-    def compare(self, tag: tuple[Scalar, ...], numbers: Numbers) -> tuple[Tensor, Tensor]:
+    def compare(self, what: int, number: int, rounds: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
         """Exchange tags, and three numbers. Return whether all tags are equal (bool `()`), and the sums, `(3,)`.
 
-        If the mark is set already, the result is False. `tag`: what this rank does, the accumulator, and the rounds.
+        If the mark is 0 already, the result is False.
+
+        Args:
+            what, number: What this rank does, and the accumulator.
+            rounds: See `ManyRanks`; float32 `(1,)`.
+            numbers: Three numbers.
         """
-        marked = self.disagreed.astype(ms.float32)
-        row = as_vector((*tag, marked, *numbers))
-        rows = self.rows(row)
-        same = ops.equal(rows[:, :_TAG], row[:_TAG]).astype(ms.float32).sum(-1).sum() == self.size * _TAG
-        agreed = ops.logical_and(same, marked == 0)
-        ops.assign(self.heard, ops.where(ops.logical_or(agreed, marked > 0), self.heard + 0, rows))
-        ops.assign(self.disagreed, ops.logical_not(agreed).astype(ms.int32))
+        does, before = Tensor([what, number], ms.float32), self.agreed + 0.0
+        rows = self.rows(ops.concat((does, rounds, before, as_vector(numbers))))
+        agreed = ops.equal(rows[:, :_TAG], ops.concat((does, rounds, Tensor([1.0], ms.float32)))).all()
+        ops.assign(self.heard, ops.where(before == 1, rows, self.heard))
+        ops.assign(self.agreed, agreed.reshape(1).astype(ms.float32))
         return agreed, rows[:, _TAG:].sum(0)
 
 
@@ -112,17 +114,19 @@ _of_groups: dict[str, Tags] = {}
 
 def disagreement() -> Optional[RanksDiffer]:
     """Return the error to raise if ranks have disagreed in a graph. It reads the device."""
-    for tags in _of_groups.values():
-        if int(tags.disagreed) and tags.heard.asnumpy().any():
-            return RanksDiffer(said_by(tags.heard.asnumpy(), tags.members))
-    return None
+    marked = [tags for tags in _of_groups.values() if not tags.agreed.asnumpy().all()]
+    if not marked:
+        return None
+    heard = {tags: tags.heard.asnumpy() for tags in marked}
+    tags = next((tags for tags, rows in heard.items() if (rows != rows[0])[:, :_TAG].any()), marked[0])
+    return RanksDiffer(said_by(heard[tags], tags.members))
 
 
 def forget_disagreement() -> None:
     """Forget that ranks have disagreed: all of them load a checkpoint."""
     for tags in _of_groups.values():
-        for mark in (tags.heard, tags.disagreed):
-            ops.assign(mark, ops.zeros_like(mark))
+        ops.assign(tags.heard, ops.zeros_like(tags.heard))
+        ops.assign(tags.agreed, ops.ones_like(tags.agreed))
 
 
 def announce(what: int, number: int = 0) -> None:
@@ -130,7 +134,7 @@ def announce(what: int, number: int = 0) -> None:
     if world_size() == 1:
         return
     tags = tags_of(GlobalComm.WORLD_COMM_GROUP, range(world_size()))
-    sent = np.array([what, number, 0, 0, 0, 0, 0], np.float32)
+    sent = np.array([what, number, 0, 1, 0, 0, 0], np.float32)
     with left_alone(_DOES[what].format(number, 0)):
         rows = tags.rows(Tensor(sent)).asnumpy()
     if not np.array_equal(rows[:, :_TAG], np.tile(sent[:_TAG], (len(rows), 1))):
@@ -142,7 +146,6 @@ def wait_for_all() -> None:
     announce(WAIT)
 
 
-
 def said_by(rows: np.ndarray, members: Sequence[int]) -> str:
     """Return the message about rows whose tags differ."""
     tags = rows[:, :_TAG]
@@ -152,9 +155,9 @@ def said_by(rows: np.ndarray, members: Sequence[int]) -> str:
         return _FOREIGN.format("; ".join(seen))
     does = []
     for rank, row in zip(members, rows):
-        what, number, rounds, disagreed, *_, active = row.tolist()
+        what, number, rounds, agreed, *_, active = row.tolist()
         text = _DOES[int(what)].format(int(number), int(rounds))
         if what == TRAIN and active == 0:
             text = text.replace("trains", "flushes")
-        does.append(f"rank {rank} {text}{' and disagreed with others before' * (disagreed > 0)}")
+        does.append(f"rank {rank} {text}{' and disagreed with others before' * (agreed == 0)}")
     return _DIFFER.format("; ".join(does), _CHANGED * bool(np.isin(tags[:, 0], (TRAIN, WEIGH)).any()))

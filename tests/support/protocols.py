@@ -237,9 +237,9 @@ def main(folder, first, count, option=None):
             file.write(json.dumps(found) + "\n")
 
 
-def untagged(self, tag, numbers):
+def untagged(self, what, number, rounds, numbers):
     """In place of `Tags.compare`: all ranks agree."""
-    return Tensor(True), self.rows(as_vector((*tag, 0.0, *numbers)))[:, 4:].sum(0)
+    return Tensor(True), self.rows(as_vector((what, number, rounds, 1.0, *numbers)))[:, 4:].sum(0)
 
 
 # --- plain training ---------------------------------------------------------------------------------------------------
