@@ -21,7 +21,7 @@ from mindspore.communication import get_group_size, get_rank, init
 
 from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint, shard_parameters, until_weight
 from ms_accum.distributed.exchange import ManyRanks
-from ms_accum.distributed.tags import WAIT, Tags, announce
+from ms_accum.distributed.tags import WAIT, Tags, announce, forget_disagreement
 from ms_accum.tensors import as_vector
 
 RATE, BUDGET, FEATURES = 0.1, 3, 3
@@ -214,6 +214,7 @@ def main(folder, first, count, option=None):
     if option == "untagged":
         Tags.compare, ManyRanks.announce = untagged, lambda self, what: None
     for number in range(first, first + count):
+        forget_disagreement()  # of the draw before
         mode, programs, _ = drawn(number, ranks, option if option in MODES else None)
         if mode not in built:
             built[mode] = Ranks(mode)
