@@ -170,6 +170,8 @@ class Window:
             ends: int = 0, begun: bool = True) -> Scalar:
         """Add the gradients of a piece's scaled loss. Return how many of the ranks inside still have data.
 
+        What the graph returns has to depend on the result; see `depth_first`.
+
         Args:
             gradients: A gradient for each of `weights`.
             weight: Of the piece, from `as_weight`.
@@ -194,12 +196,12 @@ class Window:
                 measured = (*measured, *stage.measure(restored, weight))
         # A factor of 0 makes the gradient 0, NaN included.
         factor = (weight if factor is None else factor) / self.unit
-        gradients, sums, measured = self.exchange.microbatch(
+        exchanged, sums, measured = self.exchange.microbatch(
             mapped(weighted, factor, gradients, self.buffer_dtypes), (weight, taken * active, active), measured)
         if not self.is_in_use:  # when the first graph is compiled, or at the first call op by op
             note_use(self.number)
         # `add_each` is not called `add`: a graph would take a function of that name for this method.
-        add_each(self.small, self.buffers, gradients)
+        add_each(self.small, self.buffers, exchanged)
         weight, taken, active = sums
         ops.assign_add(self.weight_sum, weight)
         for each in self.measured:
@@ -211,7 +213,7 @@ class Window:
         if ends:
             self.count_trained(1)
         ops.assign_add(self.unfinished, 1 - 2 * ends)  # + 1 for this end, - 2 if the microbatch ends with it
-        return active
+        return ops.depend(active, gradients) if self.exchange.inside > 1 else active  # see `depth_first`
 
     def end(self, pieces: Scalar, trained: Scalar = 1) -> None:
         """End a microbatch of `pieces` pieces. It counts if one of them was taken on one of the ranks inside.

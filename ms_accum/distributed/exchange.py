@@ -336,7 +336,11 @@ def depth_first(inside: int) -> dict[str, str]:
     """Return options of `ms.jit` for graphs in which `inside` ranks sum each microbatch.
 
     By default, MindSpore 2.10 orders kernels on Ascend breadth first: collectives last, when all gradients are in
-    memory.
+    memory. Depth first, after each kernel comes the kernel that uses its result and is nearest to what the graph
+    returns. So what the graph returns has to depend on the gradients, without a kernel in between: otherwise the
+    backward pass may go on before a weight's gradient is computed and exchanged, and many wait for one (12 x Dense 2048
+    with biases in float32, zero=2, buckets of 16 MiB: 9.0 bytes per parameter at the peak with ReLU between layers, and
+    8.7 without, instead of 6.7).
     """
     return {"exec_order": "dfs"} if inside > 1 and ms.get_context("device_target") == "Ascend" else {}
 

@@ -15,7 +15,7 @@ from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
 from ..core.boundary import compiled, straight
-from ..tensors import as_tensor, as_vector
+from ..tensors import as_vector
 from .batch import axis_of, divisor, select_rows, starts_of
 from .errors import ask_about_piece
 
@@ -116,8 +116,8 @@ class Whole:
     def add(self, *batch: Any) -> Any:
         """Add a microbatch. Return the loss, or `(loss, aux)`."""
         found = self.loss.gradients_of(self.samples, batch, True)
-        self.window.add(found["gradients"], found["weight"], found["factor"], ends=1)
-        return (found["loss"], found["aux"]) if self.loss.has_aux else found["loss"]
+        loss = ops.depend(found["loss"], self.window.add(found["gradients"], found["weight"], found["factor"], ends=1))
+        return (loss, found["aux"]) if self.loss.has_aux else loss
 
     def update(self, *batch: Any) -> Any:
         """Update with a microbatch as a window of its own. Return the loss, or `(loss, aux)`."""
@@ -145,7 +145,7 @@ class Piece:
             aux = checked_aux(aux, self.rows, self.loss.batch_axis)
         active = self.window.add(found["gradients"], weight, found["factor"])
         summed = found["loss"] * divisor(weight) if self.loss.is_added else counted(found["loss"], weight)
-        totals = totals + as_vector((summed, ops.depend(as_tensor(weight), active)))
+        totals = ops.depend(totals + as_vector((summed, weight)), active)
         return (totals, as_vector((weight,)), aux) if self.loss.has_aux else totals
 
 

@@ -262,8 +262,8 @@ class WeighedPiece:
             aux = checked_aux(aux, self.rows, self.loss.batch_axis)
         factor = None if self.window.looks_at_gradients else unit if self.counts else 0.0
         active = self.window.add(gradients, weight, factor)
-        losses = ops.depend(counted(losses, weights), (total, active))
-        totals = totals + ops.concat((losses, weights))
+        losses = ops.depend(counted(losses, weights), total)
+        totals = ops.depend(totals + ops.concat((losses, weights)), active)
         return (totals, weights[:1], aux) if self.loss.has_aux else totals
 
 

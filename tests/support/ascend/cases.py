@@ -32,6 +32,7 @@ from ms_accum.core.boundary import compiled
 from ms_accum.core.kernels import InPlace, Portable
 from ms_accum.core.probe import kernels, largest_difference
 from ms_accum.distributed import exchange
+from ms_accum.steps.pieces import Whole
 from support.ascend import sharding
 from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
@@ -44,9 +45,9 @@ WIDE, DEEP = 512, 13  # where memory is weighed
 class Network(nn.Cell):
     """`layers` times Dense, and the mean of what comes out. With `backwards`, the last layer is used first."""
 
-    def __init__(self, dtype=ms.bfloat16, size=SIZE, layers=LAYERS, backwards=False):
+    def __init__(self, dtype=ms.bfloat16, size=SIZE, layers=LAYERS, backwards=False, activation=None):
         super().__init__()
-        self.layers = nn.CellList([nn.Dense(size, size, dtype=dtype) for _ in range(layers)])
+        self.layers = nn.CellList([nn.Dense(size, size, dtype=dtype, activation=activation) for _ in range(layers)])
         self.order = tuple(range(layers))[::-1 if backwards else 1]
 
     def construct(self, x):
@@ -279,9 +280,9 @@ def peak(run, parameters):
     return ms.runtime.max_memory_allocated() / parameters
 
 
-def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, **options):
+def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, activation=None, **options):
     """Bytes per parameter at the peak of an addition and of an update."""
-    network = Network(dtype, WIDE, layers, backwards=order == "backwards")
+    network = Network(dtype, WIDE, layers, order == "backwards", activation)
     parameters = network.trainable_params()
     grouped = [{"params": parameters[1::2]}, {"params": parameters[::2]}]  # biases, and weights, which decay
     step = make_train_step(network, optimizer(grouped if order == "groups" else parameters), 4, **options)
@@ -292,10 +293,21 @@ def memory(optimizer=decayed, dtype=ms.bfloat16, order="forward", layers=DEEP, *
     return {"add": add - before / count, "update": update - before / count}
 
 
-def memory_of_ranks(zero):
-    """The same in float32 with Adam, in buckets that hold one weight each."""
-    return among_ranks(lambda optimizer, reducer: memory(optimizer, ms.float32, reducer=reducer), adam, zero=zero,
-                       bucket_mib=1)
+def memory_of_ranks(activation=None, **options):
+    """The same in float32 with Adam, in buckets that hold one weight or one bias each."""
+    return among_ranks(lambda optimizer, reducer: memory(optimizer, ms.float32, activation=activation, reducer=reducer),
+                       adam, bucket_mib=1, **options)
+
+
+def memory_unordered(activation=None, **options):
+    """The control: what the graph returns does not depend on the gradients."""
+    def add(self, *batch):
+        found = self.loss.gradients_of(self.samples, batch, True)
+        self.window.add(found["gradients"], found["weight"], found["factor"], ends=1)
+        return found["loss"]
+
+    with patch.object(Whole, "add", add):
+        return memory_of_ranks(activation, **options)
 
 
 def memory_of_language_model(reduction=None):
@@ -428,7 +440,12 @@ CASES = {
     "zero1": partial(ranks, zero=1), "zero2": partial(ranks, zero=2),
     "zero1_clipped": partial(clipped_ranks, 1), "zero2_clipped": partial(clipped_ranks, 2),
     "node": partial(ranks, sync="node", ranks_per_node=2),
-    **{f"memory_zero{zero}": partial(memory_of_ranks, zero) for zero in range(3)},
+    **{f"memory_zero{zero}": partial(memory_of_ranks, zero=zero) for zero in range(3)},
+    "memory_zero2_relu": partial(memory_of_ranks, "relu", zero=2),
+    "memory_zero2_unordered": partial(memory_unordered, zero=2),
+    "memory_zero2_relu_unordered": partial(memory_unordered, "relu", zero=2),
+    "memory_microbatch": partial(memory_of_ranks, sync="microbatch"),
+    "memory_microbatch_unordered": partial(memory_unordered, sync="microbatch"),
     "node_zero2": partial(ranks, sync="node", ranks_per_node=2, zero=2),
     **{f"optimizers_{name}": partial(optimizers, dtype) for name, dtype in DTYPES.items()},
     "memory": memory, "memory_backwards": partial(memory, order="backwards"),
