@@ -21,7 +21,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.communication import GlobalComm, get_rank
 
 from ..tensors import as_vector, state_parameter
-from .ranks import left_alone, world_size
+from .ranks import computes_nothing, left_alone, world_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,7 +115,7 @@ _of_groups: dict[str, Tags] = {}
 def disagreement() -> Optional[RanksDiffer]:
     """Return the error to raise if ranks have disagreed in a graph. It reads the device."""
     marked = [tags for tags in _of_groups.values() if not tags.agreed.asnumpy().all()]
-    if not marked:
+    if not marked or computes_nothing():
         return None
     heard = {tags: tags.heard.asnumpy() for tags in marked}
     tags = next((tags for tags, rows in heard.items() if (rows != rows[0])[:, :_TAG].any()), marked[0])
@@ -131,7 +131,7 @@ def forget_disagreement() -> None:
 
 def announce(what: int, number: int = 0) -> None:
     """Say what this rank does next, and raise `RanksDiffer` on every rank unless all do the same. For the host."""
-    if world_size() == 1:
+    if world_size() == 1 or computes_nothing():
         return
     tags = tags_of(GlobalComm.WORLD_COMM_GROUP, range(world_size()))
     sent = np.array([what, number, 0, 1, 0, 0, 0], np.float32)

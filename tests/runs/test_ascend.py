@@ -42,7 +42,8 @@ def above(least):
 
 
 def exchange(*graphs):
-    return Expected(exchange=list(graphs))
+    """What ranks exchange, after their tags. A branch follows these: nothing is exchanged if they differ."""
+    return Expected(branch=None, exchange=list(graphs))
 
 
 class Process(NamedTuple):
@@ -61,16 +62,16 @@ PLAIN, BRANCHED = Expected(), Expected(branch=True)
 # Without and with the pass; without it, nothing is fused: a negative control.
 CAST, FUSED = Expected(between=[["Cast"]] * LAYERS, fused=[0, 0]), Expected(fused=[LAYERS, 0])
 RANKS = {
-    "window": exchange([], [("AllReduce", EVERYBODY)]),
-    "microbatch": exchange([("AllReduce", EVERYBODY)], []),
+    "window": exchange([], [("AllReduce", EVERYBODY)] * 2),
+    "microbatch": exchange([("AllReduce", EVERYBODY)] * 2, []),
     "zero1": exchange([], [("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY), ("AllGather", EVERYBODY)]),
     "zero2": exchange([("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY)], [("AllGather", EVERYBODY)])}
-# Whether it is finite, then its norm: of a window's slices, behind them and before the parameters. Slices are cut before
+# Whether it is finite, then its norm: of a window's slices, behind them, before the parameters. Slices are cut before
 # memory is weighed, so the figures of ZeRO are without the whole parameters.
 SUMS, SCATTERED = [("AllReduce", EVERYBODY)], [("AllReduce", EVERYBODY), ("ReduceScatter", EVERYBODY)]
 CLIPPED = {
-    "zero1_clipped": exchange([], SCATTERED + SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
-    "zero2_clipped": exchange(SCATTERED, SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
+    "zero1_clipped": exchange([], SUMS, SCATTERED[1:] + SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
+    "zero2_clipped": exchange(SCATTERED, [], SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
     "memory_zero0": held(add=8.6, update=20.7), "memory_zero1": held(add=8.6, update=11),
     "memory_zero2": held(add=1.4, update=2.5), "memory_zero2_relu": held(add=1.4),
     "memory_microbatch": held(add=8.9),

@@ -106,8 +106,9 @@ def close(accumulator):
     """As the boundary does: in a dry run, all that it reads is 0, so that it would drop what may be dropped."""
     holding = accumulator.window
     if holding.may_drop and holding.exchange.ranks > 1:
-        _, sums, *gradients = compiled(holding.exchanged)(Tensor(1.0))
-        compiled(holding.close_with_exchanged)(sums, *gradients)
+        numbers = compiled(holding.met)(Tensor(1.0))[1:]
+        _, measured, *gradients = compiled(holding.exchanged)(numbers)
+        compiled(holding.close_with_exchanged)(numbers, measured, *gradients)
     elif holding.may_drop:
         compiled(holding.counts_and_verdict)()
     if holding.may_drop:
