@@ -92,7 +92,7 @@ BAD_CALLS = [  # method, arguments, and the beginning of what is said
     ("add", (good(), "1"), r"weight is '1', expected a number"),
     ("__call__", (good(), Tensor([1.0, 2.0])), r"weight is a Tensor of shape \(2,\), expected shape \(\)"),
     ("__call__", (good(), Tensor(1j, ms.complex64)), r"weight is a Tensor of Complex64, expected a real number"),
-    ("alone", (good()[:2], 1.0), r"grads holds 2 gradients, expected 3"),
+    ("update_alone", (good()[:2], 1.0), r"grads holds 2 gradients, expected 3"),
     ("close_if", (None,), r"condition is neither a Tensor nor a bool"),
     ("close_if", (Tensor([True, True]),), r"condition is a Tensor of shape \(2,\), expected shape \(\)"),
 ]
@@ -109,7 +109,7 @@ def test_a_bad_call_is_refused_and_changes_no_bit(jit):
     before = [p.asnumpy().tobytes() for p in state]
     for method, arguments, message in BAD_CALLS:
         def call(*arguments, method=method):
-            result = getattr(acc.window if method == "alone" else acc, method)(*arguments)
+            result = getattr(acc.window if method == "update_alone" else acc, method)(*arguments)
             return acc.mini_step + 0 if result is None else result
 
         with pytest.raises((TypeError, ValueError), match=message):

@@ -34,7 +34,7 @@ class Defect(NamedTuple):
     slow: bool = False  # whether other defects let its rows fail, too
 
 
-_add, _alone, _apply = Window.add, Window.alone, Window.apply
+_add, _alone, _apply = Window.add, Window.update_alone, Window.apply
 _call, _call_step = Driver.__call__, TrainStep.__call__
 
 
@@ -182,7 +182,7 @@ DEFECTS = {
     "NaN is applied, in graph mode": Defect(
         [(SkipWindow, "accepts", accepted)], {"loss scale"}, "loss scale, cell, graph mode, float32"),
     "windows of one are wrong": Defect(
-        [(Window, "alone", thrice)], {"windows of one"}, "windows of one, train step, float32"),
+        [(Window, "update_alone", thrice)], {"windows of one"}, "windows of one, train step, float32"),
     "the device is read in each microbatch": Defect(
         [(TrainStep, "__call__", reading)], {"reads of the device"}, "reads of the device",
         says="32 reads in 8 windows, expected 0"),

@@ -39,7 +39,7 @@ def everywhere(function, other):
 
 
 # What is replaced. Names of their own: a method that calls a function of its own name recurses without end in a graph.
-_add, _alone, _apply, _empty, _adopt = Window.add, Window.alone, Window.apply, Window.empty, Window.adopt
+_add, _alone, _apply, _empty, _adopt = Window.add, Window.update_alone, Window.apply, Window.empty, Window.adopt
 _restored, _judged = vars(Window)["_restored"], vars(Window)["_judged"]
 _scaled, _gradients_of, _end, _train_weighed = Loss.scaled, Loss.gradients_of, End.__call__, WeighedPieces.__call__
 _placed, _weigh = vars(optimizers)["_placed_state"], SkipMicrobatch.weigh
@@ -61,7 +61,7 @@ def updated_in_unit_one(self, gradients, weight, factor=None):
 
 
 _WEIGHT_IN_LOSS = (Replaced(Loss, "scaled", loss_times_samples), Replaced(Window, "add", added_without_weight),
-                   Replaced(Window, "alone", updated_in_unit_one))
+                   Replaced(Window, "update_alone", updated_in_unit_one))
 
 
 # The loss scale.
@@ -75,8 +75,8 @@ def divided_in_the_unit(self, window):
     _apply(self, window)
 
 
-def restored_once(self, gradients, unit, sums, buffered):
-    return _judged(self, _restored(self, gradients), unit, sums, buffered)
+def restored_once(self, gradients, *others):
+    return _judged(self, _restored(self, gradients), *others)
 
 
 # Windows.
