@@ -192,7 +192,6 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     accumulator = _checked_accumulator(network, accumulator)
     exchange = accumulator.exchange
     exchange.require_whole_state()
-    exchange.forgive()
     exchange.announce(LOAD)
     rank, ranks = exchange.rank, exchange.ranks
     _require_one_path(path, ranks)

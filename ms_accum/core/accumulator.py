@@ -189,7 +189,8 @@ class Accumulator(Uncopied):
                 "after_update": repr(after_update is not None), "stages": texts_of_stages(stages),
                 "noise_scale": texts_of_stages(() if noise_scale is None else (noise_scale,)),
                 "loss_scaler": "None" if loss_scaler is None else text_of(loss_scaler),
-                **{f"the optimizer's {name}": text for name, text in describe(optimizer).items()}})
+                **{f"the optimizer's {name}": text for name, text in (
+                    describe(optimizer).items() if getattr(reducer, "compare", False) else ())}})
         self.exchange = exchange = _exchange_of(reducer, optimizer, accumulated, needing_whole_gradients(
             clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
             stages=stages), stages if noise_scale is None else (*stages, noise_scale))

@@ -222,12 +222,15 @@ class Boundary:
         """End a microbatch after which the device has closed the window if it was full.
 
         With `max_skips`, read after each microbatch, to raise an error after too many; else after each 64th, to warn.
+        With several ranks, ask after each 64th whether they agree.
         """
         self.require_progress()
         self._unread += 1
-        if self.window.stages and self.max_skips is None and not self._warned and self._unread >= _FEW_READS:
+        if self._unread >= _FEW_READS:
             self._unread = 0
-            self._warn_of_skips(self.status().skipped_in_row)
+            self.window.exchange.require_agreement()
+            if self.window.stages and self.max_skips is None and not self._warned:
+                self._warn_of_skips(self.status().skipped_in_row)
         self._missing = 1  # at least: the window is not full
 
     def end_pieces(self, pieces: int, trained: int = 1) -> None:
@@ -250,8 +253,9 @@ class Boundary:
             pieces: The number of pieces in which each rank adds a microbatch.
             eager: See `begin`; None: as before.
             before_exchange: Called before each exchange of a window.
-            ends_epoch: Whether an epoch calls it at its end. Then the next flush does nothing, if nothing was trained
-                in between: it would join the next epoch of a rank that left this one early, and called `flush` itself.
+            ends_epoch: Whether an epoch calls it at its end. Then the next call does nothing, unless something was
+                trained in between: the epoch has flushed already, and another flush would join the next epoch of a rank
+                that left this one early and flushed itself.
         """
         require_trainable(self.window.weights)
         if self._is_ended and not ends_epoch:
@@ -307,7 +311,7 @@ class Boundary:
         if resume is None or trained == 0:
             if trained > 0 and self._is_loaded:
                 raise RuntimeError(_RESUMED.format(trained, status.epochs))
-            if was_left:
+            if was_left and resume is None:
                 self.window.exchange.end_round()
             self.end_epoch()  # if the last loop was left early
             return 0
@@ -347,8 +351,8 @@ class Boundary:
         exchange = self.window.exchange
         if exchange.ranks > 1:
             exchange.require_agreement()
-        if not self.window.may_drop:  # with several ranks, its exchange pairs with that of `_close_together`
-            self._run("close_with_update")
+        if not self.window.may_drop:
+            self._run("close_with_update")  # with several ranks, its exchange pairs with that of `_close_together`
             self._count_update()
             return True
         if exchange.ranks > 1:
@@ -386,9 +390,11 @@ class Boundary:
 
     def _count_update(self) -> None:
         self.updates += 1
-        for every, function in self._after_update:
-            if self.updates % every == 0:
-                function()
+        due = [function for every, function in self._after_update if self.updates % every == 0]
+        if due:  # if ranks disagree, there was no update
+            self.window.exchange.require_agreement()
+        for function in due:
+            function()
 
     def call_after_updates(self, every: int, function: Callable[[], object]) -> None:
         """Call a Python function after each update whose count is a multiple of `every`; see `TrainStep.on_update`."""

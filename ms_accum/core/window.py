@@ -197,7 +197,8 @@ class Window:
         # A factor of 0 makes the gradient 0, NaN included.
         factor = (weight if factor is None else factor) / self.unit
         exchanged, sums, measured = self.exchange.microbatch(
-            mapped(weighted, factor, gradients, self.buffer_dtypes), (weight, taken * active, active), measured)
+            mapped(weighted, factor, gradients, self.buffer_dtypes), (weight, taken * active, active), measured,
+            self.mini_step)
         if not self.is_in_use:  # when the first graph is compiled, or at the first call op by op
             note_use(self.number)
         # `add_each` is not called `add`: a graph would take a function of that name for this method.

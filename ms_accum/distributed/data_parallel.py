@@ -36,8 +36,8 @@ class DataParallel:
     hold different numbers of samples or tokens. With "sum", it is averaged over the ranks, as in PyTorch's
     DistributedDataParallel.
 
-    Ranks may have different numbers of microbatches. Every rank has to call `flush` at the end of an epoch. `flush`
-    takes part in the exchanges of the other ranks with weight 0 until all have called it. If ranks exchange
+    Ranks may have different numbers of microbatches. Every rank has to call `flush` at the end of an epoch (`epoch`
+    does). It takes part in the exchanges of the other ranks with weight 0 until all have called it. If ranks exchange
     microbatches, `reset`, `apply` and `close_if` also have to be called on all ranks at the same place; with "window",
     a rank may close incomplete windows on its own.
 
@@ -60,8 +60,8 @@ class DataParallel:
         bucket_mib: Size of the gradients in one collective, in mebibytes.
         ranks_per_node: With `sync="node"`: the number of ranks in each node, which have consecutive numbers. None: the
             number that msrun started on this host.
-        compare: Whether to compare the parameters of all ranks, by a checksum, at the end of each flush (so of each
-            epoch) and in each save; see the guide's page for what it costs.
+        compare: Whether to compare what the optimizers of all ranks hold, when an accumulator is built, and the
+            parameters, by checksums, at the end of each flush (so of each epoch) and in each save.
 
     Raises:
         TypeError: If an argument is of the wrong kind or has an unknown name.

@@ -32,6 +32,7 @@ from .ranks import require_alike, require_equal, world_size
 from .tags import (
     BUILD,
     COMPARE,
+    LOAD,
     TRAIN,
     WEIGH,
     RanksDiffer,
@@ -83,7 +84,7 @@ class OneDevice:
     """Exchange nothing, on one device; the base of `Exchange`, `Zero` and `Slices`.
 
     Attributes:
-        number: Of the accumulator, in the order in which those that exchange are built; 0 on one device.
+        number: This accumulator's number: accumulators that exchange are counted as they are built; 0 on one device.
         rank, ranks: This rank, and the number of ranks.
         inside, across: The number of ranks that sum each microbatch; the number of such groups, which sum each window.
         divides_buffers: Whether a rank keeps only a part of the buffers.
@@ -111,7 +112,7 @@ class OneDevice:
         """Keep buffers that nothing uses any more for the next accumulator."""
         reuse(buffers)
 
-    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers
+    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers, held: Any
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """Return the gradients to add to the buffers, and the numbers, summed over the ranks inside.
 
@@ -119,6 +120,7 @@ class OneDevice:
             gradients: Of this rank's microbatch, or piece.
             numbers: The weight, whether it is taken, whether the rank still has data.
             measured: What stages have measured.
+            held: Number of microbatches in the open window, int32 `()`: ranks inside must hold as many.
         """
         return gradients, numbers, measured
 
@@ -155,7 +157,7 @@ class OneDevice:
         """Forget rounds, and an earlier disagreement: all ranks load a checkpoint."""
 
     def end_round(self) -> None:
-        """Note that all ranks have ended a flush, or that this rank begins an epoch after it has left one early."""
+        """Begin the next round: a flush of all ranks has ended, or this rank has left an epoch without one."""
 
     def announce(self, what: int) -> None:
         """Say what this rank does next with this accumulator, and raise `RanksDiffer` unless all ranks do the same."""
@@ -200,8 +202,8 @@ class ManyRanks(OneDevice):
     """Compare tags before each exchange; the base of `Exchange` and `Zero`.
 
     Attributes:
-        rounds: Number of flushes of all ranks, and of epochs that this rank has left without one: float32 Parameter
-            `(1,)`.
+        rounds: The round: the number of flushes of all ranks, and of epochs that this rank has left without one;
+            float32 Parameter `(1,)`.
     """
 
     def __init__(self, accumulated: AccumulatedParameters, inside: int, ranks: int) -> None:
@@ -222,12 +224,12 @@ class ManyRanks(OneDevice):
             self.tags_across = tags_of(group_of(self.members_across), self.members_across)
         self.sum = ops.AllReduce()
 
-    def _meet_inside(self, numbers: Numbers) -> tuple[Tensor, Numbers]:
+    def _meet_inside(self, numbers: Numbers, held: Any) -> tuple[Tensor, Numbers]:
         """Return the sums of numbers over the ranks inside, as a vector and as numbers. Mark if ranks disagree.
 
-        There is no branch: gradients that wait for one would be in memory together.
+        No branch follows: all gradients would be in memory until it is taken.
         """
-        agreed, sums = self._compared(self.tags_inside, TRAIN, numbers)
+        agreed, sums = self._compared(self.tags_inside, TRAIN, numbers, held + 0)
         sums = ops.depend(sums, agreed)
         return sums, as_numbers(sums, 3)
 
@@ -246,8 +248,8 @@ class ManyRanks(OneDevice):
             numbers = as_numbers(self.sum(ops.depend(as_vector(numbers), sums)), len(numbers))
         return numbers
 
-    def _compared(self, tags: Tags, what: int, numbers: Numbers) -> tuple[Tensor, Tensor]:
-        return tags.compare(what, self.number, self.rounds + 0.0, numbers)
+    def _compared(self, tags: Tags, what: int, numbers: Numbers, held: Scalar = 0) -> tuple[Tensor, Tensor]:
+        return tags.compare(what, self.number, self.rounds + 0.0, numbers, held)
 
     def disagreement(self) -> Optional[RanksDiffer]:
         """See `OneDevice`."""
@@ -264,8 +266,9 @@ class ManyRanks(OneDevice):
 
     def announce(self, what: int) -> None:
         """See `OneDevice`."""
-        self.require_agreement()
-        announce(what, self.number)
+        if what != LOAD:  # which is the way out of a disagreement
+            self.require_agreement()
+        announce(what, self.number, [tags for tags in (self.tags_inside, self.tags_across) if tags is not None])
 
     def require_alike(self, settings: Mapping[str, object]) -> None:
         """See `OneDevice`."""
@@ -298,19 +301,19 @@ class Exchange(ManyRanks):
         if inside < ranks:
             self.outer = ops.AllReduce(group=group_of(self.members_across))
 
-    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers
+    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers, held: Any
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if self.inside == 1:
             return gradients, numbers, measured
-        sums, numbers = self._meet_inside(numbers)
+        sums, numbers = self._meet_inside(numbers, held)
         gradients, measured = self.inner.all_reduce(gradients, measured, sums)
         return gradients, numbers, measured
 
     def window(self, buffers: Gradients, unit: Scalar, numbers: Numbers, measured: Numbers
                ) -> tuple[Gradients, Scalar, Numbers]:
-        """See `OneDevice`. The unit is the user's unit, 1, as a Tensor.
+        """See `OneDevice`. The returned unit is a Tensor of 1.
 
         With the constant 1, MindSpore 2.10 on CPU reads 16-bit buffers too early if one graph both adds and updates.
         """

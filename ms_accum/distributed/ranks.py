@@ -16,9 +16,9 @@ from mindspore.communication import GlobalComm, get_group_size, get_rank
 
 ALIKE = "give every rank the same network and arguments"
 _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")
-_LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; let every "
-               "rank train to the end of its epoch, or let all leave it at the same update; see the messages of the "
-               "other ranks. MindSpore says:")
+_LEFT_ALONE = ("another rank does not take part in an exchange: it left its epoch early, ended, or is late; call "
+               "flush() on all ranks after a loop that only some leave early; see their messages. MindSpore "
+               "says:")
 _PIECE = 2**22  # bytes that travel at once; each piece has the whole time that ranks wait for a late one
 
 
@@ -117,7 +117,7 @@ def together(do: Callable[[], Any], failure: type[Exception]) -> Any:
     if error is not None:
         raise error
     if len(failed):
-        raise failure(f"rank {', '.join(map(str, failed))} failed, so nothing was done on this rank; see its message")
+        raise failure(f"rank {', '.join(map(str, failed))} failed; see its message")
     return result
 
 

@@ -1,7 +1,7 @@
 """For networks that MindSpore shards: no exchange of ms_accum, and buffers that are cut like their parameters."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import mindspore as ms
@@ -44,7 +44,7 @@ class Slices(OneDevice):
     def give_back(self, buffers: tuple[Parameter, ...]) -> None:
         """See `OneDevice`. Clones fit only their originals."""
 
-    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers
+    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers, held: Any
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`. Raise ValueError when a graph is compiled, if a feature would get slices, and op by op."""
         require_compiled(ops.isconstant(gradients[0]))  # while a graph is compiled, no value is known

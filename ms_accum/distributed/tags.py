@@ -7,8 +7,10 @@ row: its tag, and three numbers that the exchange needs anyway.
     rank 0:  trains accumulator 1 ─┐
     rank 1:  saves a checkpoint   ─┴─► the tags differ: nothing more is exchanged, both ranks raise an error
 
-In a graph, no error can be raised. There, a mark on the device prevents that anything is applied from now on, by any
-accumulator, and the host reads it before the next window closes, and at each flush, save and status.
+A graph cannot raise an error. It sets a mark on the device instead; while it is set, no accumulator applies a window.
+The host reads the mark before a window closes, and at each flush, save and status; in a cell, after each 64th
+microbatch. Where ranks sum each microbatch, a graph goes on with its exchange after the tags: then the run may end by
+an error of MindSpore, or because nobody answers.
 """
 from __future__ import annotations
 
@@ -26,19 +28,20 @@ from .ranks import computes_nothing, left_alone, world_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..tensors import Numbers
+    from ..tensors import Numbers, Scalar
 
-# What a rank does: the first number of a tag. Then come the accumulator, the rounds (see `ManyRanks`), and the mark.
+# What a rank does: the first number of a tag. Then come the accumulator, its round (see `ManyRanks`), the microbatches
+# in the open window, if ranks count them together, and the mark.
 TRAIN, WEIGH, SAVE, LOAD, BUILD, COMPARE, WAIT = range(1, 8)
-_DOES = {TRAIN: "trains accumulator {}, after {} flushes", WEIGH: "weighs a window of accumulator {}, after {} flushes",
+_DOES = {TRAIN: "trains accumulator {} in round {}", WEIGH: "weighs a window of accumulator {} in round {}",
          SAVE: "saves a checkpoint of accumulator {}", LOAD: "loads a checkpoint of accumulator {}",
-         BUILD: "builds accumulator {}, or a step for it", COMPARE: "ends a flush of accumulator {}",
+         BUILD: "builds accumulator {}, or a step for it", COMPARE: "compares parameters of accumulator {}",
          WAIT: "waits for all ranks"}
-_TAG, _WIDTH = 4, 7  # numbers in a tag, and in a row
-_DIFFER = ("the ranks do not do the same at the same time, so nothing was exchanged: {}; every rank has to make the "
-           "same calls in the same order: build, flush(), save_checkpoint, load_checkpoint; call flush() after a loop "
-           "that only some ranks leave early{}")
-_CHANGED = "; parameters are those of the last update of all ranks; load a checkpoint on all ranks to go on"
+_TAG, _WIDTH = 5, 8  # numbers in a tag, and in a row
+_DIFFER = ("ranks made different calls, so nothing was exchanged: {}; let every rank make the same calls in the same "
+           "order (build, flush, save, load), and call flush() after a loop that only some ranks leave early, which "
+           "begins the next round{}")
+_CHANGED = "; parameters are those of the last update of all ranks: load a checkpoint on all ranks to go on"
 _FOREIGN = ("an exchange of ms_accum was mixed with another collective: {}; call your own collectives (AllReduce, ...) "
             "at the same place on every rank, and not while another rank may still train or flush, e.g. after flush()")
 _numbers = count(1)
@@ -62,7 +65,7 @@ class Tags:
         members: The ranks in it, in order.
 
     Attributes:
-        heard: The rows of the last exchange, or of the first disagreement: float32 `(ranks, 7)`.
+        heard: The rows of the last exchange, or of the first disagreement: float32 `(ranks, 8)`.
         agreed: The mark: 0 once ranks have disagreed in a graph, else 1; float32 Parameter `(1,)`, one for all groups.
     """
 
@@ -74,7 +77,7 @@ class Tags:
         self.agreed: Parameter = known.agreed if known else state_parameter("ranks.agreed", (1,), ms.float32, 1.0)
 
     def rows(self, row: Tensor) -> Tensor:
-        """Return the rows of all ranks in the group, `(ranks, 7)`, given this rank's, `(7,)`."""
+        """Return the rows of all ranks in the group, `(ranks, 8)`, given this rank's, `(8,)`."""
         # Not an AllGather: on CPU, MindSpore 2.10 has one for all ranks together only.
         before, after = self.place * _WIDTH, (self.size - 1 - self.place) * _WIDTH
         parts = (row,)  # type: tuple[Tensor, ...]
@@ -84,7 +87,8 @@ class Tags:
             parts = (*parts, ops.zeros(after, ms.float32))
         return self.sum(ops.concat(parts)).reshape(self.size, _WIDTH)
 
-    def compare(self, what: int, number: int, rounds: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    def compare(self, what: int, number: int, rounds: Tensor, numbers: Numbers, held: Scalar = 0) -> tuple[
+            Tensor, Tensor]:
         """Exchange tags, and three numbers. Return whether all tags are equal (bool `()`), and the sums, `(3,)`.
 
         If the mark is 0 already, the result is False.
@@ -93,10 +97,12 @@ class Tags:
             what, number: What this rank does, and the accumulator.
             rounds: See `ManyRanks`; float32 `(1,)`.
             numbers: Three numbers.
+            held: Number of microbatches in the open window, if ranks count them together.
         """
         does, before = Tensor([what, number], ms.float32), self.agreed + 0.0
-        rows = self.rows(ops.concat((does, rounds, before, as_vector(numbers))))
-        agreed = ops.equal(rows[:, :_TAG], ops.concat((does, rounds, Tensor([1.0], ms.float32)))).all()
+        rest = as_vector((held, 1.0, *numbers))
+        rows = self.rows(ops.concat((does, rounds, rest[:1], before, rest[2:])))
+        agreed = ops.equal(rows[:, :_TAG], ops.concat((does, rounds, rest[:2]))).all()
         ops.assign(self.heard, ops.where(before == 1, rows, self.heard))
         ops.assign(self.agreed, agreed.reshape(1).astype(ms.float32))
         return agreed, rows[:, _TAG:].sum(0)
@@ -129,16 +135,23 @@ def forget_disagreement() -> None:
         ops.assign(tags.agreed, ops.ones_like(tags.agreed))
 
 
-def announce(what: int, number: int = 0) -> None:
-    """Say what this rank does next, and raise `RanksDiffer` on every rank unless all do the same. For the host."""
+def announce(what: int, number: int = 0, groups: Sequence[Tags] = ()) -> None:
+    """Say what this rank does next, and raise `RanksDiffer` on every rank unless all do the same. For the host.
+
+    `groups`: other groups than that of all ranks, in which ranks may exchange now: they are asked first.
+    """
     if world_size() == 1 or computes_nothing():
         return
-    tags = tags_of(GlobalComm.WORLD_COMM_GROUP, range(world_size()))
-    sent = np.array([what, number, 0, 1, 0, 0, 0], np.float32)
-    with left_alone(_DOES[what].format(number, 0)):
-        rows = tags.rows(Tensor(sent)).asnumpy()
-    if not np.array_equal(rows[:, :_TAG], np.tile(sent[:_TAG], (len(rows), 1))):
-        raise RanksDiffer(said_by(rows, tags.members))
+    sent = np.array([what, number, 0, 0, 1, 0, 0, 0], np.float32)
+    everybody = tags_of(GlobalComm.WORLD_COMM_GROUP, range(world_size()))
+    for tags in (*(tags for tags in groups if tags is not everybody), everybody):
+        with left_alone(_DOES[what].format(number, 0)):
+            rows = tags.rows(Tensor(sent)).asnumpy()
+        if not np.array_equal(rows[:, :_TAG], np.tile(sent[:_TAG], (len(rows), 1))):
+            if np.isin(rows[:, 0], (TRAIN, WEIGH)).any():  # these ranks have the mark now
+                ops.assign(tags.heard, Tensor(rows))
+                ops.assign(tags.agreed, ops.zeros_like(tags.agreed))
+            raise RanksDiffer(said_by(rows, tags.members))
 
 
 def wait_for_all() -> None:
@@ -149,14 +162,14 @@ def wait_for_all() -> None:
 def said_by(rows: np.ndarray, members: Sequence[int]) -> str:
     """Return the message about rows whose tags differ."""
     tags = rows[:, :_TAG]
-    if not (np.isin(tags[:, 0], list(_DOES)).all() and np.isin(tags[:, 3], (0, 1)).all()
+    if not (np.isin(tags[:, 0], list(_DOES)).all() and np.isin(tags[:, -1], (0, 1)).all()
             and (tags == tags.round()).all() and (tags >= 0).all()):
         seen = [f"rank {rank} seems to send {row.tolist()}" for rank, row in zip(members, rows)]
         return _FOREIGN.format("; ".join(seen))
     does = []
     for rank, row in zip(members, rows):
-        what, number, rounds, agreed, *_, active = row.tolist()
-        text = _DOES[int(what)].format(int(number), int(rounds))
+        what, number, rounds, held, agreed, *_, active = row.tolist()
+        text = _DOES[int(what)].format(int(number), int(rounds)) + f", with {held:g} microbatches" * (held > 0)
         if what == TRAIN and active == 0:
             text = text.replace("trains", "flushes")
         does.append(f"rank {rank} {text}{' and disagreed with others before' * (agreed == 0)}")

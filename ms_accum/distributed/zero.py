@@ -8,7 +8,6 @@ The whole parameters are kept: slices are cut from them before each update, in t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
 from typing import TYPE_CHECKING, Any, Optional
 
 import mindspore as ms
@@ -27,8 +26,6 @@ from .rows import Rows, width_of
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
     from .buckets import AccumulatedParameters
-
-_exchanges = count()
 
 
 def shard_parameters(parameters: Any) -> Any:
@@ -172,7 +169,7 @@ class Zero(ManyRanks):
         self.gather = ops.AllGather()
         # Always 0. `over_slices` reads and writes it, and `gather_parameters` reads it, so that all ranks run these
         # collectives in one order.
-        self.order_token = state_parameter(f"zero{next(_exchanges)}.order_token", (1,), ms.float32)
+        self.order_token = state_parameter(f"zero{self.number}.order_token", (1,), ms.float32)
 
     def buffers(self, prefix: str) -> tuple[Parameter, ...]:
         """See `OneDevice`. If ranks inside sum, return some rows of each bucket."""
@@ -181,13 +178,13 @@ class Zero(ManyRanks):
         rows = [(f"rows{i}", (length * self.across,)) for i, length in enumerate(self.rows.lengths)]
         return new_buffers(prefix, rows, self.rows.bucket_dtypes)
 
-    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers
+    def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers, held: Any
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if not self.divides_buffers:
             return gradients, numbers, measured
-        sums, numbers = self._meet_inside(numbers)
+        sums, numbers = self._meet_inside(numbers, held)
         if measured:
             sums = self.inner.sum(ops.depend(as_vector(measured), sums))
             measured = as_numbers(sums, len(measured))

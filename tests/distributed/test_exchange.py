@@ -100,13 +100,13 @@ def test_the_noise_scale_is_that_of_all_ranks_together(left_by, launch, case):
 
 
 def test_traffic_of_a_window_is_that_of_one_microbatch(left_by):
-    """16 microbatches, N = 8: in each window, 7 float32 of each rank, and one bucket of the gradients.
+    """16 microbatches, N = 8: in each window, 8 float32 of each rank, and one bucket of the gradients.
 
     Parameters move at boundaries. A rank that skips a microbatch exchanges nothing about it.
     """
     window, microbatch = (left_by(f"traffic:{sync}") for sync in ("window", "microbatch"))
     assert (window[0]["collectives"], microbatch[0]["collectives"]) == (4, 32)
-    assert window[0]["bytes"] == 2 * (window[0]["parameters"] + 2 * 7 * 4)
+    assert window[0]["bytes"] == 2 * (window[0]["parameters"] + 2 * 8 * 4)
     assert window[0]["bytes"] * 8 == microbatch[0]["bytes"]
     assert [left["skipped"] for left in window] == [0, 2]
     for left in (*window, *microbatch):

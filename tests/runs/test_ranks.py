@@ -17,7 +17,7 @@ from ms_accum.steps.errors import explain
 
 pytest_plugins = ["support.launch"]
 DIFFER = "ValueError: rank 1 and rank 0 differ in "
-OTHER_RANK = "rank 1 failed, so nothing was done on this rank; see its message"
+OTHER_RANK = "rank 1 failed; see its message"
 
 
 ALIKE = "; give every rank the same network and arguments$"
@@ -93,7 +93,7 @@ REFUSED_FILES = {  # what rank 0 says, and the others
         "rank the same",) * 2),
     "saved others": (DIFFER + "what a checkpoint holds; give every rank the same network",) * 2,
     "loaded others": (f"CheckpointError: {OTHER_RANK}", "CheckpointError: .*frozen is missing in the file"),
-    "truncated": ("CheckpointError: .*(is truncated|is damaged)", "CheckpointError: rank 0 failed, so nothing"),
+    "truncated": ("CheckpointError: .*(is truncated|is damaged)", "CheckpointError: rank 0 failed; see"),
     "written": ("OSError: it was written while it was read", "OSError: rank 0 failed"),
     "torn": ("RuntimeError: an error or an interrupt stopped an update",) * 2, "mended": ("accepted",) * 2}
 
@@ -184,7 +184,7 @@ def test_a_rank_that_fails_ends_the_run(folder_of):
 
 
 ALONE = ("RuntimeError: another rank does not take part in an exchange: it left its epoch early, ended, or is late; "
-         "let every rank")
+         "call flush()")
 
 
 @pytest.mark.slow

@@ -133,6 +133,7 @@ def unmatched(rank):
         step.boundary.end_epoch()
         said[case.__name__] = said_by(case, rank, network, step)
         _meet()
+    step.accumulator.exchange.forgive()
     return said
 
 

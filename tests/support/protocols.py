@@ -238,9 +238,9 @@ def main(folder, first, count, option=None):
             file.write(json.dumps(found) + "\n")
 
 
-def untagged(self, what, number, rounds, numbers):
+def untagged(self, what, number, rounds, numbers, held=0):
     """In place of `Tags.compare`: all ranks agree."""
-    return Tensor(True), self.rows(as_vector((what, number, rounds, 1.0, *numbers)))[:, 4:].sum(0)
+    return Tensor(True), self.rows(as_vector((what, number, rounds, held, 1.0, *numbers)))[:, 5:].sum(0)
 
 
 # --- plain training ---------------------------------------------------------------------------------------------------

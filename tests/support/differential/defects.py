@@ -75,8 +75,8 @@ def divided_in_the_unit(self, window):
     _apply(self, window)
 
 
-def restored_once(self, gradients, *others):
-    return _judged(self, _restored(self, gradients), *others)
+def restored_once(self, gradients, unit, numbers, measured, own, buffered):
+    return _judged(self, _restored(self, gradients), unit, numbers, measured, own, buffered)
 
 
 # Windows.
