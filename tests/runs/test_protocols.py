@@ -34,8 +34,8 @@ def launched(folder, ranks, first, count, *options, timeout=60):
                           timeout=1200, check=False)
     found = []
     for rank in range(ranks):
-        with (folder / f"rank{rank}.jsonl").open(encoding="utf-8") as file:
-            found.append([json.loads(line) for line in file])
+        path = folder / f"rank{rank}.jsonl"
+        found.append(list(map(json.loads, path.read_text(encoding="utf-8").splitlines())) if path.exists() else [])
     return list(zip(*found)), done.returncode
 
 
