@@ -225,30 +225,29 @@ class ManyRanks(OneDevice):
         self.sum = ops.AllReduce()
 
     def _meet_inside(self, numbers: Numbers, held: Any) -> tuple[Tensor, Numbers]:
-        """Return the sums of numbers over the ranks inside, as a vector and as numbers. Mark if ranks disagree.
+        """Return a token that the exchange waits for, and the sums of numbers inside. Mark if ranks disagree.
 
         No branch follows: all gradients would be in memory until it is taken.
         """
-        agreed, sums = self._compared(self.tags_inside, TRAIN, numbers, held + 0)
-        sums = ops.depend(sums, agreed)
-        return sums, as_numbers(sums, 3)
+        agreed, sums, flat = self._compared(self.tags_inside, TRAIN, numbers, held + 0)
+        return flat, as_numbers(ops.depend(sums, agreed), 3)
 
     def meet(self, numbers: Numbers) -> tuple[Any, Numbers]:
         """See `OneDevice`."""
         require_unreduced()
         if self.across == 1:
             return (self.tags_inside.agreed == 1).all(), numbers
-        agreed, sums = self._compared(self.tags_across, TRAIN, numbers)
+        agreed, sums, _ = self._compared(self.tags_across, TRAIN, numbers)
         return agreed, as_numbers(sums, 3)
 
     def total(self, numbers: Numbers, active: Scalar) -> Numbers:
         """See `OneDevice`."""
-        agreed, sums = self._compared(self.tags_across, WEIGH, (0.0, 0.0, active))
+        agreed, sums, _ = self._compared(self.tags_across, WEIGH, (0.0, 0.0, active))
         if agreed:
             numbers = as_numbers(self.sum(ops.depend(as_vector(numbers), sums)), len(numbers))
         return numbers
 
-    def _compared(self, tags: Tags, what: int, numbers: Numbers, held: Scalar = 0) -> tuple[Tensor, Tensor]:
+    def _compared(self, tags: Tags, what: int, numbers: Numbers, held: Scalar = 0) -> tuple[Tensor, Tensor, Tensor]:
         return tags.compare(what, self.number, self.rounds + 0.0, numbers, held)
 
     def disagreement(self) -> Optional[RanksDiffer]:

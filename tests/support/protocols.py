@@ -240,7 +240,8 @@ def main(folder, first, count, option=None):
 
 def untagged(self, what, number, rounds, numbers, held=0):
     """In place of `Tags.compare`: all ranks agree."""
-    return Tensor(True), self.rows(as_vector((what, number, rounds, held, 1.0, *numbers)))[:, 5:].sum(0)
+    flat = self.rows(as_vector((what, number, rounds, held, 1.0, *numbers)))
+    return Tensor(True), flat.reshape(self.size, -1)[:, 5:].sum(0), flat
 
 
 # --- plain training ---------------------------------------------------------------------------------------------------
