@@ -73,7 +73,8 @@ CLIPPED = {
     "zero1_clipped": exchange([], SUMS, SCATTERED[1:] + SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
     "zero2_clipped": exchange(SCATTERED, [], SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
     "memory_zero0": held(add=8.6, update=20.7), "memory_zero1": held(add=8.6, update=11),
-    "memory_zero2": held(add=1.4, update=2.5), "memory_zero2_relu": held(add=1.4),
+    # Without an activation between layers, the kernels of the tags undo the order (without them: 1.3).
+    "memory_zero2": held(add=4.9, update=2.5), "memory_zero2_relu": held(add=1.4),
     "memory_microbatch": held(add=8.9),
     # Negative control: the backward pass runs ahead of the exchange, where the graph's value does not wait for it.
     "memory_zero2_unordered": above(3), "memory_zero2_relu_unordered": above(3),
@@ -107,10 +108,12 @@ PROCESSES = {
             "qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight", "head.weight"))
            for name, between in (("vit", []), ("vit_O2", ["Cast"]))},
         "resnet18": Expected(between=[[]], weights="classifier.weight")}),
-    "8 ranks": Process({**RANKS, **CLIPPED}, ranks=8),
+    # The first accumulator also compiles the test of the kernels.
+    "8 ranks": Process({"probe": Expected(branch=None), **RANKS, **CLIPPED}, ranks=8),
     "sharded": Process(dict.fromkeys(sharding.CASES), ranks=sharding.RANKS),
     "2 nodes": Process({
-        "node": exchange([("AllReduce", INSIDE)], [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)]),
+        "probe": Expected(branch=None),
+        "node": exchange([("AllReduce", INSIDE)] * 2, [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)]),
         "node_zero2": exchange([("AllReduce", INSIDE), ("ReduceScatter", INSIDE)], [
             ("AllReduce", ACROSS), ("ReduceScatter", ACROSS), ("AllGather", EVERYBODY)])}, ranks=4),
     # What is held, and little more. In bfloat16 2 + 4, and 4 of the optimizer; in float32 4 + 4, and 4 or 8.
