@@ -237,14 +237,14 @@ class ManyRanks(OneDevice):
         require_unreduced()
         if self.across == 1:
             return (self.tags_inside.agreed == 1).all(), numbers
-        agreed, sums, _ = self._compared(self.tags_across, TRAIN, numbers)
-        return agreed, as_numbers(sums, 3)
+        agreed, sums, flat = self._compared(self.tags_across, TRAIN, numbers)
+        return agreed, as_numbers(ops.depend(sums, flat), 3)  # `depend` uses what nobody needs, or MindSpore warns
 
     def total(self, numbers: Numbers, active: Scalar) -> Numbers:
         """See `OneDevice`."""
-        agreed, sums, _ = self._compared(self.tags_across, WEIGH, (0.0, 0.0, active))
+        agreed, sums, flat = self._compared(self.tags_across, WEIGH, (0.0, 0.0, active))
         if agreed:
-            numbers = as_numbers(self.sum(ops.depend(as_vector(numbers), sums)), len(numbers))
+            numbers = as_numbers(self.sum(ops.depend(as_vector(numbers), (sums, flat))), len(numbers))
         return numbers
 
     def _compared(self, tags: Tags, what: int, numbers: Numbers, held: Scalar = 0) -> tuple[Tensor, Tensor, Tensor]:
