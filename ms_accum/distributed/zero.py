@@ -184,7 +184,7 @@ class Zero(ManyRanks):
         require_unreduced()
         if not self.divides_buffers:
             return gradients, numbers, measured
-        sums, numbers = self._meet_inside(numbers, ops.depend(held + 0, gradients[-1]))
+        sums, numbers = self._meet_inside(numbers, held)
         if measured:
             sums = self.inner.sum(ops.depend(as_vector(measured), sums))
             measured = as_numbers(sums, len(measured))

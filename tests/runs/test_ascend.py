@@ -73,7 +73,8 @@ CLIPPED = {
     "zero1_clipped": exchange([], SUMS, SCATTERED[1:] + SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
     "zero2_clipped": exchange(SCATTERED, [], SUMS, [*SUMS, ("AllGather", EVERYBODY)]),
     "memory_zero0": held(add=8.6, update=20.7), "memory_zero1": held(add=8.6, update=11),
-    "memory_zero2": held(add=1.4, update=2.5), "memory_zero2_relu": held(add=1.4),
+    # Without an activation between layers, the kernels of the tags undo the order (without them: 1.3).
+    "memory_zero2": held(add=4.9, update=2.5), "memory_zero2_relu": held(add=1.4),
     "memory_microbatch": held(add=8.9),
     # Negative control: the backward pass runs ahead of the exchange, where the graph's value does not wait for it.
     "memory_zero2_unordered": above(3), "memory_zero2_relu_unordered": above(3),
