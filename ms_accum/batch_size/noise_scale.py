@@ -10,13 +10,14 @@ from mindspore import Tensor, ops
 
 from ..arguments import number
 from ..core.stages import Stage
+from ..mindspore_api import jit_class
 from ..tensors import as_vector, global_norm, norm_of, square_sum, state_parameter
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Numbers, Scalar
 
 
-@ms.jit_class
+@jit_class
 class GradientNoiseScale(Stage):
     """Estimate the critical batch size, beyond which more samples in an update help little.
 

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.common.seed import _KERNEL_SEED as KERNEL_SEEDS  # functional random ops take their seeds from it
 
+from ..mindspore_api import KERNEL_SEEDS
 from ..tensors import HALF
 
 _TO_FLOAT = ("fp16", "bf16", "fp32")  # the flags of `to_float`

@@ -10,6 +10,7 @@ import numpy as np
 
 import ms_accum
 
+from ..mindspore_api import get_rank, init
 from ..steps.errors import one_line
 
 
@@ -23,8 +24,6 @@ def join_ranks() -> None:
     """Join the other ranks if started by msrun. After it, only rank 0 prints. The scheduler process ends here."""
     if "MS_ROLE" not in os.environ:
         return
-    from mindspore.communication import get_rank, init
-
     if os.environ["MS_ROLE"] == "MS_SCHED":
         os.environ.setdefault("MS_NODE_TIMEOUT", "20")  # seconds; if all ranks were killed, nothing else ends it
         try:

@@ -14,6 +14,7 @@ from ..distributed.exchange import OneDevice
 from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
 from ..distributed.slices import Slices
 from ..distributed.zero import slices_among, whole_parameters
+from ..mindspore_api import jit_class
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
 from .elementwise import require_divisible
@@ -56,7 +57,7 @@ class Options(TypedDict, total=False):
     loss_scaler: Optional[amp.LossScaler]
 
 
-@ms.jit_class
+@jit_class
 class Accumulator(Uncopied):
     """Add up the gradients of microbatches in a hand-written loop, and update once per window.
 

@@ -15,9 +15,9 @@ from typing import Any, Optional
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from ..distributed.zero import whole_of
+from ..mindspore_api import LearningRateSchedule
 from ..tensors import as_array
 from .optimizers import divided_state
 from .stages import Stage

@@ -4,12 +4,12 @@ MindSpore keeps the order of the program among operators that are marked as side
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
-from mindspore.ops.auto_generate import InplaceZero
 
+from ..mindspore_api import InplaceZero, jit_class
 from ..tensors import HALF, as_tensor, mapped, multiply_no_nan, scaled
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add_each(small: int, buffers: Gradients, gradients: Gradients) -> None:
         mapped(_add_small, small, buffers[::-1], gradients[::-1])
 
 
-@ms.jit_class
+@jit_class
 class Portable:
     """Scale and clear by assigning new values, with kernels that every device has."""
 
@@ -49,7 +49,7 @@ class Portable:
         mapped(_clear, zero, buffers)
 
 
-@ms.jit_class
+@jit_class
 class InPlace(Portable):
     """Scale and clear in place. For Ascend: there, copies of all buffers would be in memory together.
 
@@ -63,7 +63,7 @@ class InPlace(Portable):
 
     def clear(self, zero: Tensor, buffers: Gradients) -> None:
         """See `Portable`."""
-        mapped(_empty, None, buffers)
+        mapped(_empty, zero, buffers)
 
 
 class _Multiply(ops.Primitive):
@@ -81,8 +81,11 @@ class _Multiply(ops.Primitive):
 
 
 _multiply_unmarked = _Multiply()
-_zero = InplaceZero()
-_zero.add_prim_attr("side_effect_mem", True)  # which it lacks in MindSpore 2.10: graphs would drop it without an error
+_zero: Any = None
+if InplaceZero is not None:
+    _zero = InplaceZero()
+    # It lacks this mark in MindSpore 2.10: graphs would drop it without an error.
+    _zero.add_prim_attr("side_effect_mem", True)
 
 
 def _add_large(small: int, buffer: Parameter, gradient: Tensor) -> None:
@@ -113,5 +116,8 @@ def _scaled_in_place(factor: Tensor, buffer: Parameter, dtype: ms.Type) -> Tenso
     return _multiply_unmarked(buffer, factor.astype(buffer.dtype)).astype(dtype)
 
 
-def _empty(_: None, buffer: Parameter) -> Tensor:
+def _clear_in_place(_: Tensor, buffer: Parameter) -> Tensor:
     return _zero(buffer)
+
+
+_empty = _clear if _zero is None else _clear_in_place

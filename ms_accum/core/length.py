@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import LARGEST_INT32, instance_of, number, whole_number
+from ..mindspore_api import jit_class
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ _UNKNOWN = ("the lengths of windows are not known before the run with {}; give a
             "function of the update count, or divide the weight of the run by the budget")
 
 
-@ms.jit_class
+@jit_class
 class WindowLength:
     """Decide when a window is full: after `length(update_step)` microbatches, or when its weight reaches the budget.
 

@@ -19,9 +19,9 @@ from weakref import ref
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
-from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from ..distributed.zero import whole_of, whole_parameters
+from ..mindspore_api import LearningRateSchedule
 from ..tensors import FLOATS, require_trainable
 
 INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of the names of an accumulator's own Parameters

@@ -9,6 +9,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, amp, ops
 
 from ..arguments import instance_of, one_of, whole_number
+from ..mindspore_api import jit_class
 from ..tensors import all_finite, as_tensor, finite_sum, mapped, wider
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _owners: WeakKeyDictionary[amp.LossScaler, ref] = WeakKeyDictionary()
 
 
-@ms.jit_class
+@jit_class
 class Stage:
     """Change or observe gradients on their way from the loss to the optimizer: a base class. Override what you need.
 
@@ -128,7 +129,7 @@ def overrides(stage: Stage, *methods: str) -> bool:
     return any(getattr(type(stage), method) is not getattr(Stage, method) for method in methods)
 
 
-@ms.jit_class
+@jit_class
 class SkipMicrobatch(Stage):
     """Give a microbatch or piece that is not finite the weight 0, and count it in `skipped`.
 
@@ -147,7 +148,7 @@ class SkipMicrobatch(Stage):
         return ops.where(taken, weight, ops.zeros_like(weight)), taken.astype(ms.int32)
 
 
-@ms.jit_class
+@jit_class
 class SkipWindow(Stage):
     """Drop a window whose gradient is not finite, and count it in `skipped`."""
 
@@ -167,7 +168,7 @@ class SkipWindow(Stage):
             ops.assign_add(self.skipped_in_row, 1)
 
 
-@ms.jit_class
+@jit_class
 class LossScale(Stage):
     """Multiply the loss by the scale of a `LossScaler`, and divide gradients by it.
 
@@ -205,7 +206,7 @@ class LossScale(Stage):
         return mapped(_divided, self.scaler.scale_value + 0.0, gradients)
 
 
-@ms.jit_class
+@jit_class
 class AdjustedLossScale(LossScale):
     """Also adjust the scale, once per window. (A method that adjusts nothing would make MindSpore warn.)"""
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
+from ..mindspore_api import jit_class
 from ..tensors import (
     after,
     as_numbers,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 UPDATING = -2**30  # the mark of an update; those of pieces are small numbers
 
 
-@ms.jit_class
+@jit_class
 class Window:
     """Hold the open window, add gradients to it, and update with it. It holds no reference to the host's side.
 

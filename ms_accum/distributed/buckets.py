@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Optional
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
-from mindspore.communication import GlobalComm
 from mindspore.ops import constexpr
 
+from ..mindspore_api import GlobalComm, jit_class
 from ..tensors import after, as_numbers, as_vector, mapped, scaled
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class AccumulatedParameters:
     compares: bool = True  # whether ranks compare their parameters
 
 
-@ms.jit_class
+@jit_class
 class Buckets:
     """Join and exchange gradients of one dtype, padded to a multiple of the number of ranks.
 

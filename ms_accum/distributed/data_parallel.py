@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Optional
 from warnings import warn
 
 import mindspore as ms
-from mindspore.communication import get_local_rank_size
 
 from ..arguments import boolean, number, one_of, spelled, whole_number
+from ..mindspore_api import get_local_rank_size
 from .buckets import MEBIBYTE
 from .exchange import Exchange, OneDevice
 from .parallel_modes import require_unreduced

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, Optional
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, ops
-from mindspore.communication import GlobalComm, create_group, get_rank
-from mindspore.nn.utils import no_init_parameters
 
+from ..mindspore_api import GlobalComm, create_group, get_rank, jit_class, no_init_parameters
 from ..tensors import as_numbers, as_vector, state_parameter
 from .buckets import Buckets
 from .parallel_modes import require_unreduced
@@ -79,7 +78,7 @@ def _new_buffer(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parameter:
         return state_parameter(name, shape, dtype)
 
 
-@ms.jit_class
+@jit_class
 class OneDevice:
     """Exchange nothing, on one device; the base of `Exchange`, `Zero` and `Slices`.
 
@@ -197,7 +196,7 @@ class OneDevice:
         return f"sum inside {self.inside}, across {self.across}{', sharded' if self.divides_buffers else ''}"
 
 
-@ms.jit_class
+@jit_class
 class ManyRanks(OneDevice):
     """Compare tags before each exchange; the base of `Exchange` and `Zero`.
 
@@ -281,7 +280,7 @@ class ManyRanks(OneDevice):
             require_equal({p.name: p for p in self.weights})
 
 
-@ms.jit_class
+@jit_class
 class Exchange(ManyRanks):
     """Exchange in two groups: `inside` consecutive ranks sum each microbatch, and `across` groups sum each window.
 

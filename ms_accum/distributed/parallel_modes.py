@@ -10,12 +10,10 @@ from collections.abc import Iterable
 from os import environ
 from warnings import warn
 
-import mindspore as ms
 from mindspore import nn
-from mindspore.communication import GlobalComm, get_group_size
 from mindspore.ops import constexpr
-from mindspore.parallel.auto_parallel import AutoParallel
-from mindspore.parallel.distributed import DistributedDataParallel
+
+from ..mindspore_api import AutoParallel, DistributedDataParallel, GlobalComm, get_auto_parallel_context, get_group_size
 
 _ALONE = ("this run has {} ranks, but this accumulator has no reducer: each rank trains alone, and their parameters "
           "become different; give reducer=DataParallel(), after mindspore.communication.init(). If MindSpore shards "
@@ -37,7 +35,7 @@ _SCHEDULER, _SWITCHES = "hsdp_scheduler", ("requires_grad_sync", "requires_acc_g
 
 def shards() -> bool:
     """Return whether MindSpore shards graphs that are compiled now."""
-    return ms.get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel")
+    return get_auto_parallel_context("parallel_mode") in ("semi_auto_parallel", "auto_parallel")
 
 
 def may_shard() -> bool:
@@ -107,4 +105,4 @@ def initialised_ranks() -> int:
 
 
 def _mode() -> str:
-    return ms.get_auto_parallel_context("parallel_mode").replace("_", "-").replace("-parallel", " parallel")
+    return get_auto_parallel_context("parallel_mode").replace("_", "-").replace("-parallel", " parallel")

@@ -12,7 +12,8 @@ from zlib import crc32
 
 import numpy as np
 from mindspore import Parameter, Tensor, ops
-from mindspore.communication import GlobalComm, get_group_size, get_rank
+
+from ..mindspore_api import GlobalComm, get_group_size, get_rank
 
 ALIKE = "give every rank the same network and arguments"
 _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")

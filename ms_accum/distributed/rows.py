@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
+from ..mindspore_api import jit_class
 from .buckets import filled
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def width_of(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-@ms.jit_class
+@jit_class
 class Rows:
     """Lay out parameters as rows, in buckets of one dtype.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
-import mindspore as ms
 from mindspore import Parameter, ops
 
+from ..mindspore_api import jit_class
 from .exchange import OneDevice
 from .parallel_modes import require_compiled, require_whole_gradients, shards
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .buckets import AccumulatedParameters
 
 
-@ms.jit_class
+@jit_class
 class Slices(OneDevice):
     """Exchange nothing, for graphs that MindSpore may shard: its own collectives are in the backward pass.
 

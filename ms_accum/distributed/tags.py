@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Optional
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
-from mindspore.communication import GlobalComm, get_rank
 
+from ..mindspore_api import GlobalComm, get_rank, jit_class
 from ..tensors import as_vector, state_parameter
 from .ranks import computes_nothing, left_alone, world_size
 
@@ -56,7 +56,7 @@ def new_number() -> int:
     return next(_numbers)
 
 
-@ms.jit_class
+@jit_class
 class Tags:
     """Exchange tags in a group of ranks.
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Optional
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, ops
-from mindspore.communication import get_rank
 
 from ..arguments import instance_of
+from ..mindspore_api import get_rank, jit_class
 from ..tensors import as_array, as_numbers, as_tensor, as_vector, multiply_no_nan, state_parameter
 from .buckets import gradients_of_bucket
 from .exchange import ManyRanks, group_of, new_buffers
@@ -112,7 +112,7 @@ def slices_among(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     return () if missing else parameters
 
 
-@ms.jit_class
+@jit_class
 class Scatter:
     """Sum over a group, and keep one of equal parts on each rank: ReduceScatter.
 
@@ -131,7 +131,7 @@ class Scatter:
         return self.sum(flat)[self.place * length:(self.place + 1) * length]
 
 
-@ms.jit_class
+@jit_class
 class Zero(ManyRanks):
     """Scatter gradients, and gather parameters; see `Exchange` for `inside` and `across`.
 

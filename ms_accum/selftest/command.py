@@ -22,6 +22,7 @@ from ..cli.process import join_ranks, versions
 from ..core.probe import SWITCH, kernels
 from ..distributed.ranks import gather, world_size
 from ..distributed.tags import wait_for_all
+from ..mindspore_api import get_rank
 from ..steps.errors import one_line
 
 if TYPE_CHECKING:
@@ -121,11 +122,7 @@ def start(device: Optional[str]) -> tuple[int, int]:
     join_ranks()
     kernels()  # on an Ascend, their test: its error or warning comes before the table
     ranks = world_size()
-    if ranks == 1:
-        return 0, 1
-    from mindspore.communication import get_rank
-
-    return get_rank(), ranks
+    return (get_rank() if ranks > 1 else 0), ranks
 
 
 def name_of(item: Any) -> dict[str, str]:

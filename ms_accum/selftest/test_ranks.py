@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from mindspore.communication import get_rank
 
 from ms_accum import DataParallel, shard_parameters
 
 from ..distributed.ranks import world_size
+from ..mindspore_api import get_rank
 from .training import Training, rows, samples
 
 LENGTH = 2

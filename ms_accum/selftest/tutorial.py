@@ -6,8 +6,10 @@ from collections.abc import Callable
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
+from ..mindspore_api import jit_class
 
-@ms.jit_class
+
+@jit_class
 class TwoBuffers:
     """Accumulate in sums, with zeros to clear them and a counter that only grows. The script divides its loss."""
 

@@ -12,17 +12,18 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import GeneratorDataset
-from mindspore.dataset.engine.datasets import (
-    BatchDataset,
-    BucketBatchByLengthDataset,
-    Dataset,
-    PaddedBatchDataset,
-    SourceDataset,
-)
-from mindspore.dataset.engine.iterators import Iterator
 from mindspore.ops import constexpr
 
 from ..arguments import LARGEST_INT32, whole_number
+from ..mindspore_api import (
+    BatchDataset,
+    BucketBatchByLengthDataset,
+    Dataset,
+    Iterator,
+    PaddedBatchDataset,
+    SourceDataset,
+    jit_class,
+)
 from ..tensors import FLOATS, after, as_weight
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ _WITH_LOSS = "; if it computes no loss, give TrainOneStepCell(nn.WithLossCell(ne
 _MISSING_LOSS = {NETWORK: _WITH_LOSS, "forward_fn": "; if it computes no loss, give nn.WithLossCell(network, loss_fn)"}
 
 
-@ms.jit_class
+@jit_class
 class Loss:
     """Differentiate a function of a piece. Functions take arguments by position; see `batch.positional`.
 

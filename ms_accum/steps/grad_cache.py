@@ -15,6 +15,7 @@ from mindspore.ops import constexpr
 
 from ..arguments import require_callable, spelled
 from ..core.boundary import straight
+from ..mindspore_api import jit_class
 from ..tensors import FLOATS, after
 from .batch import Loss, checked_loss, checked_pieces, positional, select_rows
 from .pieces import Pieces
@@ -147,7 +148,7 @@ class CachedPieces(Pieces):
         return self._backward[rows]
 
 
-@ms.jit_class
+@jit_class
 class CachedPiece:
     """Encode a piece of `rows` samples, and add the gradient of it."""
 

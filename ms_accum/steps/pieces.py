@@ -15,6 +15,7 @@ from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
 from ..core.boundary import compiled, straight
+from ..mindspore_api import jit_class
 from ..tensors import as_vector
 from .batch import axis_of, divisor, select_rows, starts_of
 from .errors import ask_about_piece
@@ -106,7 +107,7 @@ class Pieces:
         return Piece(self.loss, self.cut, rows)
 
 
-@ms.jit_class
+@jit_class
 class Whole:
     """Add a microbatch that is not cut, or update with it."""
 
@@ -126,7 +127,7 @@ class Whole:
         return (found["loss"], found["aux"]) if self.loss.has_aux else found["loss"]
 
 
-@ms.jit_class
+@jit_class
 class Piece:
     """Add a piece of a microbatch."""
 
@@ -149,7 +150,7 @@ class Piece:
         return (totals, as_vector((weight,)), aux) if self.loss.has_aux else totals
 
 
-@ms.jit_class
+@jit_class
 class End:
     """End a microbatch that is cut into pieces."""
 

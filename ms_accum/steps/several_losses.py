@@ -18,6 +18,7 @@ from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
 from ..core.boundary import compiled
+from ..mindspore_api import jit_class
 from ..tensors import after, as_numbers, as_vector, as_weight
 from .batch import (
     Loss,
@@ -177,7 +178,7 @@ class SeveralLossesStep(TrainStep):
             yield self._train(key, (totals, weights, *batch), len(window.batches) - place)
 
 
-@ms.jit_class
+@jit_class
 class Total:
     """Sum the weights of a window over all ranks."""
 
@@ -189,7 +190,7 @@ class Total:
         return as_vector(self.exchange.total(as_numbers(weights, weights.shape[0]), active))
 
 
-@ms.jit_class
+@jit_class
 class SeveralLosses(Loss):
     """Differentiate a function of a piece that returns several losses; see `Loss`."""
 
@@ -228,7 +229,7 @@ class WeighedPieces(Pieces):
         return WeighedPiece(self.loss, self.cut, rows, present)
 
 
-@ms.jit_class
+@jit_class
 class WeighedPiece:
     """Add a piece. A loss of weight 0 in it is left out: a mean over nothing is 0/0."""
 
@@ -267,7 +268,7 @@ class WeighedPiece:
         return (totals, weights[:1], aux) if self.loss.has_aux else totals
 
 
-@ms.jit_class
+@jit_class
 class Weights:
     """Weigh the pieces of a batch, without training."""
 

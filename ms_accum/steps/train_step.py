@@ -11,14 +11,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 from mindspore import nn
-from mindspore.dataset.engine.datasets import Dataset
-from mindspore.ops import PrimitiveWithInfer
 
 from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import cells_of, checked_parameters, require_rates, require_same_parameters
 from ..core.precision import warn_of_lost_gradients
 from ..distributed.parallel_modes import require_plain, require_unsharded
+from ..mindspore_api import Dataset, PrimitiveWithInfer
 from ..tensors import require_trainable
 from .batch import (
     Loss,

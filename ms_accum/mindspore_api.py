@@ -1,0 +1,118 @@
+"""All that is not in MindSpore's documented, stable API: each name, what it is for, and what happens without it.
+
+No other file imports such a name. A later MindSpore may lack any of them: then `ms_accum` still imports and trains.
+"""
+from __future__ import annotations
+
+from contextlib import nullcontext
+from os import environ
+from typing import Any, NoReturn
+
+import mindspore as ms
+from mindspore import ops
+
+NEWEST = (2, 10)  # the newest MindSpore on which all tests were run
+
+# Marks classes that graphs may use. Without it, they get the mark that graph mode looks for up to 2.10. Where it looks
+# for none, they are objects like any other: with these, 2.10 makes the same updates.
+try:
+    from mindspore import jit_class
+except ImportError:
+    def jit_class(cls: Any) -> Any:
+        """Mark a class."""
+        cls.__ms_class__ = True
+        return cls
+
+# Lets a step raise a clear error inside a compiled function. Without it, MindSpore says there that `require_python` is
+# invalid.
+try:
+    from mindspore.ops import PrimitiveWithInfer
+except ImportError:
+    PrimitiveWithInfer = ops.Primitive
+
+# Clears buffers in place on Ascend. Without it, the portable kernel does.
+try:
+    from mindspore.ops.auto_generate import InplaceZero
+except ImportError:
+    InplaceZero = None
+
+# Makes buffers without memory. Without it, they get memory at once, not in the first call.
+try:
+    from mindspore.nn.utils import no_init_parameters
+except ImportError:
+    no_init_parameters = nullcontext
+
+# The base of schedules. Without it, no error says before the update that a list of learning rates is used up, and ranks
+# do not compare the values of schedules, but still their numbers.
+try:
+    from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+except ImportError:
+    LearningRateSchedule = ()  # of which nothing is an instance
+
+# The classes of datasets. Without one of them, no error says that a dataset has no batch operation, and an epoch that
+# goes on reads the batches that it skips.
+try:
+    from mindspore.dataset.engine.datasets import (
+        BatchDataset,
+        BucketBatchByLengthDataset,
+        Dataset,
+        PaddedBatchDataset,
+        SourceDataset,
+    )
+except ImportError:
+    BatchDataset = BucketBatchByLengthDataset = Dataset = PaddedBatchDataset = SourceDataset = ()
+
+# The iterator of a dataset. Without it, the same error is not raised for an iterator.
+try:
+    from mindspore.dataset.engine.iterators import Iterator
+except ImportError:
+    Iterator = ()
+
+# The counts of functional random operators. Without them, a check of a network does not put them back.
+try:
+    from mindspore.common.seed import _KERNEL_SEED as KERNEL_SEEDS
+except ImportError:
+    KERNEL_SEEDS = {}
+
+# MindSpore's own parallel modes. Without a name, what it detects is not: nothing counts as sharded or synchronised.
+try:
+    from mindspore import get_auto_parallel_context
+except ImportError:
+    def get_auto_parallel_context(_: str) -> str:
+        """Return the mode in which nothing is sharded."""
+        return "stand_alone"
+
+try:
+    from mindspore.parallel.auto_parallel import AutoParallel
+except ImportError:
+    AutoParallel = ()
+
+try:
+    from mindspore.parallel.distributed import DistributedDataParallel
+except ImportError:
+    DistributedDataParallel = ()
+
+# Ranks. Without one of these, one device trains, and an accumulator raises an error if several ranks were started.
+try:
+    from mindspore.communication import (
+        GlobalComm,
+        create_group,
+        get_group_size,
+        get_local_rank_size,
+        get_rank,
+        init,
+    )
+except ImportError:
+    class GlobalComm:  # type: ignore[no-redef]
+        """Say that there are ranks if several were started, so that their number is asked for."""
+
+        INITED = any(int(environ.get(name) or 1) > 1 for name in ("MS_WORKER_NUM", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE"))
+        WORLD_COMM_GROUP = ""
+
+    def get_rank(*_: Any) -> NoReturn:
+        """Raise RuntimeError."""
+        raise RuntimeError(f"several ranks were started, but MindSpore {ms.__version__} lacks a name of "
+                           "mindspore.communication that ms_accum needs for them; train on one device, or install "
+                           f"MindSpore {'.'.join(map(str, NEWEST))}")
+
+    create_group = get_group_size = get_local_rank_size = init = get_rank
