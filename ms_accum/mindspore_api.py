@@ -4,9 +4,11 @@ No other file imports such a name. A later MindSpore may lack any of them: then 
 """
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from os import environ
 from typing import Any, NoReturn
+from warnings import warn
 
 import mindspore as ms
 from mindspore import ops
@@ -116,3 +118,14 @@ except ImportError:
                            f"MindSpore {'.'.join(map(str, NEWEST))}")
 
     create_group = get_group_size = get_local_rank_size = init = get_rank
+
+
+def warn_if_untried(version: str) -> None:
+    """Warn of a version of MindSpore that is newer than `NEWEST`."""
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) > NEWEST:
+        warn(f"MindSpore {version} was not tried with ms_accum, which was tested with 2.7 to "
+             f"{'.'.join(map(str, NEWEST))}; run `ms-accum selftest`, which tests whether accumulation is exact with "
+             "it on this device", UserWarning, stacklevel=2)
+
+
+warn_if_untried(ms.__version__)
