@@ -25,6 +25,17 @@ except ImportError:
         cls.__ms_class__ = True
         return cls
 
+# Tells what runs op by op from what is compiled. Without it, a `constexpr` does, which gets None for a number that a
+# graph computes; op by op, it waits for the device.
+try:
+    from mindspore.ops import isconstant
+except ImportError:
+    _is_known = ops.constexpr(lambda number: number is not None, check=False)
+
+    def isconstant(value: Any) -> bool:
+        """Return whether the elements of a Tensor are known."""
+        return _is_known(float(value.reshape(-1)[0].astype(ms.float32)))
+
 # Lets a step raise a clear error inside a compiled function. Without it, MindSpore says there that `require_python` is
 # invalid.
 try:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Optional, TypedDict
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, amp, nn, ops
+from mindspore import ParameterTuple, Tensor, amp, nn
 
 from ..arguments import Uncopied, instance_of, number, one_of, spelled
 from ..distributed.buckets import AccumulatedParameters
@@ -14,7 +14,7 @@ from ..distributed.exchange import OneDevice
 from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
 from ..distributed.slices import Slices
 from ..distributed.zero import slices_among, whole_parameters
-from ..mindspore_api import jit_class
+from ..mindspore_api import isconstant, jit_class
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
 from .elementwise import require_divisible
@@ -233,10 +233,10 @@ class Accumulator(Uncopied):
             RuntimeError: If a train step or a cell uses this accumulator (in graph mode: when the graph is compiled).
             ValueError: If a parameter is frozen (in graph mode: when the graph is compiled; not later).
         """
-        note_called(self.window.number, ops.isconstant(self.mini_step), False)
+        note_called(self.window.number, isconstant(self.mini_step), False)
         self.add(grads, weight)
         closed = self.close_if(self.window.is_full())
-        note_called(self.window.number, ops.isconstant(self.mini_step), True)
+        note_called(self.window.number, isconstant(self.mini_step), True)
         return closed
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
@@ -254,7 +254,7 @@ class Accumulator(Uncopied):
         `condition` is neither a Tensor nor a bool, ValueError if it is a Tensor of more than one element.
         """
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
-        note_closed(self.window.number, ops.isconstant(self.mini_step), True)  # in a graph, no value is known
+        note_closed(self.window.number, isconstant(self.mini_step), True)  # in a graph, no value is known
         return self.window.close_if(condition)
 
     def apply(self) -> None:
@@ -262,7 +262,7 @@ class Accumulator(Uncopied):
 
         For an empty window, the optimizer runs with a gradient of 0; `flush` does nothing in this case.
         """
-        note_closed(self.window.number, ops.isconstant(self.mini_step), True)
+        note_closed(self.window.number, isconstant(self.mini_step), True)
         self.window.close()
 
     def flush(self) -> bool:
@@ -277,7 +277,7 @@ class Accumulator(Uncopied):
 
     def reset(self) -> None:
         """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
-        note_closed(self.window.number, ops.isconstant(self.mini_step), False)
+        note_closed(self.window.number, isconstant(self.mini_step), False)
         self.window.reset()
 
     def scaled(self, loss: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
-from mindspore import Parameter, ops
+from mindspore import Parameter
 
-from ..mindspore_api import jit_class
+from ..mindspore_api import isconstant, jit_class
 from .exchange import OneDevice
 from .parallel_modes import require_compiled, require_whole_gradients, shards
 
@@ -47,7 +47,7 @@ class Slices(OneDevice):
     def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers, held: Any
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`. Raise ValueError when a graph is compiled, if a feature would get slices, and op by op."""
-        require_compiled(ops.isconstant(gradients[0]))  # while a graph is compiled, no value is known
+        require_compiled(isconstant(gradients[0]))  # while a graph is compiled, no value is known
         require_whole_gradients(self.features)
         return gradients, numbers, measured
 
