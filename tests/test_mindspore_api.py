@@ -1,0 +1,125 @@
+"""What is not in MindSpore's stable API: it is imported in one file, and without any of it ms_accum trains."""
+import ast
+import json
+import re
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+from support.processes import run_python
+
+from ms_accum import mindspore_api
+
+PACKAGE = Path(mindspore_api.__file__).parent
+WITHOUT_NAMES = Path(__file__).parent / "support" / "without_names.py"
+TRIES = [node for node in ast.walk(ast.parse(Path(mindspore_api.__file__).read_text(encoding="utf-8")))
+         if isinstance(node, ast.Try)]
+NAMES = [(imported.module, alias.name) for node in TRIES for imported in node.body for alias in imported.names]
+STABLE = {"mindspore", "mindspore.common.initializer", "mindspore.dataset", "mindspore.ops", "mindspore.train"}
+
+SAMPLES = "ValueError: the dataset yields samples"
+# What is done where a name counts: with all names, and without it.
+DONE = {
+    "jit_class": ("True", "True"), "isconstant": ("(True, False)", "(True, False)"),
+    "PrimitiveWithInfer": ("RuntimeError: a train step was called inside a compiled function",
+                           "RuntimeError: Operator 'require_python' is invalid"),
+    "InplaceZero": ("[1.0, 2.0]", "[0.0, 0.0]"), "no_init_parameters": ("False", "True"),
+    "LearningRateSchedule": ("ValueError: the optimizer's list of 1 learning rates is used up", "None"),
+    "BatchDataset": (SAMPLES, "None"), "SourceDataset": (SAMPLES, "None"), "Iterator": (SAMPLES, "None"),
+    "_KERNEL_SEED": ("True", "True"), "get_auto_parallel_context": ("True", "False"),
+    "get_rank": ("None", "None"), "*get_rank": ("", "RuntimeError: several ranks were started, but MindSpore"),
+}
+
+
+def require(*cases):
+    """Raise AssertionError unless all cases train, and do what `DONE` says."""
+    lines = [json.loads(line) for line in run_python(WITHOUT_NAMES, *cases).splitlines()]
+    assert [case for case, *_ in lines] == [*cases]
+    for case, said, done in lines:
+        assert [text[:35] for text in said] == ["MindSpore 2.11.0 was not tried with"] * (case == "2.11.0"), case
+        for name, text in done.items():
+            assert text.startswith(DONE[name][case != "all"]), (case, name)
+    return {name for _, _, done in lines for name in done}
+
+
+def test_without_a_name_it_trains():
+    """The others are in the slow test."""
+    assert require("2.11.0", "mindspore.communication:*get_rank", "mindspore.nn.utils:no_init_parameters"
+                   ) == {"*get_rank", "no_init_parameters"}
+
+
+@pytest.mark.slow
+def test_without_each_name_it_trains():
+    """With all of them, too, which shows that they count. Graph mode also takes classes that nothing has marked."""
+    cases = [f"{module}:{name}" for module, name in NAMES]
+    assert len(cases) > 20
+    assert require("all", "unmarked", "mindspore.communication:*get_rank", *cases) == DONE.keys()
+
+
+@pytest.mark.parametrize(("version", "is_said"), [
+    ("2.7.0", False), ("2.10.0", False), ("2.10.1rc1", False), ("2.11.0rc1", True), ("3.0.0", True)])
+def test_a_newer_version_is_told_of_the_selftest(version, is_said):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mindspore_api.warn_if_untried(version)
+    assert [f"MindSpore {version} " in str(one.message) and "`ms-accum selftest`" in str(one.message) for one in said
+            ] == [True] * is_said
+
+
+def test_the_newest_version_is_that_of_the_matrix():
+    pairs = runpy.run_path(str(Path(__file__).parent / "matrix"))["PAIRS"]
+    assert max(tuple(map(int, version.split(".")[:2])) for version, _ in pairs) == mindspore_api.NEWEST
+
+
+# --- one file ---------------------------------------------------------------------------------------------------------
+
+
+def unstable(source):
+    """The names of MindSpore in a source that are not in its stable API."""
+    tree, known = ast.parse(source), {}
+    names = {f"{module}.{name}" for module, name in NAMES} | {module for module, _ in NAMES} - STABLE
+
+    def dotted(node):
+        if isinstance(node, ast.Attribute):
+            return f"{dotted(node.value)}.{node.attr}"
+        return known.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known.update({alias.asname or alias.name: alias.name for alias in node.names})
+            found |= {alias.name for alias in node.names if alias.name.startswith("mindspore.")} - STABLE
+        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("mindspore."):
+            for name in (alias.name for alias in node.names):
+                known[name] = f"{node.module}.{name}"
+                if node.module not in STABLE or name.startswith("_"):
+                    found.add(known[name])
+    used = {dotted(node) for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name))}
+    return found | {name for name in used if name in names or re.match(r"mindspore\..*\b_[^_]", name)}
+
+
+def test_no_other_file_uses_a_name_that_is_not_stable():
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "mindspore_api.py"]
+    assert len(files) > 60
+    assert {path.name: found for path in files if (found := unstable(path.read_text(encoding="utf-8")))} == {}
+    assert all(isinstance(handler.type, ast.Name) and handler.type.id == "ImportError"
+               for node in TRIES for handler in node.handlers)
+
+
+@pytest.mark.parametrize(("source", "found"), [
+    ("from mindspore.nn.utils import no_init_parameters", "mindspore.nn.utils.no_init_parameters"),
+    ("from mindspore.graph.api import jit", "mindspore.graph.api.jit"),
+    ("import mindspore as ms\n@ms.jit_class\nclass Kind: ...", "mindspore.jit_class"),
+    ("from mindspore import jit_class\n@jit_class\nclass Kind: ...", "mindspore.jit_class"),
+    ("from mindspore import ops\nprint(ops.isconstant(1))", "mindspore.ops.isconstant"),
+    ("def late():\n    from mindspore.communication import get_rank", "mindspore.communication.get_rank"),
+    ("import mindspore.communication", "mindspore.communication"),
+    ("import mindspore as ms\nprint(ms.communication)", "mindspore.communication"),
+    ("import mindspore as ms\nms.ops._private()", "mindspore.ops._private"),
+])
+def test_such_a_name_is_found(source, found):
+    """Negative control: beside names that are stable."""
+    stable = "import mindspore as ms\nfrom mindspore import nn\nprint(nn.Dense, ms.__version__, ms.runtime.Event)\n"
+    assert unstable(stable + source) == {found}
+    assert unstable(stable) == set()
