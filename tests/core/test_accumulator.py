@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore._c_expression import run_backward
-from mindspore.common.api import _pynative_executor
+from mindspore.nn.cell import _pynative_executor
 from support import reference
 from support.modes import compiled, warned
 
