@@ -16,7 +16,7 @@ from mindspore import ops
 NEWEST = (2, 10)  # the newest MindSpore on which all tests were run
 
 # Marks classes that graphs may use. Without it, they get the mark that graph mode looks for up to 2.10. Where it looks
-# for none, they are objects like any other: with these, 2.10 makes the same updates.
+# for none, they are objects like any other: with these, 2.10 makes the same updates, and 2.7 may raise an error.
 try:
     from mindspore import jit_class
 except ImportError:
