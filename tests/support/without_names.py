@@ -113,6 +113,10 @@ def in_a_cell():
     return training.off()[0] < 1e-6
 
 
+def called(step, x, y):
+    return step(x, y)
+
+
 def in_jit():
     from ms_accum import make_train_step
     training = Training()
@@ -120,7 +124,7 @@ def in_jit():
 
     @ms.jit
     def compiled(x, y):
-        return step(x, y)
+        return called(step, x, y)
 
     compiled(*map(ms.Tensor, batches()[0]))
 
@@ -165,8 +169,11 @@ def used_up():
 
 def sharded():
     from ms_accum.distributed.parallel_modes import shards
-    ms.context.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
-    return shards()
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
+    try:
+        return shards()
+    finally:
+        ms.reset_auto_parallel_context()
 
 
 def checked():
