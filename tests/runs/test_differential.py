@@ -69,7 +69,12 @@ def stratified():
         yield drawn(i, driver=driver, level=level, large=False, count=count, pieces=1 + cut, **fixed)
 
 
-@pytest.mark.parametrize("case", stratified(), ids=lambda case: f"{case.driver}-{case.level}")
+SLOW = range(len(COMPILED) + 1, len(COMPILED) + 3 * len(OP_BY_OP), 2)  # every other run that is not compiled
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=[pytest.mark.slow] * (case.driver in ("hand-jit", "model-graph") or i in SLOW))
+    for i, case in enumerate(stratified())], ids=lambda case: f"{case.driver}-{case.level}")
 def test_runs_of_each_driver_and_level(case, tmp_path):
     print(case)
     assert follow(case, tmp_path) > len(case.sizes)
@@ -131,8 +136,7 @@ def test_a_defect_that_is_put_back_is_found(defect, monkeypatch, tmp_path_factor
     print("found:", found.value)
 
 
-FAST = {("none", "step"), ("O2", "step"), ("half", "step"), ("O1", "cell-graph"),
-        *((level, "cell-pynative") for level in LEVELS)}
+FAST = {("none", "step"), *((level, "cell-pynative") for level in ("none", "O2", "half"))}
 
 
 @pytest.mark.parametrize(("level", "driver"), [

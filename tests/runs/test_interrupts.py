@@ -22,7 +22,7 @@ import ms_accum
 from ms_accum import Accumulator, FlushCallback, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.core.boundary import require_whole
 
-N, RUNS, CALLS = 3, 84, 9
+N, RUNS, FEW, CALLS = 3, 84, 20, 9
 NEVER = 10**9
 FOLDER = str(Path(ms_accum.__file__).parent)
 BATCH = Tensor(np.ones((4, 1)), ms.float32)
@@ -135,8 +135,8 @@ class Run:
 
 
 @pytest.mark.parametrize(("kind", "runs"), [
-    *((kind, 12 if kind in COSTLY else RUNS) for kind in KINDS),
-    *(pytest.param(kind, RUNS, marks=pytest.mark.slow) for kind in COSTLY)])
+    *((kind, 3 if kind in COSTLY else FEW) for kind in KINDS),
+    *(pytest.param(kind, RUNS, marks=pytest.mark.slow) for kind in KINDS)])
 def test_each_update_happens_once_or_is_refused(kind, runs):
     run, rng = Run(kind), random.Random(kind)
     caught = refused = 0
@@ -175,8 +175,8 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 LEFT = [Tensor(np.full((4, 1), value), ms.float32) for value in (1, 2, 4, 8, 16, 32, 64, 128)]  # of an epoch
-# For a model, and by hand, something is compiled after each.
-SIGNALS = {"step": 100, "alone": 100, "pieces": 100, "losses": 100, "model": 10, "by hand": 50}
+SIGNALS = {"step": 30, "alone": 30, "pieces": 25, "losses": 25, "model": 5, "by hand": 15}
+MANY = {"step": 400, "alone": 400, "pieces": 400, "losses": 400, "model": 40, "by hand": 200}
 
 
 class Terminated(SystemExit):
@@ -257,7 +257,7 @@ class Epochs:
 
 
 @pytest.mark.parametrize(("kind", "signals"), [
-    *SIGNALS.items(), *(pytest.param(kind, 4 * signals, marks=pytest.mark.slow) for kind, signals in SIGNALS.items())])
+    *SIGNALS.items(), *(pytest.param(*one, marks=pytest.mark.slow) for one in MANY.items())])
 def test_a_checkpoint_after_a_signal_knows_its_place(kind, signals, tmp_path):
     """The rest of the epoch ends where an epoch ends without a signal; or a torn window is refused.
 
