@@ -18,7 +18,7 @@ def trained(path):
 def test_two_ranks_train_as_one_process(left_by, folder_of, launch, case, capsys, uncompiled):
     """13 and 12 microbatches; only rank 0 prints and draws, and one process goes on with its file."""
     one = run_here("mnist", *MNIST, "--accumulate-step", "4")["history"]
-    zero = ("mnist_zero", "mnist-zero") if launch == "fast" else (case, "mnist")
+    zero = ("mnist_zero", "mnist-zero") if launch == "scripts" else (case, "mnist")
     for name, folder in ((case, "mnist"), zero):
         for losses, accuracies in left_by(name, launch):
             assert len(losses) == len(one["loss"]) == 14

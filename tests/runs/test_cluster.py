@@ -34,6 +34,7 @@ def python(cluster, host, code, *arguments):
     return run
 
 
+@pytest.mark.slow
 def test_bytes_are_counted_links_have_a_rate_and_are_cut_and_hosts_are_killed():
     with Cluster(3, "10mbit") as cluster:
         before, start, receiver = cluster.sent(0), monotonic(), python(cluster, 2, RECEIVE)

@@ -56,11 +56,11 @@ def test_parameters_that_differ_in_a_bit_are_named(left_by):
         assert re.match("RuntimeError: rank 1 and rank 0 differ in the values of second.weight and 1 more, so ", differ)
 
 
-@pytest.mark.parametrize("sync", ["window", "zero2"])
-def test_ranks_with_uneven_data_go_on_in_the_middle_of_an_epoch(left_by, sync):
+@every("resumed")
+def test_ranks_with_uneven_data_go_on_in_the_middle_of_an_epoch(left_by, launch, case):
     """Bit for bit, from a copy of a file that a later save has replaced. Controls: with all batches again; without
     what the file holds of rank 1."""
-    for *off, again, without in left_by(f"resumed:{sync}"):
+    for *off, again, without in left_by(case, launch):
         assert off == [0, 0, 0]
         assert again > 1e-3
         assert without > 1e-3
@@ -160,9 +160,10 @@ def logs_of(folder, count):
     return logs
 
 
+@pytest.mark.slow
 def test_selftest_on_two_ranks(left_by):
     """Controls: sums of ranks that are halved fail, and no row of a single device; what fails on one rank is named."""
-    found, other = left_by("selftest")
+    found, other = left_by("selftest", "others")
     assert {name: status for name, (status, _) in found.items()} == {"whole": 0, "dtypes": 0, "half": 1, "one": 1}
     assert {name: status for name, (status, _) in other.items()} == {"whole": 0, "dtypes": 0, "half": 1, "one": 1}
     (_, whole), (_, dtypes), (_, half), (_, one) = found.values()

@@ -50,7 +50,7 @@ from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from support import zero_cases
 from support.differential.accumulating import Accumulating
 from support.differential.cases import COMPILED, OP_BY_OP
-from support.differential.ranks import DRAWN, NAMED, case_of
+from support.differential.ranks import DRAWN, NAMED, SYNCS, case_of
 from support.drivers import counters
 from support.noisy_samples import Position, noisy
 from support.protocol_cases import (  # noqa: F401
@@ -88,18 +88,20 @@ NOISE_DECAY, NOISE_RATE = 0.95, 1e-3
 COMPILED_OF = dict(zip(OP_BY_OP, COMPILED))
 MNIST = ("--epochs", "2", "--batch-size", "400", "--momentum", "0.9", "--save", "run.safetensors")
 _RUNS = [f"trained:{name}" for name in range(DRAWN)]
-BOTH_REDUCTIONS = ("window", "sum")  # of NAMED; also both dtypes of buffers
+_FEW = [f"trained:{3 * i + i % 3}" for i in range(len(SYNCS))]  # one of each kind of exchange
 _OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
            "noise:zero1", "noise:zero2"]
 _NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
-_ZERO = ["zero_refusals", "zero_defects", "zero_interrupted", "zero_model", "zero_own"]
+_ZERO = ["zero_refusals", "zero_defects", "zero_interrupted", "zero_own"]
 _STUCK = [f"stuck:{sync}" for sync in ("window", "microbatch", "zero1", "zero2")]
 _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
-    "fast": (2, [*_RUNS, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
+    "fast": (2, [*_FEW, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "apart", "sharded_later", "followed:jit",
-                 "resumed:window", "resumed:zero2", "left_early", "saved_on_update", "unmatched",
-                 *(f"trained:{name}:jit" for name in BOTH_REDUCTIONS), "mnist", "mnist_zero", "selftest", "failing"]),
+                 "resumed:window", "left_early", "saved_on_update", "unmatched", "trained:window:jit", "failing"]),
+    "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:zero2", "zero_model",
+                   "selftest"]),
+    "scripts": (2, ["mnist", "mnist_zero"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
