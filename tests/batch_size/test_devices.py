@@ -26,6 +26,7 @@ def test_free_memory_minds_cgroups(tmp_path):
     assert 0 < free_memory("CPU") <= 0.95 * 1024 * available
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_said(monkeypatch):
     for name in ("LD_LIBRARY_PATH", "ASCEND_HOME_PATH"):
         monkeypatch.delenv(name, raising=False)

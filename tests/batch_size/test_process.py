@@ -71,6 +71,7 @@ def at_rest():
     return psutil.Process().memory_info().rss, held_most()
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it(monkeypatch):
     """Also of a moment that no sample sees. Control: what Linux calls the peak is that of the larger parent."""
     monkeypatch.setattr(process, "_POLL_SECONDS", 60)  # one sample, when the process starts
@@ -85,10 +86,10 @@ def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it(monk
 
 
 @pytest.mark.parametrize(("call", "limits", "ended", "reason"), [
-    ((signal.raise_signal, signal.SIGKILL), {}, "out of memory", ""),
+    pytest.param((signal.raise_signal, signal.SIGKILL), {}, "out of memory", "", marks=pytest.mark.slow),
     ((crashing,), {}, "failed", "its process ended with status 3: the last words"),
     ((time.sleep, 1000), {"timeout": 0.1}, "failed", "it did not finish within 0.1 s"),
-    ((growing,), {"memory_limit": 700 * MIB}, "beyond the limit", "")])
+    pytest.param((growing,), {"memory_limit": 700 * MIB}, "beyond the limit", "", marks=pytest.mark.slow)])
 def test_whatever_happens_is_named_and_leaves_no_process(call, limits, ended, reason):
     before = processes()
     outcome = in_a_process("CPU", *call, **limits)
@@ -100,6 +101,7 @@ def test_whatever_happens_is_named_and_leaves_no_process(call, limits, ended, re
     assert processes() - before == set()
 
 
+@pytest.mark.slow
 def test_errors_are_told_apart_and_a_dry_run_is_told_so(monkeypatch):
     """In a dry run, the memory of the process is not the device's."""
     monkeypatch.setenv("MS_SIMULATION_LEVEL", "0")
@@ -129,6 +131,7 @@ def test_functions_that_cannot_be_imported_are_refused(monkeypatch):
         pickled(growing)
 
 
+@pytest.mark.slow
 def test_functions_of_a_script_need_a_guard():
     """With one, they work: as a script runs the docstring's example in test_guide.py."""
     Path("unguarded.py").write_text("""

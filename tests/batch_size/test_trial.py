@@ -102,6 +102,7 @@ def counted_step(kind, accumulate_step, pair, microbatch):
     return (step, built) if pair else step
 
 
+@pytest.mark.slow
 def test_a_peak_is_measured_past_an_update():
     """Past what is held then, not past the highest before: imports may have held more for a moment."""
     found = run_trial(partial(holding, 600, str(Path("status").absolute())), 1, 2, "CPU")
@@ -111,6 +112,7 @@ def test_a_peak_is_measured_past_an_update():
     assert found.peak - before == pytest.approx(600 * MIB, rel=0.1)
 
 
+@pytest.mark.slow
 def test_what_a_process_takes_without_a_step_is_less_than_with_one():
     """And most of a small one's. Control: a module that ends the process; then it is not known."""
     idle, peak = idle_memory(partial(holding, 300, os.devnull)), run_trial(op_by_op, 1, 1, "CPU").peak
@@ -171,6 +173,7 @@ def cann(folder, monkeypatch):
 
 
 @with_stand_ins
+@pytest.mark.slow
 def test_a_plan_for_ascend_counts_the_bytes_without_a_device(cann, capsys, monkeypatch):
     """Within 2 % of the sum by hand. Control: without moments, it is not that sum."""
     monkeypatch.setattr(planning, "candidates", lambda batch_size: [2048])

@@ -50,6 +50,7 @@ def of_its_own(microbatch, accumulate_step=None, noise_scale=None):
     return unweighted(microbatch, 2, noise_scale)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_a_known_noise_scale_is_found_in_samples_whatever_the_weights_count():
     for function in (partial(make_step, weight_fn=seven_tokens, pieces=2), unweighted):
