@@ -47,6 +47,16 @@ def without_figures(text):
 # --- it passes --------------------------------------------------------------------------------------------------------
 
 
+def test_the_rows_of_the_quick_run_hold_op_by_op(monkeypatch):
+    """Control of `test_each_defect_is_found`. But for one: op by op, counters are read at each microbatch."""
+    monkeypatch.setattr(test_memory_and_time, "WINDOWS", 4)
+    with running("pynative"):
+        _, found = selftest("--quick")
+    assert found["verdict"].startswith("NOT exact on this device: 1 check fails, 13 checks hold, 8 do not apply to it")
+    assert [row["check"] for row in found["rows"] if row["result"] == FAILS] == ["reads of the device"]
+
+
+@pytest.mark.slow
 def test_the_quick_run_passes_and_the_page_shows_what_it_prints(capsys):
     """Each check once, and every driver. Control of what compiled rows say when they fail."""
     assert cli.main(["selftest", "--quick"]) == 0
@@ -208,6 +218,7 @@ def test_milliseconds_are_those_of_pairs(monkeypatch, uncompiled):
 # --- rows, table and files --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_missing_kernel_is_a_row_and_no_failure(capsys):
     """Plain MindSpore has no bfloat16 product on CPU. What comes next, compiled, holds."""
     assert cli.main(["selftest", "--rows", "token weights, sums, cell, PyNative"]) == 0

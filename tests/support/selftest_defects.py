@@ -31,7 +31,7 @@ class Defect(NamedTuple):
     rows: str = "cell, PyNative, float32"  # `--rows`: the rows that are run; all others of them hold
     op_by_op: bool = False  # whether compiled functions run op by op, which is faster
     says: str = ""  # what each row that fails says
-    slow: bool = False  # whether other defects let its rows fail, too
+    slow: bool = False  # whether other defects let its rows fail, too, or it takes seconds
 
 
 _add, _alone, _apply = Window.add, Window.update_alone, Window.apply
@@ -125,28 +125,30 @@ DEFECTS = {
         [(Window, "add", unweighted)],
         {"ragged windows", "incomplete window", "clipping", "token weights, means", "loss scale"}, slow=True),
     "the sum is not divided": Defect([(Window, "apply", undivided)], ALL),
-    "nothing is clipped": Defect([(windows, "clip_factor", lambda norm, clip_norm: 1.0)], {"clipping"}),
+    "nothing is clipped": Defect([(windows, "clip_factor", lambda norm, clip_norm: 1.0)], {"clipping"}, slow=True),
     "the norm is that of the sum": Defect(
         [(windows, "square_sum", lambda gradients, factor=1.0: square_sum(gradients))],
         {"ragged windows", "clipping", "skipping", "save and resume"}, slow=True),
-    "NaN is applied": Defect([(SkipWindow, "accepts", accepted)], {"skipping", "loss scale", "save and resume"}),
+    "NaN is applied": Defect(
+        [(SkipWindow, "accepts", accepted)], {"skipping", "loss scale", "save and resume"}, slow=True),
     "the loss scale stays in the gradient": Defect(
         [(LossScale, "restore", not_restored)], {"token weights, means", "loss scale"}, slow=True),
     "the loss scale stays as it is": Defect(
         [(AdjustedLossScale, "on_close", nothing)], {"loss scale"},
-        says="the loss scale is 64 after an overflow, expected 32"),
+        says="the loss scale is 64 after an overflow, expected 32", slow=True),
     "buffers are not emptied": Defect([(Portable, "clear", nothing)], ALL, slow=True),
     "flush does nothing": Defect(
         [(Boundary, "flush", lambda self, *arguments, **options: (False, False))], {"incomplete window"},
         says="flush() closed no window"),
-    "gradients of a sum are weighed again": Defect([(Window, "add", weighed_again)], {"token weights, sums"}),
+    "gradients of a sum are weighed again": Defect(
+        [(Window, "add", weighed_again)], {"token weights, sums"}, slow=True),
     "a buffer is not loaded": Defect(loading_all_but(".second.weight"), {"save and resume"}, slow=True),
-    "a counter is not loaded": Defect(loading_all_but(".update_step"), {"save and resume"}),
+    "a counter is not loaded": Defect(loading_all_but(".update_step"), {"save and resume"}, slow=True),
     "the optimizer's state is not loaded": Defect(
         loading_all_but("moments.first.bias"), {"save and resume"}, slow=True),
     "losses are doubled": Defect([(Driver, "__call__", twice_the_loss)], {"ragged windows"}, slow=True),
     "samples are not counted": Defect(
-        [(Window, "see", nothing)], {"ragged windows"}, says="0 samples were counted, expected 24"),
+        [(Window, "see", nothing)], {"ragged windows"}, says="0 samples were counted, expected 24", slow=True),
     "an error of MindSpore": Defect(
         [(Window, "add", failing)], ALL, says="RuntimeError: no kernel for this", slow=True),
     # By hand, in pieces and with other losses, op by op.
@@ -180,12 +182,12 @@ DEFECTS = {
         [(LossScale, "restore", not_restored)], {"token weights, means"},
         "token weights, means, by hand, compiled, float32", slow=True),
     "NaN is applied, in graph mode": Defect(
-        [(SkipWindow, "accepts", accepted)], {"loss scale"}, "loss scale, cell, graph mode, float32"),
+        [(SkipWindow, "accepts", accepted)], {"loss scale"}, "loss scale, cell, graph mode, float32", slow=True),
     "windows of one are wrong": Defect(
-        [(Window, "update_alone", thrice)], {"windows of one"}, "windows of one, train step, float32"),
+        [(Window, "update_alone", thrice)], {"windows of one"}, "windows of one, train step, float32", slow=True),
     "the device is read in each microbatch": Defect(
         [(TrainStep, "__call__", reading)], {"reads of the device"}, "reads of the device",
-        says="32 reads in 8 windows, expected 0"),
+        says="32 reads in 8 windows, expected 0", slow=True),
     "kernels in place do not exist": Defect(
         [(test_kernels, "require_in_place", lambda: None)], {"kernels in place"}, "kernels in place, buffer of 7",
         says="RuntimeError: The pointer"),
