@@ -42,6 +42,7 @@ def test_the_first_command_of_the_readme_learns_digits():
     assert accuracies[0] < accuracies[1] < accuracies[2] == pytest.approx(85, abs=1.5)
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_bit_identically():
     """After kill -9, as if it had never stopped. Control: what the killed run left is not the end."""
     with start("mnist", *SMALL, "--epochs", "100000", "--save", "run.safetensors") as running:
@@ -68,13 +69,15 @@ train_step = ms_accum.make_train_step(forward_fn, optimizer, args.accumulate_ste
 
 
 @pytest.mark.parametrize(("mistake", "least", "most"), [(False, 0, 1e-6), (True, 1e-4, 1)])
-def test_compare_finds_equal_parameters_unless_the_script_has_a_mistake(tmp_path, mistake, least, most):
+def test_compare_finds_equal_parameters_unless_the_script_has_a_mistake(
+        tmp_path, capsys, uncompiled, mistake, least, most):
     """The mistake, in a copy of the script: all microbatches weigh the same, also those of 10 digits."""
     copy = shutil.copytree(TUTORIALS / "mnist", tmp_path / "copy", ignore=shutil.ignore_patterns("digits"))
     source = (copy / "train.py").read_text(encoding="utf-8")
     call = re.search(r"^train_step = .*\n", source, re.MULTILINE)[0]
     (copy / "train.py").write_text(source.replace(call, MISTAKE) if mistake else source, encoding="utf-8")
-    *_, last = run(copy, *SMALL, "--compare", "--lr", "0.1", "--plot", "run.png").splitlines()
+    run_here(copy, *SMALL, "--compare", "--lr", "0.1", "--plot", "run.png")
+    *_, last = capsys.readouterr().out.splitlines()
     found = re.fullmatch(r"undivided batches: accuracy \d+\.\d\d %; the largest difference between parameters is (\S+)",
                          last)
     assert least <= float(found[1]) <= most

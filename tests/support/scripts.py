@@ -30,14 +30,14 @@ def module(folder, name):
 
 
 def run_here(folder, *arguments):
-    """Run the script in this process, and return its variables."""
-    script = str(TUTORIALS / folder / "train.py")
-    with beside(folder), patch.object(sys, "argv", [script, *map(str, arguments)]):
-        return runpy.run_path(script, run_name=f"{folder}_script")
+    """Run the script in this process, and return its variables. `folder` may be that of a copy."""
+    script = TUTORIALS / folder / "train.py"
+    with beside(folder), patch.object(sys, "argv", [str(script), *map(str, arguments)]):
+        return runpy.run_path(str(script), run_name=f"{script.parent.name}_script")
 
 
 def start(folder, *arguments):
-    """Start the script as a user does, in a process of its own. `folder` may be that of a copy."""
+    """Start the script as a user does, in a process of its own."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen([sys.executable, TUTORIALS / folder / "train.py", *arguments], text=True,
                             env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
