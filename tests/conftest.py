@@ -55,6 +55,13 @@ def uncompiled():
         yield
 
 
+@pytest.fixture(params=[pytest.param("jit", marks=pytest.mark.slow), "pynative"])
+def compiled_if_slow(request):
+    """Run a test op by op; what it compiles otherwise, others compile that are fast."""
+    with running(request.param):
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Run tests marked `fresh_process` in a process of their own, without what other tests imported and compiled."""

@@ -80,6 +80,7 @@ sys.stderr = sys.stdout
 """
 
 
+@pytest.mark.slow
 def test_a_model_without_the_callback_says_so_at_the_end_of_the_process():
     """One update of two, in windows of three. Control: with FlushCallback, three in windows of two, without a word."""
     output = run_python(SCRIPT)
@@ -110,6 +111,7 @@ print("the cell was run three times")
 """
 
 
+@pytest.mark.slow
 def test_each_lost_window_is_reported_when_its_step_is_replaced():
     """As a cell of a notebook that is run again. Python shows a warning of the same text once."""
     before, _, after = run_python(REBUILT).partition("the cell was run three times")

@@ -86,7 +86,8 @@ class Counting(Stage):
         ops.assign_add(self.closed, 1.0 if applied else 0.0)
 
 
-@pytest.mark.parametrize(("accumulate_step", "pieces"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("accumulate_step", "pieces"), [
+    (2, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_a_stage_of_a_users_own_sees_each_piece_and_each_window(accumulate_step, pieces):
     """Its state is in checkpoints. Control: the parameters are those without it, for all weights are doubled."""
     batches_of = [tensors(x, y) for x, y in batches([6, 4, 6, 6])]
@@ -121,6 +122,7 @@ class Closing(Stage):
         ops.assign(self.last, self.opened + 0)
 
 
+@pytest.mark.usefixtures("compiled_if_slow")
 def test_what_a_stage_keeps_of_a_window_goes_with_it():
     """By a reset, where a window closes, and by loading a checkpoint of a closed one."""
     network, stage = MLP(), Closing()
@@ -135,7 +137,7 @@ def test_what_a_stage_keeps_of_a_window_goes_with_it():
         assert int(stage.opened) == 0
 
 
-@pytest.mark.parametrize("accumulate_step", [1, 2])
+@pytest.mark.parametrize("accumulate_step", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_a_stage_keeps_of_a_window_is_0_when_the_next_begins(accumulate_step):
     """Also in windows of one microbatch, which have no buffers."""
     network, stage = MLP(), Closing()
@@ -146,6 +148,7 @@ def test_what_a_stage_keeps_of_a_window_is_0_when_the_next_begins(accumulate_ste
     assert (int(stage.opened), int(stage.last), int(stage.closed)) == (0, accumulate_step, 2)
 
 
+@pytest.mark.usefixtures("compiled_if_slow")
 def test_a_stage_that_looks_at_no_piece_sees_windows_without_buffers():
     network, stage = MLP(), Closing()
     train_step = make_train_step(mean_loss(network), sgd(network), 1, stages=(stage,))
@@ -164,6 +167,7 @@ class Heavy(Stage):
         return ops.logical_not(window["weight"] <= 10)
 
 
+@pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"], indirect=True)
 def test_a_stage_judges_a_window_by_its_sums_and_no_other_judges_for_it(mode):
     """Also a weight that is not finite: `on_nonfinite="apply"` lets it pass."""
     network, updated = MLP(), []

@@ -184,6 +184,7 @@ def trained(**options):
     return train_step, values(network.trainable_params())
 
 
+@pytest.mark.usefixtures("compiled_if_slow")
 def test_several_ranks_without_a_reducer_are_warned_of_and_train_as_one_device(several, monkeypatch):
     with pytest.warns(UserWarning, match="^this run has 2 ranks, but this accumulator has no re"):
         train_step, parameters = trained(clip_norm=0.1)

@@ -73,9 +73,12 @@ def expected_rows(oracle, epochs, acts):
     return rows
 
 
-@settings(max_examples=25)
-@given(st.data())
-def test_a_row_for_each_window_and_a_call_for_each_update(data):
+@pytest.mark.parametrize("examples", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_row_for_each_window_and_a_call_for_each_update(examples):
+    settings(max_examples=examples)(given(st.data())(rows_and_calls))()
+
+
+def rows_and_calls(data):
     """As the oracle has them, with FlushCallback before or behind, and so a callback that flushes and resets.
 
     The window that is open when the training begins has its whole weight, and the mean loss of what was seen.
@@ -139,11 +142,12 @@ RATES = [0.4, 0.3, 0.2, 0.1, 0.05, 0.025, 0.0125]
 
 @pytest.mark.parametrize(("optimizer", "columns"), [
     (lambda parameters: nn.Momentum(parameters, RATES, 0.9), {"learning_rate": RATES}),
-    (lambda parameters: nn.Momentum(parameters, nn.ExponentialDecayLR(0.5, 0.5, 1), 0.9),
-     {"learning_rate": [0.5 ** (i + 1) for i in range(6)]}),
     (lambda parameters: half(parameters, RATES), {"learning_rate_0": RATES, "learning_rate_1": [0.5] * 6}),
-    (lambda parameters: mint.optim.SGD(parameters, 0.25), {"learning_rate": [0.25] * 6}),
-    (lambda parameters: Unrated(ParameterTuple(parameters)), {})])
+    (lambda parameters: Unrated(ParameterTuple(parameters)), {}),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        (lambda parameters: nn.Momentum(parameters, nn.ExponentialDecayLR(0.5, 0.5, 1), 0.9),
+         {"learning_rate": [0.5 ** (i + 1) for i in range(6)]}),
+        (lambda parameters: mint.optim.SGD(parameters, 0.25), {"learning_rate": [0.25] * 6})))])
 def test_a_loop_of_ones_own_writes_the_rows_of_model(optimizer, columns):
     """By a train step and by a cell, in two epochs; the rates are those of the update, not of the next one.
 
@@ -361,7 +365,7 @@ def test_a_flush_that_closes_further_windows(told, monkeypatch):
 
 
 @pytest.mark.parametrize("sink_size", [-1, 2, 7])
-@pytest.mark.parametrize("way", ["graph", "pynative"])
+@pytest.mark.parametrize("way", [pytest.param("graph", marks=pytest.mark.slow), "pynative"])
 def test_a_sink_does_not_change_the_windows(way, sink_size):
     """On CPU, where MindSpore sinks nothing: windows of 3 and 2 of the 5 microbatches of an epoch."""
     with running(way):

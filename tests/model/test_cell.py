@@ -27,6 +27,7 @@ def go_on(network, cell):
     return [p.asnumpy().tobytes() for p in network.trainable_params()]
 
 
+@pytest.mark.slow
 def test_a_model_checkpoint_holds_a_window_that_is_half_full(mode_named):
     """Loaded into a fresh cell, or with our own loading into the one that has run, training goes on to the same bits.
 
@@ -111,7 +112,7 @@ def test_what_does_not_fit_is_refused(mode_named):
         assert int(acc.mini_step) == 0
 
 
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.parametrize("mode", [pytest.param("graph", marks=pytest.mark.slow), "pynative"])
 def test_a_microbatch_that_the_network_does_not_take_is_refused(mode, mode_named):
     """As of a Model with a loss_fn, or of a network without one. The window stays as it is.
 
@@ -163,7 +164,7 @@ class AnyNumber(Defaults):
         return self.network(batch[0]).mean()
 
 
-@pytest.mark.parametrize("mode", ["graph", "pynative"])
+@pytest.mark.parametrize("mode", [pytest.param("graph", marks=pytest.mark.slow), "pynative"])
 def test_a_network_with_defaults_takes_fewer_arguments(mode, mode_named):
     mode_named(mode)
     x, y = tensors(*batches([4])[0])
@@ -178,7 +179,7 @@ def test_a_network_with_defaults_takes_fewer_arguments(mode, mode_named):
         cell(x, y, y)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.slow), "O2"])
 def test_mixed_precision_is_the_networks(level, mode_named):
     """Losses in 16 bits; parameters and buffers stay as they are. Control: without it, the loss is not in 16 bits."""
     mode_named("graph")
@@ -198,7 +199,7 @@ def test_mixed_precision_is_the_networks(level, mode_named):
 
 @pytest.mark.parametrize(("mode", "build", "warns"), [
     ("pynative", mint.optim.SGD, True), ("pynative", mint.optim.Adam, True), ("pynative", nn.SGD, False),
-    ("graph", mint.optim.SGD, False)])
+    pytest.param("graph", mint.optim.SGD, False, marks=pytest.mark.slow)])
 def test_an_optimizer_that_changes_nothing_op_by_op_is_warned_of(mode, build, warns):
     """When the parameters move, MindSpore has changed: then remove `warn_if_idle`."""
     network = MLP()

@@ -39,7 +39,7 @@ def test_what_cannot_be_meant_is_refused(error, message, call):
 
 
 @pytest.mark.parametrize(("policy", "noun"), [
-    ("skip_microbatch", "microbatches or pieces"), ("skip_window", "windows")])
+    ("skip_microbatch", "microbatches or pieces"), pytest.param("skip_window", "windows", marks=pytest.mark.slow)])
 def test_the_limit_of_skips_is_said_once_for_each_skip_and_compiles_nothing(policy, noun):
     """Also if a run that was loaded has skipped as many in all."""
     (x, y), network = tensors(*batches([4])[0]), MLP()
@@ -85,6 +85,7 @@ def test_the_updates_of_a_run_are_counted_as_they_happen(accumulate_step, microb
 # --- a microbatch without rows ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_a_microbatch_without_rows(mode_named):
     """Its loss is 0, and it counts. With a loss scaler, the cell returns the scale, too."""
     mode_named("graph")

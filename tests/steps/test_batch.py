@@ -83,7 +83,8 @@ def trained(feed, *functions, **options):
 
 
 @pytest.mark.parametrize(("mode", "pieces", "forms"), [
-    ("jit", 1, [(by_name, of_mask, with_keywords), (one_by_position, tokens, partial)]),
+    pytest.param("jit", 1, [(by_name, of_mask, with_keywords), (one_by_position, tokens, partial)],
+                 marks=pytest.mark.slow),
     ("pynative", 3, [(lambda step: step.epoch(ROWS), of_mask, with_keywords),
                      (lambda step: step.epoch(dataset()), partial(scaled_tokens, 1.0), partial),
                      (lambda step: step.epoch(dataset().create_dict_iterator()), tokens, partial)]),

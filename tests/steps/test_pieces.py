@@ -21,6 +21,7 @@ from ms_accum.steps.errors import ask_about_piece
 pytestmark = pytest.mark.core
 
 
+@pytest.mark.usefixtures("compiled_if_slow")
 def test_tensors_with_one_row_per_sample_are_cut_and_all_else_passes_through():
     """The batch of 7 is 3 + 3 + 1 rows. Aux: rows in order, in their dtypes, and scalars as means over the batch.
 
@@ -116,7 +117,8 @@ QUESTION = (r"\nforward_fn failed on piece {} of 4{}; if it runs on the whole ba
             r"batch's length\?$")
 
 
-@pytest.mark.parametrize(("mode", "piece", "error"), [("pynative", 2, RuntimeError), ("jit", 1, ValueError)])
+@pytest.mark.parametrize(("mode", "piece", "error"), [
+    ("pynative", 2, RuntimeError), pytest.param("jit", 1, ValueError, marks=pytest.mark.slow)])
 def test_an_error_names_the_piece_and_asks_for_row_numbers(mode, piece, error):
     """A loss that picks rows by their place in the batch, and one built for 16 rows. Control: with pieces=1."""
     network, labels = MLP(), Tensor(Y, ms.int32)
@@ -176,6 +178,7 @@ print(len([float(train_step(batch)) for batch in (good, short)]), int(train_step
 """
 
 
+@pytest.mark.slow
 def test_a_torn_window_is_never_applied_if_mindspore_reports_the_error_late(monkeypatch):
     """As it does in its default environment."""
     monkeypatch.delenv("MS_DEV_HOST_BLOCKING_RUN", raising=False)

@@ -118,7 +118,8 @@ def plain(weighted=True):
     return moved(start, network)
 
 
-@pytest.mark.parametrize("name", DRIVERS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("step", "cell"))) for name in DRIVERS])
 def test_recomputed_blocks_with_tied_embeddings_train_as_plain_mindspore(name):
     assert relative(trained(name), plain()) < 1e-5
     assert relative(plain(weighted=False), plain()) > 0.1  # negative control
@@ -134,6 +135,7 @@ def test_in_pynative_a_block_runs_again_and_lazy_inline_is_ignored():
     assert relative(trained("by hand in PyNative", LazyBlock), plain()) < 1e-5
 
 
+@pytest.mark.slow
 def test_graphs_on_cpu_refuse_lazy_inline():
     """In a process of its own: after this error, other graphs may fail, too."""
     assert run_python(LAZY).startswith("Input[0] must be a Primitive ValueNode")

@@ -100,6 +100,7 @@ def test_a_skipped_microbatch_leaves_the_update_of_the_others(mode):
     assert before.update_step == 1
 
 
+@pytest.mark.usefixtures("compiled_if_slow")
 def test_an_accumulator_may_go_on_with_several_losses():
     """After a step with one loss, in another unit of weights. Control: a step of its own."""
     moved = []

@@ -4,6 +4,7 @@ import warnings
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from weakref import ref
 
@@ -105,6 +106,7 @@ def test_evaluation_mode_is_warned_of_before_anything_is_compiled(driver, layer,
     assert compiled_graphs() <= graphs + (driver is several)
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(("layer", "change"), [
     (nn.BatchNorm1d(3), lambda network: network.set_train()),
     (nn.BatchNorm1d(3), lambda network: (network.set_train(), network[1].set_train(False))),  # frozen on purpose
@@ -127,6 +129,7 @@ def test_nothing_is_said_where_the_mode_is_right_or_makes_no_difference(layer, c
     assert [str(one.message) for one in said if one.category is UserWarning] == []
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("driver", [step_call, cell_call])
 def test_a_network_that_stays_in_evaluation_mode_after_an_evaluation_is_warned_of_once(driver):
     """As when `set_train()` is forgotten after it. Control: in training mode, and at a second call, nothing is said."""
@@ -159,8 +162,8 @@ def test_a_layer_of_a_users_own_may_call_anything_p_or_dropout(value):
 
 
 @pytest.mark.parametrize(("driver", "context"), [
-    (step_call, "jit"), (cell_call, "jit"), (cell_call, "graph"),
-    *(pytest.param(driver, "jit", marks=pytest.mark.slow) for driver in (several, cached))])
+    (cell_call, "jit"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        (step_call, "jit"), (cell_call, "graph"), (several, "jit"), (cached, "jit")))])
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
 def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):
     """Losses are those of the mode of each call; parameters do not move. Control: the two modes differ."""
@@ -195,6 +198,7 @@ class Hidden(nn.Cell):
         return indirectly(self)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", ["function", "layer"])
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
 def test_a_mode_counts_wherever_it_is_asked_for(asks):
@@ -227,6 +231,7 @@ class Trainer:
         return self.networks[0](x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
 def test_a_mode_counts_behind_a_method_and_a_list():
     """Losses are those of the mode of each call. Control: the two modes differ."""
@@ -301,8 +306,9 @@ HOLDERS = {
     "cell": lambda network: Wrapper(Context(network))}
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize("way", ["graph", "pynative"])
+@pytest.mark.parametrize(("way", "holder"), [
+    pytest.param(*one, marks=[pytest.mark.slow] * (one[0] == "graph" and one[1] != "in a list"))
+    for one in product(("graph", "pynative"), HOLDERS)])
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode", "error:no network that holds")
 def test_a_mode_counts_wherever_the_network_is_held(holder, way):
     """Losses are those of the mode of each call. Control: the two modes differ."""
@@ -317,7 +323,7 @@ def test_a_mode_counts_wherever_the_network_is_held(holder, way):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["graph", "pynative"])
+@pytest.mark.parametrize("way", [pytest.param("graph", marks=pytest.mark.slow), "pynative"])
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
 def test_a_mode_counts_in_the_other_functions_of_a_step(way):
     """In the loss of a cached step, and in what weighs. Control: the two modes differ."""
@@ -383,7 +389,9 @@ def test_the_check_says_that_it_ran_in_evaluation_mode():
     assert "evaluation" not in str(check_equivalence(mean_loss(plain), plain, BATCH, 2))
 
 
-@pytest.mark.parametrize(("driver", "context"), [(step_call, "jit"), (cell_call, "jit"), (cell_call, "graph")])
+@pytest.mark.parametrize(("driver", "context"), [
+    (cell_call, "jit"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        (step_call, "jit"), (cell_call, "graph")))])
 def test_a_parameter_that_is_frozen_between_calls_is_an_error(mode_named, driver, context):
     """Before the update, which leaves all as it is; after it is trainable again, training goes on."""
     mode_named(context)

@@ -47,12 +47,13 @@ def rows_and_some(x, y):
 
 
 @pytest.mark.parametrize(("context", "graphs", "options"), [
-    ("jit", 5, {"accumulate_step": 2}),  # add, for each of three sizes, counted, and apply; nothing for no rows
-    ("jit", 3, {"accumulate_step": 1, "sizes": 1}),  # alone, counted, and apply at the end of an epoch
-    ("graph", 7, {"accumulate_step": 2, "sizes": 1, "pieces": 4, "weight_fn": rows, "on_nonfinite": "skip_window",
-                  "loss_scaler": amp.DynamicLossScaler(2.0**8, 2, 2)}),
     ("jit", 5, {"accumulate_step": 2, "sizes": 1, "loss_scaler": amp.StaticLossScaler(2.0**8)}),
-    ("jit", 7, {"accumulate_step": 2, "sizes": 1, "weight_fn": rows_and_some, "losses": 2}),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        ("jit", 5, {"accumulate_step": 2}),  # add, for each of three sizes, counted, and apply; nothing for no rows
+        ("jit", 3, {"accumulate_step": 1, "sizes": 1}),  # alone, counted, and apply at the end of an epoch
+        ("graph", 7, {"accumulate_step": 2, "sizes": 1, "pieces": 4, "weight_fn": rows, "on_nonfinite": "skip_window",
+                      "loss_scaler": amp.DynamicLossScaler(2.0**8, 2, 2)}),
+        ("jit", 7, {"accumulate_step": 2, "sizes": 1, "weight_fn": rows_and_some, "losses": 2}))),
 ])
 def test_steps_compile_once_and_warn_of_nothing(mode_named, capfd, context, graphs, options):
     """In the first epoch only. 4 pieces of 6 = 2 + 2 + 2: piece, end, counted, judged, apply, and two of an incomplete
@@ -157,8 +158,9 @@ def test_an_error_of_reading_comes_after_the_loss_of_what_was_trained():
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("losses", [1, 2])
-def test_what_was_trained_is_known_wherever_reading_is_interrupted(losses):
+@pytest.mark.parametrize(("losses", "places"), [
+    (1, (2, 7)), (2, (3, 4)), *(pytest.param(losses, range(8), marks=pytest.mark.slow) for losses in (1, 2))])
+def test_what_was_trained_is_known_wherever_reading_is_interrupted(losses, places):
     """The rest of the data ends where a run ends that was not interrupted. Control: a loop that counts its losses.
     """
     data = [tensors(*batch) for batch in batches([6] * 7)]
@@ -179,8 +181,8 @@ def test_what_was_trained_is_known_wherever_reading_is_interrupted(losses):
     whole = step_of(2, losses)
     list(whole.epoch(data))
     expected = values(whole.accumulator.weights)
-    assert [difference(run(after), expected) for after in range(len(data) + 1)] == [0] * 8
-    assert max(difference(run(after, by_losses=True), expected) for after in range(len(data) + 1)) > 1e-3
+    assert [difference(run(after), expected) for after in places] == [0] * len(places)
+    assert max(difference(run(after, by_losses=True), expected) for after in places) > 1e-3
 
 
 def network_of(step):
@@ -192,8 +194,9 @@ def network_of(step):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("way", ["list", "generator", "dataset"])
-@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize(("losses", "way"), [
+    (1, "dataset"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        (1, "list"), (1, "generator"), (2, "list"), (2, "generator"), (2, "dataset")))])
 def test_an_epoch_goes_on_at_the_place_of_a_checkpoint(way, losses, tmp_path):
     """With what is left of its batches, bit for bit. Controls: all batches again; those left, of which more is skipped.
     """
@@ -370,7 +373,8 @@ def test_single_calls_take_arrays_and_repr_says_where_it_stands():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
-@pytest.mark.parametrize("microbatches", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [2_000, 200_000])
 def test_a_very_long_run_grows_by_nothing_and_counts_right(microbatches):
     """After a warm-up of 300 windows of 3: windows of 7. It may grow by 2 KB for a microbatch, at most 5 MB."""
     grown, compiled, mini_step, update_step, finite = run_python(MEMORY, "long", str(microbatches)).split()
@@ -477,8 +481,13 @@ def in_an_epoch(train_step, x, y):
     return sums
 
 
-@pytest.mark.parametrize("built", [step_of, partial(step_of, 1, losses=2), cached_step])
-@pytest.mark.parametrize(("name", "call"), [("a train", called), ("flush of a", flushed), ("epoch of a", in_an_epoch)])
+KINDS = [step_of, partial(step_of, 1, losses=2), cached_step]
+CALLS = [("a train", called), ("flush of a", flushed), ("epoch of a", in_an_epoch)]
+
+
+@pytest.mark.parametrize(("built", "name", "call"), [
+    pytest.param(kind, *call, marks=[pytest.mark.slow] * (i != j))
+    for i, kind in enumerate(KINDS) for j, call in enumerate(CALLS)])
 def test_a_compiled_function_around_a_step_is_refused(built, name, call):
     """Nothing has changed. Control: the same call from Python trains."""
     train_step = built()
@@ -501,7 +510,7 @@ COPIES = {"copy": copy, "deepcopy": deepcopy, "deepcopy in a list": lambda step:
 
 
 @pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("has_run", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.usefixtures("uncompiled")
 def test_what_holds_graphs_is_not_copied(copied, has_run):
     """Control: it goes on to train, and its network can be copied; MindSpore pickles no Cell with an operator."""
@@ -558,6 +567,7 @@ def test_a_window_that_is_closed_by_hand_is_noticed_at_the_next_call(close):
         assert updated == [i >= first - (not by_hand) for i in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_window_that_is_closed_by_hand_does_not_make_the_next_one_longer(jitted):
     """Also by a compiled `apply`, of which the host knows only that it exists. Windows: 4 microbatches, later 2."""

@@ -37,8 +37,10 @@ def nothing(x, y):
 
 
 @pytest.mark.parametrize(("make", "mode", "options", "reduction"), [
-    (make_train_step, "jit", {}, MEAN), (make_train_step, "jit", {"pieces": 2}, SUM),
-    (TrainOneStepCell, "graph", {}, SUM), *((make, "pynative", options, reduction) for reduction in (MEAN, SUM)
+    pytest.param(make_train_step, "jit", {}, MEAN, marks=pytest.mark.slow),
+    pytest.param(TrainOneStepCell, "graph", {}, SUM, marks=pytest.mark.slow),
+    (make_train_step, "jit", {"pieces": 2}, SUM),
+    *((make, "pynative", options, reduction) for reduction in (MEAN, SUM)
     for make, options in ((make_train_step, {}), (make_train_step, {"losses": 2}), (TrainOneStepCell, {})))])
 def test_a_microbatch_without_weight_has_the_loss_0_and_changes_nothing(make, mode, options, reduction):
     """As in MaxText. Control: the loss of the same network with labels, and what MindSpore gives without any."""
@@ -68,8 +70,8 @@ def test_a_microbatch_without_weight_has_the_loss_0_and_changes_nothing(make, mo
 
 
 @pytest.mark.parametrize(("make", "mode"), [
-    (make_train_step, "jit"), (make_train_step, "pynative"), (TrainOneStepCell, "graph"),
-    (TrainOneStepCell, "pynative")])
+    (make_train_step, "pynative"), (TrainOneStepCell, "pynative"),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in ((make_train_step, "jit"), (TrainOneStepCell, "graph")))])
 def test_class_weights_are_the_denominator(make, mode):
     """The guide's `w[label].sum()`, with microbatches of equal sizes. Control: numbers of samples are far off."""
     weights = Tensor([10.0, 1.0, 0.1], ms.float32)
@@ -98,7 +100,8 @@ def test_class_weights_are_the_denominator(make, mode):
         assert difference(moved(2), whole) > 1e-3
 
 
-@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize(("losses", "mode"), [
+    (1, "jit"), (1, "pynative"), (2, "pynative"), pytest.param(2, "jit", marks=pytest.mark.slow)], indirect=["mode"])
 def test_aux_of_a_batch_that_is_not_cut_is_returned_as_it_is(losses, mode):
     """Also where it weighs nothing: there is nothing to average."""
     loss = TokenLoss(SUM)
@@ -127,8 +130,9 @@ def test_a_number_may_be_0_as_well(make):
 
 
 @pytest.mark.parametrize(("make", "mode", "options"), [
-    (make_train_step, "jit", {}), (make_train_step, "pynative", {"pieces": 2}), (TrainOneStepCell, "graph", {}),
-    (TrainOneStepCell, "pynative", {})])
+    (make_train_step, "pynative", {"pieces": 2}), (TrainOneStepCell, "pynative", {}),
+    *(pytest.param(*one, {}, marks=pytest.mark.slow) for one in (
+        (make_train_step, "jit"), (TrainOneStepCell, "graph")))])
 def test_a_sum_whose_weight_is_0_or_not_finite_is_treated_like_a_mean(make, mode, options):
     """What is not finite drops the window. But a weight of 0 does not hide a sum that is not 0: the loss shows it."""
     def weight_fn(x, counted):
@@ -225,8 +229,10 @@ class LastNorm(Stage):
         return weight, 1
 
 
-@pytest.mark.parametrize("make", [make_train_step, TrainOneStepCell])
-def test_a_stage_sees_the_gradient_of_the_mean_loss_also_of_a_sum(make):
+@pytest.mark.parametrize(("make", "mode"), [
+    (make_train_step, "pynative"), (TrainOneStepCell, "pynative"),
+    pytest.param(make_train_step, "jit", marks=pytest.mark.slow)])
+def test_a_stage_sees_the_gradient_of_the_mean_loss_also_of_a_sum(make, mode):
     """And the update is the same. Control: a sum that is not said to be one."""
     seen = {}
     start = values(TokenLoss(MEAN).trainable_params())
@@ -234,8 +240,8 @@ def test_a_stage_sees_the_gradient_of_the_mean_loss_also_of_a_sum(make):
         loss, stage = TokenLoss(reduction), LastNorm()
         for p, value in zip(loss.trainable_params(), start):
             p.set_data(Tensor(value))
-        train_step = make(loss, sgd(loss), 1, weight_fn=tokens, loss_reduction=said, stages=(stage,))
-        train_step(X, TOKENS)
+        with running(mode):
+            make(loss, sgd(loss), 1, weight_fn=tokens, loss_reduction=said, stages=(stage,))(X, TOKENS)
         seen[reduction, said] = float(stage.norm), values(loss.trainable_params())
     norm, parameters = seen[MEAN, MEAN]
     assert seen[SUM, SUM][0] == pytest.approx(norm, rel=1e-5)
@@ -254,6 +260,7 @@ class Adds(nn.Cell):
         return dout + 0.5 * scale / x.shape[0], ops.zeros_like(scale)
 
 
+@pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"], indirect=True)
 def test_what_a_backward_pass_adds_has_to_be_scaled(mode):
     """The scale goes in as an argument: a backward pass of its own may read no Parameter. Control: it vanishes."""
     def trained(scaler, scales):
