@@ -93,7 +93,8 @@ def test_no_trace_is_left(mode_named, broken, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("level", ["to_float", "float16", "O1"])
+@pytest.mark.parametrize("level", ["to_float", *(
+    pytest.param(level, marks=pytest.mark.slow) for level in ("float16", "O1"))])
 def test_a_check_disturbs_no_training(level):
     """A train step that was compiled before goes on as without one, also after a float32 copy, and compiles nothing.
 

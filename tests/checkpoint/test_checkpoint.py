@@ -91,7 +91,8 @@ def test_training_goes_on_bit_identically():
         assert state(network, acc) == uninterrupted
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 30])
 def test_killed_while_two_processes_save_to_one_path(kills):
     """Each goes on from a whole file of one of the two, at least as new as was said, and nothing is left beside it."""
     rng, (network, acc, _) = random.Random(kills), build(hidden=300)
@@ -357,6 +358,7 @@ mindspore.log.warning("seen")
 """
 
 
+@pytest.mark.slow
 def test_a_load_prints_nothing():
     """No warning and no error of MindSpore either. Control: what it logs is seen."""
     environment = {name: value for name, value in os.environ.items() if name != "GLOG_v"}
@@ -365,7 +367,7 @@ def test_a_load_prints_nothing():
     assert "seen" in said.stderr.partition("loaded")[2]
 
 
-@pytest.mark.parametrize("state_of_run", ["open", "interrupted"])
+@pytest.mark.parametrize("state_of_run", [pytest.param("open", marks=pytest.mark.slow), "interrupted"])
 def test_a_load_that_is_interrupted_anywhere_leaves_no_run_that_trains(state_of_run, monkeypatch):
     """At each assignment, in a run with an open window, or after a first load that was interrupted: the next call
     trains as if nothing had happened (no value has changed yet) or raises an error. Control: a whole load heals it.

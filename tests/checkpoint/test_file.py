@@ -308,6 +308,7 @@ print(growth(save), growth(load), growth(lambda: load_file("c.safetensors")))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be reset")
 def test_memory_grows_by_one_entry_at_most():
     """Control: the library's own loading of all entries."""

@@ -77,6 +77,7 @@ def test_a_closed_pipe_ends_the_command_without_a_word(arguments, monkeypatch, c
     assert [line for line in capsys.readouterr().err.splitlines() if "[WARNING]" not in line] == []
 
 
+@pytest.mark.slow
 def test_head_ends_the_process_without_a_word():
     """As in `ms-accum check ... | head -2`: nothing is written when the interpreter exits, either."""
     Path("endless.py").write_text(ENDLESS, encoding="utf-8")
@@ -99,6 +100,7 @@ def test_an_interrupt_is_one_line_and_status_130(stop, capsys):
     assert not Path("run.json").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_process_whose_handler_mindspore_has_replaced():
     """After a graph has run, MindSpore's own handler is in place, which turns SIGINT into SIGTERM."""
     Path("endless.py").write_text(ENDLESS, encoding="utf-8")

@@ -48,6 +48,7 @@ def quick(suite, folder, *arguments, **environment):
 # --- whole suites -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_suite_and_its_report(tmp_path):
     """One contestant agrees, one disagrees, one has no package, one brings its process down; the report is whole."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No torch', name='torch')", encoding="utf-8")

@@ -56,7 +56,8 @@ NO_SUCH_PLACE = [
 ]
 
 
-@pytest.mark.parametrize("damages", [NO_SUCH_NAME, NO_SUCH_PLACE], ids=["name", "place"])
+@pytest.mark.parametrize("damages", [
+    pytest.param(NO_SUCH_NAME, id="name"), pytest.param(NO_SUCH_PLACE, id="place", marks=pytest.mark.slow)])
 def test_what_is_wrong_in_it_fails(damages, tmp_path):
     copy = tmp_path / "repository"
     for folder in ("ms_accum", "tutorials"):
