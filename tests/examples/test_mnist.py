@@ -32,6 +32,7 @@ def parameters(path):
     return {name: value.asnumpy().tobytes() for name, value in found.items() if name != "ms_accum"}
 
 
+@pytest.mark.slow
 def test_the_first_command_of_the_readme_learns_digits():
     """With all defaults. On another processor, the last digits of the loss differ."""
     first, *epochs = run("mnist").splitlines()

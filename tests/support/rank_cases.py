@@ -92,15 +92,15 @@ _FEW = [f"trained:{3 * i + i % 3}" for i in range(len(SYNCS))]  # one of each ki
 _OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
            "noise:zero1", "noise:zero2"]
 _NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
-_ZERO = ["zero_refusals", "zero_defects", "zero_interrupted", "zero_own"]
+_ZERO = ["zero_refusals", "zero_interrupted", "zero_own"]
 _STUCK = [f"stuck:{sync}" for sync in ("window", "microbatch", "zero1", "zero2")]
 _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "apart", "sharded_later", "followed:jit",
-                 "resumed:window", "left_early", "saved_on_update", "unmatched", "trained:window:jit", "failing"]),
-    "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:zero2", "zero_model",
-                   "selftest"]),
+                 "left_early", "saved_on_update", "unmatched", "failing"]),
+    "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
+                   "zero_model", "selftest"]),
     "scripts": (2, ["mnist", "mnist_zero"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
