@@ -129,10 +129,10 @@ def with_options_of(source: type, options: type) -> Callable[[T], T]:
     return decorated
 
 
-def require_callable(name: str, function: object) -> None:
-    """Raise TypeError if a function cannot be called, or is a lambda whose source MindSpore cannot read."""
+def require_callable(name: str, function: object, is_compiled: bool = True) -> None:
+    """Raise TypeError if a function cannot be called, or is compiled and a lambda whose source cannot be read."""
     instance_of(name, function, Callable, "a function of the batch")
-    if getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
+    if is_compiled and getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
         raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function; "
                         "define it with def, or write `name = lambda ...` as a statement of its own")
 

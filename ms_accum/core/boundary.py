@@ -163,7 +163,7 @@ class Boundary:
 
     # --- a microbatch -------------------------------------------------------------------------------------------------
 
-    def begin(self, missing: Optional[int] = None, eager: bool = False) -> int:
+    def begin(self, missing: Optional[int] = None) -> int:
         """Begin a microbatch. Return how many microbatches the open window needs, at least, with this one.
 
         Call `end` after it. If that does not happen, because of an error or an interrupt, the next `begin` reads the
@@ -171,7 +171,6 @@ class Boundary:
 
         Args:
             missing: What to return, for a step that knows its window before it trains.
-            eager: Whether to run op by op.
 
         Raises:
             RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if the
@@ -181,7 +180,6 @@ class Boundary:
         if self._filled_by_hand:
             raise RuntimeError(_BY_HAND)
         self.is_driven = True
-        self._run_as(eager)
         self.ask()
         known, self._is_loaded, self._is_interrupted, self._is_ended = self._missing, False, False, False
         self.forget()  # until `end`: an error or an interrupt in between forces a read
@@ -243,15 +241,14 @@ class Boundary:
 
     # --- a window -----------------------------------------------------------------------------------------------------
 
-    def flush(self, pieces: int = 1, eager: Optional[bool] = None, before_exchange: Callable[[], object] = lambda: None,
-              ends_epoch: bool = False) -> tuple[bool, bool]:
+    def flush(self, pieces: int = 1, before_exchange: Callable[[], object] = lambda: None, ends_epoch: bool = False
+              ) -> tuple[bool, bool]:
         """Apply the incomplete window if one is open. Return whether a window was closed, and whether one was applied.
 
         With several ranks, take part in the windows of the others until no rank has data, and compare the parameters.
 
         Args:
             pieces: The number of pieces in which each rank adds a microbatch.
-            eager: See `begin`; None: as before.
             before_exchange: Called before each exchange of a window.
             ends_epoch: Whether an epoch calls it at its end. Then the next call does nothing, unless something was
                 trained in between: the epoch has flushed already, and another flush would join the next epoch of a rank
@@ -261,7 +258,6 @@ class Boundary:
         if self._is_ended and not ends_epoch:
             self._is_ended = False
             return False, False
-        self._run_as(self._eager if eager is None else eager)
         self.forget()
         status, exchange, closed, applied = self._whole(), self.window.exchange, False, False
         self._warn_of_skips(status.skipped_in_row)
@@ -444,15 +440,25 @@ class Boundary:
         return Status(int(update_step), int(mini_step), needed, int(seen), int(skipped), int(closed), weight, norm,
                       int(in_row), *map(int, rest))
 
-    def _run_as(self, eager: bool) -> None:
+    # --- op by op, or by graphs ---------------------------------------------------------------------------------------
+
+    def run_as(self, eager: bool) -> None:
+        """Say whether the driver runs op by op (`eager`), or by graphs: the host then does the same."""
         if eager != self._eager:
             self._eager, self._graphs = eager, {}
 
+    def compiled(self, function: Callable) -> Callable:
+        """Return `function` as a graph of its own; op by op, the function itself."""
+        return function if self._eager else compiled(function)
+
+    def straight(self, function: Callable) -> Callable:
+        """Return `function` as a graph without control flow; see `straight`. Op by op, the function itself."""
+        return function if self._eager else straight(function, self.window)
+
     def _run(self, name: str, *arguments: Tensor) -> Tensor:
-        """Call one of the window's methods for the host, as a graph unless `eager`."""
+        """Call one of the window's methods for the host."""
         if name not in self._graphs:
-            method = getattr(self.window, name)
-            self._graphs[name] = method if self._eager else straight(method, self.window)
+            self._graphs[name] = self.straight(getattr(self.window, name))
         return self._graphs[name](*arguments)
 
     # --- skips --------------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
 from ..mindspore_api import InplaceZero, jit_class
-from ..tensors import HALF, as_tensor, mapped, multiply_no_nan, scaled
+from ..tensors import HALF, as_tensor, mapped, multiply_no_nan, scaled, weighted
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
 
 
-def add_each(small: int, buffers: Gradients, gradients: Gradients) -> None:
-    """Add each gradient to its buffer: those of at least `small` elements first, in the reverse order of the list.
+def add_each(small: int, buffers: Gradients, gradients: Gradients, factor: Scalar) -> None:
+    """Add `factor * gradient` to each buffer: those of at least `small` elements first, in the reverse of their order.
 
     The backward pass computes the gradient of the last parameter first. In the order of the parameters, all gradients
     would be in memory together (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the peak instead of
@@ -27,9 +27,9 @@ def add_each(small: int, buffers: Gradients, gradients: Gradients) -> None:
     Nothing is returned: if the results were used, MindSpore would fuse each addition with the kernel that computes its
     gradient, and on CPU no two gradients would be computed in parallel.
     """
-    mapped(_add_large, small, buffers[::-1], gradients[::-1])
+    mapped(_add_large, (small, factor), buffers[::-1], gradients[::-1])
     if small > 0:
-        mapped(_add_small, small, buffers[::-1], gradients[::-1])
+        mapped(_add_small, (small, factor), buffers[::-1], gradients[::-1])
 
 
 @jit_class
@@ -88,22 +88,23 @@ if InplaceZero is not None:
     _zero.add_prim_attr("side_effect_mem", True)
 
 
-def _add_large(small: int, buffer: Parameter, gradient: Tensor) -> None:
-    if buffer.size >= small:
-        _add(buffer, gradient)
-
-
-def _add_small(small: int, buffer: Parameter, gradient: Tensor) -> None:
-    if buffer.size < small:
-        _add(buffer, gradient)
-
-
-def _add(buffer: Parameter, gradient: Tensor) -> Tensor:
-    gradient = gradient.astype(buffer.dtype)
+def add_one(factor: Scalar, buffer: Parameter, gradient: Tensor) -> Tensor:
+    """Add `factor * gradient` to a buffer."""
+    gradient = weighted(factor, gradient, buffer.dtype)
     if buffer.dtype == ms.float16:
         # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
         return ops.assign(buffer, buffer + gradient)
     return ops.assign_add(buffer, gradient)
+
+
+def _add_large(options: tuple, buffer: Parameter, gradient: Tensor) -> None:
+    if buffer.size >= options[0]:
+        add_one(options[1], buffer, gradient)
+
+
+def _add_small(options: tuple, buffer: Parameter, gradient: Tensor) -> None:
+    if buffer.size < options[0]:
+        add_one(options[1], buffer, gradient)
 
 
 def _clear(zero: Tensor, buffer: Parameter) -> None:

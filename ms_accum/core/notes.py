@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from mindspore.ops import constexpr
+try:
+    from mindspore.graph.api import _pynative_executor
+except ImportError:
+    from mindspore.common.api import _pynative_executor
 
 from ..distributed.parallel_modes import shards
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from .boundary import Boundary
 
 _numbers = count()
+_recorded: list[bool] = []  # whether MindSpore recorded what ran op by op, before `stop_recording`
 _boundaries: WeakValueDictionary[int, Boundary] = WeakValueDictionary()
 
 
@@ -66,4 +71,21 @@ def allocate(number: int) -> bool:
     for parameter in _boundaries[number].window.buffers:
         if parameter.has_init and not shards():
             parameter.init_data()
+    return True
+
+
+@constexpr
+def stop_recording(runs_op_by_op: bool) -> bool:
+    """Let MindSpore record nothing for a backward pass from here on, op by op, whatever flag the script has set."""
+    if runs_op_by_op:
+        _recorded.append(_pynative_executor.enable_grad())
+        _pynative_executor.set_enable_grad(False)
+    return True
+
+
+@constexpr
+def record_again(runs_op_by_op: bool) -> bool:
+    """Undo `stop_recording`. An error in between leaves an update torn."""
+    if runs_op_by_op:
+        _pynative_executor.set_enable_grad(_recorded.pop())
     return True

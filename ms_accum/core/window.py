@@ -36,7 +36,7 @@ from ..tensors import (
     weighted,
 )
 from .kernels import add_each
-from .notes import allocate, new_number, note_use
+from .notes import allocate, new_number, note_use, record_again, stop_recording
 from .probe import kernels
 from .stages import overrides
 
@@ -96,6 +96,7 @@ class Window:
         measured: Sums of what stages have measured in the open window: one Parameter of shape `(measures,)`, or none.
         may_skip, may_drop: Whether a stage may skip a piece, or drop a window.
         looks_at_gradients: Whether a stage weighs or measures the gradient of each piece.
+        streams: Whether a gradient may be added alone, without those of the other parameters; see `Stream`.
         looks_at_pieces: Whether single pieces matter: for a stage, for ranks that sum each, or because the weight of
             one may close the window.
         window_state, run_state: Parameters that belong to the open window, and the others.
@@ -145,6 +146,7 @@ class Window:
         self.may_skip, self.may_drop = len(self.weighing) > 0, len(self.judging) > 0
         self.looks_at_gradients = self.may_skip or len(self.measuring) > 0
         self.looks_at_pieces = self.looks_at_gradients or exchange.inside > 1 or length.budget is not None
+        self.streams = not self.looks_at_gradients and exchange.inside == 1
         self.kernels = kernels()
         # Buffers themselves reach the optimizer, unless an exchange or a stage makes copies of them.
         copies = exchange.ranks > 1 or any(overrides(stage, "restore") for stage in stages)
@@ -167,14 +169,14 @@ class Window:
         """
         return ops.assign_add(self.unfinished, ops.depend(Tensor(1, ms.int32), computed))
 
-    def add(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None, active: Scalar = 1,
+    def add(self, gradients: Optional[Gradients], weight: Scalar, factor: Optional[Scalar] = None, active: Scalar = 1,
             ends: int = 0, begun: bool = True) -> Scalar:
         """Add the gradients of a piece's scaled loss. Return how many of the ranks inside still have data.
 
         What the graph returns has to depend on the result; see `depth_first`.
 
         Args:
-            gradients: A gradient for each of `weights`.
+            gradients: A gradient for each of `weights`. None, op by op: a `Stream` has added them already.
             weight: Of the piece, from `as_weight`.
             factor: The factor on the gradients, in place of the weight. Gradients of a summed loss use 1; only if no
                 stage looks at gradients, because a stage may change the weight to 0.
@@ -183,9 +185,10 @@ class Window:
             begun: Whether `begin` was called before the backward pass, with the loss. By hand, it cannot be: then the
                 mark waits for the gradients, and Ascend cannot add a matrix product to its buffer in place.
         """
-        gradients = checked_gradients(self.names, self.shapes, gradients)
-        if not begun:  # otherwise, Ascend would add the last gradient to its buffer before the mark
-            gradients = mapped(after, self.begin(gradients[-1]), gradients)
+        if gradients is not None:
+            gradients = checked_gradients(self.names, self.shapes, gradients)
+            if not begun:  # otherwise, Ascend would add the last gradient to its buffer before the mark
+                gradients = mapped(after, self.begin(gradients[-1]), gradients)
         taken = 1  # type: Scalar
         for stage in self.weighing:
             weight, took = stage.weigh(gradients, weight)
@@ -197,13 +200,15 @@ class Window:
                 measured = (*measured, *stage.measure(restored, weight))
         # A factor of 0 makes the gradient 0, NaN included.
         factor = (weight if factor is None else factor) / self.unit
+        if self.exchange.inside > 1:  # weighted before ranks sum them
+            gradients, factor = mapped(weighted, factor, gradients, self.buffer_dtypes), 1.0
         exchanged, sums, measured = self.exchange.microbatch(
-            mapped(weighted, factor, gradients, self.buffer_dtypes), (weight, taken * active, active), measured,
-            self.mini_step)
+            gradients, (weight, taken * active, active), measured, self.mini_step)
         if not self.is_in_use:  # when the first graph is compiled, or at the first call op by op
             note_use(self.number)
         # `add_each` is not called `add`: a graph would take a function of that name for this method.
-        add_each(self.small, self.buffers, exchanged)
+        if exchanged is not None:
+            add_each(self.small, self.buffers, exchanged, factor)
         weight, taken, active = sums
         ops.assign_add(self.weight_sum, weight)
         for each in self.measured:
@@ -301,11 +306,14 @@ class Window:
             ops.assign_add(self.update_step, 1)
         self.see(weight)
         self.exchange.cut_parameters()
+        # Op by op, some optimizers change nothing while MindSpore records for a backward pass (AdamWeightDecay, 2.10).
+        stop_recording(ops.isconstant(self.mini_step))
         kind = self.of_buffers if window["buffered"] else self.of_copies
         self.optimizer(kind.scale(factor, gradients, self.dtypes))
         self.exchange.gather_parameters()
         for hook in self.hooks:
             hook()
+        record_again(ops.isconstant(self.mini_step))
         self._count_closing(True, window["own"])
         if window["buffered"]:
             self.empty()

@@ -47,7 +47,8 @@ class Slices(OneDevice):
     def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers, held: Any
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`. Raise ValueError when a graph is compiled, if a feature would get slices, and op by op."""
-        require_compiled(isconstant(gradients[0]))  # while a graph is compiled, no value is known
+        # While a graph is compiled, no value is known. Gradients that were added before are None.
+        require_compiled(gradients is None or isconstant(gradients[0]))
         require_whole_gradients(self.features)
         return gradients, numbers, measured
 

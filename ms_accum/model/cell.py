@@ -11,6 +11,7 @@ from mindspore.ops import constexpr
 from ..arguments import Uncopied, instance_of, one_of, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
+from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain
 from ..steps.batch import NETWORK, Loss, checked_axis, layout, layout_in_graph, positional, positions_of
 from ..steps.errors import explain
@@ -119,6 +120,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             "loss_reduction": loss_reduction})
         fix_unit_of_sums(self.window, loss_reduction)
         self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK)
+        self._stream = Stream(self.window) if self.window.streams else None
         self._takes = (type(network).__name__, *positions_of(network))
         self._nothing = Pieces(accumulator.boundary, self._loss, 0, (), 1)
         self._mode: Optional[TrainMode] = None
@@ -133,9 +135,10 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         samples = self._settle_unit(batch)
         self._settle_mode()
         try:
+            self._settle_driver()
             if samples == 0:
                 return self._count_nothing(batch)
-            self._boundary.begin(eager=self._is_eager())
+            self._boundary.begin()
             result = super().__call__(*batch)
             self._boundary.end_on_device()
             return result
@@ -149,7 +152,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         scale = None if scaler is None else scaler.scale_value + 0.0
         skipped = 0 if scale is None else int(accumulator.skipped)
         self._boundary.forget()
-        missing = self._boundary.begin(eager=self._is_eager())
+        missing = self._boundary.begin()
         loss = self._nothing(*batch)
         self._boundary.end(missing)
         self._boundary.forget()
@@ -196,9 +199,10 @@ class TrainOneStepCell(Uncopied, nn.Cell):
 
     def _add(self, batch: tuple) -> Tensor:
         """Add a microbatch. Return its loss."""
-        found = self._loss.gradients_of(layout_in_graph(batch, self.batch_axis)[0], batch, False)
-        # No mark in the backward pass: in semi-auto parallel mode, MindSpore's compiler crashes on it.
-        self.window.add(found["gradients"], found["weight"], found["factor"], ends=1, begun=False)
+        # In a graph, no mark in the backward pass: in semi-auto parallel mode, MindSpore's compiler crashes on it.
+        begins = self._loss.stream is not None
+        found = self._loss.gradients_of(layout_in_graph(batch, self.batch_axis)[0], batch, begins)
+        self.window.add(found["gradients"], found["weight"], found["factor"], ends=1, begun=begins)
         return found["loss"]
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
@@ -221,13 +225,17 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def flush(self) -> bool:
         """Apply the incomplete window if one is open. Return whether a window was closed (applied or dropped)."""
         try:
-            return self._boundary.flush(eager=self._is_eager())[0]
+            self._settle_driver()
+            return self._boundary.flush()[0]
         except Exception as error:
             self._explain(error)
             raise
 
-    def _is_eager(self) -> bool:
-        return ms.get_context("mode") == ms.PYNATIVE_MODE
+    def _settle_driver(self) -> None:
+        """Run op by op in PyNative mode, where gradients stream into their buffers, and by graphs in graph mode."""
+        eager = ms.get_context("mode") == ms.PYNATIVE_MODE
+        self._boundary.run_as(eager)
+        self._loss.stream = self._stream if eager else None
 
     def _explain(self, error: Exception) -> None:
         """Forget all graphs, and raise an error that names the cause, if it is known; see `explain`."""

@@ -27,6 +27,7 @@ from ..mindspore_api import (
 from ..tensors import FLOATS, after, as_weight
 
 if TYPE_CHECKING:
+    from ..core.stream import Stream
     from ..core.window import Window
     from ..tensors import Scalar
 
@@ -84,11 +85,11 @@ def _source_of_samples(dataset: Dataset) -> Optional[Dataset]:
 
 
 def _as_tensor(value: Any) -> Any:
-    return Tensor(value) if isinstance(value, np.ndarray) else value
+    return Tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind not in "OSU" else value
 
 
 def named_values(function: Callable, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named arguments, without those that are None: graph mode cannot pass None by name.
+    """Return the named arguments for graphs, without those that are None: graph mode cannot pass None by name.
 
     Raises:
         TypeError: If the call would change without the None, or an argument is a str.
@@ -198,9 +199,16 @@ _NESTED = ("a tuple, list or dict, expected Tensors and plain values; give each 
 Cut = tuple[Optional[int], ...]  # the axis along which each argument is cut; None: it is passed whole to every piece
 
 
-def layout(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
-    """Return the number of samples in a batch, and for each argument the axis that counts them, or None."""
-    return _layout(tuple([_kind(argument) for argument in batch]), batch_axis)
+def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int, Cut]:
+    """Return the number of samples in a batch, and for each argument the axis that counts them, or None.
+
+    `eager`: whether it runs op by op, where a batch may hold any object. Only Tensors of numbers are cut.
+    """
+    kinds = tuple([_kind(argument) for argument in batch])
+    if eager:
+        kinds = tuple([None if isinstance(kind, str) or getattr(argument, "dtype", None) == ms.string else kind
+                       for kind, argument in zip(kinds, batch)])
+    return _layout(kinds, batch_axis)
 
 
 def layout_in_graph(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
@@ -292,12 +300,14 @@ class Loss:
         window: The window that collects the gradients.
         forward_fn, weight_fn, has_aux, reduction, batch_axis: As in `make_train_step`.
         name: Of `forward_fn` in errors.
+        stream: Op by op, what adds each gradient during the backward pass. None: gradients are returned.
     """
 
     def __init__(self, window: Window, forward_fn: Callable, weight_fn: Optional[Callable] = None,
-                 has_aux: bool = False, reduction: str = "mean", batch_axis: int = 0, name: str = "forward_fn") -> None:
+                 has_aux: bool = False, reduction: str = "mean", batch_axis: int = 0, name: str = "forward_fn",
+                 stream: Optional[Stream] = None) -> None:
         self.window, self.forward_fn, self.weight_fn = window, forward_fn, weight_fn
-        self.has_aux, self.batch_axis, self.name = has_aux, batch_axis, name
+        self.has_aux, self.batch_axis, self.name, self.stream = has_aux, batch_axis, name, stream
         self.is_sum = reduction == "sum"
         self.is_divided = self.is_sum and window.looks_at_gradients
         self.is_added = self.is_sum and not self.is_divided  # without a factor
@@ -308,22 +318,35 @@ class Loss:
         """Return the gradients of a piece of `rows` samples, with their "weight" and "factor" (see `Window.add`).
 
         Also return "loss", the mean loss to report (float32 `()`), and "aux". `begins`: whether to mark that the piece
-        begins, once its loss is computed.
+        begins, once its loss is computed, and to let gradients stream; then "gradients" is None.
         """
         weight = weight_of(self.weight_fn, rows, piece)
         if isinstance(weight, Tensor):
             # The weight comes first: otherwise all gradients would wait for it, and be in memory together (Ascend,
             # bfloat16: 10.3 bytes per parameter instead of 6.7).
             piece = tuple([after(weight, value) if isinstance(value, Tensor) else value for value in piece])
-        grad_fn = self.begun_grad_fn if begins else self.grad_fn
         # In its semi-auto parallel mode, MindSpore cannot compile a number as an argument.
         given = weight if isinstance(weight, Tensor) else Tensor(weight, ms.float32)
-        (scaled_loss, loss, aux), gradients = grad_fn(given, *piece)
+        factor = 1.0 if self.is_added else None
+        if begins:
+            (scaled_loss, loss, aux), gradients = self.differentiated(
+                self.begun_grad_fn, 1.0 if self.is_added else weight, given, *piece)
+        else:
+            (scaled_loss, loss, aux), gradients = self.grad_fn(given, *piece)
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         loss = ops.depend(loss, scaled_loss).astype(ms.float32)
         loss = loss / divisor(weight) if self.is_sum else loss
         return {"loss": mean_loss(loss, weight, self.is_added), "aux": aux, "gradients": gradients, "weight": weight,
-                "factor": 1.0 if self.is_added else None}
+                "factor": factor}
+
+    def differentiated(self, grad_fn: Callable, factor: Optional[Scalar], *arguments: Any) -> tuple:
+        """Return `grad_fn(*arguments)`: the value and the gradients, or None for gradients that the stream has added.
+
+        `factor`: of the gradients; see `Window.add`.
+        """
+        if self.stream is None:
+            return grad_fn(*arguments)
+        return self.stream(factor, partial(grad_fn, *arguments))[0], None
 
     def scaled(self, weight: Scalar, *piece: Any) -> tuple:
         """Return the value to differentiate, the loss and aux."""

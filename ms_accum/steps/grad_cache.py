@@ -14,7 +14,6 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from ..arguments import require_callable, spelled
-from ..core.boundary import straight
 from ..mindspore_api import jit_class
 from ..tensors import FLOATS, after
 from .batch import Loss, checked_loss, checked_pieces, positional, select_rows
@@ -120,8 +119,8 @@ class CachedPieces(Pieces):
         if samples:
             self._starts = [(Tensor(start, ms.int32), rows) for start, rows in self.starts]
             cached = {rows: CachedPiece(encode, loss_fn, samples, cut, rows) for _, rows in self.starts}
-            self._encoders = {rows: straight(piece.encode, self.window) for rows, piece in cached.items()}
-            self._first = straight(cached[self._starts[0][1]].first, self.window)
+            self._encoders = {rows: boundary.straight(piece.encode) for rows, piece in cached.items()}
+            self._first = boundary.straight(cached[self._starts[0][1]].first)
             self._backward = {rows: piece.backward for rows, piece in cached.items()}
 
     def __call__(self, *batch: Any) -> Tensor:

@@ -14,7 +14,6 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from ..core.boundary import compiled, straight
 from ..mindspore_api import jit_class
 from ..tensors import as_vector
 from .batch import axis_of, divisor, select_rows, starts_of
@@ -54,14 +53,14 @@ class Pieces:
         # If ranks sum each piece, all must add the same number.
         self._absent = pieces - len(self.starts) if self.window.exchange.inside > 1 else 0
         self._graphs: dict[tuple, Callable] = {}
-        self._end = compiled(End(loss, len(self.starts), self._absent, losses))
+        self._end = boundary.compiled(End(loss, len(self.starts), self._absent, losses))
         self.alone: Optional[Callable] = None
         self._whole: Optional[Callable] = None
         if pieces == 1 and samples and losses == 1:
             whole = Whole(loss, samples)
-            self._whole = straight(whole.add, self.window)
+            self._whole = boundary.straight(whole.add)
             if not self.window.looks_at_pieces and not self.window.may_drop:
-                self.alone = straight(whole.update, self.window)
+                self.alone = boundary.straight(whole.update)
 
     def __call__(self, *batch: Any) -> Any:
         """Add a microbatch. Return the loss, or `(loss, aux)`: the mean over the pieces."""
@@ -99,7 +98,7 @@ class Pieces:
     def graph(self, *key: Any) -> Callable:
         """Return the graph that adds a piece with this key, compiled once."""
         if key not in self._graphs:
-            self._graphs[key] = straight(self.piece(*key), self.window)
+            self._graphs[key] = self.boundary.straight(self.piece(*key))
         return self._graphs[key]
 
     def piece(self, rows: int, *key: Any) -> Callable:

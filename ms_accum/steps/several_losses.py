@@ -17,7 +17,6 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
-from ..core.boundary import compiled
 from ..mindspore_api import jit_class
 from ..tensors import after, as_numbers, as_vector, as_weight
 from .batch import (
@@ -36,6 +35,7 @@ from .train_step import TrainStep, next_or_error, require_python
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
     from ..core.boundary import Boundary
+    from ..core.stream import Stream
     from ..core.window import Window
     from .batch import Cut
 
@@ -73,13 +73,14 @@ class SeveralLossesStep(TrainStep):
     """
 
     def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
-                 graphs_for: Callable[..., Pieces], losses: int, batch_axis: int, counts: str) -> None:
+                 graphs_for: Callable[..., Pieces], losses: int, batch_axis: int, counts: str, eager: bool
+                 ) -> None:
         if accumulator.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so the weights '
                              'of a window cannot be summed before it is trained; give sync="window"')
-        super().__init__(functions, accumulator, pieces, graphs_for, batch_axis, counts)
+        super().__init__(functions, accumulator, pieces, graphs_for, batch_axis, counts, eager)
         self._losses = losses
-        self._total = compiled(Total(self.window))
+        self._total = self.boundary.compiled(Total(self.window))
 
     def _begin_epoch(self, resume: Optional[bool]) -> int:
         """See `TrainStep`."""
@@ -122,7 +123,7 @@ class SeveralLossesStep(TrainStep):
     def _forget_graphs(self) -> None:
         """See `TrainStep`."""
         super()._forget_graphs()
-        self._total = compiled(Total(self.window))
+        self._total = self.boundary.compiled(Total(self.window))
 
     def _fix_unit(self, samples: int) -> None:
         """See `TrainStep`. Here, the unit is the weight of the first piece, which is not known yet."""
@@ -195,8 +196,8 @@ class SeveralLosses(Loss):
     """Differentiate a function of a piece that returns several losses; see `Loss`."""
 
     def __init__(self, window: Window, forward_fn: Callable, weight_fn: Optional[Callable], has_aux: bool,
-                 reduction: str, batch_axis: int, losses: int) -> None:
-        super().__init__(window, forward_fn, weight_fn, has_aux, reduction, batch_axis)
+                 reduction: str, batch_axis: int, losses: int, stream: Optional[Stream] = None) -> None:
+        super().__init__(window, forward_fn, weight_fn, has_aux, reduction, batch_axis, stream=stream)
         self.losses = losses
 
 
@@ -207,7 +208,7 @@ class WeighedPieces(Pieces):
         super().__init__(boundary, loss, samples, cut, pieces, loss.losses)
         self._weigh: Optional[Callable] = None
         if loss.weight_fn is not None:
-            self._weigh = compiled(Weights(loss, cut, self.starts))
+            self._weigh = boundary.compiled(Weights(loss, cut, self.starts))
 
     def weigh(self, *batch: Any) -> np.ndarray:
         """Return the weights of the pieces, without training: float64 `(pieces, losses)`. It waits for the device."""
@@ -257,11 +258,11 @@ class WeighedPiece:
         weight, unit = weights.mean(), self.window.unit  # type: Tensor, Any
         unit = divisor(weight) if self.window.looks_at_gradients else unit
         shares = numerators * of_window.mean() / (divisor(of_window) * unit)
-        (total, losses, aux), gradients = self.grad_fn(shares, *inputs)
+        factor = None if self.window.looks_at_gradients else unit if self.counts else 0.0
+        (total, losses, aux), gradients = self.loss.differentiated(self.grad_fn, factor, shares, *inputs)
         losses = losses / divisor(weights) if self.loss.is_sum else losses
         if self.loss.has_aux:
             aux = checked_aux(aux, self.rows, self.loss.batch_axis)
-        factor = None if self.window.looks_at_gradients else unit if self.counts else 0.0
         active = self.window.add(gradients, weight, factor)
         losses = ops.depend(counted(losses, weights), total)
         totals = ops.depend(totals + ops.concat((losses, weights)), active)

@@ -31,17 +31,18 @@ class TrainMode:
     Args:
         functions: What the graphs call: Cells, or functions that use Cells; the first one is that of the user.
         weights: The parameters that are trained.
+        eager: Whether the functions run op by op: then a network that was not found changes its mode like any other.
 
     Attributes:
         layers: The layers. If `training` of one changes, graphs must be compiled again.
     """
 
-    def __init__(self, functions: Sequence[Callable], weights: Iterable[Parameter]) -> None:
+    def __init__(self, functions: Sequence[Callable], weights: Iterable[Parameter], eager: bool = False) -> None:
         self._networks, parameters = held_by(*functions)
         self.layers = [layer for network in self._networks for _, layer in network.cells_and_names()]
         self._trained = {id(p): p.name for p in weights}
         found = {id(p) for p in chain(parameters, *(network.get_parameters() for network in self._networks))}
-        self._unseen = next((name for key, name in self._trained.items() if key not in found), None)
+        self._unseen = None if eager else next((name for key, name in self._trained.items() if key not in found), None)
         self._name = getattr(functions[0], "__name__", "forward_fn")
         self._seen: set[tuple[bool, ...]] = set()
 

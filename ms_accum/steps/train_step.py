@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
+import mindspore as ms
 from mindspore import nn
 
 from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
-from ..core.optimizers import cells_of, checked_parameters, require_rates, require_same_parameters
+from ..core.optimizers import cells_of, checked_parameters, require_rates, require_same_parameters, warn_if_idle
 from ..core.precision import warn_of_lost_gradients
+from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain, require_unsharded
 from ..mindspore_api import Dataset, PrimitiveWithInfer
 from ..tensors import require_trainable
@@ -76,18 +78,24 @@ class TrainStep(Uncopied):
         graphs_for: Called as `graphs_for(samples, cut, names)`, once for each layout of a batch; returns `Pieces`.
         batch_axis: Which axis counts the samples.
         counts: Plural noun for the unit of `seen`, e.g. "samples".
+        eager: Whether it runs op by op, without graphs.
 
     Attributes:
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
+        eager: Whether it runs op by op.
     """
 
     def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
-                 graphs_for: Callable[..., Pieces], batch_axis: int = 0, counts: str = "samples") -> None:
+                 graphs_for: Callable[..., Pieces], batch_axis: int = 0, counts: str = "samples", eager: bool = False
+                 ) -> None:
         require_unsharded()
         require_plain(cells_of(*functions), _INSIDE)
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
-        self.boundary.has_own_graphs = True
+        self.boundary.has_own_graphs, self.eager = True, eager
+        self.boundary.run_as(eager)
+        if eager:
+            warn_if_idle(accumulator.optimizer)
         if pieces > 1:
             warn_of_lost_gradients(self.window.buffers[0].dtype, self.window.length.longest, pieces)
         self.pieces, self.batch_axis = pieces, batch_axis
@@ -264,7 +272,7 @@ class TrainStep(Uncopied):
     def _flush(self, ends_epoch: bool = False) -> bool:
         self._updated = None
         try:
-            closed, self._updated = self.boundary.flush(self.pieces, False, self._before_exchange, ends_epoch)
+            closed, self._updated = self.boundary.flush(self.pieces, self._before_exchange, ends_epoch)
         except Exception as error:
             self._explain(error)
             raise
@@ -279,18 +287,21 @@ class TrainStep(Uncopied):
         names: tuple[str, ...] = ()
         if named:
             # One order for each set of names, so that it is compiled once.
-            named = named_values(self._functions[0], dict(zip(named, as_tensors(named.values()))))
+            named = dict(zip(named, as_tensors(named.values())))
+            named = named if self.eager else named_values(self._functions[0], named)
             if frozenset(named) not in self._orders:
                 self._orders[frozenset(named)] = ordered(self._functions[0], named)
             names = self._orders[frozenset(named)]
             batch = (*batch, *[named[name] for name in names])
         # One graph for each layout: to pass samples and cut as arguments would cost 16 us a call.
-        return (*layout(batch, self.batch_axis), names), batch
+        return (*layout(batch, self.batch_axis, self.eager), names), batch
 
     def _graphs_of(self, key: tuple) -> Pieces:
         """Return the graphs for batches of this layout, in the network's mode. The first sets the unit of weights."""
+        if self.eager:
+            require_op_by_op()
         if self._mode is None:
-            self._mode = TrainMode(self._functions, self.window.weights)
+            self._mode = TrainMode(self._functions, self.window.weights, self.eager)
         mode = tuple([layer.training for layer in self._mode.layers])
         compiled_for = key, mode
         if compiled_for not in self._graphs:
@@ -345,9 +356,10 @@ def make_train_step(
     loss_reduction: str = "mean",
     has_aux: bool = False,
     losses: int = 1,
+    eager: bool = False,
     **options: Unpack[Options],
 ) -> TrainStep:
-    """Build a compiled train step that accumulates gradients and updates once per window.
+    """Build a train step that accumulates gradients and updates once per window.
 
         train_step = make_train_step(forward_fn, optimizer, accumulate_step=4)
         for loss in train_step.epoch(dataset):  # the mean loss of each microbatch
@@ -382,6 +394,11 @@ def make_train_step(
             tokens and images. `weight_fn` returns a tuple of as many weights. The gradient is that of the sum of the
             losses' means over the window. `epoch` reads a window's batches ahead; single calls need
             `accumulate_step=1`. The backward pass must be linear: see the guide's page on language models.
+        eager: Whether to run op by op, without graphs, in PyNative mode: for networks that MindSpore cannot compile,
+            and to debug. `forward_fn` may be any Python, a lambda included, and a batch may hold other objects, such as
+            strings. Each gradient is added to its buffer during the backward pass, and then forgotten, unless a stage
+            looks at gradients, ranks sum each microbatch, or the window is a single microbatch: these hold all
+            gradients at once.
         **options: Options of `Accumulator`, which require an optimizer.
 
     Returns:
@@ -397,11 +414,12 @@ def make_train_step(
             window; `accumulator.reset()` drops it.
 
     Source: `jax.lax.scan` over microbatches cuts a batch inside the step; RATEX schedules two graphs on the host;
-    `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`.
+    `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`; `eager` is Keras' `run_eagerly`.
 
     Example:
         >>> import numpy as np
-        >>> from mindspore import nn
+        >>> import mindspore as ms
+from mindspore import nn
         >>> from ms_accum import make_train_step
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
@@ -417,30 +435,35 @@ def make_train_step(
     """
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
-    require_functions(forward_fn=forward_fn, weight_fn=weight_fn)
+    boolean("eager", eager, "say whether to run op by op, without graphs")
+    require_functions(eager, forward_fn=forward_fn, weight_fn=weight_fn)
     pieces, batch_axis = checked_pieces(pieces), checked_axis(batch_axis)
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
     accumulator = averaging(optimizer, accumulate_step, **options)
     window = accumulator.window
     window.exchange.require_alike({
         "the kind of step": "make_train_step", "pieces": pieces, "batch_axis": batch_axis,
-        "weight_fn": weight_fn is not None, "loss_reduction": loss_reduction, "has_aux": has_aux, "losses": losses})
+        "weight_fn": weight_fn is not None, "loss_reduction": loss_reduction, "has_aux": has_aux, "losses": losses,
+        "eager": eager})
     fix_unit_of_sums(window, loss_reduction)
     counts = "samples" if weight_fn is None else "counted by weight_fn"
     if losses > 1:
         from .several_losses import SeveralLosses, SeveralLossesStep, WeighedPieces  # a kind of step of its own
 
+    stream = Stream(window) if eager and window.streams else None
+
     def graphs_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Pieces:
         functions = (positional("forward_fn", forward_fn, len(cut), names),
                      positional("weight_fn", weight_fn, len(cut), names), has_aux, loss_reduction, batch_axis)
         if losses > 1:
-            return WeighedPieces(accumulator.boundary, SeveralLosses(window, *functions, losses), samples, cut, pieces)
-        return Pieces(accumulator.boundary, Loss(window, *functions), samples, cut, pieces)
+            several = SeveralLosses(window, *functions, losses, stream)
+            return WeighedPieces(accumulator.boundary, several, samples, cut, pieces)
+        return Pieces(accumulator.boundary, Loss(window, *functions, stream=stream), samples, cut, pieces)
 
     functions = tuple(function for function in (forward_fn, weight_fn) if function is not None)
     if losses > 1:
-        return SeveralLossesStep(functions, accumulator, pieces, graphs_for, losses, batch_axis, counts)
-    return TrainStep(functions, accumulator, pieces, graphs_for, batch_axis, counts)
+        return SeveralLossesStep(functions, accumulator, pieces, graphs_for, losses, batch_axis, counts, eager)
+    return TrainStep(functions, accumulator, pieces, graphs_for, batch_axis, counts, eager)
 
 
 def fix_unit_of_sums(window: Window, loss_reduction: str) -> None:
@@ -449,11 +472,18 @@ def fix_unit_of_sums(window: Window, loss_reduction: str) -> None:
         window.fix_unit(1.0)
 
 
-def require_functions(**functions: Optional[Callable]) -> None:
-    """Raise TypeError if a function cannot be called or compiled."""
+def require_functions(eager: bool = False, **functions: Optional[Callable]) -> None:
+    """Raise TypeError if a function cannot be called or, unless it runs op by op (`eager`), compiled."""
     for name, function in functions.items():
         if function is not None or name != "weight_fn":
-            require_callable(name, function)
+            require_callable(name, function, is_compiled=not eager)
+
+
+def require_op_by_op() -> None:
+    """Raise RuntimeError for a step that runs op by op in MindSpore's graph mode, which compiles each optimizer."""
+    if ms.get_context("mode") != ms.PYNATIVE_MODE:
+        raise RuntimeError("a train step with eager=True was called in graph mode, expected PyNative mode; call "
+                           "mindspore.set_context(mode=mindspore.PYNATIVE_MODE), or leave eager=True out")
 
 
 def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None,
