@@ -5,7 +5,8 @@ No other file imports such a name. A later MindSpore may lack any of them: then 
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from os import environ
 from typing import Any, NoReturn
 from warnings import warn
@@ -77,9 +78,9 @@ except ImportError:
 
 # The iterator of a dataset. Without it, the same error is not raised for an iterator.
 try:
-    from mindspore.dataset.engine.iterators import Iterator
+    from mindspore.dataset.engine.iterators import Iterator as DatasetIterator
 except ImportError:
-    Iterator = ()
+    DatasetIterator = ()
 
 # The counts of functional random operators. Without them, a check of a network does not put them back.
 try:
@@ -129,6 +130,78 @@ except ImportError:
                            f"MindSpore {'.'.join(map(str, NEWEST))}")
 
     create_group = get_group_size = get_local_rank_size = init = get_rank
+
+
+# What PyNative records for a backward pass. Without one of these, `Accumulator.backward` raises an error that names
+# `eager=True`; and an update by hand, while the script records, is recorded, too.
+try:
+    from mindspore._c_expression import run_backward
+except ImportError:
+    run_backward = None
+
+try:
+    from mindspore.graph.api import _pynative_executor as executor
+except ImportError:  # MindSpore 2.8 and older
+    try:
+        from mindspore.common.api import _pynative_executor as executor
+    except ImportError:
+        executor = None
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Record what runs op by op in the block, for `backward`."""
+    before = executor.grad_flag()
+    executor.set_grad_flag(True)
+    try:
+        yield
+    finally:
+        executor.set_grad_flag(before)
+
+
+def stop_recording() -> bool:
+    """Record nothing from here on. Return whether something was recorded before, for `record_again`."""
+    if executor is None:
+        return True
+    before = executor.enable_grad()
+    executor.set_enable_grad(False)
+    return before
+
+
+def record_again(before: bool) -> None:
+    """Undo `stop_recording`, given its result."""
+    if executor is not None:
+        executor.set_enable_grad(before)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Record nothing in the block."""
+    before = stop_recording()
+    try:
+        yield
+    finally:
+        record_again(before)
+
+
+def backward(loss: Any) -> None:
+    """Run the backward pass of a loss that was recorded."""
+    run_backward((loss,), None, False, False, None)
+
+
+def is_recorded(loss: Any) -> bool:
+    """Return whether a loss has a backward pass; True if it is not known."""
+    return getattr(loss, "_requires_grad", True)
+
+
+def gradient_of(parameter: Any) -> Any:
+    """Return what a backward pass has left at a parameter, or None."""
+    return parameter._grad  # noqa: SLF001
+
+
+def forget_gradient(parameter: Any) -> None:
+    """Leave nothing at a parameter."""
+    parameter._grad = None  # noqa: SLF001
 
 
 def warn_if_untried(version: str) -> None:

@@ -1,11 +1,12 @@
 """The accumulator: one buffer for each parameter, filled by microbatches and emptied by an update."""
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Optional, TypedDict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Optional, TypedDict, TypeVar
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, amp, nn
+from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
 from ..arguments import Uncopied, instance_of, number, one_of, spelled
 from ..distributed.buckets import AccumulatedParameters
@@ -14,7 +15,7 @@ from ..distributed.exchange import OneDevice
 from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
 from ..distributed.slices import Slices
 from ..distributed.zero import slices_among, whole_parameters
-from ..mindspore_api import isconstant, jit_class
+from ..mindspore_api import backward, forget_gradient, gradient_of, isconstant, jit_class, recording, unrecorded
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
 from .elementwise import require_divisible
@@ -31,6 +32,7 @@ from .stages import (
     require_scale,
     stages_of,
 )
+from .stream import Stream, require_backward, require_no_gradients, require_scalar_loss
 from .window import Window
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from .stages import Stage
 
 REDUCTIONS = ("sum", "mean")
+Batch = TypeVar("Batch")
 
 
 class Options(TypedDict, total=False):
@@ -237,6 +240,77 @@ class Accumulator(Uncopied):
         self.add(grads, weight)
         closed = self.close_if(self.window.is_full())
         note_called(self.window.number, isconstant(self.mini_step), True)
+        return closed
+
+    def epoch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an epoch for a loop that calls `backward`, and apply the incomplete last window.
+
+        Until the loop ends, MindSpore records what runs op by op, as under `loss.backward()` in PyTorch.
+
+            for data, label in accumulator.epoch(dataset):
+                loss = loss_fn(network(data), label)
+                accumulator.backward(loss, weight=len(data))
+
+        Leaving the loop early leaves the window open; `flush()` applies it. With several ranks, every rank then has to
+        call it.
+
+        Args:
+            batches: Any iterable. Batches are yielded as they are.
+        """
+        require_backward()
+        with recording():
+            yield from batches
+        self.flush()
+
+    def backward(self, loss: Tensor, weight: Scalar = 1.0) -> Tensor:
+        """Run the backward pass of a loss, add its gradients, and update if the window is full: op by op, in `epoch`.
+
+        It takes the place of `loss.backward()`, `optimizer.step()` and `zero_grad()`. Each gradient is added to its
+        buffer during the backward pass, and then forgotten, unless a stage looks at gradients or ranks sum each
+        microbatch. Parameters that the loss does not depend on get a gradient of 0. It uses private functions of
+        MindSpore; `make_train_step(..., eager=True)` needs none.
+
+        Args:
+            loss: Of one microbatch, computed in PyNative mode: float Tensor of shape `()`. With `reduction="mean"` the
+                undivided mean, with "sum" divided by `accumulate_step`.
+            weight: See a call.
+
+        Returns:
+            Whether this microbatch closed the window: bool Tensor of shape `()`.
+
+        Raises:
+            TypeError, ValueError: If `loss` or `weight` does not fit. The state is then unchanged.
+            RuntimeError: If nothing was recorded for `loss`; if a parameter holds a gradient of another backward pass,
+                or is sharded; if a gradient came twice (the open window must then be dropped); if MindSpore lacks these
+                private functions; and as in a call.
+
+        Source: `Accelerator.backward` of Hugging Face Accelerate; the hooks are those of PyTorch's tutorial on fusing
+        the optimizer step into the backward pass.
+        """
+        require_backward()
+        require_scalar_loss(loss)
+        weight = as_weight(weight)
+        window, number = self.window, self.window.number
+        require_no_gradients(window.weights)
+        note_called(number, True, False)
+        note_filled(number)
+        scaled, gradients = self.scaled(loss), None
+        try:
+            with unrecorded():
+                window.begin(loss)
+            if window.streams:
+                Stream(window)(weight, partial(backward, scaled))
+            else:
+                backward(scaled)
+                gradients = tuple([ops.zeros_like(p) if gradient_of(p) is None else gradient_of(p)
+                                   for p in window.weights])
+        finally:
+            for parameter in window.weights:
+                forget_gradient(parameter)
+        with unrecorded():
+            window.add(gradients, weight, ends=1)
+            closed = window.close_if(window.is_full())
+        note_called(number, True, True)
         return closed
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from mindspore.ops import constexpr
-try:
-    from mindspore.graph.api import _pynative_executor
-except ImportError:
-    from mindspore.common.api import _pynative_executor
 
 from ..distributed.parallel_modes import shards
+from ..mindspore_api import record_again as _record_again
+from ..mindspore_api import stop_recording as _stop_recording
 
 if TYPE_CHECKING:
     from .boundary import Boundary
@@ -78,8 +76,7 @@ def allocate(number: int) -> bool:
 def stop_recording(runs_op_by_op: bool) -> bool:
     """Let MindSpore record nothing for a backward pass from here on, op by op, whatever flag the script has set."""
     if runs_op_by_op:
-        _recorded.append(_pynative_executor.enable_grad())
-        _pynative_executor.set_enable_grad(False)
+        _recorded.append(_stop_recording())
     return True
 
 
@@ -87,5 +84,5 @@ def stop_recording(runs_op_by_op: bool) -> bool:
 def record_again(runs_op_by_op: bool) -> bool:
     """Undo `stop_recording`. An error in between leaves an update torn."""
     if runs_op_by_op:
-        _pynative_executor.set_enable_grad(_recorded.pop())
+        _record_again(_recorded.pop())
     return True

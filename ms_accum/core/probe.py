@@ -103,7 +103,7 @@ class _Windows(nn.Cell):
 
     def construct(self, zero: Tensor, *gradients: Tensor) -> Tensor:
         """Add, scale and clear, in the order and with the dependencies of `Window`."""
-        add_each(self.small, self.buffers, gradients)
+        add_each(self.small, self.buffers, gradients, 1.0)
         factor = ops.depend(zero + _FACTOR, ops.assign_add(self.updates, 1))
         for parameter, scaled in zip(self.parameters, self.kind.scale(factor, self.buffers, self.dtypes)):
             ops.assign_sub(parameter, scaled)

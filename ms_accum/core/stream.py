@@ -8,13 +8,15 @@ So the gradients of two parameters are never in memory together, as in a graph o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
+from ..mindspore_api import executor, gradient_of, is_recorded, run_backward
+from ..tensors import FLOATS
 from .kernels import add_one
 from .notes import note_use
 
@@ -74,3 +76,35 @@ class Stream:
         added.append(name)
         add_one(factor, buffer, gradient)
         return self._nothing
+
+
+def require_backward() -> None:
+    """Raise RuntimeError if MindSpore has no backward pass of a recorded loss."""
+    if run_backward is None or executor is None:
+        raise RuntimeError("this MindSpore lacks a private function that accumulator.backward needs; train with "
+                           "make_train_step(forward_fn, optimizer, accumulate_step, eager=True)")
+
+
+def require_scalar_loss(loss: Any) -> None:
+    """Raise an error unless a loss is a float scalar that was recorded."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss is of type {type(loss).__name__}, expected a Tensor; give the loss itself, without "
+                        "float(), .item() or .asnumpy()")
+    if loss.shape != ():
+        raise ValueError(f"loss has shape {tuple(loss.shape)}, expected shape (); give the mean over the samples")
+    if loss.dtype not in FLOATS:
+        raise TypeError(f"loss is of {loss.dtype}, expected a float dtype; do not cast the network's loss")
+    if not is_recorded(loss):
+        raise RuntimeError("loss was computed while nothing was recorded, so it has no gradients, expected one of a "
+                           "loop over accumulator.epoch(batches), in PyNative mode; also look for stop_gradient")
+
+
+def require_no_gradients(parameters: Iterable[Parameter]) -> None:
+    """Raise RuntimeError for parameters that hold a gradient already, or are sharded by another library."""
+    for parameter in parameters:
+        if gradient_of(parameter) is not None:
+            raise RuntimeError(f"{parameter.name} holds a gradient of another backward pass, expected none; leave out "
+                               "loss.backward() and hooks of other frameworks that accumulate gradients, or clear them")
+        if hasattr(parameter, "to_local"):
+            raise RuntimeError(f"{parameter.name} is sharded (a DTensor), expected a whole parameter; train without "
+                               "fully_shard, with reducer=DataParallel()")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
-from ..mindspore_api import jit_class
+from ..mindspore_api import isconstant, jit_class
 from ..tensors import (
     after,
     as_numbers,
@@ -169,7 +169,7 @@ class Window:
         """
         return ops.assign_add(self.unfinished, ops.depend(Tensor(1, ms.int32), computed))
 
-    def add(self, gradients: Optional[Gradients], weight: Scalar, factor: Optional[Scalar] = None, active: Scalar = 1,
+    def add(self, gradients: Any, weight: Scalar, factor: Optional[Scalar] = None, active: Scalar = 1,
             ends: int = 0, begun: bool = True) -> Scalar:
         """Add the gradients of a piece's scaled loss. Return how many of the ranks inside still have data.
 
@@ -307,13 +307,13 @@ class Window:
         self.see(weight)
         self.exchange.cut_parameters()
         # Op by op, some optimizers change nothing while MindSpore records for a backward pass (AdamWeightDecay, 2.10).
-        stop_recording(ops.isconstant(self.mini_step))
+        stop_recording(isconstant(self.mini_step))
         kind = self.of_buffers if window["buffered"] else self.of_copies
         self.optimizer(kind.scale(factor, gradients, self.dtypes))
         self.exchange.gather_parameters()
         for hook in self.hooks:
             hook()
-        record_again(ops.isconstant(self.mini_step))
+        record_again(isconstant(self.mini_step))
         self._count_closing(True, window["own"])
         if window["buffered"]:
             self.empty()

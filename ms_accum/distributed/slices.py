@@ -48,6 +48,7 @@ class Slices(OneDevice):
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`. Raise ValueError when a graph is compiled, if a feature would get slices, and op by op."""
         # While a graph is compiled, no value is known. Gradients that were added before are None.
+        # While a graph is compiled, no value is known. Gradients that were added before are None.
         require_compiled(gradients is None or isconstant(gradients[0]))
         require_whole_gradients(self.features)
         return gradients, numbers, measured

@@ -19,7 +19,7 @@ from ..mindspore_api import (
     BatchDataset,
     BucketBatchByLengthDataset,
     Dataset,
-    Iterator,
+    DatasetIterator,
     PaddedBatchDataset,
     SourceDataset,
     jit_class,
@@ -67,7 +67,7 @@ def require_batched(batches: Any) -> None:
     """
     if isinstance(batches, Mapping):
         raise TypeError("batches is a dict, expected an iterable of batches; for a single one call train_step(**batch)")
-    dataset = batches.dataset if isinstance(batches, Iterator) else batches
+    dataset = batches.dataset if isinstance(batches, DatasetIterator) else batches
     source = _source_of_samples(dataset) if isinstance(dataset, Dataset) else None
     if source is not None:
         raise ValueError(_UNBATCHED.format(type(source).__name__))
