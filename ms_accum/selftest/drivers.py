@@ -18,8 +18,8 @@ class Driver:
     """Drive an accumulator. A driver is a context manager, in which its calls are made.
 
     Args:
-        name: "hand", "step" or "cell" (or "model", a cell); then how it runs: "-jit" or nothing, "-graph" (in graph
-            mode) or "-pynative".
+        name: "hand", "backward" (by hand, with `Accumulator.backward`), "step" or "cell" (or "model", a cell); then how
+            it runs: "-jit" or nothing, "-graph" (in graph mode) or "-pynative".
         accumulator: The accumulator that it drives.
         forward_fn: Function that returns the loss of a batch; a Cell for "cell".
         weight_fns: Functions that return the weight of a microbatch, used in turn. None: its number of samples.
@@ -31,7 +31,7 @@ class Driver:
                  weight_fns: Sequence[Optional[Callable]] = (None,), divisor: float = 1.0, **options: Any) -> None:
         self.kind, self.mode = name.split("-") if "-" in name else (name, "jit")
         self.accumulator, self.forward_fn, self.divisor, self.options = accumulator, forward_fn, divisor, options
-        self.weight_fns, self.calls = weight_fns, 0
+        self.weight_fns, self.calls, self.is_by_hand = weight_fns, 0, self.kind in ("hand", "backward")
         self.build()
 
     def build(self) -> None:
@@ -51,17 +51,17 @@ class Driver:
     def __call__(self, *batch: np.ndarray) -> Any:
         """Train on a microbatch of arrays. By hand, nothing is differentiated if it is empty."""
         self.calls += 1
-        if self.kind == "hand" and not len(batch[0]):
+        if self.is_by_hand and not len(batch[0]):
             loss = self._empty_by_hand()
         else:
             loss = self.steps[self.calls % len(self.steps)](*map(Tensor, batch))
-        if self.kind == "hand":
+        if self.is_by_hand:
             self.accumulator.require_progress()
         return loss
 
     def flush(self) -> bool:
         """Apply the incomplete window if one is open. Return whether a window was closed."""
-        if self.kind != "hand":
+        if not self.is_by_hand:
             return bool(self.steps[0].flush())
         if self.mode == "pynative" or world_size() > 1:
             return self.accumulator.flush()
@@ -76,12 +76,13 @@ class Driver:
         return ops.depend(Tensor(0.0), self.accumulator(self.accumulator.weights, 0.0))
 
     def _step(self, weight_fn: Optional[Callable]) -> Callable:
-        if self.kind == "hand":
-            return self._as_it_runs(self._by_hand(weight_fn))
+        if self.is_by_hand:
+            return self._as_it_runs(self._by_hand(weight_fn) if self.kind == "hand" else self._by_backward(weight_fn))
         if self.kind in ("cell", "model"):
             return TrainOneStepCell(self.forward_fn, self.accumulator, batch_axis=self.options.get("batch_axis", 0),
                                     weight_fn=weight_fn, loss_reduction=self.options.get("loss_reduction", "mean"))
-        return make_train_step(self.forward_fn, self.accumulator, weight_fn=weight_fn, **self.options)
+        return make_train_step(self.forward_fn, self.accumulator, weight_fn=weight_fn, eager=self.mode == "pynative",
+                               **self.options)
 
     def _as_it_runs(self, function: Callable) -> Callable:
         return function if self.mode == "pynative" else ms.jit(function)
@@ -101,5 +102,17 @@ class Driver:
                 grads = tuple([g / divisor for g in grads])
             weight = batch[0].shape[0] if weight_fn is None else weight_fn(*batch)
             return ops.depend(loss, accumulator(grads, weight))
+
+        return train_step
+
+    def _by_backward(self, weight_fn: Optional[Callable]) -> Callable:
+        def train_step(*batch: Tensor) -> Tensor:
+            batches = self.accumulator.epoch([batch])
+            next(batches)
+            loss = self.forward_fn(*batch)
+            weight = batch[0].shape[0] if weight_fn is None else weight_fn(*batch)
+            self.accumulator.backward(loss if self.divisor == 1 else loss / self.divisor, weight)
+            batches.close()  # as if the loop was left, with the window open
+            return loss
 
         return train_step

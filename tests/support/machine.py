@@ -25,6 +25,8 @@ DRIVERS = {
     "cell-pynative": ("cell-pynative", SHORT, "skip_microbatch", 1),
     "hand-jit": ("hand-jit", 3, "skip_microbatch", 1),
     "hand-pynative": ("hand-pynative", ALONE, "skip_window", 1),
+    "step-eager": ("step-pynative", SHORT, "skip_window", 2),
+    "backward": ("backward-pynative", 3, "apply", 1),
 }
 
 

@@ -10,7 +10,8 @@ from .networks import FEATURES, FLOAT32_LEVELS, FRONTS, LEVELS, LOSSES, NORMS, W
 from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 
 COMPILED = ("hand-jit", "step", "ahead", "cell-graph", "model-graph")
-OP_BY_OP = ("hand-pynative", "step-pynative", "ahead-pynative", "cell-pynative", "model-pynative")
+OP_BY_OP = ("hand-pynative", "step-pynative", "ahead-pynative", "cell-pynative", "model-pynative", "backward-pynative")
+BY_HAND = ("hand", "backward")
 DRIVERS = (*COMPILED, *OP_BY_OP)
 WITH_AXIS = ("step", "ahead", "cell")  # take samples along another axis
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
@@ -61,7 +62,7 @@ class Case(namedtuple("Case", (
 
     @property
     def by_hand(self):
-        return self.driver.startswith("hand")
+        return self.driver.startswith(BY_HAND)
 
     @property
     def ahead(self):
@@ -154,7 +155,7 @@ def compose(choose, **fixed):
     driver = pick("driver", DRIVERS)
     ahead = driver.startswith("ahead")
     level = pick("level", LEVELS if not ahead else FLOAT32_LEVELS)
-    compiled, by_hand = driver in COMPILED, driver.startswith("hand")
+    compiled, by_hand = driver in COMPILED, driver.startswith(BY_HAND)
     exact = level in FLOAT32_LEVELS
     optimizer = pick("optimizer", _optimizers(level, compiled))
     scale_free = optimizer in SCALE_FREE
