@@ -29,8 +29,9 @@ _STEP = ("a train step compiles graphs of its own, which MindSpore's {} mode can
 _INSIDE = "AutoParallel is inside the network, where MindSpore ignores it and shards nothing; {}"
 _SYNCING = ("{} sums or accumulates gradients itself, so they would be counted more than once; give the network inside "
             "it, with reducer=DataParallel()")
-# Attributes that HyperParallel's `hsdp` and `fully_shard` set on a Cell that they have changed, and its two switches.
-_SCHEDULER, _SWITCHES = "hsdp_scheduler", ("requires_grad_sync", "requires_acc_grad")
+# What HyperParallel's `hsdp` and `fully_shard` set on a Cell. Their switches are elsewhere in each version, and without
+# an exchange they accumulate gradients; so their networks are refused whatever these say.
+_SHARDED = "hsdp_scheduler"
 
 
 def shards() -> bool:
@@ -88,15 +89,8 @@ def require_plain(cells: Iterable[nn.Cell], remedy: str) -> None:
     for cell in (inner for outer in cells for _, inner in outer.cells_and_names()):
         if isinstance(cell, AutoParallel):
             raise ValueError(_INSIDE.format(remedy))
-        if _synchronises(cell):
+        if isinstance(cell, DistributedDataParallel) or hasattr(cell, _SHARDED):
             raise ValueError(_SYNCING.format(type(cell).__name__))
-
-
-def _synchronises(cell: nn.Cell) -> bool:
-    if isinstance(cell, DistributedDataParallel):
-        return True
-    scheduler = getattr(cell, _SCHEDULER, None)
-    return scheduler is not None and any(getattr(scheduler, switch, True) for switch in _SWITCHES)
 
 
 def initialised_ranks() -> int:

@@ -418,8 +418,7 @@ def make_train_step(
 
     Example:
         >>> import numpy as np
-        >>> import mindspore as ms
-from mindspore import nn
+        >>> from mindspore import nn
         >>> from ms_accum import make_train_step
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
