@@ -106,13 +106,12 @@ class Driver:
         return train_step
 
     def _by_backward(self, weight_fn: Optional[Callable]) -> Callable:
-        def train_step(*batch: Tensor) -> Tensor:
-            batches = self.accumulator.epoch([batch])
-            next(batches)
-            loss = self.forward_fn(*batch)
-            weight = batch[0].shape[0] if weight_fn is None else weight_fn(*batch)
-            self.accumulator.backward(loss if self.divisor == 1 else loss / self.divisor, weight)
-            batches.close()  # as if the loop was left, with the window open
+        def train_step(*batch: Tensor) -> Any:
+            for arguments in self.accumulator.epoch([batch]):
+                loss = self.forward_fn(*arguments)
+                weight = batch[0].shape[0] if weight_fn is None else weight_fn(*arguments)
+                self.accumulator.backward(loss if self.divisor == 1 else loss / self.divisor, weight)
+                break  # which leaves the window open
             return loss
 
         return train_step

@@ -6,13 +6,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore._c_expression import run_backward
-from mindspore.nn.cell import _pynative_executor
 from support import reference
 from support.modes import compiled, warned
 
 from ms_accum import Accumulator, DataParallel
-from ms_accum.selftest.comparing import difference, relative, values
+from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, tensors
 
 pytestmark = pytest.mark.core
@@ -44,76 +42,6 @@ def test_values_that_a_graph_cannot_refuse(policy, calls, applied):
     assert int(accumulator.skipped) == 0
     for p in values(accumulator.optimizer.parameters):
         np.testing.assert_allclose(p, np.full(p.shape, -applied), rtol=1e-6)
-
-
-# --- gradients of an eager backward pass ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def eager():
-    """A function that runs the eager backward pass, which adds to the gradients of Parameters: private in 2.10."""
-    _pynative_executor.set_grad_flag(True)
-    yield lambda loss: run_backward((loss,), None, False, False, None)
-    _pynative_executor.set_grad_flag(False)
-
-
-EAGER = "_grad"
-
-
-def taken(parameters, clear=True):
-    """The gradients that the Parameters hold, which they then hold no longer."""
-    gradients = [getattr(p, EAGER) for p in parameters]
-    for p in parameters if clear else ():
-        setattr(p, EAGER, None)
-    return gradients
-
-
-def test_gradients_of_an_eager_backward_pass_are_those_of_the_undivided_batch(eager):
-    """44, 44, 8 and 8 tokens; three windows with momentum. Controls: `loss / steps`, and gradients that stay."""
-    def token_loss(network, x, y):
-        return ops.cross_entropy(network(x), y, ignore_index=-100)
-
-    def trained(clear):
-        """The parameters, those of training on the undivided batches, and how far off `loss / steps` is each time."""
-        rng, counted, wrong = np.random.default_rng(0), np.arange(44) < np.array([[44], [44], [8], [8]]), []
-        ours, plain = MLP(), MLP()
-        optimizer, undivided = (nn.Momentum(network.trainable_params(), 0.1, 0.9) for network in (ours, plain))
-        accumulator = Accumulator(optimizer, 4, reduction="mean")
-        for _ in range(3):
-            labels = np.where(counted, [[0], [0], [1], [2]], -100)
-            window = [(Tensor(rng.normal(size=(44, 6)), ms.float32), Tensor(row, ms.int32)) for row in labels]
-            for x, y in window:
-                eager(token_loss(plain, x, y) / 4)
-            divided = taken(undivided.parameters)
-            eager(token_loss(plain, *map(ops.cat, zip(*window))))
-            wanted = taken(undivided.parameters)
-            undivided(tuple(wanted))
-            wrong.append(relative(values(divided), values(wanted)))
-            for x, y in window:
-                eager(token_loss(ours, x, y))
-                accumulator(taken(optimizer.parameters, clear), (y != -100).sum())
-        return values(optimizer.parameters), values(undivided.parameters), wrong
-
-    got, expected, wrong = trained(clear=True)
-    assert difference(got, expected) < 1e-5
-    assert min(wrong) > 0.3
-    got, expected, _ = trained(clear=False)
-    assert difference(got, expected) > 0.05
-
-
-def test_16_bit_gradients_of_an_eager_backward_pass_are_summed_in_float32(eager):
-    """Control: the sum that MindSpore itself makes of float16 gradients stops growing at 2,048."""
-    parameter = Parameter(Tensor([1.0], ms.float16), name="half")
-    accumulator = Accumulator(nn.SGD([parameter], 0.0), 100)
-    gradients = (2000, *[1] * 60)
-    for gradient in gradients:
-        eager((parameter * gradient).sum())
-    assert float(taken([parameter])[0][0]) == 2048
-    for gradient in gradients:
-        eager((parameter * gradient).sum())
-        accumulator(taken([parameter]))
-    assert float(accumulator.window.buffers[0][0]) == 2060
-    accumulator.reset()
 
 
 # --- drop-in ----------------------------------------------------------------------------------------------------------

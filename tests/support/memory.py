@@ -1,4 +1,5 @@
-"""What grows in a process, printed: `memory.py long MICROBATCHES`, `emptying`, or `undivided|cut|cached SAMPLES`."""
+"""What grows in a process, printed: `memory.py long MICROBATCHES`, `emptying`, `layers WAY LAYERS`, or
+`undivided|cut|cached SAMPLES`."""
 import re
 import resource
 import sys
@@ -12,7 +13,7 @@ try:
     from mindspore.graph.api import ms_compile_cache
 except ImportError:  # before MindSpore 2.9
     from mindspore.common.api import ms_compile_cache
-from ms_accum import Accumulator, avoid_busy_waiting, make_grad_cache_step, make_train_step
+from ms_accum import Accumulator, TrainOneStepCell, avoid_busy_waiting, make_grad_cache_step, make_train_step
 
 avoid_busy_waiting()
 
@@ -68,6 +69,48 @@ def emptying():
     print(*names)
 
 
+def layers(way, count):
+    """The peak, in weights of a layer, of adding microbatches op by op to the buffers of Dense 1536."""
+    width = 1536
+    network = nn.SequentialCell(*[nn.Dense(width, width, "zeros", has_bias=False) for _ in range(int(count))],
+                                Mean())
+    optimizer, x = nn.SGD(network.trainable_params(), 1e-3), Tensor(np.ones((4, width)), ms.float32)
+
+    def tokens(x):
+        return (x[:, 0] * 2).sum()
+
+    if way.startswith("eager"):
+        weight_fn = tokens if way == "eager tokens" else None
+        run = make_train_step(network, optimizer, 100, eager=True, weight_fn=weight_fn)
+    elif way == "cell":
+        run = TrainOneStepCell(network, optimizer, 100)
+    else:
+        accumulator = Accumulator(optimizer, 100, reduction="mean")
+        grad_fn = ms.value_and_grad(network, None, accumulator.weights)
+
+        def run(x):
+            if way == "by hand":
+                return accumulator(grad_fn(x)[1], Tensor(8.0))
+            for batch in accumulator.epoch([x]):
+                accumulator.backward(network(batch), 8.0)
+                break
+            return accumulator.mini_step + 0
+
+    for _ in range(8):
+        run(x).asnumpy()
+    print(peak() * 1024 / (width * width * 4))
+
+
+class Mean(nn.Cell):
+    def construct(self, x):
+        return x.mean()
+
+
+def peak():
+    """In KiB. ru_maxrss would be inherited from the process that started this one."""
+    return int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
+
+
 def contrastive(kind, samples):
     """The peak, in KiB, of training an encoder of sequences of 64 tokens: 64 x 512 floats a layer for each sample."""
     token = nn.SequentialCell(nn.Dense(32, 512), nn.ReLU(), nn.Dense(512, 512), nn.ReLU(), nn.Dense(512, 16))
@@ -87,11 +130,10 @@ def contrastive(kind, samples):
             make_train_step(contrast_of, acc, pieces=pieces))
     for _ in range(3):
         float(step(Tensor(np.random.default_rng(0).random((int(samples), 64, 32), np.float32))))
-    # ru_maxrss would be inherited from the process that started this one.
-    print(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
+    print(peak())
 
 
-if sys.argv[1] in ("long", "emptying"):
-    {"long": long, "emptying": emptying}[sys.argv[1]](*sys.argv[2:])
+if sys.argv[1] in ("long", "emptying", "layers"):
+    {"long": long, "emptying": emptying, "layers": layers}[sys.argv[1]](*sys.argv[2:])
 else:
     contrastive(*sys.argv[1:])

@@ -1,0 +1,199 @@
+"""Loops in the style of loss.backward(): every optimizer, what is refused, and hooks that go. Whole runs are drawn in
+test_differential.py, and calls in any order in test_machine.py."""
+import random
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn, ops
+from support.differential.cases import compose
+from support.differential.optimizers import COMPILED_ONLY, OPTIMIZERS, build_optimizer
+from support.processes import run_python
+from support.training import sgd
+
+from ms_accum import Accumulator, mindspore_api
+from ms_accum.core.stream import Stream
+from ms_accum.mindspore_api import recording
+from ms_accum.selftest.comparing import difference, relative, values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
+
+pytestmark = pytest.mark.core
+SIZES = [4, 4, 2, 3, 1]
+MEMORY = Path(__file__).parents[1] / "support" / "memory.py"
+
+
+def built(name, network):
+    case = compose(random.Random(0).choice, driver="hand-pynative", optimizer=name, level="none", loss="mean",
+                   factor=1.0, groups=False, rates="number")
+    return build_optimizer(case, network.trainable_params())
+
+
+def plain(name, network):
+    """The parameters after training on windows of two microbatches as undivided batches."""
+    loss, optimizer, given = mean_loss(network), built(name, network), batches(SIZES)
+    grad_fn = ms.value_and_grad(loss, None, optimizer.parameters)
+    for i in range(0, len(given), 2):
+        optimizer(grad_fn(*tensors(*map(np.concatenate, zip(*given[i:i + 2]))))[1])
+    return values(network.trainable_params())
+
+
+def by_backward(accumulator, loss):
+    for batch in accumulator.epoch([tensors(*batch) for batch in batches(SIZES)]):
+        accumulator.backward(loss(*batch), len(batch[0]))
+
+
+def by_gradients(accumulator, loss):
+    grad_fn = ms.value_and_grad(loss, None, accumulator.weights)
+    for batch in batches(SIZES):
+        accumulator(grad_fn(*tensors(*batch))[1], len(batch[0]))
+    accumulator.flush()
+
+
+def by_gradients_while_recording(accumulator, loss):
+    with recording():
+        by_gradients(accumulator, loss)
+
+
+@pytest.mark.parametrize("train", [by_backward, by_gradients, by_gradients_while_recording])
+def test_every_optimizer_trains_as_on_the_undivided_batch(train, uncompiled):
+    """While MindSpore records, AdamWeightDecay itself changes nothing (2.10): see the control."""
+    trained = [name for name in OPTIMIZERS if name not in COMPILED_ONLY]
+    assert len(trained) > 20
+    for name in trained:
+        network = MLP(seed=0)
+        start = values(network.trainable_params())
+        accumulator = Accumulator(built(name, network), 2, reduction="mean")
+        train(accumulator, mean_loss(network))
+        expected = plain(name, MLP(seed=0))
+        assert difference(values(network.trainable_params()), expected) <= 1e-5, name
+        assert min(relative([one], [other]) for one, other in zip(start, expected)) > 1e-4, name
+        assert int(accumulator.update_step) == 3
+
+
+def test_an_optimizer_that_is_called_while_mindspore_records_may_change_nothing():
+    """If this fails, MindSpore has mended it, and `Window.apply` need not switch recording off."""
+    network = MLP(seed=0)
+    start, optimizer = values(network.trainable_params()), nn.AdamWeightDecay(network.trainable_params(), 0.1)
+    with recording():
+        optimizer(tuple(map(ops.ones_like, optimizer.parameters)))
+    assert difference(values(network.trainable_params()), start) == 0
+
+
+def test_16_bit_gradients_are_summed_in_float32():
+    """Control: the sum that MindSpore itself makes of float16 gradients stops growing at 2,048."""
+    parameter = Parameter(Tensor([1.0], ms.float16), name="half")
+    accumulator = Accumulator(nn.SGD([parameter], 0.0), 100)
+    gradients = (2000, *[1] * 60)
+    with recording():
+        for gradient in gradients:
+            mindspore_api.backward((parameter * gradient).sum())
+    assert float(mindspore_api.gradient_of(parameter)[0]) == 2048
+    mindspore_api.forget_gradient(parameter)
+    for gradient in accumulator.epoch(gradients):
+        accumulator.backward((parameter * gradient).sum())
+        if gradient == gradients[-1] and int(accumulator.mini_step) == len(gradients):
+            break
+    assert float(accumulator.window.buffers[0][0]) == 2060
+    accumulator.reset()
+
+
+def parts():
+    network = MLP(seed=0)
+    accumulator = Accumulator(sgd(network), 2, reduction="mean")
+    return network, accumulator, mean_loss(network), tensors(*batches([4])[0])
+
+
+def test_what_would_be_silent_is_refused_and_changes_nothing(monkeypatch):
+    network, accumulator, loss, batch = parts()
+
+    def said(expected, match, given, weight=1.0):
+        with pytest.raises(expected, match=match):
+            accumulator.backward(given, weight)
+        status = accumulator.status()
+        assert (status.trained, status.unfinished) == (0, 0)
+        assert not any(buffer.asnumpy().any() for buffer in accumulator.window.buffers)
+
+    said(RuntimeError, r"computed while nothing was recorded.*accumulator\.epoch", loss(*batch))
+    with recording():
+        value = loss(*batch)
+        said(RuntimeError, "computed while nothing was recorded", ops.stop_gradient(value))
+        said(TypeError, "loss is of type float, .*without float", float(value))
+        said(ValueError, r"loss has shape \(1,\)", value.reshape(1))
+        said(TypeError, "loss is of Int32", value.astype(ms.int32))
+        said(ValueError, "weight is -1.0", value, -1.0)
+        mindspore_api.backward(loss(*batch))
+        said(RuntimeError, "first.weight holds a gradient of another backward pass", value)
+        for parameter in accumulator.weights:
+            mindspore_api.forget_gradient(parameter)
+        network.first.weight.to_local = int
+        said(RuntimeError, "first.weight is sharded", value)
+        del network.first.weight.to_local
+        monkeypatch.setattr("ms_accum.core.stream.run_backward", None)
+        said(RuntimeError, "lacks a private function .*eager=True", value)
+        monkeypatch.undo()
+        accumulator.backward(value)  # control
+        assert accumulator.status().trained == 1
+        with pytest.raises(RuntimeError, match="backward the graph twice"):
+            accumulator.backward(value)
+    accumulator.reset()
+
+
+def test_a_gradient_that_comes_twice_in_a_backward_pass_is_never_applied():
+    """Control: once, it is added."""
+    _, accumulator, loss, batch = parts()
+    grad_fn, stream = ms.value_and_grad(loss, None, accumulator.weights), Stream(accumulator.window)
+    accumulator.window.begin(Tensor(0.0))
+    with pytest.raises(RuntimeError, match=r"was computed more than once in one backward pass.*accumulator\.reset"):
+        stream(1.0, lambda: (grad_fn(*batch), grad_fn(*batch)))
+    with pytest.raises(RuntimeError, match="may hold only some pieces"):
+        accumulator.flush()
+    accumulator.reset()
+    accumulator.window.begin(Tensor(0.0))
+    stream(1.0, lambda: grad_fn(*batch))
+    expected = values(grad_fn(*batch)[1])
+    assert difference([b.asnumpy() * float(accumulator.window.unit) for b in accumulator.window.buffers], expected) == 0
+    accumulator.reset()
+
+
+def test_other_backward_passes_see_no_hook_also_after_an_error():
+    _, accumulator, loss, batch = parts()
+    grad_fn = ms.value_and_grad(loss, None, accumulator.weights)
+    expected = values(grad_fn(*batch)[1])
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Stream(accumulator.window)(1.0, interrupted)
+    with recording():
+        accumulator.backward(loss(*batch))
+        value = loss(*batch)
+    assert difference(values(grad_fn(*batch)[1]), expected) == 0
+    assert difference(values(ms.jit(grad_fn)(*batch)[1]), expected) <= 1e-6
+    assert value.shape == ()
+    accumulator.reset()
+
+
+def test_a_parameter_without_a_gradient_stays_and_hooks_of_stages_get_0_for_it():
+    """Streamed, and whole for a stage that looks at gradients."""
+    for options in ({}, {"on_nonfinite": "skip_microbatch"}):
+        network = MLP(seed=0)
+        start = values(network.trainable_params())
+        accumulator = Accumulator(sgd(network), 1, reduction="mean", **options)
+        for batch in accumulator.epoch([tensors(*batches([4])[0])]):
+            accumulator.backward(network.first(batch[0]).sum())
+        moved = [bool((one != other).any()) for one, other in zip(start, values(network.trainable_params()))]
+        assert moved == [True, True, False, False]
+
+
+@pytest.mark.slow
+def test_peak_memory_grows_by_three_weights_for_a_layer():
+    """Its weight, its buffer and one gradient. Control: by hand, where all gradients are held, by four."""
+    def growth(way):
+        peaks = [float(run_python(MEMORY, "layers", way, str(layers))) for layers in (8, 24)]
+        return (peaks[1] - peaks[0]) / 16
+
+    for way in ("eager", "eager tokens", "cell", "backward"):
+        assert growth(way) <= 3.1, way
+    assert 3.9 <= growth("by hand") <= 4.2

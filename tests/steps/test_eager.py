@@ -1,0 +1,201 @@
+"""Train steps that run op by op: any Python, interrupts, and what they need. Whole runs: test_differential.py."""
+from dataclasses import dataclass
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.modes import compiled_graphs
+from support.training import sgd, step_of
+
+from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum.selftest.comparing import difference, relative, values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
+
+pytestmark = pytest.mark.core
+SIZES = [4, 4, 2, 3, 1]
+
+
+@dataclass
+class Routed:
+    """What a graph cannot pass between layers."""
+
+    hidden: Tensor
+    way: str
+
+
+def routed(network, chosen):
+    """A forward function that decides by data and by a string, with a list, and a call that leaves MindSpore."""
+    def forward_fn(x, y, source, notes=None):
+        is_left = source.startswith("a") and np.isfinite(x.asnumpy()).all()
+        passed = Routed(network.first(x), "left" if is_left else "right")
+        chosen.append(passed.way)
+        hidden = ops.tanh(passed.hidden) if passed.way == "left" else ops.relu(passed.hidden)
+        return nn.CrossEntropyLoss()(network.second(hidden), y)
+    return forward_fn
+
+
+def data():
+    """Batches with names, of which the second half goes right."""
+    given = [dict(zip("xy", batch)) for batch in batches(SIZES)]
+    return [{**batch, "source": "abab a"[i], "notes": {"line": [i]}} for i, batch in enumerate(given)]
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"on_nonfinite": "skip_microbatch"}, {"pieces": 2}])
+def test_any_python_trains_as_on_the_undivided_batch(options):
+    """Plain: the sums of all samples' gradients, divided. Controls: a mean of means; no graph is compiled."""
+    chosen, network = [], MLP(seed=0)
+    before = compiled_graphs()
+    step = make_train_step(routed(network, chosen), sgd(network), 2, eager=True, **options)
+    losses = [float(loss) for loss in step.epoch(data())]
+    assert compiled_graphs() == before
+    assert {*chosen} == {"left", "right"}
+    assert len(losses) == len(SIZES)
+
+    def train(weigh):
+        plain, given = MLP(seed=0), data()
+        optimizer = sgd(plain)
+        grad_fn = ms.value_and_grad(routed(plain, []), None, optimizer.parameters)
+        for i in range(0, len(given), 2):
+            window = given[i:i + 2]
+            weights = [len(batch["x"]) if weigh else 1 for batch in window]
+            found = [values(grad_fn(*tensors(batch["x"], batch["y"]), batch["source"])[1]) for batch in window]
+            mean = [np.average(of_one, axis=0, weights=weights) for of_one in zip(*found)]
+            norm = np.sqrt(sum((one**2).sum() for one in mean))
+            factor = min(1.0, options.get("clip_norm", np.inf) / (norm + 1e-6))
+            optimizer(tuple(Tensor(factor * one, ms.float32) for one in mean))
+        return values(plain.trainable_params())
+
+    assert difference(values(network.trainable_params()), train(weigh=True)) <= 1e-6
+    assert difference(values(network.trainable_params()), train(weigh=False)) > 1e-3
+
+
+def test_a_lambda_and_a_function_whose_source_is_not_there():
+    network, loss = MLP(seed=0), nn.CrossEntropyLoss()
+    step = make_train_step((lambda x, y: loss(network(x), y)), sgd(network), 2, eager=True)
+    made = eval("lambda x, y: loss(network(x), y)", {"loss": loss, "network": network})
+    other = make_train_step(made, sgd(network), 2, eager=True)
+    for each in (step, other):
+        assert np.isfinite([float(value) for value in each.epoch(batches([4, 2]))]).all()
+    with pytest.raises(TypeError, match="forward_fn is a lambda"):
+        make_train_step(made, sgd(network), 2)
+
+
+def test_a_mode_that_changes_and_a_network_that_nobody_finds_need_no_warning(recwarn):
+    network = nn.SequentialCell(nn.Dense(6, 3), nn.Dropout(p=0.5))
+    hidden = {"any": iter([network] * 99)}
+    step = make_train_step(lambda x, y: nn.CrossEntropyLoss()(next(hidden["any"])(x), y), sgd(network), 2, eager=True)
+    batch = batches([64])[0]
+    network.set_train(False)
+    assert float(step(*batch)) == float(step(*batch)) or step.updated
+    network.set_train()
+    assert len({float(step(*batch)) for _ in range(2)}) == 2
+    assert not [warning for warning in recwarn if "was found" in str(warning.message)]
+    step.flush()
+
+
+class Stopped(Exception):
+    """What a test raises in the middle."""
+
+
+def breaking(error):
+    class Break(nn.Cell):
+        def construct(self, x):
+            return x * 1.0
+
+        def bprop(self, x, out, dout):
+            raise error
+
+    return Break()
+
+
+@pytest.mark.parametrize("build", [
+    lambda network, forward_fn: make_train_step(forward_fn, sgd(network), 2, eager=True),
+    lambda network, forward_fn: TrainOneStepCell(_Cell(network, forward_fn), sgd(network), 2)], ids=["step", "cell"])
+def test_an_error_in_the_forward_pass_changes_nothing_and_one_in_the_backward_pass_is_never_applied(build):
+    network, failing = MLP(seed=0), []
+    loss_fn = nn.CrossEntropyLoss()
+
+    def forward_fn(x, y):
+        if "forward" in failing:
+            raise Stopped
+        hidden = ops.tanh(network.first(x))
+        if "backward" in failing:
+            hidden = breaking(Stopped())(hidden)
+        return loss_fn(network.second(hidden), y)
+
+    step = build(network, forward_fn)
+    first, second = (tensors(*batch) for batch in batches([4, 2]))
+    step(*first)
+    before = [buffer.asnumpy() for buffer in step.accumulator.window.buffers]
+    failing.append("forward")
+    with pytest.raises(Stopped):
+        step(*second)
+    assert difference([buffer.asnumpy() for buffer in step.accumulator.window.buffers], before) == 0
+    assert step.status().unfinished == 0
+    failing[:] = ["backward"]
+    with pytest.raises(Stopped):
+        step(*second)
+    failing.clear()
+    with pytest.raises(RuntimeError, match="may hold only some pieces"):
+        step(*second)
+    with pytest.raises(RuntimeError, match="may hold only some pieces"):
+        step.flush()
+    step.accumulator.reset()
+    step(*first)
+    step(*second)
+    assert step.status().update_step == 1
+
+
+class _Cell(nn.Cell):
+    def __init__(self, network, forward_fn):
+        super().__init__(auto_prefix=False)
+        self.network, self.forward_fn = network, forward_fn
+
+    def construct(self, x, y):
+        return self.forward_fn(x, y)
+
+
+def test_in_graph_mode_it_is_refused(mode_named):
+    step = step_of(2, eager=True)
+    mode_named("graph")
+    with pytest.raises(RuntimeError, match=r"eager=True was called in graph mode, .*PYNATIVE_MODE"):
+        step(*batches([4])[0])
+    mode_named("pynative")
+    step(*batches([4])[0])
+    assert step.flush()
+
+
+@pytest.mark.parametrize(("returned", "match"), [
+    (lambda loss: float(loss), "forward_fn returned .* number.*without float"), (lambda loss: None, "returned None"),
+    (lambda loss: (loss, loss), "returned 2 values"), (lambda loss: loss.reshape(1), r"loss of shape \(1,\)")])
+def test_a_forward_function_that_returns_no_loss_is_refused(returned, match):
+    network = MLP(seed=0)
+    loss = mean_loss(network)
+    step = make_train_step(lambda x, y: returned(loss(x, y)), sgd(network), 2, eager=True)
+    with pytest.raises((TypeError, ValueError), match=match):
+        step(*batches([4])[0])
+    assert step.status().trained == 0
+
+
+def test_a_compiled_step_goes_on_with_the_file_of_an_eager_one_bit_for_bit(tmp_path):
+    def start(eager):
+        network = MLP(seed=0)
+        return network, make_train_step(mean_loss(network), nn.Adam(network.trainable_params(), 0.01), 4, eager=eager)
+
+    given = batches(SIZES * 2)
+    network, step = start(True)
+    for batch in given[:6]:
+        step(*batch)
+    save_checkpoint(tmp_path / "run.safetensors", network, step)
+    for batch in given[6:]:
+        step(*batch)
+    step.flush()
+    for eager in (True, False):
+        other, resumed = start(eager)
+        load_checkpoint(tmp_path / "run.safetensors", other, resumed)
+        for batch in given[6:]:
+            resumed(*batch)
+        resumed.flush()
+        off = relative(values(other.trainable_params()), values(network.trainable_params()))
+        assert off == 0 if eager else off <= 1e-6
