@@ -133,7 +133,7 @@ except ImportError:
 
 
 # What PyNative records for a backward pass. Without one of these, `Accumulator.backward` raises an error that names
-# `eager=True`; and an update by hand, while the script records, is recorded, too.
+# `eager=True`, and updates by hand are recorded if the script records.
 try:
     from mindspore._c_expression import run_backward
 except ImportError:
@@ -148,40 +148,47 @@ except ImportError:  # MindSpore 2.8 and older
         executor = None
 
 
+_stopped: list[bool] = []  # what `record_again` restores
+
+
 @contextmanager
 def recording() -> Iterator[None]:
     """Record what runs op by op in the block, for `backward`."""
+    record_again(True)
     before = executor.grad_flag()
-    executor.set_grad_flag(True)
     try:
+        executor.set_grad_flag(True)
         yield
     finally:
         executor.set_grad_flag(before)
 
 
-def stop_recording() -> bool:
-    """Record nothing from here on. Return whether something was recorded before, for `record_again`."""
-    if executor is None:
-        return True
-    before = executor.enable_grad()
-    executor.set_enable_grad(False)
-    return before
+@ops.constexpr
+def stop_recording(runs_op_by_op: bool) -> bool:
+    """Record nothing from here on, op by op. Do it for updates: AdamWeightDecay changes nothing otherwise (2.10)."""
+    if runs_op_by_op and executor is not None and executor.grad_flag():
+        _stopped.append(executor.enable_grad())
+        executor.set_enable_grad(False)
+    return True
 
 
-def record_again(before: bool) -> None:
-    """Undo `stop_recording`, given its result."""
-    if executor is not None:
-        executor.set_enable_grad(before)
+@ops.constexpr
+def record_again(runs_op_by_op: bool) -> bool:
+    """Undo `stop_recording`. After an error or an interrupt, what begins next does."""
+    if runs_op_by_op and _stopped:
+        executor.set_enable_grad(_stopped[0])
+        _stopped.clear()
+    return True
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """Record nothing in the block."""
-    before = stop_recording()
     try:
+        stop_recording(True)
         yield
     finally:
-        record_again(before)
+        record_again(True)
 
 
 def backward(loss: Any) -> None:

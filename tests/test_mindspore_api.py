@@ -15,7 +15,7 @@ from ms_accum import mindspore_api
 PACKAGE = Path(mindspore_api.__file__).parent
 WITHOUT_NAMES = Path(__file__).parent / "support" / "without_names.py"
 TRIES = [node for node in ast.walk(ast.parse(Path(mindspore_api.__file__).read_text(encoding="utf-8")))
-         if isinstance(node, ast.Try)]
+         if isinstance(node, ast.Try) and node.handlers]
 NAMES = [(imported.module, alias.name) for node in TRIES for imported in node.body for alias in imported.names]
 STABLE = {"mindspore", "mindspore.common.initializer", "mindspore.dataset", "mindspore.ops", "mindspore.train"}
 

@@ -15,7 +15,17 @@ from ..distributed.exchange import OneDevice
 from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
 from ..distributed.slices import Slices
 from ..distributed.zero import slices_among, whole_parameters
-from ..mindspore_api import backward, forget_gradient, gradient_of, isconstant, jit_class, recording, unrecorded
+from ..mindspore_api import (
+    backward,
+    forget_gradient,
+    gradient_of,
+    isconstant,
+    jit_class,
+    record_again,
+    recording,
+    stop_recording,
+    unrecorded,
+)
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
 from .elementwise import require_divisible
@@ -199,7 +209,7 @@ class Accumulator(Uncopied):
             clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
             stages=stages), stages if noise_scale is None else (*stages, noise_scale))
         settings["reducer"] = exchange.describe()
-        self.optimizer, self.noise_scale = optimizer, noise_scale
+        self.optimizer, self.noise_scale, self._is_in_backward = optimizer, noise_scale, False
         if loss_scaler is not None:
             require_scale(loss_scaler.scale_value)
         length.share(exchange.inside)
@@ -207,7 +217,7 @@ class Accumulator(Uncopied):
         self.window = window = Window(optimizer, length, stages, exchange, reduction, clip_norm,
                                       () if after_update is None else (after_update,))
         name_state(optimizer, window.prefix)
-        self.boundary = Boundary(window, settings, max_skips)
+        self.boundary, self._stream = Boundary(window, settings, max_skips), Stream(window)
         self.boundary.watch(self, f"{type(optimizer).__name__} of {weights[0].name}")
         self._kept = (*window.run_state, *_state_of_hook(after_update, optimizer),
                       *(p for stage in stages for p in stage.run_state))
@@ -291,15 +301,16 @@ class Accumulator(Uncopied):
         require_scalar_loss(loss)
         weight = as_weight(weight)
         window, number = self.window, self.window.number
-        require_no_gradients(window.weights)
         note_called(number, True, False)
         note_filled(number)
-        scaled, gradients = self.scaled(loss), None
+        if not self._is_in_backward:  # otherwise, an interrupt has stopped the last call: these are its own
+            require_no_gradients(window.weights)
+        self._is_in_backward, scaled, gradients = True, self.scaled(loss), None
         try:
             with unrecorded():
                 window.begin(loss)
             if window.streams:
-                Stream(window)(weight, partial(backward, scaled))
+                self._stream(weight, partial(backward, scaled))
             else:
                 backward(scaled)
                 gradients = tuple([ops.zeros_like(p) if gradient_of(p) is None else gradient_of(p)
@@ -307,6 +318,7 @@ class Accumulator(Uncopied):
         finally:
             for parameter in window.weights:
                 forget_gradient(parameter)
+            self._is_in_backward = False
         with unrecorded():
             window.add(gradients, weight, ends=1)
             closed = window.close_if(window.is_full())
@@ -329,7 +341,10 @@ class Accumulator(Uncopied):
         """
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
         note_closed(self.window.number, isconstant(self.mini_step), True)  # in a graph, no value is known
-        return self.window.close_if(condition)
+        stop_recording(isconstant(self.mini_step))
+        closed = self.window.close_if(condition)
+        record_again(isconstant(self.mini_step))
+        return closed
 
     def apply(self) -> None:
         """Close the window now, even if it is not full: exchange, normalise, clip, run the optimizer, clear.
@@ -337,7 +352,9 @@ class Accumulator(Uncopied):
         For an empty window, the optimizer runs with a gradient of 0; `flush` does nothing in this case.
         """
         note_closed(self.window.number, isconstant(self.mini_step), True)
+        stop_recording(isconstant(self.mini_step))
         self.window.close()
+        record_again(isconstant(self.mini_step))
 
     def flush(self) -> bool:
         """Apply the incomplete window if one is open; with "mean", divided by the weights in it. Call it from Python.
@@ -347,7 +364,8 @@ class Accumulator(Uncopied):
         windows of ranks that have more microbatches. Return whether a window was closed: applied, or dropped because it
         is not finite. Raise RuntimeError if an error left a part of a batch in it, or stopped an update.
         """
-        return self.boundary.flush()[0]
+        with unrecorded():
+            return self.boundary.flush()[0]
 
     def reset(self) -> None:
         """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""

@@ -90,7 +90,9 @@ if InplaceZero is not None:
 
 def add_one(factor: Scalar, buffer: Parameter, gradient: Tensor) -> Tensor:
     """Add `factor * gradient` to a buffer."""
-    gradient = weighted(factor, gradient, buffer.dtype)
+    if isinstance(factor, Tensor) or factor != 1:
+        gradient = weighted(factor, gradient, buffer.dtype)
+    gradient = gradient.astype(buffer.dtype)
     if buffer.dtype == ms.float16:
         # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
         return ops.assign(buffer, buffer + gradient)

@@ -13,14 +13,11 @@ from weakref import WeakValueDictionary
 from mindspore.ops import constexpr
 
 from ..distributed.parallel_modes import shards
-from ..mindspore_api import record_again as _record_again
-from ..mindspore_api import stop_recording as _stop_recording
 
 if TYPE_CHECKING:
     from .boundary import Boundary
 
 _numbers = count()
-_recorded: list[bool] = []  # whether MindSpore recorded what ran op by op, before `stop_recording`
 _boundaries: WeakValueDictionary[int, Boundary] = WeakValueDictionary()
 
 
@@ -69,20 +66,4 @@ def allocate(number: int) -> bool:
     for parameter in _boundaries[number].window.buffers:
         if parameter.has_init and not shards():
             parameter.init_data()
-    return True
-
-
-@constexpr
-def stop_recording(runs_op_by_op: bool) -> bool:
-    """Let MindSpore record nothing for a backward pass from here on, op by op, whatever flag the script has set."""
-    if runs_op_by_op:
-        _recorded.append(_stop_recording())
-    return True
-
-
-@constexpr
-def record_again(runs_op_by_op: bool) -> bool:
-    """Undo `stop_recording`. An error in between leaves an update torn."""
-    if runs_op_by_op:
-        _record_again(_recorded.pop())
     return True

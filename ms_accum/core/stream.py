@@ -7,16 +7,14 @@ So the gradients of two parameters are never in memory together, as in a graph o
 """
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from ..mindspore_api import executor, gradient_of, is_recorded, run_backward
-from ..tensors import FLOATS
+from ..tensors import COMPLEX, FLOATS, checked_gradients
 from .kernels import add_one
 from .notes import note_use
 
@@ -40,8 +38,8 @@ class Stream:
     """
 
     def __init__(self, window: Window) -> None:
-        self.window = window
-        self._nothing = Tensor(0.0, ms.float32)  # in place of a gradient, whose memory is then free
+        self.window, self.passes, self.current = window, 0, 0  # backward passes; the one that runs, or 0
+        self.nothing = Tensor(0.0, ms.float32)  # in place of a gradient, whose memory is then free
 
     def __call__(self, factor: Scalar, backward: Callable[[], Result]) -> Result:
         """Return the result of `backward()`, a backward pass. In it, each gradient is replaced by 0 of shape `()`.
@@ -54,28 +52,61 @@ class Stream:
             backward: A function without arguments that runs one backward pass.
 
         Raises:
+            TypeError, ValueError: If a gradient does not fit its parameter (e.g. a sparse one).
             RuntimeError: If a gradient came twice.
         """
         window = self.window
         note_use(window.number)  # buffers need memory
-        added: list[str] = []
-        hooks = [weight.register_hook(partial(self._add, factor / window.unit, buffer, weight.name, added))
-                 for weight, buffer in zip(window.weights, window.buffers)]
+        self.passes += 1
+        self.current = self.passes
+        hooks = [Hook(self, factor / window.unit, buffer) for buffer in window.buffers]
+        handles = [weight.register_hook(hook) for weight, hook in zip(window.weights, hooks)]
         try:
             result = backward()
         finally:
-            for hook in hooks:
-                hook.remove()
-        # Not in the hook: MindSpore 2.10 raises an error of a hook again in a later call.
-        twice = next((name for name, times in Counter(added).items() if times > 1), None)
+            self.current = 0
+            for handle in handles:
+                handle.remove()
+        # Not in a hook: MindSpore 2.10 raises an error of a hook again in a later call.
+        if any(hook.other is not None for hook in hooks):
+            checked_gradients(window.names, window.shapes, [
+                weight if hook.other is None else hook.other for weight, hook in zip(window.weights, hooks)])
+        twice = next((name for name, hook in zip(window.names, hooks) if hook.times > 1), None)
         if twice is not None:
             raise RuntimeError(_TWICE.format(twice))
         return result
 
-    def _add(self, factor: Scalar, buffer: Parameter, name: str, added: list[str], gradient: Tensor) -> Tensor:
-        added.append(name)
-        add_one(factor, buffer, gradient)
-        return self._nothing
+
+class Hook:
+    """Add the gradient of a parameter to its buffer, during one backward pass.
+
+    After an error in a backward pass, MindSpore 2.10 removes no hook of it. They stay, and do nothing; a graph that is
+    compiled later may hold them.
+
+    Args:
+        stream: The stream.
+        factor: The factor on the gradient.
+        buffer: The parameter's buffer.
+
+    Attributes:
+        times: How many gradients it has added.
+        other: A gradient that does not fit the parameter.
+    """
+
+    def __init__(self, stream: Stream, factor: Scalar, buffer: Parameter) -> None:
+        self.stream, self.of_pass, self.factor, self.buffer = stream, stream.current, factor, buffer
+        self.times, self.other = 0, None  # type: int, Any
+
+    def __call__(self, gradient: Any) -> Any:
+        """Add a gradient. Return 0 in its place."""
+        if self.of_pass != self.stream.current:
+            return gradient
+        if not isinstance(gradient, Tensor) or gradient.shape != self.buffer.shape or gradient.dtype in COMPLEX:
+            self.other = gradient
+            return gradient
+        self.times += 1
+        add_one(self.factor, self.buffer, gradient)
+        return self.stream.nothing
 
 
 def require_backward() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
-from ..mindspore_api import isconstant, jit_class
+from ..mindspore_api import jit_class
 from ..tensors import (
     after,
     as_numbers,
@@ -36,7 +36,7 @@ from ..tensors import (
     weighted,
 )
 from .kernels import add_each
-from .notes import allocate, new_number, note_use, record_again, stop_recording
+from .notes import allocate, new_number, note_use
 from .probe import kernels
 from .stages import overrides
 
@@ -306,14 +306,11 @@ class Window:
             ops.assign_add(self.update_step, 1)
         self.see(weight)
         self.exchange.cut_parameters()
-        # Op by op, some optimizers change nothing while MindSpore records for a backward pass (AdamWeightDecay, 2.10).
-        stop_recording(isconstant(self.mini_step))
         kind = self.of_buffers if window["buffered"] else self.of_copies
         self.optimizer(kind.scale(factor, gradients, self.dtypes))
         self.exchange.gather_parameters()
         for hook in self.hooks:
             hook()
-        record_again(isconstant(self.mini_step))
         self._count_closing(True, window["own"])
         if window["buffered"]:
             self.empty()

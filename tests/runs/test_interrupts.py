@@ -26,7 +26,7 @@ N, RUNS, FEW, CALLS = 3, 84, 20, 9
 NEVER = 10**9
 FOLDER = str(Path(ms_accum.__file__).parent)
 BATCH = Tensor(np.ones((4, 1)), ms.float32)
-KINDS = ("step", "alone", "pieces", "judged", "cell-graph", "cell-pynative")
+KINDS = ("step", "alone", "pieces", "judged", "cell-graph", "cell-pynative", "eager", "backward")
 COSTLY = ("pieces", "cell-pynative")  # after an interrupt, pieces are compiled anew; a cell here runs op by op
 
 
@@ -79,8 +79,11 @@ class Run:
         self.mode = ms.GRAPH_MODE if kind == "cell-graph" else ms.PYNATIVE_MODE
         if kind.startswith("cell"):
             self.step = TrainOneStepCell(self.network, self.accumulator)
+        elif kind == "backward":
+            self.step = self.by_backward
         else:
-            self.step = make_train_step(self.network, self.accumulator, pieces=2 if kind == "pieces" else 1)
+            self.step = make_train_step(self.network, self.accumulator, pieces=2 if kind == "pieces" else 1,
+                                        eager=kind == "eager")
         lines = [interrupted(self.call)[0] for _ in range(4 * N)]
         self.lines = max(lines[2 * N:])  # everything is compiled by then
 
@@ -90,6 +93,11 @@ class Run:
             self.step(BATCH)
         finally:
             ms.set_context(mode=ms.PYNATIVE_MODE)
+
+    def by_backward(self, batch):
+        for x in self.accumulator.epoch([batch]):
+            self.accumulator.backward(self.network(x), 4.0)
+            break
 
     def start_over(self):
         self.accumulator.reset()
@@ -146,7 +154,7 @@ def test_each_update_happens_once_or_is_refused(kind, runs):
             run.microbatch(rng.randint(1, int(1.5 * run.lines)) if rng.random() < 0.7 else NEVER)
         caught, refused = caught + run.caught, refused + run.refused
     assert caught > CALLS * runs / 5, "hardly any interrupt came"
-    assert refused > 0 if kind in ("pieces", "cell-pynative") else refused == 0
+    assert refused > 0 if kind in (*COSTLY, "eager", "backward") else refused == 0
 
 
 def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
@@ -176,8 +184,8 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
 
 LEFT = [Tensor(np.full((4, 1), value), ms.float32) for value in (1, 2, 4, 8, 16, 32, 64, 128)]  # of an epoch
 # In pieces, losses are miscounted after one signal in ten: too few are no control.
-SIGNALS = {"step": 30, "losses": 30, "model": 5}
-MANY = {"step": 400, "alone": 400, "pieces": 400, "losses": 400, "model": 40, "by hand": 200}
+SIGNALS = {"step": 30, "losses": 30, "model": 5, "eager": 20}
+MANY = {"step": 400, "eager": 400, "alone": 400, "pieces": 400, "losses": 400, "model": 40, "by hand": 200}
 
 
 class Terminated(SystemExit):
@@ -221,7 +229,7 @@ class Epochs:
             self.step = make_train_step(forward_fn, optimizer, N, losses=2)
         else:
             self.step = make_train_step(self.network, optimizer, 1 if kind == "alone" else N,
-                                        pieces=2 if kind == "pieces" else 1)
+                                        pieces=2 if kind == "pieces" else 1, eager=kind == "eager")
 
     def train(self):
         """Train the rest of an epoch."""

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, ops
 from support.pages import PAGES, ROOT
 from support.selftest_defects import ALL, DEFECTS, in_place
 
 from ms_accum import __main__ as cli
 from ms_accum import __version__
-from ms_accum.core import window
+from ms_accum.core import kernels
 from ms_accum.core.kernels import InPlace, Portable
 from ms_accum.selftest import command, plain, test_kernels, test_memory_and_time
 from ms_accum.selftest.modes import running
@@ -173,7 +173,7 @@ def test_fused_products_are_compared_where_they_are_switched_on(monkeypatch):
             fused()
         monkeypatch.setattr(test_kernels, "fused_products", lambda folder: 2)
         fused()
-        monkeypatch.setattr(window, "weighted", lambda factor, gradient, dtype: 2 * gradient)
+        monkeypatch.setattr(kernels, "add_one", lambda factor, buffer, gradient: ops.assign_add(buffer, 2 * gradient))
         fused()
     assert off[0] < 1e-4
     assert off[1] == pytest.approx(1)

@@ -399,7 +399,7 @@ def memory_by_hand():
 
 def memory_of_copies():
     """The control: additions in the order of the parameters, and copies instead of what is done in place."""
-    def add_in_order(small, buffers, gradients):
+    def add_in_order(small, buffers, gradients, factor):
         for buffer, gradient in zip(buffers, gradients):
             ops.assign_add(buffer, gradient.astype(buffer.dtype))
 
