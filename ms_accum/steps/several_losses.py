@@ -79,8 +79,7 @@ class SeveralLossesStep(TrainStep):
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so the weights '
                              'of a window cannot be summed before it is trained; give sync="window"')
         super().__init__(functions, accumulator, pieces, graphs_for, batch_axis, counts, eager)
-        self._losses = losses
-        self._total = self.boundary.compiled(Total(self.window))
+        self._losses, self._total = losses, None  # type: int, Optional[Callable]
 
     def _begin_epoch(self, resume: Optional[bool]) -> int:
         """See `TrainStep`."""
@@ -123,7 +122,7 @@ class SeveralLossesStep(TrainStep):
     def _forget_graphs(self) -> None:
         """See `TrainStep`."""
         super()._forget_graphs()
-        self._total = self.boundary.compiled(Total(self.window))
+        self._total = None
 
     def _fix_unit(self, samples: int) -> None:
         """See `TrainStep`. Here, the unit is the weight of the first piece, which is not known yet."""
@@ -134,6 +133,8 @@ class SeveralLossesStep(TrainStep):
 
     def _summed(self, weights: np.ndarray, active: float) -> Tensor:
         """Return the sums of a window's weights over all ranks. `active`: 1 on a rank that still has data."""
+        if self._total is None:
+            self._total = self.boundary.compiled(Total(self.window))
         totals = self._total(Tensor(weights, ms.float32), Tensor(active, ms.float32))
         self.window.exchange.require_agreement()
         return totals

@@ -93,7 +93,6 @@ class TrainStep(Uncopied):
         require_plain(cells_of(*functions), _INSIDE)
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
         self.boundary.has_own_graphs, self.eager = True, eager
-        self.boundary.run_as(eager)
         if eager:
             warn_if_idle(accumulator.optimizer)
         if pieces > 1:
@@ -271,6 +270,7 @@ class TrainStep(Uncopied):
 
     def _flush(self, ends_epoch: bool = False) -> bool:
         self._updated = None
+        self.boundary.run_as(self.eager)
         try:
             closed, self._updated = self.boundary.flush(self.pieces, self._before_exchange, ends_epoch)
         except Exception as error:
@@ -298,6 +298,7 @@ class TrainStep(Uncopied):
 
     def _graphs_of(self, key: tuple) -> Pieces:
         """Return the graphs for batches of this layout, in the network's mode. The first sets the unit of weights."""
+        self.boundary.run_as(self.eager)  # not earlier: `repr` must compile nothing while MindSpore compiles
         if self.eager:
             require_op_by_op()
         if self._mode is None:
