@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from itertools import islice
+from threading import Lock, Thread
 
 import mindspore as ms
 import numpy as np
@@ -586,3 +587,35 @@ def test_a_window_that_is_closed_by_hand_does_not_make_the_next_one_longer(jitte
         lengths.append(length)
     assert lengths == [1, 1, 2, 2]
     assert int(train_step.accumulator.update_step) == 4
+
+
+def test_threads_that_share_a_lock_train_as_one_after_the_other():
+    """The guide asks for the lock: without it, MindSpore's compiler fails now and then, with errors of its own.
+
+    Control: with the batches of the other thread, they end elsewhere.
+    """
+    lock = Lock()
+    given = {name: [tensors(*batch) for batch in batches([4, 4, 2], seed=seed)] for name, seed in (("a", 0), ("b", 1))}
+
+    def train(name, guard, into):
+        network = MLP(seed=0)
+        with guard:
+            step = make_train_step(mean_loss(network), sgd(network), 2)
+        for batch in given[name]:
+            with guard:
+                step(*batch)
+        with guard:
+            step.flush()
+            into[name] = values(network.trainable_params())
+
+    alone, together = {}, {}
+    for name in given:
+        train(name, nullcontext(), alone)
+    threads = [Thread(target=train, args=(name, lock, together)) for name in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, other in (("a", "b"), ("b", "a")):
+        assert difference(together[name], alone[name]) == 0
+        assert difference(together[name], alone[other]) > 1e-3
