@@ -342,6 +342,8 @@ class Boundary:
     def _close(self, accepted: Optional[bool] = None) -> bool:
         """Update with the open window, or drop it if a stage does not accept it. Return whether it was applied.
 
+        If ranks disagree in a graph, it is not, but the host learns that only at its next read.
+
         `accepted`: whether the stages accept it, if it was read.
         """
         exchange = self.window.exchange
@@ -402,6 +404,7 @@ class Boundary:
         """Read where the window stands, if something has come between; close it if it is full."""
         if not self.is_known:
             status = self._whole()
+            self.updates = status.update_step
             if status.needed == 0:
                 self._close()
                 status = self._whole()

@@ -5,10 +5,11 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import amp, nn, ops
+from support.training import step_of
 
 from ms_accum import TrainOneStepCell, make_train_step, until_weight
 from ms_accum.core.boundary import Boundary
-from ms_accum.selftest.networks import MLP, mean_loss, tensors
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from ms_accum.selftest.reads import counted_reads
 
 pytestmark = pytest.mark.core
@@ -176,3 +177,17 @@ def test_a_cell_warns_of_many_skips_at_its_64th_microbatch(mode_named, context, 
                 cell(*batch)
         said.append(sum("64 windows in a row were skipped" in str(warning.message) for warning in warned))
     assert said == [0, warns, 0]
+
+
+@pytest.mark.parametrize(("updates", "called"), [(9, [10]), (8, [])])
+def test_a_full_window_that_is_closed_late_is_counted_from_the_devices_count(updates, called):
+    """As after a load or an interrupt. Control: another count calls nothing."""
+    step, seen = step_of(2), []
+    step.on_update(lambda: seen.append(step.status().update_step), every=10)
+    step(*tensors(*batches([4])[0]))
+    ops.assign(step.accumulator.mini_step, 2)
+    ops.assign(step.accumulator.update_step, updates)
+    step.boundary.forget()
+    step.boundary.ask()
+    assert seen == called
+    assert step.status()[:2] == (updates + 1, 0)
