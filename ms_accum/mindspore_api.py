@@ -5,7 +5,7 @@ No other file imports such a name. A later MindSpore may lack any of them: then 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from os import environ
 from typing import Any, NoReturn
@@ -148,52 +148,85 @@ except ImportError:  # MindSpore 2.8 and older
         executor = None
 
 
-_stopped: list[bool] = []  # what `record_again` restores
+_RECORDING = ("grad_flag", "set_grad_flag", "enable_grad", "set_enable_grad")
+if not all(hasattr(executor, name) for name in _RECORDING):
+    executor = None
+_before: list[bool] = []  # for each block that records: whether MindSpore recorded before it
+_stopped: list[bool] = []  # for each `stop_recording`: what `record_again` restores
 
 
 @contextmanager
-def recording() -> Iterator[None]:
-    """Record what runs op by op in the block, for `backward`."""
-    record_again(True)
-    before = executor.grad_flag()
-    try:
+def recording() -> Iterator[Callable[[], None]]:
+    """Record what runs op by op in the block, for `backward`. Yield a function that switches it on again."""
+    def record() -> None:
+        restore()
         executor.set_grad_flag(True)
-        yield
-    finally:
-        executor.set_grad_flag(before)
+
+    _before.append(executor.grad_flag())
+    try:
+        record()
+        yield record
+    finally:  # blocks may end in any order; the last one that ends restores what was before the first one
+        restore()
+        was_on = _before[0]
+        _before.pop()
+        if not _before:
+            executor.set_grad_flag(was_on)
+        else:
+            _before[0] = was_on
+
+
+def is_enabled() -> bool:
+    """Return whether MindSpore may record; True if it is not known."""
+    return executor is None or executor.enable_grad()
+
+
+def enable(is_on: bool) -> None:
+    """Let MindSpore record, or not, where a backward pass or the flag asks for it."""
+    if executor is not None:
+        executor.set_enable_grad(is_on)
 
 
 @ops.constexpr
 def stop_recording(runs_op_by_op: bool) -> bool:
     """Record nothing from here on, op by op. Do it for updates: AdamWeightDecay changes nothing otherwise (2.10)."""
     if runs_op_by_op and executor is not None and executor.grad_flag():
-        _stopped.append(executor.enable_grad())
-        executor.set_enable_grad(False)
+        _stopped.append(is_enabled())
+        enable(False)
     return True
 
 
 @ops.constexpr
 def record_again(runs_op_by_op: bool) -> bool:
-    """Undo `stop_recording`. After an error or an interrupt, what begins next does."""
+    """Undo the last `stop_recording`. After an error or an interrupt, `restore` does."""
     if runs_op_by_op and _stopped:
-        executor.set_enable_grad(_stopped[0])
-        _stopped.clear()
+        enable(_stopped.pop())
     return True
+
+
+def restore() -> None:
+    """Undo each `stop_recording` that an error or an interrupt has left."""
+    if _stopped:
+        enable(_stopped[0])
+        _stopped.clear()
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """Record nothing in the block."""
+    stopped = len(_stopped)
     try:
         stop_recording(True)
         yield
     finally:
-        record_again(True)
+        if len(_stopped) > stopped:
+            enable(_stopped[stopped])
+            del _stopped[stopped:]
 
 
-def backward(loss: Any) -> None:
-    """Run the backward pass of a loss that was recorded."""
-    run_backward((loss,), None, False, False, None)
+def backward(loss: Any, parameters: Any = None) -> None:
+    """Run the backward pass of a loss that was recorded, for these parameters alone; None: for all."""
+    run_backward((loss,), None, False, False, parameters if parameters is None else tuple(parameters))
 
 
 def is_recorded(loss: Any) -> bool:

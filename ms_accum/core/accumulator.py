@@ -42,7 +42,7 @@ from .stages import (
     require_scale,
     stages_of,
 )
-from .stream import Stream, require_backward, require_no_gradients, require_scalar_loss
+from .stream import Stream, require_backward, require_scalar_loss, require_untouched
 from .window import Window
 
 if TYPE_CHECKING:
@@ -255,7 +255,8 @@ class Accumulator(Uncopied):
     def epoch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of an epoch for a loop that calls `backward`, and apply the incomplete last window.
 
-        Until the loop ends, MindSpore records what runs op by op, as under `loss.backward()` in PyTorch.
+        Until the loop ends, MindSpore records what runs op by op, as under `loss.backward()` in PyTorch. Some of its
+        optimizers change nothing then (`nn.AdamWeightDecay`): call others than this accumulator's outside of the loop.
 
             for data, label in accumulator.epoch(dataset):
                 loss = loss_fn(network(data), label)
@@ -268,8 +269,10 @@ class Accumulator(Uncopied):
             batches: Any iterable. Batches are yielded as they are.
         """
         require_backward()
-        with recording():
-            yield from batches
+        with recording() as record:
+            for batch in batches:
+                record()  # a gradient that the loop has computed may have switched it off
+                yield batch
         self.flush()
 
     def backward(self, loss: Tensor, weight: Scalar = 1.0) -> Tensor:
@@ -301,18 +304,17 @@ class Accumulator(Uncopied):
         require_scalar_loss(loss)
         weight = as_weight(weight)
         window, number = self.window, self.window.number
-        note_called(number, True, False)
+        with unrecorded():
+            note_called(number, True, False)
         note_filled(number)
         if not self._is_in_backward:  # otherwise, an interrupt has stopped the last call: these are its own
-            require_no_gradients(window.weights)
+            require_untouched(window.weights)
         self._is_in_backward, scaled, gradients = True, self.scaled(loss), None
         try:
             with unrecorded():
                 window.begin(loss)
-            if window.streams:
-                self._stream(weight, partial(backward, scaled))
-            else:
-                backward(scaled)
+            self._stream(weight, partial(self._run_backward, scaled))
+            if not window.streams:
                 gradients = tuple([ops.zeros_like(p) if gradient_of(p) is None else gradient_of(p)
                                    for p in window.weights])
         finally:
@@ -324,6 +326,10 @@ class Accumulator(Uncopied):
             closed = window.close_if(window.is_full())
         note_called(number, True, True)
         return closed
+
+    def _run_backward(self, loss: Tensor) -> None:
+        self._stream.start()
+        backward(loss, self.window.weights)
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors are those of a call."""

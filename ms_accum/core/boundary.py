@@ -122,6 +122,7 @@ class Boundary:
         trained: Number of microbatches trained in this epoch. All three are right while `is_known`, for a train step;
             a cell does not count.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
+        eager: Whether the host runs op by op.
         has_own_graphs: Whether a train step compiles all graphs that hold the window, so that they go with the step.
     """
 
@@ -130,7 +131,7 @@ class Boundary:
         # Otherwise, only the device knows whether a microbatch counted, or a window was applied.
         self._is_exact = not (window.may_skip or window.may_drop) and window.length.budget is None
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
-        self._eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
+        self.eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
         self._warned = False  # of many skips
@@ -447,16 +448,16 @@ class Boundary:
 
     def run_as(self, eager: bool) -> None:
         """Say whether the driver runs op by op (`eager`), or by graphs: the host then does the same."""
-        if eager != self._eager:
-            self._eager, self._graphs = eager, {}
+        if eager != self.eager:
+            self.eager, self._graphs = eager, {}
 
     def compiled(self, function: Callable) -> Callable:
         """Return `function` as a graph of its own; op by op, the function itself."""
-        return function if self._eager else compiled(function)
+        return function if self.eager else compiled(function)
 
     def straight(self, function: Callable) -> Callable:
         """Return `function` as a graph without control flow; see `straight`. Op by op, the function itself."""
-        return function if self._eager else straight(function, self.window)
+        return function if self.eager else straight(function, self.window)
 
     def _run(self, name: str, *arguments: Tensor) -> Tensor:
         """Call one of the window's methods for the host."""

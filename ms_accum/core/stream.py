@@ -1,9 +1,9 @@
 """A stream of gradients: op by op, the backward pass adds each gradient to its buffer the moment it is computed.
 
-    backward pass ─► gradient of the last parameter ─► hook: weigh, add to its buffer ─► forgotten
-                  ─► gradient of the one before     ─► hook ...
+    forward pass ─► loss ─► start ─► backward pass ─► gradient of the last parameter ─► hook: weigh, add, forget
+                                                  ─► gradient of the one before     ─► hook ...
 
-So the gradients of two parameters are never in memory together, as in a graph on Ascend.
+So the gradients of two layers are never in memory together.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
-from ..mindspore_api import executor, gradient_of, is_recorded, run_backward
+from ..mindspore_api import enable, executor, gradient_of, is_enabled, is_recorded, run_backward
 from ..tensors import COMPLEX, FLOATS, checked_gradients
 from .kernels import add_one
 from .notes import note_use
@@ -29,9 +29,10 @@ _TWICE = ("the gradient of {} was computed more than once in one backward pass, 
 
 
 class Stream:
-    """Add gradients to a window's buffers during a backward pass. Call it only if `window.streams`.
+    """Run backward passes op by op, and add gradients to a window's buffers in them if `window.streams`.
 
-    Hooks are on the parameters for this backward pass alone: others, also those of the script, see none.
+    Hooks are on the parameters from the end of the forward pass to that of the backward pass: other backward passes,
+    also inside the forward pass, see none.
 
     Args:
         window: The open window.
@@ -40,34 +41,38 @@ class Stream:
     def __init__(self, window: Window) -> None:
         self.window, self.passes, self.current = window, 0, 0  # backward passes; the one that runs, or 0
         self.nothing = Tensor(0.0, ms.float32)  # in place of a gradient, whose memory is then free
+        self._factor: Any = None
+        self._hooks: list[Hook] = []
+        self._handles: list[Any] = []
 
-    def __call__(self, factor: Scalar, backward: Callable[[], Result]) -> Result:
-        """Return the result of `backward()`, a backward pass. In it, each gradient is replaced by 0 of shape `()`.
+    def __call__(self, factor: Any, backward: Callable[[], Result]) -> Result:
+        """Return the result of `backward()`, a backward pass. If it streams, each gradient in it is 0, of shape `()`.
 
         Then call `Window.add` with the gradients None. If `backward` raises an error, the window may hold some of its
         gradients: call `Window.begin` before, which marks that.
 
         Args:
             factor: The factor on each gradient: the weight of the piece, or 1 for a sum.
-            backward: A function without arguments that runs one backward pass.
+            backward: A function without arguments that runs one backward pass. It calls `start` when the loss is known.
 
         Raises:
             TypeError, ValueError: If a gradient does not fit its parameter (e.g. a sparse one).
             RuntimeError: If a gradient came twice.
         """
-        window = self.window
+        window, recorded = self.window, is_enabled()
         note_use(window.number)  # buffers need memory
-        self.passes += 1
-        self.current = self.passes
-        hooks = [Hook(self, factor / window.unit, buffer) for buffer in window.buffers]
-        handles = [weight.register_hook(hook) for weight, hook in zip(window.weights, hooks)]
+        self._factor, self._hooks, self._handles = factor, [], []
         try:
             result = backward()
+        except BaseException:
+            enable(recorded)  # MindSpore 2.10 leaves it off, and then refuses all later gradients
+            raise
         finally:
             self.current = 0
-            for handle in handles:
+            for handle in self._handles:
                 handle.remove()
         # Not in a hook: MindSpore 2.10 raises an error of a hook again in a later call.
+        hooks, self._hooks, self._handles = self._hooks, [], []
         if any(hook.other is not None for hook in hooks):
             checked_gradients(window.names, window.shapes, [
                 weight if hook.other is None else hook.other for weight, hook in zip(window.weights, hooks)])
@@ -76,12 +81,22 @@ class Stream:
             raise RuntimeError(_TWICE.format(twice))
         return result
 
+    def start(self) -> None:
+        """Say that the forward pass has ended: add the gradients that come from now on."""
+        window = self.window
+        if window.streams:
+            self.passes += 1
+            self.current = self.passes
+            for weight, buffer in zip(window.weights, window.buffers):
+                self._hooks.append(Hook(self, self._factor / window.unit, buffer))
+                self._handles.append(weight.register_hook(self._hooks[-1]))
+
 
 class Hook:
     """Add the gradient of a parameter to its buffer, during one backward pass.
 
-    After an error in a backward pass, MindSpore 2.10 removes no hook of it. They stay, and do nothing; a graph that is
-    compiled later may hold them.
+    After an error in a backward pass, MindSpore 2.10 removes no hook of it. They stay on the parameters, and do
+    nothing; a graph that is compiled later may hold them.
 
     Args:
         stream: The stream.
@@ -110,7 +125,10 @@ class Hook:
 
 
 def require_backward() -> None:
-    """Raise RuntimeError if MindSpore has no backward pass of a recorded loss."""
+    """Raise RuntimeError if MindSpore has no backward pass of a recorded loss, or is in graph mode."""
+    if ms.get_context("mode") != ms.PYNATIVE_MODE:
+        raise RuntimeError("accumulator.backward was called in graph mode, expected PyNative mode; call "
+                           "mindspore.set_context(mode=mindspore.PYNATIVE_MODE), or use make_train_step")
     if run_backward is None or executor is None:
         raise RuntimeError("this MindSpore lacks a private function that accumulator.backward needs; train with "
                            "make_train_step(forward_fn, optimizer, accumulate_step, eager=True)")
@@ -127,10 +145,11 @@ def require_scalar_loss(loss: Any) -> None:
         raise TypeError(f"loss is of {loss.dtype}, expected a float dtype; do not cast the network's loss")
     if not is_recorded(loss):
         raise RuntimeError("loss was computed while nothing was recorded, so it has no gradients, expected one of a "
-                           "loop over accumulator.epoch(batches), in PyNative mode; also look for stop_gradient")
+                           "loop over accumulator.epoch(batches); look for stop_gradient, and for a gradient (ms.grad, "
+                           "another step) that the loop computes before the loss: it switches recording off")
 
 
-def require_no_gradients(parameters: Iterable[Parameter]) -> None:
+def require_untouched(parameters: Iterable[Parameter]) -> None:
     """Raise RuntimeError for parameters that hold a gradient already, or are sharded by another library."""
     for parameter in parameters:
         if gradient_of(parameter) is not None:

@@ -120,7 +120,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             "loss_reduction": loss_reduction})
         fix_unit_of_sums(self.window, loss_reduction)
         self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK)
-        self._stream = Stream(self.window) if self.window.streams else None
+        self._stream = Stream(self.window)
         self._takes = (type(network).__name__, *positions_of(network))
         self._nothing = Pieces(accumulator.boundary, self._loss, 0, (), 1)
         self._mode: Optional[TrainMode] = None

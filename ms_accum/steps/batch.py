@@ -346,7 +346,8 @@ class Loss:
         """
         if self.stream is None:
             return grad_fn(*arguments)
-        return self.stream(factor, partial(grad_fn, *arguments))[0], None
+        value, gradients = self.stream(factor, partial(grad_fn, *arguments))
+        return value, None if self.window.streams else gradients
 
     def scaled(self, weight: Scalar, *piece: Any) -> tuple:
         """Return the value to differentiate, the loss and aux."""
@@ -362,6 +363,8 @@ class Loss:
         could not add a matrix product in place.
         """
         returned = self.scaled(weight, *piece)
+        if self.stream is not None:
+            self.stream.start()
         return ops.depend(returned[0], self.window.begin(returned[0])), returned[1], returned[2]
 
 

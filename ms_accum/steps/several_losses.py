@@ -249,6 +249,8 @@ class WeighedPiece:
         for t in self.counts:
             total = total + shares[t] * losses[t].astype(ms.float32)
         total = self.window.scaled_loss(total)
+        if self.loss.stream is not None:
+            self.loss.stream.start()
         return after(self.window.begin(total), total), as_vector(losses), aux
 
     def __call__(self, start: Tensor, totals: Tensor, weights: Tensor, of_window: Tensor, *batch: Any) -> Any:
@@ -259,7 +261,7 @@ class WeighedPiece:
         weight, unit = weights.mean(), self.window.unit  # type: Tensor, Any
         unit = divisor(weight) if self.window.looks_at_gradients else unit
         shares = numerators * of_window.mean() / (divisor(of_window) * unit)
-        factor = None if self.window.looks_at_gradients else unit if self.counts else 0.0
+        factor = None if self.window.looks_at_gradients else unit if self.counts else 0.0  # see `Window.add`
         (total, losses, aux), gradients = self.loss.differentiated(self.grad_fn, factor, shares, *inputs)
         losses = losses / divisor(weights) if self.loss.is_sum else losses
         if self.loss.has_aux:

@@ -298,7 +298,8 @@ class TrainStep(Uncopied):
 
     def _graphs_of(self, key: tuple) -> Pieces:
         """Return the graphs for batches of this layout, in the network's mode. The first sets the unit of weights."""
-        self.boundary.run_as(self.eager)  # not earlier: `repr` must compile nothing while MindSpore compiles
+        if self.boundary.eager != self.eager:  # not earlier: `repr` must compile nothing while MindSpore compiles
+            self.boundary.run_as(self.eager)
         if self.eager:
             require_op_by_op()
         if self._mode is None:
@@ -450,7 +451,7 @@ def make_train_step(
     if losses > 1:
         from .several_losses import SeveralLosses, SeveralLossesStep, WeighedPieces  # a kind of step of its own
 
-    stream = Stream(window) if eager and window.streams else None
+    stream = Stream(window) if eager else None
 
     def graphs_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Pieces:
         functions = (positional("forward_fn", forward_fn, len(cut), names),

@@ -1,6 +1,7 @@
 """Loops in the style of loss.backward(): every optimizer, what is refused, and hooks that go. Whole runs are drawn in
 test_differential.py, and calls in any order in test_machine.py."""
 import random
+from contextlib import suppress
 
 import mindspore as ms
 import numpy as np
@@ -131,7 +132,7 @@ def test_what_would_be_silent_is_refused_and_changes_nothing(monkeypatch):
         monkeypatch.setattr("ms_accum.core.stream.run_backward", None)
         said(RuntimeError, "lacks a private function .*eager=True", value)
         monkeypatch.undo()
-        accumulator.backward(value)  # control
+        assert accumulator.backward(value).dtype == ms.bool_  # control
         assert accumulator.status().trained == 1
         with pytest.raises(RuntimeError, match="backward the graph twice"):
             accumulator.backward(value)
@@ -144,15 +145,92 @@ def test_a_gradient_that_comes_twice_in_a_backward_pass_is_never_applied():
     grad_fn, stream = ms.value_and_grad(loss, None, accumulator.weights), Stream(accumulator.window)
     accumulator.window.begin(Tensor(0.0))
     with pytest.raises(RuntimeError, match=r"was computed more than once in one backward pass.*accumulator\.reset"):
-        stream(1.0, lambda: (grad_fn(*batch), grad_fn(*batch)))
+        stream(1.0, lambda: (stream.start(), grad_fn(*batch), grad_fn(*batch)))
     with pytest.raises(RuntimeError, match="may hold only some pieces"):
         accumulator.flush()
     accumulator.reset()
     accumulator.window.begin(Tensor(0.0))
-    stream(1.0, lambda: grad_fn(*batch))
+    stream(1.0, lambda: (stream.start(), grad_fn(*batch)))
     expected = values(grad_fn(*batch)[1])
     assert difference([b.asnumpy() * float(accumulator.window.unit) for b in accumulator.window.buffers], expected) == 0
     accumulator.reset()
+
+
+def test_two_accumulators_take_turns_and_leave_no_gradient_at_each_others_parameters():
+    """A generator, through a discriminator, and the discriminator. Control: MindSpore's pass fills both."""
+    made, judged = MLP(6, 5, 6, seed=0), MLP(6, 5, 1, seed=1)
+    first, second = (Accumulator(nn.AdamWeightDecay(network.trainable_params(), 0.01), 2, reduction="mean")
+                     for network in (made, judged))
+    given = [tensors(*batch)[0] for batch in batches(SIZES)]
+
+    def of_first(x):
+        return judged(made(x)).mean()
+
+    def of_second(x):
+        return judged(x).mean()
+
+    for x, _ in zip(first.epoch(given), second.epoch(given)):
+        first.backward(of_first(x), len(x))
+        assert not any(map(mindspore_api.gradient_of, judged.trainable_params()))
+        second.backward(of_second(x), len(x))
+        if x is given[0]:
+            mindspore_api.backward(of_first(x))
+            assert all(mindspore_api.gradient_of(p) is not None for p in judged.trainable_params())
+            for parameter in (*made.trainable_params(), *judged.trainable_params()):
+                mindspore_api.forget_gradient(parameter)
+    assert not mindspore_api.executor.grad_flag()
+    assert second.flush()  # whose loop `zip` has left
+    assert (int(first.update_step), int(second.update_step)) == (3, 3)
+
+
+def test_a_gradient_in_the_loop_switches_recording_off_for_its_batch_alone():
+    _, accumulator, loss, batch = parts()
+    grad_fn = ms.value_and_grad(loss, None, accumulator.weights)
+    for i, _ in enumerate(accumulator.epoch([0, 1])):
+        if i == 0:
+            grad_fn(*batch)
+            with pytest.raises(RuntimeError, match=r"ms\.grad, .*switches recording off"):
+                accumulator.backward(loss(*batch))
+        else:
+            accumulator.backward(loss(*batch))
+    assert accumulator.status()[:2] == (1, 0)
+
+
+def test_a_window_that_is_closed_late_or_by_an_update_that_fails_changes_nothing_else(monkeypatch):
+    """As after an interrupt: the optimizer does not record, and after an error MindSpore may record again."""
+    network = MLP(seed=0)
+    accumulator = Accumulator(nn.AdamWeightDecay(network.trainable_params(), 0.1), 2, reduction="mean")
+    loss, batch = mean_loss(network), tensors(*batches([4])[0])
+    start, failing = values(network.trainable_params()), []
+    for i, _ in enumerate(accumulator.epoch(range(3))):
+        value = loss(*batch)
+        with monkeypatch.context() as patch:
+            if i == 1:
+                patch.setattr(type(accumulator.window), "close_if", interrupted)
+            if i == 1:
+                with pytest.raises(KeyboardInterrupt):
+                    accumulator.backward(value)
+            else:
+                accumulator.backward(value)
+    assert int(accumulator.update_step) == 2
+    assert min(relative([one], [other]) for one, other in zip(values(network.trainable_params()), start)) > 1e-3
+
+    def hook():
+        if failing:
+            raise KeyboardInterrupt
+
+    hooked = Accumulator(sgd(network), 1, reduction="mean", after_update=hook)
+    grad_fn = ms.value_and_grad(loss, None, hooked.weights)
+    gradients = grad_fn(*batch)[1]
+    failing.append(1)
+    with recording(), suppress(KeyboardInterrupt):
+        hooked(gradients)
+    grad_fn(*batch)  # MindSpore refuses it while recording is off
+    hooked.reset()
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def test_other_backward_passes_see_no_hook_also_after_an_error():
@@ -160,11 +238,14 @@ def test_other_backward_passes_see_no_hook_also_after_an_error():
     grad_fn = ms.value_and_grad(loss, None, accumulator.weights)
     expected = values(grad_fn(*batch)[1])
 
-    def interrupted():
+    stream = Stream(accumulator.window)
+
+    def interrupted_pass():
+        stream.start()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Stream(accumulator.window)(1.0, interrupted)
+        stream(1.0, interrupted_pass)
     with recording():
         accumulator.backward(loss(*batch))
         value = loss(*batch)

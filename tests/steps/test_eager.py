@@ -1,4 +1,5 @@
 """Train steps that run op by op: any Python, interrupts, and what they need. Whole runs: test_differential.py."""
+from contextlib import suppress
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -8,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from support.modes import compiled_graphs
 from support.training import sgd, step_of
 
-from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, mindspore_api, save_checkpoint
 from ms_accum.selftest.comparing import difference, relative, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -68,6 +69,40 @@ def test_any_python_trains_as_on_the_undivided_batch(options):
 
     assert difference(values(network.trainable_params()), train(weigh=True)) <= 1e-6
     assert difference(values(network.trainable_params()), train(weigh=False)) > 1e-4
+
+
+def test_a_gradient_inside_the_loss_is_no_gradient_of_the_loss():
+    """Of the network's weights. Control: without the penalty."""
+    def penalised(network, factor):
+        def loss(x, y):
+            return (network(x) ** 2).mean()
+
+        inner = ms.grad(loss, None, ms.ParameterTuple(network.trainable_params()))
+
+        def forward_fn(x, y):
+            total = loss(x, y)
+            for gradient in inner(x, y) if factor else ():
+                total = total + factor * (gradient**2).sum()
+            return total
+        return forward_fn
+
+    batch = tensors(*batches([6])[0])
+    trained = []
+    for factor, eager in ((0.5, True), (0.5, False), (0.0, True)):
+        network = MLP(seed=0)
+        forward_fn = penalised(network, factor)
+        if eager:
+            step = make_train_step(forward_fn, sgd(network), 2, eager=True)
+            losses = [float(step(*batch)) for _ in range(2)]
+        else:
+            optimizer = sgd(network)
+            value, gradients = ms.value_and_grad(forward_fn, None, optimizer.parameters)(*batch)
+            optimizer(gradients)
+            losses = [float(value)] * 2
+        trained.append((losses, values(network.trainable_params())))
+    assert trained[0][0] == pytest.approx(trained[1][0], rel=1e-6)
+    assert difference(trained[0][1], trained[1][1]) <= 1e-6
+    assert difference(trained[0][1], trained[2][1]) > 1e-3
 
 
 def test_a_lambda_and_a_function_whose_source_is_not_there():
@@ -135,8 +170,10 @@ def test_an_error_in_the_forward_pass_changes_nothing_and_one_in_the_backward_pa
     assert difference([buffer.asnumpy() for buffer in step.accumulator.window.buffers], before) == 0
     assert step.status().unfinished == 0
     failing[:] = ["backward"]
-    with pytest.raises(Stopped):
+    with suppress(Stopped):
         step(*second)
+        pytest.fail("nothing was raised")
+    assert mindspore_api.executor.enable_grad()  # or all later gradients are refused
     failing.clear()
     with pytest.raises(RuntimeError, match="may hold only some pieces"):
         step(*second)
