@@ -280,12 +280,13 @@ class Accumulator(Uncopied):
 
         It takes the place of `loss.backward()`, `optimizer.step()` and `zero_grad()`. Each gradient is added to its
         buffer during the backward pass, and then forgotten, unless a stage looks at gradients or ranks sum each
-        microbatch. Parameters that the loss does not depend on get a gradient of 0. It uses private functions of
-        MindSpore; `make_train_step(..., eager=True)` needs none.
+        microbatch. Parameters that the loss does not depend on get a gradient of 0. With a loss scaler, it scales the
+        loss itself. It uses private functions of MindSpore, which fail for layers with `recompute()` or a `bprop` of
+        their own (2.10); `make_train_step(..., eager=True)` needs none, and takes these.
 
         Args:
-            loss: Of one microbatch, computed in PyNative mode: float Tensor of shape `()`. With `reduction="mean"` the
-                undivided mean, with "sum" divided by `accumulate_step`.
+            loss: Of one microbatch, computed in PyNative mode, not from `scaled`: float Tensor of shape `()`. With
+                `reduction="mean"` the undivided mean, with "sum" divided by `accumulate_step`.
             weight: See a call.
 
         Returns:
