@@ -82,7 +82,7 @@ class _Walk:
         if text is not None:
             yield place, text
             return
-        named = value if hasattr(value, "__qualname__") else type(value)
+        named = value if hasattr(value, "__qualname__") else list if isinstance(value, tuple) else type(value)
         yield place or "class", f"{getattr(named, '__module__', '')}.{named.__qualname__}"
         if isinstance(value, nn.Cell) and not in_schedule and _is_schedule(value, place):
             in_schedule = True
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Optional[str]:
         return _array(value)
     is_list = isinstance(value, (list, tuple))
     if isinstance(value, _SIMPLE) or (is_list and all(isinstance(held, _SIMPLE) for held in value)):
-        return f"{value!r}"
+        return repr([*value]) if is_list else repr(value)  # a tuple is as good as a list
     if isinstance(value, (set, frozenset)):
         return f"{sorted(map(repr, value))}"  # in an order that does not depend on the process
     return None

@@ -191,3 +191,11 @@ def test_scalers_and_stages_are_compared_by_class_and_numbers():
     """A stage's Parameters may differ between ranks, and so may the number of this rank."""
     assert len({*map(text_of, SCALERS), text_of(amp.StaticLossScaler(2))}) == len(SCALERS)
     assert texts_of_stages([Limit(2)]) == texts_of_stages([Limit(2, 3.0, np.arange(3))]) != texts_of_stages([Limit(3)])
+
+
+def test_a_tuple_of_rates_is_as_good_as_a_list():
+    """Control: another rate."""
+    def text(rates):
+        return describe(nn.SGD(MLP().trainable_params(), rates))
+
+    assert text([0.3, 0.2]) == text((0.3, 0.2)) != text((0.3, 0.1))
