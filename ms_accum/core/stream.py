@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .window import Window
 
 Result = TypeVar("Result")
-_TWICE = ("the gradient of {} was computed more than once in one backward pass, so it was added more than once; leave "
-          "backward passes inside the loss out (or give recomputed layers to a train step without eager=True), call "
-          "accumulator.reset(), which drops the open window, and continue with the next batch")
+_TWICE = ("the gradient of {} came more than once in one backward pass, so it was added more than once; train this "
+          "network with a compiled step; or call accumulator.reset(), which drops the open window, and continue with "
+          "the next batch")
 
 
 class Stream:
