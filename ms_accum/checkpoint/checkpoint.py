@@ -16,16 +16,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from hashlib import sha256
-from itertools import compress
+from itertools import compress, zip_longest
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Union
+from warnings import warn
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from ..arguments import instance_of
+from ..arguments import boolean, instance_of
 from ..core.accumulator import Accumulator
 from ..core.boundary import require_whole
+from ..core.facts import given_to
 from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
@@ -48,7 +50,7 @@ from .file import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_OF_WINDOW = ("reducer", "accumulate_step")  # settings that a closed window does not depend on
+_SCALER = "accumulator:loss_scaler."
 _OF_RANK = re.compile(r"rank\d+:")  # how the names of other ranks' entries begin
 _UNIT, _TORN, _SCALE = (f"accumulator:{name}" for name in ("weight_unit", "unfinished", "loss_scaler.scale_value"))
 
@@ -141,15 +143,23 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
 
 @_in_order
-def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any) -> Any:
-    """Load a file of `save_checkpoint` into a network and an accumulator that are built with the same arguments.
+def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any, *,
+                    keep_rates: bool = False) -> Any:
+    """Load a file of `save_checkpoint` into a network and an accumulator.
 
-    If this run has not trained yet, the resumed training is bit-identical; otherwise it keeps its own unit of weights,
-    and results differ by rounding. Everything is checked before anything is loaded. Nothing in the file is executed.
+    If this run has not trained yet, and is built with the same arguments, the resumed training is bit-identical;
+    otherwise it keeps its own unit of weights, and results differ by rounding. Everything is checked before anything is
+    loaded. Nothing in the file is executed.
 
-    A checkpoint of a closed window (saved when `train_step.updated` is true, or after a flush) can be loaded with a
-    different number of ranks, `DataParallel` or `accumulate_step`. With a different number of ranks or `DataParallel`,
-    every rank gets rank 0's values of `extra` and of BatchNorm's statistics.
+    What the script gives the optimizer now counts: learning rates, momentum, weight decay, schedules. A list of rates
+    goes on at the update reached, and may be longer or shorter. A rate that the training itself has changed (by a
+    callback) goes on if the script gives the same initial one. One warning says what differs from the file.
+
+    With a checkpoint of a closed window (saved when `train_step.updated` is true, or after a flush), the accumulator
+    may have other arguments, too; the same warning names them. State of a loss scaler, a noise scale or a stage that
+    the file lacks, or of a loss scaler with other arguments, stays that of this run; what only the file holds is
+    dropped. With a different number of ranks or `DataParallel`, every rank gets rank 0's values of `extra` and of
+    BatchNorm's statistics.
 
     With several ranks, every rank has to call it with the same path. Only rank 0 reads the file.
 
@@ -159,7 +169,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     Args:
         path: The path that was given to `save_checkpoint`.
         network: A network with the same parameters as the saved one; their values are replaced.
-        accumulator: As in `save_checkpoint`, built with the same arguments.
+        accumulator: As in `save_checkpoint`.
+        keep_rates: Whether learning rates and momentum stay those of the file if the script gives others.
 
     Returns:
         `extra`.
@@ -167,11 +178,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or not a checkpoint of ms_accum, or was saved with a
-            different network, optimizer, `reduction`, `clip_norm`, `on_nonfinite` or noise scale; the message names the
-            entry. With an open window, the number of ranks, `DataParallel` and `accumulate_step` must be equal, too
-            (functions are compared at 0, 1, 2, 4, … 2**16 updates). With several ranks, all of them raise it. It does
-            not compare arguments of the optimizer that are not Parameters, the factor and window of a loss scaler, or
-            arguments of the train step.
+            different network, optimizer or `after_update`; the message names the entry. With an open window, the number
+            of ranks and all arguments of the accumulator must be equal, too (functions are compared at 0, 1, 2, 4, …
+            2**16 updates). With several ranks, all of them raise it. It does not compare arguments of the train step.
         OSError: If other code wrote to the file while it was read (a save of ms_accum never does). Later calls then
             raise RuntimeError, until a whole file is loaded.
         TypeError, ValueError: As in `save_checkpoint`.
@@ -190,7 +199,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         {'seed': 42, 'losses': [0.5]}
     """
     accumulator = _checked_accumulator(network, accumulator)
-    exchange = accumulator.exchange
+    boolean("keep_rates", keep_rates, "say whether learning rates stay those of the file")
+    boundary, exchange = accumulator.boundary, accumulator.exchange
     exchange.require_whole_state()
     exchange.announce(LOAD)
     rank, ranks = exchange.rank, exchange.ranks
@@ -201,14 +211,17 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         entries, about = _together(ranks, lambda: read_file(path, opened) if rank == 0 else ({}, {}), CheckpointError)
         if ranks > 1:
             entries, about = _described_by_rank_0(entries, about)
-        found = _together(ranks, lambda: run.checked(path, entries, about), CheckpointError)
-        with accumulator.boundary.loading(about["open"], run.exchanged_alike(about)):
+        found, notes = _together(ranks, lambda: run.checked(path, entries, about, keep_rates), CheckpointError)
+        with boundary.loading(about["open"], run.exchanged_alike(about)):
             for name, entry in found.items():
                 run.take(name, _value(entry, ranks))
                 # Otherwise MindSpore queues the entries, and holds several. Operations run in order, so that the entry
                 # is freed before the next one has a value (measured on CPU, where there is nothing to synchronize).
                 synchronize()
                 (Tensor(0) + 1).asnumpy()
+    boundary.given = about.get("given", run.given) if keep_rates else run.given
+    if notes and rank == 0:
+        warn(f"{path} was saved by a run that differs from this one: {', '.join(notes)}", UserWarning, stacklevel=3)
     return about.get(f"rank{rank}:extra" if run.exchanged_alike(about) else "", about["extra"])
 
 
@@ -254,7 +267,9 @@ class _State:
         entries: All state by its name in the file.
         divided: For each entry of which this rank holds only a slice (ZeRO), the whole parameter.
         of_window: The names of entries that are only needed while a window is open.
-        settings: Settings that must be equal in the run that resumes; those in `_OF_WINDOW` only if a window is open.
+        of_stages: The names of entries that may be missing if no window is open.
+        settings: Settings that must be equal in the run that resumes if a window is open.
+        given: What the script gave the optimizer; see `given_to`.
     """
 
     def __init__(self, network: nn.Cell, accumulator: Accumulator) -> None:
@@ -273,7 +288,8 @@ class _State:
         if len(accumulator.state) < len(accumulator.parameters):
             raise ValueError("two Parameters of the accumulator's state have the same name; rename those of "
                              "after_update")
-        self.settings = dict(accumulator.boundary.settings)
+        boundary, window = accumulator.boundary, accumulator.window
+        self.settings = dict(boundary.settings)
         exchange = self.exchange = accumulator.exchange
         divided = divided_state(optimizer)
         self.divided = {name: divided[id(p)] for name, p in self.entries.items() if id(p) in divided}
@@ -281,8 +297,11 @@ class _State:
         if exchange.divides_buffers:  # a slice of a bucket fits only the same parameters in the same order
             order = repr([(p.name, p.shape) for p in accumulator.weights]).encode()
             self.settings["reducer"] += f", parameters {sha256(order).hexdigest()[:16]}"
-        open_state = {id(p) for p in accumulator.window.window_state}
+        open_state = {id(p) for p in window.window_state}
         self.of_window = {f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in open_state}
+        of_stages = {id(p) for stage in window.stages for p in stage.run_state}
+        self.of_stages = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in of_stages]
+        self.given = given_to(optimizer) if boundary.given is None else boundary.given
 
     def exchanged_alike(self, about: dict) -> bool:
         """Return whether the checkpoint has the same ranks and exchange, so that it holds each rank's own entries."""
@@ -305,7 +324,7 @@ class _State:
         is_open = bool(gather(np.array([held], np.int32)).any() if ranks > 1 else held)  # on all ranks if it is on one
         left_out = self.divided.keys() | (set() if is_open else self.of_window - {_UNIT})
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
-        about = {**self.settings, "open": is_open, "extra": extra}
+        about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "of_stages": self.of_stages}
         if ranks > 1:
             self._gather(part, entries, about)
         return entries, about
@@ -335,26 +354,47 @@ class _State:
             for name in compress(own, differs):
                 keep(f"rank{rank}:{name}", sent_by(rank, own[name]))
 
-    def checked(self, path: Path, found: dict[str, Entry], about: dict) -> dict[str, Entry]:
-        """Return the entries to load: rank 0's, then those of the other ranks, which replace them.
+    def checked(self, path: Path, found: dict[str, Entry], about: dict, keep_rates: bool
+                ) -> tuple[dict[str, Entry], list[str]]:
+        """Return the entries to load, and texts of what differs. First rank 0's, which those of other ranks replace.
 
         Raise CheckpointError if a file with this description does not fit this run.
         """
-        for name, expected in self.settings.items():
-            if about.get(name) != expected and (about["open"] or name not in _OF_WINDOW):
-                remedy = ("save when train_step.updated is true: a closed window loads on any number of ranks and with "
-                          "any accumulate_step") if name in _OF_WINDOW else "build it with the same arguments"
-                raise CheckpointError(f"{path} was saved with {name} {about.get(name)}, but this run has {expected}; "
-                                      f"{remedy}")
+        changed = [name for name, value in self.settings.items() if about.get(name, value) != value]
+        if about["open"] and changed:
+            name, value = changed[0], self.settings[changed[0]]
+            raise CheckpointError(f"{path} was saved in an open window with {name} {about[name]}, but this run has "
+                                  f"{value}; load it with the old settings, call flush(), save, and load that file "
+                                  "with the new ones")
+        notes = [f"{name} {about[name]} -> {self.settings[name]}" for name in changed]
+        given: dict[str, list[str]] = about.get("given", self.given)  # older files do not know it
+        of_script = [name for name in {**given, **self.given} if given.get(name) != self.given.get(name)]
+        notes += [_first_change(name, given.get(name, []), self.given.get(name, [])) for name in of_script]
         alike = self.exchanged_alike(about)
         ignored = {_TORN} if alike else {_TORN, _UNIT}
+        if keep_rates:
+            notes += ["keep_rates=True keeps rates of the file"] if of_script else []
+        else:
+            ignored |= {f"optimizer:{name}" for name in of_script}
+        if not about["open"]:
+            of_stages = {*about.get("of_stages", ()), *self.of_stages}
+            fresh = {name for name in of_stages if (name in found) != (name in self.entries)
+                     or ("loss_scaler" in changed and name.startswith(_SCALER))}
+            notes += [f"{name} {'starts afresh' if name in self.entries else 'is dropped'}" for name in sorted(fresh)]
+            ignored |= fresh
         of_rank_0 = {name: e for name, e in found.items() if name not in ignored and not _OF_RANK.match(name)}
-        of_others = {name: e for name, e in found.items() if alike and _OF_RANK.match(name)}
+        of_others = {name: e for name, e in found.items()
+                     if alike and _OF_RANK.match(name) and _OF_RANK.sub("", name) not in ignored}
         start = f"rank{self.exchange.rank}:"
         own = {name.removeprefix(start): e for name, e in of_others.items() if name.startswith(start)}
-        unneeded = {_TORN} if about["open"] else self.of_window
+        unneeded = ignored if about["open"] else ignored | self.of_window
         _require_entries(path, {**of_rank_0, **own}, unneeded, {**self.entries, **self.divided}, self.entries)
-        return {**of_rank_0, **of_others}
+        return {**of_rank_0, **of_others}, notes
+
+
+def _first_change(name: str, old: list[str], new: list[str]) -> str:
+    before, now = next(pair for pair in zip_longest(old, new, fillvalue="none") if pair[0] != pair[1])
+    return f"{name} {before} -> {now}"
 
 
 def _finished(network: nn.Cell, accumulator: Accumulator, extra: Any) -> _State:

@@ -29,7 +29,7 @@ from ..mindspore_api import (
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
 from .elementwise import require_divisible
-from .facts import describe, text_of, texts_of_stages
+from .facts import describe, short_text_of, text_of, texts_of_stages
 from .length import length_of
 from .notes import note_called, note_closed, note_filled
 from .optimizers import INSTANCE, cell_prefix, checked_parameters, name_state, state_of
@@ -191,10 +191,12 @@ class Accumulator(Uncopied):
         clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
         max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
         one_of("reduction", reduction, REDUCTIONS)
-        length = _warned_length(accumulate_step, buffer_dtype)
+        length, loss_scaler = _warned_length(accumulate_step, buffer_dtype), checked_loss_scaler(loss_scaler)
         settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
-                    "on_nonfinite": on_nonfinite, "noise_scale": repr(noise_scale)}
-        self.loss_scaler = loss_scaler = checked_loss_scaler(loss_scaler)
+                    "on_nonfinite": on_nonfinite, "max_skips": repr(max_skips), "noise_scale": repr(noise_scale),
+                    "stages": ", ".join(type(stage).__name__ for stage in stages) or "none",
+                    "loss_scaler": "None" if loss_scaler is None else short_text_of(loss_scaler)}
+        self.loss_scaler = loss_scaler
         dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in weights)
         accumulated = AccumulatedParameters(weights, dtypes, dict(settings), slices_among(optimizer.parameters))
         if reducer is not None:

@@ -37,7 +37,9 @@ from weakref import finalize
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from ..distributed.parallel_modes import shards
 from ..tensors import require_trainable
+from .facts import given_to
 from .notes import register
 from .window import UPDATING
 
@@ -113,7 +115,7 @@ class Boundary:
 
     Args:
         window: The open window on the device.
-        settings: Settings that must be equal in a run that resumes, some only in the middle of a window.
+        settings: Settings that must be equal in a run that resumes in the middle of a window.
         max_skips: The number of skips in a row that raise no error; None: any number.
 
     Attributes:
@@ -134,6 +136,7 @@ class Boundary:
         self.eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
+        self.given: Optional[dict[str, list[str]]] = None  # what the script gave the optimizer, if anything was trained
         self._warned = False  # of many skips
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
@@ -181,6 +184,7 @@ class Boundary:
         if self._filled_by_hand:
             raise RuntimeError(_BY_HAND)
         self.is_driven = True
+        self.note_given()
         self.ask()
         known, self._is_loaded, self._is_interrupted, self._is_ended = self._missing, False, False, False
         self.forget()  # until `end`: an error or an interrupt in between forces a read
@@ -493,6 +497,7 @@ class Boundary:
         if self.is_driven:
             raise RuntimeError(_DRIVEN)
         require_trainable(self.window.weights)
+        self.note_given()
         self._filled_by_hand, self._is_ended = True, False
 
     def note_called(self, runs_op_by_op: bool, is_done: bool) -> None:
@@ -519,6 +524,11 @@ class Boundary:
             require_trainable(self.window.weights)
         self.forget()
         self._closed_in_graphs = self._closed_in_graphs or not runs_op_by_op
+
+    def note_given(self) -> None:
+        """Note what the script gave the optimizer, before the first microbatch. MindSpore's slices cannot be saved."""
+        if self.given is None and not shards():
+            self.given = given_to(self.window.optimizer)
 
     def note_saved(self) -> None:
         """Note that a checkpoint holds all state: the open window is not lost if the run ends here."""

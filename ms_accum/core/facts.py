@@ -19,7 +19,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from ..distributed.zero import whole_of
 from ..mindspore_api import LearningRateSchedule
 from ..tensors import as_array
-from .optimizers import divided_state
+from .optimizers import divided_state, rates_of
 from .stages import Stage
 
 # Schedules are compared by their values after so many updates: 0, 1, 2, 3, 4, 6, 8, 12, ... 2**16.
@@ -30,6 +30,9 @@ _SIMPLE = (type(None), Number, str, bytes, np.dtype, ms.Type)
 # What stands in a place before the name of an argument: where MindSpore's optimizers hold it, and prefixes of its name.
 _HOLDERS = r"(init_args|(init_)?params|param_groups|defaults|_buffers|opt|optimizer)\]?(\[\d+\])?(\.|\[(?!\d))"
 _BEFORE_NAME = re.compile(rf"^\.?({_HOLDERS})*((init|exec|group)_(?=learning_rate|lr|weight_decay))?")
+# Where they hold arguments, also inside a wrapper.
+_ARGUMENT = re.compile(r"\.(opt\.|optimizer\.)*(init_args\[|param_groups\[|(group_)?(learning_rate|lr|weight_decay)\b|"
+                       r"init_params\[params\]\[\d+\]\[(lr|weight_decay)\]\.)")
 
 
 def describe(optimizer: Any) -> dict[str, str]:
@@ -50,14 +53,41 @@ def describe(optimizer: Any) -> dict[str, str]:
 
     found: dict[str, list[str]] = {}
     for place, text in _Walk(described).texts(optimizer):
-        name = re.split(r"[][.]", _BEFORE_NAME.sub("", place))[0]
-        found.setdefault(name, []).append(f"{place}: {text}")
+        found.setdefault(_name_of(place), []).append(f"{place}: {text}")
     return {name: "\n".join(texts) for name, texts in found.items()}
+
+
+def _name_of(place: str) -> str:
+    return re.split(r"[][.]", _BEFORE_NAME.sub("", place))[0]
+
+
+def given_to(optimizer: Any) -> dict[str, list[str]]:
+    """Return short texts by name of what a script gives an optimizer: rates, weight decay, schedules, other numbers.
+
+    Call it before the training begins: then the rates are those of the script, not what a callback has made of them.
+    """
+    given: dict[str, list[str]] = {}
+    for place, text in _Walk(lambda _: "").texts(optimizer, in_schedule=True):
+        if _ARGUMENT.match(place) and text and not text.startswith(("as .", "builtins.", "mindspore.ops.")):
+            given.setdefault(_name_of(place), []).append(text)
+    return given | {name: [_rates(p.asnumpy())] for name, p in rates_of(optimizer).items()}
+
+
+def _rates(values: np.ndarray) -> str:
+    if values.size == 1:
+        return str(values.reshape(-1)[0])
+    return f"{values.size} from {values[0]:g} to {values[-1]:g} ({sha256(values.tobytes()).hexdigest()[:8]})"
 
 
 def text_of(value: Any) -> str:
     """Return a text of all numbers in an object, at any depth, with the values of its Parameters."""
     return repr([*_Walk(_array).texts(value)])
+
+
+def short_text_of(value: Any) -> str:
+    """Return the class of an object, and the numbers in its attributes, with the values of its Parameters."""
+    held = {place: text for place, text in _Walk(lambda p: _rates(p.asnumpy())).texts(value) if place[0] == "."}
+    return f"{type(value).__name__}({', '.join(f'{place[1:]}={text}' for place, text in held.items())})"
 
 
 def texts_of_stages(stages: Iterable[Stage]) -> str:

@@ -26,6 +26,7 @@ from ..tensors import FLOATS, require_trainable
 
 INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of the names of an accumulator's own Parameters
 _PLACE = re.compile(r"\[(\d+)\]$")
+_RATE = re.compile(r"(^|[.[])(learning_rate|lr|momentum)(_group_\d+|\[\d+\]|\])*$")  # names of `rates_of`
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
 _DEEPEST = 4  # attributes of attributes: self.a.b.c.network
 _MOST = 100_000  # values that are looked into
@@ -218,6 +219,12 @@ def _placed_state(optimizer: object) -> list[tuple[str, Parameter]]:
     return [(place, held) for place, held in _inside(holder, network) if isinstance(held, Parameter)]
 
 
+def rates_of(optimizer: object) -> dict[str, Parameter]:
+    """Return the Parameters whose values a script gives: learning rates (numbers and lists) and momentum, by name."""
+    own = {own_name(optimizer, name): p for name, p in state_of(optimizer)}
+    return {name: p for name, p in own.items() if _RATE.search(name) and p.ndim <= 1}
+
+
 def divided_state(optimizer: object) -> dict[int, Parameter]:
     """Return, by `id` of each Parameter of the state that is cut like a slice, the whole parameter of that slice.
 
@@ -252,12 +259,12 @@ def name_state(optimizer: object, prefix: str) -> None:
             state.name = f"{prefix}.{name}"
 
 
-def cell_prefix(optimizer: nn.Optimizer) -> str:
+def cell_prefix(optimizer: Any) -> str:
     """Return the prefix of the names of an accumulator's Parameters in a cell: equal in every process."""
     return f"accumulator.{whole_of(optimizer.parameters[0]).name}."
 
 
-def own_name(optimizer: nn.Optimizer, name: str) -> str:
+def own_name(optimizer: Any, name: str) -> str:
     """Return the name of an optimizer's state without the prefix of an accumulator or a cell."""
     return INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
 

@@ -1,0 +1,215 @@
+"""Runs that go on with a change: rates, other settings of the optimizer and of the accumulator."""
+import warnings
+from itertools import takewhile
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import amp, nn, ops
+from mindspore.experimental import optim
+
+from ms_accum import Accumulator, CheckpointError, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum.batch_size import GradientNoiseScale
+
+BATCH = np.ones((4, 2), np.float32)  # the gradient of the weight is 1, so an update moves it by the learning rate
+
+
+def sgd(rate, bias=None, **options):
+    """A maker of an optimizer; `bias`: the rate of the other group."""
+    def make(network):
+        groups = network.trainable_params() if bias is None else [
+            {"params": [network.weight], "lr": rate}, {"params": [network.bias]}]
+        return nn.SGD(groups, rate if bias is None else bias, **options)
+    return make
+
+
+def built(optimizer, accumulate_step=2, **options):
+    network = nn.Dense(2, 1, weight_init="ones")
+
+    def forward_fn(x):
+        return network(x).mean()
+
+    return network, make_train_step(forward_fn, optimizer(network), accumulate_step, **options)
+
+
+def moved(network, train_step, microbatches=2):
+    before = network.weight.asnumpy()[0, 0]
+    for _ in range(microbatches):
+        train_step(BATCH)
+    return round(float(before - network.weight.asnumpy()[0, 0]), 5)
+
+
+def loaded(network, train_step, **options):
+    """What a load says, without the names of files."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_checkpoint("c.safetensors", network, train_step, **options)
+    said = [str(warning.message) for warning in caught]
+    assert all("\n" not in text and caught[0].filename == __file__ for text in said)
+    assert len(said) <= 1
+    return said[0].partition("differs from this one: ")[2] if said else ""
+
+
+def exponential(rate):
+    return nn.ExponentialDecayLR(rate, 0.5, 1)
+
+
+def adam_w(rate, **options):
+    return lambda network: optim.SGD(network.trainable_params(), rate, **options)
+
+
+# The saved run, the one that goes on after two updates, by how much its first update moves, and what the load says.
+RATES = {
+    "equal": (sgd(0.1), sgd(0.1), 0.1, ""),
+    "number": (sgd(0.1), sgd(0.05), 0.05, "learning_rate 0.1 -> 0.05"),
+    "list": (sgd([0.1, 0.2, 0.3]), sgd([0.1, 0.2, 0.3]), 0.3, ""),
+    "longer list": (sgd([0.1, 0.2]), sgd([0.1, 0.2, 0.4]), 0.4, "learning_rate 2 from 0.1 to 0.2 (10f189be) -> 3 from"),
+    "shorter list": (sgd([0.1] * 9), sgd([0.1, 0.2, 0.4]), 0.4, "learning_rate 9 from 0.1 to 0.1 ("),
+    "number to list": (sgd(0.1), sgd([0.1, 0.2, 0.4]), 0.4, "learning_rate 0.1 -> 3 from 0.1 to 0.4 ("),
+    "list to number": (sgd([0.1, 0.2]), sgd(0.05), 0.05, "learning_rate 2 from 0.1 to 0.2 (10f189be) -> 0.05"),
+    "schedule": (sgd(exponential(0.1)), sgd(exponential(0.4)), 0.1, "learning_rate 0.1 -> 0.4"),
+    "number to schedule": (sgd(0.1), sgd(exponential(0.4)), 0.1, "learning_rate 0.1 -> mindspore.nn.learning_rate_sch"),
+    "group": (sgd(0.1, 0.2), sgd(0.05, 0.2), 0.05, "learning_rate_group_0 0.1 -> 0.05"),
+    "group of a list": (sgd([0.1, 0.2], 0.2), sgd([0.1, 0.2, 0.4], 0.2), 0.4, "learning_rate_group_0 2 from"),
+    "group of a schedule": (sgd(exponential(0.1), 0.2), sgd(exponential(0.4), 0.2), 0.1, "lr 0.1 -> 0.4"),
+    "experimental": (adam_w(0.1), adam_w(0.05), 0.05, "learning_rate_group_0 0.1 -> 0.05"),
+    "weight decay": (sgd(0.1), sgd(0.1, weight_decay=0.5), None, "weight_decay 0.0 -> 0.5"),
+    "experimental weight decay": (adam_w(0.1), adam_w(0.1, weight_decay=0.5), None, "weight_decay 0.0 -> 0.5"),
+    "momentum": (sgd(0.1, momentum=0.9), sgd(0.1), 0.1, "momentum 0.9 -> 0.0"),
+}
+
+
+@pytest.mark.parametrize("case", RATES)
+def test_what_the_script_gives_the_optimizer_counts(case, compiled_if_slow):
+    """Control: the same run without a change. In an open window, too."""
+    saved, now, expected, message = RATES[case]
+    network, train_step = built(saved)
+    moved(network, train_step, 4)
+    save_checkpoint("c.safetensors", network, train_step)
+    resumed = built(now)
+    said = loaded(*resumed)
+    assert said.startswith(message)
+    assert bool(said) == bool(message)
+    first = moved(*resumed)
+    assert expected is None or first == pytest.approx(expected, rel=1e-5)
+    if "list" not in case:
+        train_step(BATCH)
+        save_checkpoint("c.safetensors", network, train_step)
+        resumed = built(now)
+        assert loaded(*resumed) == said
+        assert moved(*resumed, 1) == pytest.approx(first, rel=1e-5 if expected else 1)
+
+
+def test_rates_of_the_file_are_kept_if_the_script_says_so(mode):
+    """Control: without it, see above; a list of another length does not fit."""
+    network, train_step = built(sgd(0.1))
+    moved(network, train_step)
+    save_checkpoint("c.safetensors", network, train_step)
+    resumed = built(sgd(0.05))
+    assert loaded(*resumed, keep_rates=True) == "learning_rate 0.1 -> 0.05, keep_rates=True keeps rates of the file"
+    assert moved(*resumed) == 0.1
+    save_checkpoint("c.safetensors", *resumed)
+    assert loaded(*built(sgd(0.05))) == "learning_rate 0.1 -> 0.05"  # it was kept in that run
+    with pytest.raises(CheckpointError, match=r"optimizer:learning_rate is of float32 \(\) in the file, but of f"):
+        load_checkpoint("c.safetensors", *built(sgd([0.1, 0.2])), keep_rates=True)
+    with pytest.raises(TypeError, match="keep_rates is 1 of type int, expected True or False; say whether"):
+        load_checkpoint("c.safetensors", *resumed, keep_rates=1)
+
+
+@pytest.mark.parametrize("driver", ["step", "hand"])
+def test_a_rate_that_the_training_has_changed_goes_on(driver, mode):
+    """A plateau rule: resumed by the same script, bit-identical and without a note; a new rate counts, also one that is
+    assigned before the load. Control: the initial rate."""
+    def train(network, train_step, microbatches):
+        if driver == "step":
+            return moved(network, train_step, microbatches)
+        grad_fn = ms.value_and_grad(lambda x: network(x).mean(), None, train_step.optimizer.parameters)
+        before = network.weight.asnumpy()[0, 0]
+        for _ in range(microbatches):
+            train_step(grad_fn(ms.Tensor(BATCH))[1])
+        return round(float(before - network.weight.asnumpy()[0, 0]), 5)
+
+    def make(rate):
+        network, train_step = built(sgd(rate))
+        if driver == "hand":
+            train_step = Accumulator(sgd(rate)(network), 2, reduction="mean")
+        return network, train_step, getattr(train_step, "accumulator", train_step).optimizer
+
+    network, train_step, optimizer = make(0.1)
+    assert train(network, train_step, 2) == 0.1
+    ops.assign(optimizer.learning_rate, 0.025)
+    train(network, train_step, 2)
+    save_checkpoint("c.safetensors", network, train_step)
+    for given, assigned, expected in ((0.1, None, 0.025), (0.05, None, 0.05), (0.1, 0.0125, 0.0125)):
+        network, train_step, optimizer = make(given)
+        if assigned:
+            ops.assign(optimizer.learning_rate, assigned)
+        assert loaded(network, train_step) == ("" if expected == 0.025 else f"learning_rate 0.1 -> {expected}")
+        assert train(network, train_step, 2) == expected
+
+
+def scaler(value=256, factor=2):
+    return amp.DynamicLossScaler(value, factor, 1)
+
+
+# Settings of the saved run and of the one that goes on, and what the load says.
+SETTINGS = {
+    "clip_norm": ({}, {"clip_norm": 0.5}, "clip_norm None -> 0.5"),
+    "on_nonfinite": ({}, {"on_nonfinite": "skip_window"}, "on_nonfinite apply -> skip_window"),
+    "max_skips": ({"on_nonfinite": "skip_window"}, {"on_nonfinite": "skip_window", "max_skips": 3},
+                  "max_skips None -> 3"),
+    "accumulate_step": ({}, {"accumulate_step": 1}, "accumulate_step 2 -> 1"),
+    "loss_scaler": ({}, {"loss_scaler": scaler},
+                    "loss_scaler None -> DynamicLossScaler(scale_value=256.0, scale_window=1, scale_factor=2, counter=0"
+                    "), accumulator:loss_scaler.counter starts afresh, accumulator:loss_scaler.scale_value starts af"),
+    "another scale": ({"loss_scaler": scaler}, {"loss_scaler": lambda: scaler(64)}, "loss_scaler DynamicLossScaler("),
+    "another factor": ({"loss_scaler": scaler}, {"loss_scaler": lambda: scaler(factor=4)}, "loss_scaler Dynami"),
+    "no scaler": ({"loss_scaler": scaler}, {}, "loss_scaler DynamicLossScaler(scale_value=256.0, "),
+    "noise_scale": ({}, {"noise_scale": GradientNoiseScale}, "noise_scale None -> GradientNoiseScale(decay=0.99), ac"),
+    "no noise_scale": ({"noise_scale": GradientNoiseScale}, {}, "noise_scale GradientNoiseScale(decay=0.99) -> None"),
+}
+
+
+def made(options):
+    return built(sgd(0.1), **{name: value() if callable(value) else value for name, value in options.items()})
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_other_settings_count_at_a_closed_window(case, compiled_if_slow):
+    """What the new run lacks is dropped, what the file lacks starts afresh; not in an open window, whose error names a
+    way that works. Control: the same settings say nothing in either."""
+    old, new, message = SETTINGS[case]
+    network, train_step = made(old)
+    moved(network, train_step, 2)
+    save_checkpoint("c.safetensors", network, train_step)
+    assert loaded(*made(old)) == ""
+    resumed = made(new)
+    said = loaded(*resumed)
+    assert said.startswith(message)
+    if "loss_scaler" in new:
+        now = resumed[1].accumulator.loss_scaler
+        assert float(now.scale_value) == (64 if case == "another scale" else 256)
+        assert ("loss_scaler.scale_value starts afresh" in said, int(now.counter)) == (True, 0)
+    if case.startswith("no "):
+        assert "is dropped" in said
+    assert moved(*resumed) == (0.1 if case != "clip_norm" else 0.02887) * (2 if case == "accumulate_step" else 1)
+    moved(network, train_step, 1)
+    save_checkpoint("c.safetensors", network, train_step)
+    name = "".join(takewhile(lambda letter: letter != " ", message))
+    with pytest.raises(CheckpointError, match=rf"in an open window with {name} .*; load it with the old settings, call "
+                                              r"flush\(\), save, and load that file with the new ones"):
+        load_checkpoint("c.safetensors", *made(new))
+    again = made(old)
+    assert loaded(*again) == ""
+    assert again[1].flush()
+    save_checkpoint("c.safetensors", *again)
+    assert loaded(*made(new)).startswith(message)
+
+
+def test_pieces_may_change_in_an_open_window(mode):
+    network, train_step = built(sgd(0.1))
+    moved(network, train_step, 3)
+    save_checkpoint("c.safetensors", network, train_step)
+    resumed = built(sgd(0.1), pieces=2)
+    assert loaded(*resumed) == ""
+    assert moved(*resumed, 1) == 0.1
