@@ -104,7 +104,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         ValueError: If the path ends in another suffix, if two entries of the file would have the same name, if ranks
             give different paths or networks, or if MindSpore has cut the parameters into slices (semi-auto and auto
             parallel).
-        RuntimeError: If an error or an interrupt stopped a batch or an update before its end.
+        RuntimeError: If an error or an interrupt stopped a batch or an update before its end; if a parameter was given
+            new memory (by `mindspore.load_param_into_net`), which a compiled step does not train.
         OSError: If the file cannot be written; the old file is kept. With several ranks, all of them raise it.
 
     Source: databases replace files in this way (write beside the old one, fsync, rename); the format is safetensors.
@@ -183,7 +184,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             2**16 updates). With several ranks, all of them raise it. It does not compare arguments of the train step.
         OSError: If other code wrote to the file while it was read (a save of ms_accum never does). Later calls then
             raise RuntimeError, until a whole file is loaded.
-        TypeError, ValueError: As in `save_checkpoint`.
+        TypeError, ValueError: As in `save_checkpoint`; RuntimeError if a parameter was given new memory.
 
     Source: see `save_checkpoint`.
 
@@ -289,6 +290,7 @@ class _State:
             raise ValueError("two Parameters of the accumulator's state have the same name; rename those of "
                              "after_update")
         boundary, window = accumulator.boundary, accumulator.window
+        boundary.require_places()
         self.settings = dict(boundary.settings)
         exchange = self.exchange = accumulator.exchange
         divided = divided_state(optimizer)

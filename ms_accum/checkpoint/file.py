@@ -44,6 +44,14 @@ class CheckpointError(ValueError):
     """Report a file that cannot be resumed from; nothing was loaded."""
 
 
+class OfMindSpore(CheckpointError):
+    """Report a file of `mindspore.save_checkpoint`, which holds weights alone."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} was written by mindspore.save_checkpoint or by an older ms_accum, so no training can "
+                         "resume from it; load its weights alone: ms_accum.load_weights(path, network)")
+
+
 def checked_path(path: Union[str, os.PathLike]) -> Path:
     """Return the absolute path. Raise ValueError unless it ends in `SUFFIX`."""
     path = Path(path).resolve()  # a link is kept, and its target is replaced
@@ -56,16 +64,8 @@ def checked_path(path: Union[str, os.PathLike]) -> Path:
 def path_to_load(path: Union[str, os.PathLike]) -> Path:
     """Return the absolute path. Raise as `checked_path`; CheckpointError if MindSpore wrote the file."""
     if Path(path).suffix == ".ckpt" and Path(path).is_file():
-        raise _of_mindspore(Path(path))
+        raise OfMindSpore(Path(path))
     return checked_path(path)
-
-
-def _of_mindspore(path: Path) -> CheckpointError:
-    option = ', format="safetensors"' if path.suffix == SUFFIX else ""
-    return CheckpointError(
-        f"{path} was written by mindspore.save_checkpoint or by an older ms_accum, so no training can resume from it; "
-        "load its weights alone: mindspore.load_param_into_net(network, mindspore.load_checkpoint(path"
-        f"{option})), before the train step is called")
 
 
 @contextmanager
@@ -235,7 +235,7 @@ def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
         raise CheckpointError(f"{path} is truncated, damaged or not in the format safetensors ({one_line(error)}); "
                               "restore it from a copy") from error
     if reader.metadata.get("format") == "ms":
-        raise _of_mindspore(path)
+        raise OfMindSpore(path)
     if _ABOUT not in reader.metadata:
         raise CheckpointError(f"{path} is not a checkpoint of ms_accum; give a file that save_checkpoint wrote")
     try:

@@ -38,6 +38,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ..distributed.parallel_modes import shards
+from ..mindspore_api import place_of
 from ..tensors import require_trainable
 from .facts import given_to
 from .notes import register
@@ -54,6 +55,9 @@ _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an
                "others; call accumulator.reset(), which drops the open window, and continue with the next batch")
 _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters; load "
                 "a checkpoint, on all ranks, or, on one device, call accumulator.reset(), which drops the window")
+_REPLACED = ("{} was given new memory after the training had begun (by load_param_into_net or set_data), but compiled "
+             "graphs keep the old one: what was trained since then is not in the network; load weights with "
+             "ms_accum.load_weights, or assign them with ops.assign, and build the optimizer and the train step again")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
           "finite, after update {}; look for NaN in the batches since then, lower the initial loss scale or the "
           "learning rate, or load a checkpoint; another call continues the training")
@@ -137,6 +141,7 @@ class Boundary:
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
         self.given: Optional[dict[str, list[str]]] = None  # what the script gave the optimizer, if anything was trained
+        self._places: list[int] = []  # of the parameters' memory, after the first microbatch
         self._warned = False  # of many skips
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
@@ -201,6 +206,8 @@ class Boundary:
         `missing`: the result of `begin`. `is_applied`: whether the microbatch has updated as a window of its own.
         """
         self.trained += 1
+        if not self._places:
+            self.note_places()
         if is_applied:
             self._count_update()
         elif missing > 1:
@@ -228,6 +235,8 @@ class Boundary:
         With several ranks, ask after each 64th whether they agree.
         """
         self.require_progress()
+        if not self._places:
+            self.note_places()
         self._unread += 1
         if self._unread >= _FEW_READS:
             self._unread = 0
@@ -260,6 +269,7 @@ class Boundary:
                 that left this one early and flushed itself.
         """
         require_trainable(self.window.weights)
+        self.require_places()
         if self._is_ended and not ends_epoch:
             self._is_ended = False
             return False, False
@@ -302,10 +312,12 @@ class Boundary:
                 its microbatches are trained again, unless some may have been skipped, which were not counted.
 
         Raises:
-            RuntimeError: If a checkpoint was loaded in the middle of an epoch, and `resume` is None, or it was saved
-                by other ranks; if `resume` is True, and the last loop was left, but not by an error or an interrupt; if
-                an open window would be dropped that an error or an interrupt has torn.
+            RuntimeError: If a parameter has new memory; if a checkpoint was loaded in the middle of an epoch, and
+                `resume` is None, or it was saved by other ranks; if `resume` is True, and the last loop was left, but
+                not by an error or an interrupt; if an open window would be dropped that an error or an interrupt has
+                torn.
         """
+        self.require_places()
         status = self.status()
         trained = status.trained
         was_left, self._is_in_epoch = self._is_in_epoch, True
@@ -529,6 +541,20 @@ class Boundary:
         """Note what the script gave the optimizer, before the first microbatch. MindSpore's slices cannot be saved."""
         if self.given is None and not shards():
             self.given = given_to(self.window.optimizer)
+
+    def note_places(self) -> None:
+        """Note where the parameters' memory is. MindSpore keeps slices elsewhere, if it shards."""
+        self._places = [] if shards() else [place_of(parameter) for parameter in self.window.weights]
+
+    def require_places(self) -> None:
+        """Raise RuntimeError if a parameter has new memory, which no compiled graph knows.
+
+        Op by op, it may be the optimizer that gives it new memory, unless it is MindSpore's.
+        """
+        if not self.eager or type(self.window.optimizer).__module__.startswith("mindspore."):
+            for parameter, place in zip(self.window.weights, self._places):
+                if place_of(parameter) != place:
+                    raise RuntimeError(_REPLACED.format(parameter.name))
 
     def note_saved(self) -> None:
         """Note that a checkpoint holds all state: the open window is not lost if the run ends here."""

@@ -8,7 +8,7 @@ import pytest
 from mindspore import amp, nn, ops
 from mindspore.experimental import optim
 
-from ms_accum import Accumulator, CheckpointError, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import Accumulator, CheckpointError, load_checkpoint, load_weights, make_train_step, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
 
 BATCH = np.ones((4, 2), np.float32)  # the gradient of the weight is 1, so an update moves it by the learning rate
@@ -23,13 +23,16 @@ def sgd(rate, bias=None, **options):
     return make
 
 
-def built(optimizer, accumulate_step=2, **options):
-    network = nn.Dense(2, 1, weight_init="ones")
-
+def forward_fn_of(network):
     def forward_fn(x):
         return network(x).mean()
 
-    return network, make_train_step(forward_fn, optimizer(network), accumulate_step, **options)
+    return forward_fn
+
+
+def built(optimizer, accumulate_step=2, **options):
+    network = nn.Dense(2, 1, weight_init="ones")
+    return network, make_train_step(forward_fn_of(network), optimizer(network), accumulate_step, **options)
 
 
 def moved(network, train_step, microbatches=2):
@@ -213,3 +216,89 @@ def test_pieces_may_change_in_an_open_window(mode):
     resumed = built(sgd(0.1), pieces=2)
     assert loaded(*resumed) == ""
     assert moved(*resumed, 1) == 0.1
+
+
+# --- weights alone ----------------------------------------------------------------------------------------------------
+
+
+def weights(network, value):
+    return {p.name: ms.Parameter(ms.Tensor(np.full(p.shape, value, np.float32)), name=p.name)
+            for p in network.get_parameters()}
+
+
+@pytest.mark.parametrize("form", ["dict", "ours", "ckpt", "safetensors"])
+def test_weights_are_loaded_into_a_step_that_has_begun(form, mode):
+    """From each kind of file; the next update begins with them. Controls: MindSpore's loader has no effect, and the
+    next epoch, flush, save and load say so; a step that is built again trains."""
+    network, train_step = built(sgd(0.1))
+    moved(network, train_step, 3)
+    other = built(sgd(0.1))
+    ms.load_param_into_net(other[0], weights(other[0], 7))
+    path = {"dict": "", "ours": "c.safetensors", "ckpt": "m.ckpt", "safetensors": "m.safetensors"}[form]
+    if form == "ours":
+        save_checkpoint(path, *other)
+    elif path:
+        ms.save_checkpoint(other[0], path, format=form)
+    load_weights(path or weights(network, 7), network)
+    moved(network, train_step, 1)
+    assert network.weight.asnumpy().tolist() == [[pytest.approx(6.9)] * 2]
+    train_step.flush()
+    if form == "dict":
+        ms.load_param_into_net(network, weights(network, 3))
+        assert moved(network, train_step, 4) == 0
+        for call in (train_step.flush, lambda: save_checkpoint("c.safetensors", network, train_step),
+                     lambda: load_checkpoint("c.safetensors", network, train_step),
+                     lambda: next(train_step.epoch([BATCH]))):
+            with pytest.raises(RuntimeError, match=r"^weight was given new memory after the training had begun \(by "
+                               r"load_param_into_net or set_data\), but .*; load weights with ms_accum\.load_weights"):
+                call()
+        again = make_train_step(forward_fn_of(network), sgd(0.1)(network), 2)
+        assert moved(network, again) == pytest.approx(0.1, rel=1e-5)
+
+
+class Replacing(nn.SGD):
+    """Give parameters new memory, as a user's own optimizer may do op by op."""
+
+    def construct(self, gradients):
+        for parameter, gradient in zip(self.parameters, gradients):
+            parameter.set_data(parameter - 0.1 * gradient)
+        return True
+
+
+@pytest.mark.parametrize("optimizer", [nn.SGD, nn.AdamWeightDecay, nn.Adam, optim.AdamW, Replacing])
+def test_what_has_new_memory_op_by_op(optimizer):
+    """An optimizer of MindSpore is compiled also op by op. Control: a user's own may replace parameters itself."""
+    network, train_step = built(lambda network: optimizer(network.trainable_params(), 0.1), eager=True)
+    for _ in range(3):
+        assert len(list(train_step.epoch([BATCH] * 3))) == 3
+    save_checkpoint("c.safetensors", network, train_step)
+    load_checkpoint("c.safetensors", network, train_step)
+    load_weights("c.safetensors", network)
+    train_step.flush()
+    network.bias.set_data(ms.Tensor([3.0]))
+    if optimizer is Replacing:
+        train_step.flush()
+    else:
+        with pytest.raises(RuntimeError, match=r"^bias was given new memory"):
+            train_step.flush()
+
+
+def test_weights_that_do_not_fit_are_refused():
+    """Nothing is then changed. Controls: more than the network holds; a part of it."""
+    network, train_step = built(sgd(0.1))
+    given = weights(network, 7)
+    for source, error, message in (
+            ({"weight": given["weight"]}, ValueError, r"bias is missing in source, expected shape \(1,\); give the"),
+            ({**given, "bias": given["weight"]}, ValueError, r"bias is of shape \(1, 2\) in source, expected shape"),
+            ("nowhere.safetensors", FileNotFoundError, "there is no checkpoint"),
+            (7, TypeError, "source is of type int, expected a path or a dict of Tensors; give source, network")):
+        with pytest.raises(error, match=message):
+            load_weights(source, network)
+    with pytest.raises(TypeError, match="network is of type TrainStep, expected a mindspore"):
+        load_weights(given, train_step)
+    assert network.weight.asnumpy().tolist() == [[1, 1]]
+    load_weights({**given, "more": given["bias"]}, network)
+    assert network.weight.asnumpy().tolist() == [[7, 7]]
+    whole = nn.SequentialCell(nn.Dense(2, 1), nn.Dense(1, 1))
+    load_weights({f"0.{name}": value for name, value in given.items()}, whole[0])
+    assert whole[0].weight.asnumpy().tolist() == [[7, 7]]
