@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from hashlib import sha256
 from itertools import compress, zip_longest
 from pathlib import Path
@@ -79,9 +79,10 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     """Save all state of a training, also in the middle of a window, so that a resumed run is bit-identical.
 
     The file holds the parameters of the network, the optimizer's state (moments, update count, learning rates that are
-    Parameters), the accumulator's buffers, weights and counters, the place in the epoch, the loss scaler, and `extra`.
-    It does not hold the state of random layers, because MindSpore 2.10 does not expose it on CPU. For bit-identical
-    resumption, pass masks as arguments of the batch, drawn from a seed and the position in the data.
+    Parameters), the accumulator's buffers, weights and counters, the place in the epoch, the loss scaler, what a
+    `WindowLog` has seen of the open window, and `extra`. It does not hold the state of random layers, because MindSpore
+    2.10 does not expose it on CPU. For bit-identical resumption, pass masks as arguments of the batch, drawn from a
+    seed and the position in the data.
 
     The file is written beside `path`, flushed to the disk and renamed. So a process that is killed at any moment leaves
     the complete old file or the complete new one; the next save on the same host removes its temporary files. Several
@@ -213,7 +214,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         if ranks > 1:
             entries, about = _described_by_rank_0(entries, about)
         found, notes = _together(ranks, lambda: run.checked(path, entries, about, keep_rates), CheckpointError)
-        with boundary.loading(about["open"], run.exchanged_alike(about)):
+        own = partial(_own, about, rank if run.exchanged_alike(about) else 0)
+        with boundary.loading(about["open"], run.exchanged_alike(about), own("losses")):
             for name, entry in found.items():
                 run.take(name, _value(entry, ranks))
                 # Otherwise MindSpore queues the entries, and holds several. Operations run in order, so that the entry
@@ -223,7 +225,12 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     boundary.given = about.get("given", run.given) if keep_rates else run.given
     if notes and rank == 0:
         warn(f"{path} was saved by a run that differs from this one: {', '.join(notes)}", UserWarning, stacklevel=3)
-    return about.get(f"rank{rank}:extra" if run.exchanged_alike(about) else "", about["extra"])
+    return own("extra")
+
+
+def _own(about: dict, rank: int, name: str) -> Any:
+    """Return a rank's value of `name` in the description of a file."""
+    return about.get(f"rank{rank}:{name}", about.get(name, ()))
 
 
 def _checked_accumulator(network: object, accumulator: object) -> Accumulator:
@@ -271,6 +278,7 @@ class _State:
         of_stages: The names of entries that may be missing if no window is open.
         settings: Settings that must be equal in the run that resumes if a window is open.
         given: What the script gave the optimizer; see `given_to`.
+        losses: Those of the open window that a `WindowLog` has seen.
     """
 
     def __init__(self, network: nn.Cell, accumulator: Accumulator) -> None:
@@ -304,6 +312,7 @@ class _State:
         of_stages = {id(p) for stage in window.stages for p in stage.run_state}
         self.of_stages = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in of_stages]
         self.given = given_to(optimizer) if boundary.given is None else boundary.given
+        self.losses = boundary.losses()
 
     def exchanged_alike(self, about: dict) -> bool:
         """Return whether the checkpoint has the same ranks and exchange, so that it holds each rank's own entries."""
@@ -326,7 +335,8 @@ class _State:
         is_open = bool(gather(np.array([held], np.int32)).any() if ranks > 1 else held)  # on all ranks if it is on one
         left_out = self.divided.keys() | (set() if is_open else self.of_window - {_UNIT})
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
-        about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "of_stages": self.of_stages}
+        about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "of_stages": self.of_stages,
+                 "losses": self.losses if is_open else ()}
         if ranks > 1:
             self._gather(part, entries, about)
         return entries, about
@@ -341,7 +351,8 @@ class _State:
             place = part.with_name(f"{len(entries)}.state")
             entries[name] = together(lambda: on_disk(value, place) if self.exchange.rank == 0 else np.empty(0), OSError)
 
-        own, extra = dict(entries), json_of(about["extra"])
+        names = ("extra", "losses")
+        own, described = dict(entries), json.dumps([about[name] for name in names])
         require_alike({"what a checkpoint holds": repr([(name, p.dtype, p.shape) for name, p in self.entries.items()])},
                       "give every rank the same network and arguments")
         if self.exchange.divides_parameters:
@@ -350,9 +361,10 @@ class _State:
         for name, whole in self.divided.items():
             state = self.entries[name]
             keep(name, self.exchange.joined(state, whole).astype(state.asnumpy().dtype, copy=False))  # bfloat16
-        for rank, (other_extra, *differs) in enumerate(differing([extra.encode(), *map(bits_of, own.values())])):
-            if other_extra:
-                about[f"rank{rank}:extra"] = json.loads(text_by(rank, extra))
+        for rank, (other, *differs) in enumerate(differing([described.encode(), *map(bits_of, own.values())])):
+            if other:
+                values = json.loads(text_by(rank, described))
+                about |= {f"rank{rank}:{name}": value for name, value in zip(names, values)}
             for name in compress(own, differs):
                 keep(f"rank{rank}:{name}", sent_by(rank, own[name]))
 

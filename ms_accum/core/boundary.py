@@ -114,6 +114,22 @@ class Status(NamedTuple):
     trained: int
 
 
+class Logged(NamedTuple):
+    """Hold what a `WindowLog` has seen of the open window, for a checkpoint, or what a checkpoint held.
+
+    Attributes:
+        closed: Number of windows closed before it.
+        weight: Sum of its weights.
+        losses: For each microbatch, its losses and their weights.
+        trained: Number of microbatches trained in the epoch when it was loaded; -1 if it was not.
+    """
+
+    closed: int = -1
+    weight: float = 0.0
+    losses: tuple = ()
+    trained: int = -1
+
+
 class Boundary:
     """Open and close the windows of an accumulator, for the host: one for each accumulator.
 
@@ -141,6 +157,7 @@ class Boundary:
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
         self.given: Optional[dict[str, list[str]]] = None  # what the script gave the optimizer, if anything was trained
+        self.logged = Logged()
         self._places: list[int] = []  # of the parameters' memory, after the first microbatch
         self._warned = False  # of many skips
         self._dropped = 0  # windows dropped in a row
@@ -535,6 +552,7 @@ class Boundary:
         if is_applied:
             require_trainable(self.window.weights)
         self.forget()
+        self.logged = Logged()
         self._closed_in_graphs = self._closed_in_graphs or not runs_op_by_op
 
     def note_given(self) -> None:
@@ -556,16 +574,23 @@ class Boundary:
                 if place_of(parameter) != place:
                     raise RuntimeError(_REPLACED.format(parameter.name))
 
+    def losses(self) -> tuple:
+        """Return the losses of the open window that a `WindowLog` has seen; none if it has missed a microbatch."""
+        window, logged = self.window, self.logged
+        known = (int(window.closed_windows), float(window.weight_sum)) == (logged.closed, logged.weight)
+        return tuple(logged.losses) if known else ()
+
     def note_saved(self) -> None:
         """Note that a checkpoint holds all state: the open window is not lost if the run ends here."""
         self.saved = int(self.window.closed_windows), int(self.window.mini_step)
 
     @contextmanager
-    def loading(self, is_open: bool, has_place: bool = True) -> Iterator[None]:
+    def loading(self, is_open: bool, has_place: bool = True, losses: tuple = ()) -> Iterator[None]:
         """Mark that the block loads a checkpoint, so that a load that was interrupted raises an error at the next call.
 
         `is_open`: whether the checkpoint holds an open window. If not, buffers that have no memory yet get none.
         `has_place`: whether it holds this rank's own place in the epoch, not that of rank 0 in another exchange.
+        `losses`: those of the open window; see `Logged`.
         """
         window = self.window
         self.forget()
@@ -576,6 +601,7 @@ class Boundary:
         window.adopt(float(window.weight_unit))
         ops.assign(window.unfinished, 0)
         self.note_saved()
+        self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, int(window.place[1]))
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._is_ended = self._is_in_epoch = False
 

@@ -14,6 +14,7 @@ from mindspore import Tensor, nn
 from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
 
 from ..arguments import instance_of
+from ..core.boundary import Logged
 from ..core.optimizers import require_rates
 from ..steps.batch import require_batched
 from ..tensors import require_trainable
@@ -227,8 +228,8 @@ class WindowLog(Callback):
     `seen` counts the mean weight); with a loss scaler `loss_scale`; and with a noise scale `noise_scale`.
 
     A dropped window has a row, too: `skipped` grows and `update_step` does not. For a window that was open when the
-    training began, the loss is the mean over the microbatches that the log has seen. The log reads a few numbers after
-    each microbatch, which waits for the device.
+    training began, the loss is the mean over the microbatches that the log has seen, also before a checkpoint that was
+    saved after it saw them. The log reads a few numbers after each microbatch, which waits for the device.
 
     With several ranks, losses and weights are those of this rank; with `sync="microbatch"` and "node", weights are sums
     over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A rank
@@ -317,6 +318,7 @@ class WindowLog(Callback):
         if closed < self._closed or (stands and status.mini_step <= self._held):
             self._losses, self._weight = [], 0.0
             self._closed = closed if is_open else closed - 1
+            self._recall(status.trained - 1)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and begin the file."""
@@ -327,6 +329,7 @@ class WindowLog(Callback):
         self._losses = []
         self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
         self._taken, self._place, self._trained = True, (0, 0), 0
+        self._recall(accumulator.status().trained)
         if not callable(self._to):
             self._write("w", self._row(0))
 
@@ -336,6 +339,13 @@ class WindowLog(Callback):
             self._weight, self._closed = 0.0, self._closed - 1
         else:  # others may be in the window: of their weights, only the sum is known
             self._weight -= self._weight / status.mini_step
+        self._recall(status.trained - 1)
+
+    def _recall(self, trained: int) -> None:
+        """Go on with the open window of a checkpoint, if `trained` microbatches of the epoch were trained by then."""
+        logged = self._accumulator.boundary.logged
+        if (logged.closed, logged.trained) == (self._closed, trained):
+            self._weight, self._losses = logged.weight, [*logged.losses]
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Log the window if other code has closed it, and forget it if other code has reset it."""
@@ -347,6 +357,7 @@ class WindowLog(Callback):
         weight = float(self._accumulator.weight_sum)
         if weight != self._weight:
             self._losses, self._weight = [], weight
+            self._recall(self._accumulator.status().trained)
 
     def take(self, run_context: RunContext) -> None:
         """Record the microbatch's loss, once, and log the window if the microbatch or a flush closed it.
@@ -373,6 +384,7 @@ class WindowLog(Callback):
         else:
             self._losses.append(((float(loss[0] if isinstance(loss, tuple) else loss),), (weight - self._weight,)))
         self._weight = weight
+        accumulator.boundary.logged = Logged(self._closed, weight, tuple(self._losses))
 
     on_train_step_end = on_train_epoch_end = on_train_end = take
 

@@ -17,6 +17,7 @@ from support.cells import Counting as Unrated
 from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, momentum, train, trained_oracle
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum.core.boundary import Boundary
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.modes import running
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
@@ -263,6 +264,51 @@ def test_a_loop_that_goes_back_to_a_checkpoint_logs_all_its_windows(tmp_path):
             log(step, step(*batch))
         step.accumulator.reset()
         assert [row["update_step"] for row in rows] == updates
+
+
+@pytest.mark.parametrize("driver", ["a new log", "a told log", "the same log", "Model"])
+@pytest.mark.parametrize("held", [1, 2])
+def test_a_window_that_goes_on_after_a_resume_reports_its_whole_loss(driver, held, monkeypatch):
+    """Its weight, too, of uneven microbatches; the window is closed by the next microbatch or by a later one. Controls:
+    the window is reset after the load, or the file holds nothing of the log.
+    """
+    data, rows = batches([6, 2, 4]), []
+
+    def made():
+        network, cell = make_cell(accumulate_step=3)
+        step = cell if driver == "Model" else make_train_step(mean_loss(network), cell.accumulator)
+        return network, step, WindowLog(rows.append)
+
+    def run(log, step, part):
+        if driver == "Model":
+            train(step, log, data=dataset_of(part))
+        else:
+            for batch in part:
+                log(step, step(*tensors(*batch)))
+
+    def row_of_the_resumed(is_reset=False):
+        network, step, log = made()
+        run(log, step, data[:held])
+        save_checkpoint("c.safetensors", network, step)
+        if driver != "the same log":
+            network, step, log = made()
+        else:
+            run(log, step, data[:1])  # may close the window
+        load_checkpoint("c.safetensors", network, step)
+        if driver == "a told log":
+            log(step)
+        if is_reset:
+            step.accumulator.reset()
+        run(log, step, data if is_reset else data[held:])
+        return rows.pop()["loss"], step.accumulator.status().window_weight
+
+    _, step, log = made()
+    run(log, step, data)
+    whole = pytest.approx(rows.pop()["loss"], rel=1e-6), 12
+    assert row_of_the_resumed() == whole
+    assert row_of_the_resumed(is_reset=True) == whole
+    monkeypatch.setattr(Boundary, "losses", lambda boundary: ())
+    assert row_of_the_resumed() != whole
 
 
 def test_per_update_shows_the_optimizer():
