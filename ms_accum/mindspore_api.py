@@ -244,7 +244,7 @@ def forget_gradient(parameter: Any) -> None:
     parameter._grad = None  # noqa: SLF001
 
 
-def place_of(parameter: Any) -> int:
+def address_of(parameter: Any) -> int:
     """Return where a parameter's memory is, an experimental call; 0 without it: then no error says that it changed."""
     return parameter.data_ptr() if hasattr(parameter, "data_ptr") else 0
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
 from hashlib import sha256
-from itertools import compress, zip_longest
+from itertools import compress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Union
 from warnings import warn
@@ -27,7 +27,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from ..arguments import boolean, instance_of
 from ..core.accumulator import Accumulator
 from ..core.boundary import require_whole
-from ..core.facts import given_to
+from ..core.facts import changes
 from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
@@ -149,18 +149,19 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
                     keep_rates: bool = False) -> Any:
     """Load a file of `save_checkpoint` into a network and an accumulator.
 
-    If this run has not trained yet, and is built with the same arguments, the resumed training is bit-identical;
-    otherwise it keeps its own unit of weights, and results differ by rounding. Everything is checked before anything is
-    loaded. Nothing in the file is executed.
+    With the same arguments, in a run that has not trained yet, the resumed training is bit-identical. A run that has
+    trained keeps its unit of microbatch weights, so results differ by rounding. Everything is checked before anything
+    is loaded. Nothing in the file is executed.
 
-    What the script gives the optimizer now counts: learning rates, momentum, weight decay, schedules. A list of rates
-    goes on at the update reached, and may be longer or shorter. A rate that the training itself has changed (by a
-    callback) goes on if the script gives the same initial one. One warning says what differs from the file.
+    Learning rates, momentum, weight decay and schedules are those that the script gives now, not those of the file. A
+    list of rates is read from the update that the file has reached; it may be longer or shorter. A rate that a callback
+    has changed is loaded from the file, unless the script gives another initial rate. One warning says what differs.
+    In an optimizer of your own, only Parameters called `learning_rate` or `lr` are known as rates.
 
-    With a checkpoint of a closed window (saved when `train_step.updated` is true, or after a flush), the accumulator
-    may have other arguments, too; the same warning names them. State of a loss scaler, a noise scale or a stage that
-    the file lacks, or of a loss scaler with other arguments, stays that of this run; what only the file holds is
-    dropped. With a different number of ranks or `DataParallel`, every rank gets rank 0's values of `extra` and of
+    If the window was closed (saved when `train_step.updated` is true, or after a flush), the accumulator may have other
+    arguments, too; the same warning names them. A loss scaler, a noise scale or a stage that the file lacks, and a loss
+    scaler with other arguments, begin as the script gives them. State that only the file holds is dropped. With a
+    different number of ranks or `DataParallel`, every rank gets rank 0's values of `extra` and of
     BatchNorm's statistics.
 
     With several ranks, every rank has to call it with the same path. Only rank 0 reads the file.
@@ -172,7 +173,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         path: The path that was given to `save_checkpoint`.
         network: A network with the same parameters as the saved one; their values are replaced.
         accumulator: As in `save_checkpoint`.
-        keep_rates: Whether learning rates and momentum stay those of the file if the script gives others.
+        keep_rates: Whether to load learning rates and momentum from the file if the script gives others. The list of
+            rates must have the same length.
 
     Returns:
         `extra`.
@@ -222,7 +224,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
                 # is freed before the next one has a value (measured on CPU, where there is nothing to synchronize).
                 synchronize()
                 (Tensor(0) + 1).asnumpy()
-    boundary.given = about.get("given", run.given) if keep_rates else run.given
+    if keep_rates:
+        boundary.given = {**run.given, **{name: about["given"][name] for name in run.kept(about, entries)}}
     if notes and rank == 0:
         warn(f"{path} was saved by a run that differs from this one: {', '.join(notes)}", UserWarning, stacklevel=3)
     return own("extra")
@@ -298,7 +301,7 @@ class _State:
             raise ValueError("two Parameters of the accumulator's state have the same name; rename those of "
                              "after_update")
         boundary, window = accumulator.boundary, accumulator.window
-        boundary.require_places()
+        boundary.require_same_memory()
         self.settings = dict(boundary.settings)
         exchange = self.exchange = accumulator.exchange
         divided = divided_state(optimizer)
@@ -311,7 +314,8 @@ class _State:
         self.of_window = {f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in open_state}
         of_stages = {id(p) for stage in window.stages for p in stage.run_state}
         self.of_stages = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in of_stages]
-        self.given = given_to(optimizer) if boundary.given is None else boundary.given
+        boundary.note_given()
+        self.given = boundary.given
         self.losses = boundary.losses()
 
     def exchanged_alike(self, about: dict) -> bool:
@@ -368,6 +372,11 @@ class _State:
             for name in compress(own, differs):
                 keep(f"rank{rank}:{name}", sent_by(rank, own[name]))
 
+    def kept(self, about: dict, found: dict[str, Entry]) -> list[str]:
+        """Return the names of the rates that differ from the file's, and that both hold as Parameters."""
+        return [name for name, given in about.get("given", {}).items() if given != self.given.get(name)
+                and f"optimizer:{name}" in found and f"optimizer:{name}" in self.entries]
+
     def checked(self, path: Path, found: dict[str, Entry], about: dict, keep_rates: bool
                 ) -> tuple[dict[str, Entry], list[str]]:
         """Return the entries to load, and texts of what differs. First rank 0's, which those of other ranks replace.
@@ -381,13 +390,20 @@ class _State:
                                   f"{value}; load it with the old settings, call flush(), save, and load that file "
                                   "with the new ones")
         notes = [f"{name} {about[name]} -> {self.settings[name]}" for name in changed]
-        given: dict[str, list[str]] = about.get("given", self.given)  # older files do not know it
+        given: dict[str, dict[str, str]] = about.get("given", self.given)  # older files do not know it
         of_script = [name for name in {**given, **self.given} if given.get(name) != self.given.get(name)]
-        notes += [_first_change(name, given.get(name, []), self.given.get(name, [])) for name in of_script]
+        notes += [note for name in of_script for note in changes(name, given.get(name, {}), self.given.get(name, {}))]
         alike = self.exchanged_alike(about)
         ignored = {_TORN} if alike else {_TORN, _UNIT}
         if keep_rates:
-            notes += ["keep_rates=True keeps rates of the file"] if of_script else []
+            kept = self.kept(about, found)
+            notes += [f"keep_rates=True keeps {' and '.join(kept)} of the file"] if kept else []
+            for name in kept:
+                old, new = found[f"optimizer:{name}"].shape, self.entries[f"optimizer:{name}"].shape
+                if tuple(old) != tuple(new):
+                    raise CheckpointError(f"{path}: keep_rates=True cannot keep {name}, which has the shape "
+                                          f"{tuple(old)} in the file and {tuple(new)} in this run; give as many rates "
+                                          "as before, or leave keep_rates out")
         else:
             ignored |= {f"optimizer:{name}" for name in of_script}
         if not about["open"]:
@@ -404,11 +420,6 @@ class _State:
         unneeded = ignored if about["open"] else ignored | self.of_window
         _require_entries(path, {**of_rank_0, **own}, unneeded, {**self.entries, **self.divided}, self.entries)
         return {**of_rank_0, **of_others}, notes
-
-
-def _first_change(name: str, old: list[str], new: list[str]) -> str:
-    before, now = next(pair for pair in zip_longest(old, new, fillvalue="none") if pair[0] != pair[1])
-    return f"{name} {before} -> {now}"
 
 
 def _finished(network: nn.Cell, accumulator: Accumulator, extra: Any) -> _State:

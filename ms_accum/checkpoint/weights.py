@@ -4,25 +4,28 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Union
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..arguments import instance_of
-from .file import SUFFIX, OfMindSpore, path_to_load, read_file
+from ..steps.errors import one_line
+from .file import SUFFIX, CheckpointError, OfMindSpore, path_to_load, read_file
 
 
 def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network: nn.Cell) -> None:
-    """Set the parameters of a network, also after its train step has begun; `mindspore.load_param_into_net` cannot.
+    """Set the parameters of a network at any time, also after its train step has begun.
 
-    A compiled step keeps the memory of the parameters that it has begun with. So MindSpore's loader, which gives the
-    network new memory, has no effect on it; this function writes into the memory that is there. The optimizer's state
-    and an open window stay as they are: call `flush()` of the train step before.
+    `mindspore.load_param_into_net` gives the network new memory, which a step that has begun does not see. This
+    function writes into the memory that the step uses. The optimizer's state stays as it is. So does an open window,
+    whose gradients are those of the old weights: call `train_step.flush()` first.
 
     Args:
         source: A file of `ms_accum.save_checkpoint` or `mindspore.save_checkpoint`, or a dict of Tensors by the names
-            of the parameters. It may hold more than the network.
+            of the parameters. Entries that the network lacks are ignored.
         network: The network, or a part of it.
 
     Raises:
@@ -46,6 +49,8 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
     given = source if isinstance(source, Mapping) else _read(source, parameters)
     where = "source" if isinstance(source, Mapping) else str(source)
     for name, parameter in parameters.items():
+        if name in given:
+            instance_of(name, given[name], (Tensor, np.ndarray), "a Tensor", "give a dict of Tensors")
         found = tuple(given[name].shape) if name in given else "missing"
         if found != tuple(parameter.shape):
             raise ValueError(f"{name} is {'' if name not in given else 'of shape '}{found} in {where}, expected shape "
@@ -56,9 +61,16 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
 
 
 def _read(path: Union[str, os.PathLike], names: Iterable[str]) -> Mapping[str, Union[Parameter, Tensor]]:
+    if not Path(path).exists():
+        raise FileNotFoundError(f"there is no checkpoint {path}; give a file that ms_accum or MindSpore wrote")
     try:
         with ExitStack() as opened:
             entries, _ = read_file(path_to_load(path), opened)
             return {name: entries[name].read() for name in names if name in entries}
     except OfMindSpore:
+        pass
+    try:
         return ms.load_checkpoint(str(path), format=SUFFIX[1:] if str(path).endswith(SUFFIX) else "ckpt")
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is truncated or damaged, so MindSpore cannot read it ({one_line(error)}); "
+                              "restore it from a copy") from error

@@ -192,12 +192,13 @@ class Accumulator(Uncopied):
         max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
         one_of("reduction", reduction, REDUCTIONS)
         length, loss_scaler = _warned_length(accumulate_step, buffer_dtype), checked_loss_scaler(loss_scaler)
+        dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in weights)
         settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
                     "on_nonfinite": on_nonfinite, "max_skips": repr(max_skips), "noise_scale": repr(noise_scale),
                     "stages": ", ".join(type(stage).__name__ for stage in stages) or "none",
+                    "buffer_dtype": ", ".join(sorted({str(dtype) for dtype in dtypes})),
                     "loss_scaler": "None" if loss_scaler is None else short_text_of(loss_scaler)}
         self.loss_scaler = loss_scaler
-        dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in weights)
         accumulated = AccumulatedParameters(weights, dtypes, dict(settings), slices_among(optimizer.parameters))
         if reducer is not None:
             accumulated.settings.update({

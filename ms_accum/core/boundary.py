@@ -38,7 +38,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from ..distributed.parallel_modes import shards
-from ..mindspore_api import place_of
+from ..mindspore_api import address_of
 from ..tensors import require_trainable
 from .facts import given_to
 from .notes import register
@@ -156,9 +156,9 @@ class Boundary:
         self.eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
-        self.given: Optional[dict[str, list[str]]] = None  # what the script gave the optimizer, if anything was trained
+        self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
         self.logged = Logged()
-        self._places: list[int] = []  # of the parameters' memory, after the first microbatch
+        self._addresses: list[int] = []  # of the parameters' memory, after the first microbatch
         self._warned = False  # of many skips
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
@@ -223,8 +223,8 @@ class Boundary:
         `missing`: the result of `begin`. `is_applied`: whether the microbatch has updated as a window of its own.
         """
         self.trained += 1
-        if not self._places:
-            self.note_places()
+        if not self._addresses:
+            self.note_addresses()
         if is_applied:
             self._count_update()
         elif missing > 1:
@@ -252,8 +252,8 @@ class Boundary:
         With several ranks, ask after each 64th whether they agree.
         """
         self.require_progress()
-        if not self._places:
-            self.note_places()
+        if not self._addresses:
+            self.note_addresses()
         self._unread += 1
         if self._unread >= _FEW_READS:
             self._unread = 0
@@ -286,7 +286,7 @@ class Boundary:
                 that left this one early and flushed itself.
         """
         require_trainable(self.window.weights)
-        self.require_places()
+        self.require_same_memory()
         if self._is_ended and not ends_epoch:
             self._is_ended = False
             return False, False
@@ -334,7 +334,7 @@ class Boundary:
                 not by an error or an interrupt; if an open window would be dropped that an error or an interrupt has
                 torn.
         """
-        self.require_places()
+        self.require_same_memory()
         status = self.status()
         trained = status.trained
         was_left, self._is_in_epoch = self._is_in_epoch, True
@@ -556,22 +556,23 @@ class Boundary:
         self._closed_in_graphs = self._closed_in_graphs or not runs_op_by_op
 
     def note_given(self) -> None:
-        """Note what the script gave the optimizer, before the first microbatch. MindSpore's slices cannot be saved."""
-        if self.given is None and not shards():
+        """Note what the script gave the optimizer, before anything is trained, saved or loaded. Not of MindSpore's
+        slices, which cannot be saved."""
+        if not self.given and not shards():
             self.given = given_to(self.window.optimizer)
 
-    def note_places(self) -> None:
+    def note_addresses(self) -> None:
         """Note where the parameters' memory is. MindSpore keeps slices elsewhere, if it shards."""
-        self._places = [] if shards() else [place_of(parameter) for parameter in self.window.weights]
+        self._addresses = [] if shards() else [address_of(parameter) for parameter in self.window.weights]
 
-    def require_places(self) -> None:
+    def require_same_memory(self) -> None:
         """Raise RuntimeError if a parameter has new memory, which no compiled graph knows.
 
         Op by op, it may be the optimizer that gives it new memory, unless it is MindSpore's.
         """
         if not self.eager or type(self.window.optimizer).__module__.startswith("mindspore."):
-            for parameter, place in zip(self.window.weights, self._places):
-                if place_of(parameter) != place:
+            for parameter, address in zip(self.window.weights, self._addresses):
+                if address_of(parameter) != address:
                     raise RuntimeError(_REPLACED.format(parameter.name))
 
     def losses(self) -> tuple:

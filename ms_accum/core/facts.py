@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from hashlib import sha256
 from numbers import Number
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Optional
 
 import mindspore as ms
@@ -26,6 +27,7 @@ from .stages import Stage
 UPDATES = (0, *sorted({2**i for i in range(17)} | {3 * 2**i for i in range(15)}))
 _OF_A_RUN = {"current_phase", "sequence_modified", "_mutable_flags", "_func_graph_flags"}  # set when a Cell has run
 _LIBRARIES = {"builtins", "mindspore", "numpy", *sys.stdlib_module_names} - {"__main__"}
+_NAMED = (type, FunctionType, MethodType, BuiltinFunctionType)
 _SIMPLE = (type(None), Number, str, bytes, np.dtype, ms.Type)
 # What stands in a place before the name of an argument: where MindSpore's optimizers hold it, and prefixes of its name.
 _HOLDERS = r"(init_args|(init_)?params|param_groups|defaults|_buffers|opt|optimizer)\]?(\[\d+\])?(\.|\[(?!\d))"
@@ -61,22 +63,38 @@ def _name_of(place: str) -> str:
     return re.split(r"[][.]", _BEFORE_NAME.sub("", place))[0]
 
 
-def given_to(optimizer: Any) -> dict[str, list[str]]:
-    """Return short texts by name of what a script gives an optimizer: rates, weight decay, schedules, other numbers.
+def given_to(optimizer: Any) -> dict[str, dict[str, str]]:
+    """Return what a script gives an optimizer (rates, weight decay, schedules, other numbers): texts by name and place.
 
     Call it before the training begins: then the rates are those of the script, not what a callback has made of them.
     """
-    given: dict[str, list[str]] = {}
-    for place, text in _Walk(lambda _: "").texts(optimizer, in_schedule=True):
+    given: dict[str, dict[str, str]] = {}
+    for place, text in _Walk(lambda _: "").texts(optimizer, in_schedule=True):  # schedules by their numbers
         if _ARGUMENT.match(place) and text and not text.startswith(("as .", "builtins.", "mindspore.ops.")):
-            given.setdefault(_name_of(place), []).append(text)
-    return given | {name: [_rates(p.asnumpy())] for name, p in rates_of(optimizer).items()}
+            given.setdefault(_name_of(place), {})[place.removeprefix(".")] = text.removeprefix("Float32() ")
+    return given | {name: {name: _short(parameter)} for name, parameter in rates_of(optimizer).items()}
 
 
-def _rates(values: np.ndarray) -> str:
+def changes(name: str, old: dict[str, str], new: dict[str, str]) -> list[str]:
+    """Return what differs between two results of `given_to` under a name, e.g. "learning_rate.decay_steps 10 -> 20".
+
+    Of what only one of them holds, only the first place; of one number in several places, only one.
+    """
+    differ = [place for place in {**old, **new} if old.get(place) != new.get(place)]
+    in_both = [place for place in differ if place in old and place in new]
+    texts: dict[str, str] = {}
+    for place in in_both or differ[:1]:
+        shown = name if place == name else _BEFORE_NAME.sub("", f".{place}").replace("]", "", 1)
+        texts.setdefault(shown, f"{shown} {old.get(place, 'none')} -> {new.get(place, 'none')}")
+    return list(texts.values())
+
+
+def _short(parameter: Parameter) -> str:
+    values = as_array(parameter)
     if values.size == 1:
         return str(values.reshape(-1)[0])
-    return f"{values.size} from {values[0]:g} to {values[-1]:g} ({sha256(values.tobytes()).hexdigest()[:8]})"
+    ends = f" from {float(values.flat[0]):g} to {float(values.flat[-1]):g}" if values.size else ""
+    return f"{values.size}{ends} ({sha256(values.tobytes()).hexdigest()[:8]})"
 
 
 def text_of(value: Any) -> str:
@@ -86,7 +104,7 @@ def text_of(value: Any) -> str:
 
 def short_text_of(value: Any) -> str:
     """Return the class of an object, and the numbers in its attributes, with the values of its Parameters."""
-    held = {place: text for place, text in _Walk(lambda p: _rates(p.asnumpy())).texts(value) if place[0] == "."}
+    held = {place: text for place, text in _Walk(_short).texts(value) if place[0] == "."}
     return f"{type(value).__name__}({', '.join(f'{place[1:]}={text}' for place, text in held.items())})"
 
 
@@ -112,7 +130,7 @@ class _Walk:
         if text is not None:
             yield place, text
             return
-        named = value if hasattr(value, "__qualname__") else list if isinstance(value, tuple) else type(value)
+        named = value if isinstance(value, _NAMED) else list if isinstance(value, tuple) else type(value)
         yield place or "class", f"{getattr(named, '__module__', '')}.{named.__qualname__}"
         if isinstance(value, nn.Cell) and not in_schedule and _is_schedule(value, place):
             in_schedule = True

@@ -26,7 +26,8 @@ from ..tensors import FLOATS, require_trainable
 
 INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of the names of an accumulator's own Parameters
 _PLACE = re.compile(r"\[(\d+)\]$")
-_RATE = re.compile(r"(^|[.[])(learning_rate|lr|momentum)(_group_\d+|\[\d+\]|\])*$")  # names of `rates_of`
+_RATE = re.compile(r"(^|[.[])(learning_rate|lr)(_group_\d+|\[\d+\]|\])*$")  # names of `rates_of`
+_IN_SCHEDULE = re.compile(r"(group_)?(learning_rate|lr)[.[]")  # places
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
 _DEEPEST = 4  # attributes of attributes: self.a.b.c.network
 _MOST = 100_000  # values that are looked into
@@ -220,9 +221,15 @@ def _placed_state(optimizer: object) -> list[tuple[str, Parameter]]:
 
 
 def rates_of(optimizer: object) -> dict[str, Parameter]:
-    """Return the Parameters whose values a script gives: learning rates (numbers and lists) and momentum, by name."""
-    own = {own_name(optimizer, name): p for name, p in state_of(optimizer)}
-    return {name: p for name, p in own.items() if _RATE.search(name) and p.ndim <= 1}
+    """Return the Parameters whose values a script gives, by name: learning rates, all in schedules, and momentum."""
+    found = {}
+    for (name, parameter), (place, _) in zip(state_of(optimizer), _placed_state(optimizer)):
+        name = own_name(optimizer, name)
+        # Other Parameters called momentum are buffers.
+        if (_RATE.search(name) and parameter.ndim <= 1) or (name == "momentum" and parameter.ndim == 0) or (
+                _IN_SCHEDULE.match(place)):
+            found[name] = parameter
+    return found
 
 
 def divided_state(optimizer: object) -> dict[int, Parameter]:

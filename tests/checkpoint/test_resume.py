@@ -1,6 +1,8 @@
 """Runs that go on with a change: rates, other settings of the optimizer and of the accumulator."""
 import warnings
 from itertools import takewhile
+from pathlib import Path
+from threading import Lock
 
 import mindspore as ms
 import numpy as np
@@ -10,6 +12,9 @@ from mindspore.experimental import optim
 
 from ms_accum import Accumulator, CheckpointError, load_checkpoint, load_weights, make_train_step, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.checkpoint.checkpoint import _State
+from ms_accum.core.facts import given_to
+from ms_accum.core.optimizers import rates_of
 
 BATCH = np.ones((4, 2), np.float32)  # the gradient of the weight is 1, so an update moves it by the learning rate
 
@@ -53,12 +58,23 @@ def loaded(network, train_step, **options):
     return said[0].partition("differs from this one: ")[2] if said else ""
 
 
-def exponential(rate):
-    return nn.ExponentialDecayLR(rate, 0.5, 1)
+def exponential(rate, steps=1):
+    return nn.ExponentialDecayLR(rate, 0.5, steps)
 
 
 def adam_w(rate, **options):
     return lambda network: optim.SGD(network.trainable_params(), rate, **options)
+
+
+class Table(nn.learning_rate_schedule.LearningRateSchedule):
+    """A schedule that holds its rates in a Parameter."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.table = ms.Parameter(ms.Tensor([[rate]] * 9, ms.float32), name="table", requires_grad=False)
+
+    def construct(self, update):
+        return self.table[update].reshape(())
 
 
 # The saved run, the one that goes on after two updates, by how much its first update moves, and what the load says.
@@ -70,11 +86,14 @@ RATES = {
     "shorter list": (sgd([0.1] * 9), sgd([0.1, 0.2, 0.4]), 0.4, "learning_rate 9 from 0.1 to 0.1 ("),
     "number to list": (sgd(0.1), sgd([0.1, 0.2, 0.4]), 0.4, "learning_rate 0.1 -> 3 from 0.1 to 0.4 ("),
     "list to number": (sgd([0.1, 0.2]), sgd(0.05), 0.05, "learning_rate 2 from 0.1 to 0.2 (10f189be) -> 0.05"),
-    "schedule": (sgd(exponential(0.1)), sgd(exponential(0.4)), 0.1, "learning_rate 0.1 -> 0.4"),
+    "schedule": (sgd(exponential(0.1)), sgd(exponential(0.4)), 0.1, "learning_rate.learning_rate 0.1 -> 0.4"),
     "number to schedule": (sgd(0.1), sgd(exponential(0.4)), 0.1, "learning_rate 0.1 -> mindspore.nn.learning_rate_sch"),
+    "schedule with a Parameter": (sgd(Table(0.1)), sgd(Table(0.4)), 0.4, "table 9 from 0.1 to 0.1 ("),
+    "two numbers of a schedule": (sgd(exponential(0.1)), sgd(exponential(0.4, 2)), None,
+                                  "learning_rate.learning_rate 0.1 -> 0.4, learning_rate.decay_steps 1 -> 2"),
     "group": (sgd(0.1, 0.2), sgd(0.05, 0.2), 0.05, "learning_rate_group_0 0.1 -> 0.05"),
     "group of a list": (sgd([0.1, 0.2], 0.2), sgd([0.1, 0.2, 0.4], 0.2), 0.4, "learning_rate_group_0 2 from"),
-    "group of a schedule": (sgd(exponential(0.1), 0.2), sgd(exponential(0.4), 0.2), 0.1, "lr 0.1 -> 0.4"),
+    "group of a schedule": (sgd(exponential(0.1), 0.2), sgd(exponential(0.4), 0.2), 0.1, "lr.learning_rate 0.1 -> 0.4"),
     "experimental": (adam_w(0.1), adam_w(0.05), 0.05, "learning_rate_group_0 0.1 -> 0.05"),
     "weight decay": (sgd(0.1), sgd(0.1, weight_decay=0.5), None, "weight_decay 0.0 -> 0.5"),
     "experimental weight decay": (adam_w(0.1), adam_w(0.1, weight_decay=0.5), None, "weight_decay 0.0 -> 0.5"),
@@ -109,14 +128,84 @@ def test_rates_of_the_file_are_kept_if_the_script_says_so(mode):
     moved(network, train_step)
     save_checkpoint("c.safetensors", network, train_step)
     resumed = built(sgd(0.05))
-    assert loaded(*resumed, keep_rates=True) == "learning_rate 0.1 -> 0.05, keep_rates=True keeps rates of the file"
+    said = loaded(*resumed, keep_rates=True)
+    assert said == "learning_rate 0.1 -> 0.05, keep_rates=True keeps learning_rate of the file"
     assert moved(*resumed) == 0.1
     save_checkpoint("c.safetensors", *resumed)
     assert loaded(*built(sgd(0.05))) == "learning_rate 0.1 -> 0.05"  # it was kept in that run
-    with pytest.raises(CheckpointError, match=r"optimizer:learning_rate is of float32 \(\) in the file, but of f"):
+    with pytest.raises(CheckpointError, match=r"keep_rates=True cannot keep learning_rate, which has the shape \(\) "
+                       r"in the file and \(2,\) in this run; give as many rates as before, or leave keep_rates out"):
         load_checkpoint("c.safetensors", *built(sgd([0.1, 0.2])), keep_rates=True)
+    decayed = built(sgd(0.2, weight_decay=0.5))  # the decay is no Parameter, so that of the script counts
+    said = "learning_rate 0.1 -> 0.2, weight_decay 0.0 -> 0.5, keep_rates=True keeps learning_rate of the file"
+    assert {*loaded(*decayed, keep_rates=True).split(", ")} == {*said.split(", ")}
+    save_checkpoint("c.safetensors", *decayed)
+    assert loaded(*built(sgd(0.2, weight_decay=0.5))) == "learning_rate 0.1 -> 0.2"
     with pytest.raises(TypeError, match="keep_rates is 1 of type int, expected True or False; say whether"):
         load_checkpoint("c.safetensors", *resumed, keep_rates=1)
+
+
+def test_an_interrupted_load_does_not_take_rates_of_the_file_for_those_of_the_script(monkeypatch):
+    """Control: the same load without an interrupt says nothing, either."""
+    network, train_step = built(sgd(0.1))
+    moved(network, train_step)
+    ops.assign(train_step.accumulator.optimizer.learning_rate, 0.025)
+    save_checkpoint("c.safetensors", network, train_step)
+    resumed, take = built(sgd(0.1)), _State.take
+
+    def take_rate(state, name, value):
+        take(state, name, value)
+        if name == "optimizer:learning_rate":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_State, "take", take_rate)
+    with pytest.raises(KeyboardInterrupt):
+        load_checkpoint("c.safetensors", *resumed)
+    monkeypatch.setattr(_State, "take", take)
+    assert float(resumed[1].accumulator.optimizer.learning_rate) == pytest.approx(0.025)
+    assert loaded(*resumed) == ""
+    assert moved(*resumed) == 0.025
+
+
+class Unbound:
+    """A proxy that raises an error of its own for each name."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+class Odd(nn.Optimizer):
+    """A user's own, with buffers that are called as MindSpore calls an argument, a lock, and a proxy."""
+
+    def __init__(self, network):
+        super().__init__(0.1, network.trainable_params())
+        self.momentum = [ms.Parameter(ops.zeros(p.shape[-1:], ms.float16), name=f"own.{i}.{p.name}")
+                         for i, p in enumerate(self.parameters)]
+        self.lock, self.proxy, self.owner = Lock(), Unbound(), [network, self]
+
+    def construct(self, gradients):
+        for parameter, gradient in zip(self.parameters, gradients):
+            ops.assign_sub(parameter, 0.1 * gradient)
+        return True
+
+
+def test_an_optimizer_of_ones_own_may_hold_anything():
+    """What it calls momentum, with one entry for each parameter, is a buffer, which the file keeps. Control: its `lr`
+    is a rate, which the script gives, of any dtype and size."""
+    runs = [built(Odd) for _ in range(2)]
+    for network, train_step in runs:
+        assert moved(network, train_step) == 0.1
+    (network, train_step), resumed = runs
+    optimizer = train_step.accumulator.optimizer
+    ops.assign(optimizer.momentum[0], ops.ones_like(optimizer.momentum[0]))
+    save_checkpoint("c.safetensors", network, train_step)
+    assert loaded(*resumed) == ""
+    assert resumed[1].accumulator.optimizer.momentum[0].astype(ms.float32).asnumpy().tolist() == [1, 1]
+    assert {"learning_rate"} == {*rates_of(optimizer)}
+    for values, text in ((np.zeros(2), "2 from 0 to 0 ("), (np.zeros(0), "0 (")):
+        optimizer.lr = ms.Parameter(ms.Tensor(values, ms.bfloat16), name="lr")
+        assert {"learning_rate", "lr"} == {*rates_of(optimizer)}
+        assert given_to(optimizer)["lr"]["lr"].startswith(text)
 
 
 @pytest.mark.parametrize("driver", ["step", "hand"])
@@ -169,6 +258,7 @@ SETTINGS = {
     "another factor": ({"loss_scaler": scaler}, {"loss_scaler": lambda: scaler(factor=4)}, "loss_scaler Dynami"),
     "no scaler": ({"loss_scaler": scaler}, {}, "loss_scaler DynamicLossScaler(scale_value=256.0, "),
     "noise_scale": ({}, {"noise_scale": GradientNoiseScale}, "noise_scale None -> GradientNoiseScale(decay=0.99), ac"),
+    "buffer_dtype": ({}, {"buffer_dtype": ms.float64}, "buffer_dtype Float32 -> Float64"),
     "no noise_scale": ({"noise_scale": GradientNoiseScale}, {}, "noise_scale GradientNoiseScale(decay=0.99) -> None"),
 }
 
@@ -287,10 +377,14 @@ def test_weights_that_do_not_fit_are_refused():
     """Nothing is then changed. Controls: more than the network holds; a part of it."""
     network, train_step = built(sgd(0.1))
     given = weights(network, 7)
+    Path("damaged.ckpt").write_bytes(b"?" * 99)
     for source, error, message in (
             ({"weight": given["weight"]}, ValueError, r"bias is missing in source, expected shape \(1,\); give the"),
             ({**given, "bias": given["weight"]}, ValueError, r"bias is of shape \(1, 2\) in source, expected shape"),
             ("nowhere.safetensors", FileNotFoundError, "there is no checkpoint"),
+            ("nowhere.ckpt", FileNotFoundError, "there is no checkpoint"),
+            ("damaged.ckpt", CheckpointError, r"damaged\.ckpt is truncated or damaged, so MindSpore cannot read it"),
+            ({**given, "bias": [7.0]}, TypeError, "bias is of type list, expected a Tensor; give a dict of Tensors"),
             (7, TypeError, "source is of type int, expected a path or a dict of Tensors; give source, network")):
         with pytest.raises(error, match=message):
             load_weights(source, network)
