@@ -179,8 +179,7 @@ class Odd(nn.Optimizer):
 
     def __init__(self, network):
         super().__init__(0.1, network.trainable_params())
-        self.momentum = [ms.Parameter(ops.zeros(p.shape[-1:], ms.float16), name=f"own.{i}.{p.name}")
-                         for i, p in enumerate(self.parameters)]
+        self.momentum = [ms.Parameter(ops.zeros(p.shape[-1:], ms.float16)) for p in self.parameters]
         self.lock, self.proxy, self.owner = Lock(), Unbound(), [network, self]
 
     def construct(self, gradients):
