@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Optional, ParamSpec, SupportsIndex, TypeVar, o
 
 import mindspore as ms
 import numpy as np
+from mindspore import nn
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,20 +80,26 @@ def instance_of(name: str, value: object, kinds: Any, expected: str, remedy: str
     return value
 
 
-def spelled(function: Callable[P, T], **gone: str) -> Callable[P, T]:
+def spelled(function: Callable[P, T], **hints: str) -> Callable[P, T]:
     """Raise TypeError for an unknown keyword of `function`, and name the one that was probably meant.
 
-    `gone`: for each removed keyword, what to use instead.
+    `hints`: for each removed keyword, what to use instead; for each required keyword, what to give.
     """
-    known = tuple(name for name in inspect.signature(function).parameters if name != "self")
+    parameters = inspect.signature(function).parameters
+    known = tuple(name for name in parameters if name != "self")
+    placed = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @wraps(function)
     def checked(*arguments: P.args, **named: P.kwargs) -> T:
+        called = function.__qualname__.removesuffix(".__init__")
+        if len(arguments) > len(placed):
+            raise TypeError(_too_many(called, placed, arguments))
         for name in (name for name in named if name not in known):
             close = get_close_matches(name, known, 1)
-            hint = gone.get(name) or (f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}")
-            called = function.__qualname__.removesuffix(".__init__")
+            hint = hints.get(name) or (f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}")
             raise TypeError(f"{called}() got an unexpected argument {name}; {hint}")
+        for name in (name for name in hints if name in known and name not in named):
+            raise TypeError(f"{called}() got no argument {name}; {hints[name]}")
         return function(*arguments, **named)
 
     return checked
@@ -132,6 +139,10 @@ def with_options_of(source: type, options: type) -> Callable[[T], T]:
 def require_callable(name: str, function: object, is_compiled: bool = True) -> None:
     """Raise TypeError if a function cannot be called, or is compiled and a lambda whose source cannot be read."""
     instance_of(name, function, Callable, "a function of the batch")
+    made_by = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    if made_by.startswith("mindspore.") and "grad" in made_by.rpartition(".")[2]:
+        raise TypeError(f"{name} computes gradients (the result of mindspore.value_and_grad or grad), expected the "
+                        "function itself, which the step differentiates; give what was given to value_and_grad")
     if is_compiled and getattr(function, "__name__", "") == "<lambda>" and not _is_readable(function):
         raise TypeError(f"{name} is a lambda whose source MindSpore cannot read, expected a function; "
                         "define it with def, or write `name = lambda ...` as a statement of its own")
@@ -154,6 +165,17 @@ def _is_readable(function: Any) -> bool:
     except (OSError, SyntaxError):
         return False
     return isinstance(getattr(statement, "value", None), ast.Lambda)
+
+
+def _too_many(called: str, names: list[str], arguments: tuple) -> str:
+    """Return the message for arguments that have no place. `names`: of the places, perhaps with self."""
+    own = names[0] == "self"
+    names, given = names[own:], arguments[own:]
+    kinds = ", ".join(type(value).__name__ for value in given)
+    has_loss = any(callable(value) and not isinstance(value, nn.Optimizer) for value in given[1:])
+    loss = f", and a loss function inside {names[0]}: nn.WithLossCell(network, loss_fn)" if has_loss else ""
+    return (f"{called}() got {len(given)} arguments by position ({kinds}), expected at most {len(names)} "
+            f"({', '.join(names)}); give options by name{loss}")
 
 
 def _typed(value: object) -> str:

@@ -200,7 +200,8 @@ def stop_recording(runs_op_by_op: bool) -> bool:
 def record_again(runs_op_by_op: bool) -> bool:
     """Undo the last `stop_recording`. After an error or an interrupt, `restore` does."""
     if runs_op_by_op and _stopped:
-        enable(_stopped.pop())
+        enable(_stopped[-1])
+        _stopped.pop()  # after an interrupt before it, `restore` enables again
     return True
 
 

@@ -55,7 +55,9 @@ def refusal(function, **changed):
         fitting["on_nonfinite"] = "skip_window"
     if function is make_train_step:
         fitting["forward_fn"] = nn.CrossEntropyLoss()
-    elif function is not Accumulator:
+    elif function is Accumulator:
+        fitting["reduction"] = "sum"
+    else:
         fitting = {}
     try:
         function(**{**fitting, **changed})

@@ -118,7 +118,8 @@ def test_the_way_of_a_gradient_is_short(monkeypatch):
 
 def test_an_accumulator_has_few_names_and_few_lines_reach_through_it():
     """Control: the pattern finds two attributes, and not one."""
-    assert len([name for name in dir(Accumulator(nn.SGD(MLP().trainable_params()), 2)) if name[0] != "_"]) <= 28
+    accumulator = Accumulator(nn.SGD(MLP().trainable_params()), 2, reduction="mean")
+    assert len([name for name in dir(accumulator) if name[0] != "_"]) <= 28
     reaching = re.compile(r"\baccumulator\.[a-z_]+\.[a-z_]+")
     assert [bool(reaching.search(line)) for line in ("accumulator.window.unit", "accumulator.window")] == [True, False]
     lines = [line for path in PACKAGE.rglob("*.py") if path.name != "accumulator.py"

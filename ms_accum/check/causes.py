@@ -36,12 +36,14 @@ _BATCH_STATISTICS = (
     "batch statistics: normalises by mean and variance of the microbatch, not of the batch",
     "batchnorm_to_groupnorm(network), or freeze the statistics: use_batch_statistics=False in the layer")
 _COUPLING = ("couples samples: its output for one sample depends on the others in the microbatch",
-             "a layer that sees one sample at a time, such as LayerNorm or GroupNorm; for a contrastive loss, "
-             "make_grad_cache_step, whose encode_fn returns what this layer compares, and whose loss_fn compares it")
+             "a layer that sees one sample at a time, such as LayerNorm or GroupNorm; for a loss of the whole batch "
+             "(contrastive, load-balancing, batch Dice), make_grad_cache_step, whose encode_fn returns what this layer "
+             "compares, and whose loss_fn compares it")
 _NO_MEAN = ("no weighted mean: the gradient of the batch is not a weighted mean of the gradients of the pieces; the "
-            "loss is a sum of means with different denominators, or it couples samples, as a contrastive loss does",
-            "return the means as a tuple, with losses=2 and two weights from weight_fn; for a contrastive loss, use "
-            "make_grad_cache_step")
+            "loss is a sum of means with different denominators, or it couples samples, as contrastive, load-balancing "
+            "and batch Dice losses do",
+            "return the means as a tuple, with losses=2 and two weights from weight_fn; if it couples samples, use "
+            "make_grad_cache_step, whose encode_fn returns values for each sample, and whose loss_fn compares them")
 _NONLINEAR = ("nonlinear backward pass: a part of the gradient does not grow with the loss, because a bprop clips it, "
               "or because a bprop adds it")
 _SEVERAL = "; the weights of several losses multiply them before the backward pass"

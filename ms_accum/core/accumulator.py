@@ -1,7 +1,7 @@
 """The accumulator: one buffer for each parameter, filled by microbatches and emptied by an update."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Optional, TypedDict, TypeVar
 
@@ -29,6 +29,7 @@ from ..mindspore_api import (
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
 from .elementwise import require_divisible
+from .epoch import Epoch, warn_of_no_batch
 from .facts import describe, short_text_of, text_of, texts_of_stages
 from .length import length_of
 from .notes import note_called, note_closed, note_filled
@@ -80,10 +81,10 @@ class Accumulator(Uncopied):
         gradient *= min(1, clip_norm / (norm(gradient) + 1e-6))  # if clip_norm is given
         optimizer(gradient); buffer = 0
 
-    It works inside `ms.jit` and in PyNative, and replaces the class of MindSpore's tutorial, with half its memory. With
-    `reduction="sum"`, the default, *the script divides its loss by `accumulate_step`*, as in the tutorial. With "mean",
-    give undivided mean losses, and the number of samples (or unmasked tokens) as weights: the update then equals the
-    full-batch update up to rounding, also for microbatches of different sizes and an incomplete last window. In a new
+    It works inside `ms.jit` and in PyNative. With `reduction="mean"`, give undivided mean losses, and the number of
+    samples (or unmasked tokens) as weights: the update then equals the full-batch update up to rounding, also for
+    microbatches of different sizes and an incomplete last window. With "sum", *the script divides its loss by
+    `accumulate_step`*, as in MindSpore's tutorial, whose class this one replaces, with half its memory. In a new
     script, prefer `make_train_step` or `TrainOneStepCell`, which build an accumulator with "mean".
 
     Args:
@@ -97,7 +98,7 @@ class Accumulator(Uncopied):
             open.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` without clipping. None computes no norm. Norms above 8e12 count as infinite.
-        reduction: "sum" or "mean", as above.
+        reduction: "mean" or "sum", as above. Required: the wrong one makes updates N times too large, or too small.
         buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16. Sums in
             16 bits overflow, or stop growing; a warning is given for windows that are too long (see the guide's page on
             language models).
@@ -143,7 +144,7 @@ class Accumulator(Uncopied):
         window, boundary: The open window on the device, and the host's side of it, for steps, cells and checkpoints.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument is of the wrong kind, or `reduction` is missing.
         ValueError: If an argument is out of range, or a loss scaler is given with "skip_microbatch".
 
     Source: https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html (the class);
@@ -170,14 +171,13 @@ class Accumulator(Uncopied):
         6.0 True [[0. 0.]]
     """
 
-    @spelled
     def __init__(
         self,
         optimizer: nn.Optimizer,
         accumulate_step: AccumulateStep,
         clip_norm: Optional[float] = None,
         *,
-        reduction: str = "sum",
+        reduction: str,
         buffer_dtype: Optional[ms.Type] = None,
         on_nonfinite: str = "apply",
         max_skips: Optional[int] = None,
@@ -272,10 +272,17 @@ class Accumulator(Uncopied):
             batches: Any iterable. Batches are yielded as they are.
         """
         require_backward()
+        return Epoch(self._epoch(batches), "accumulator", "batch")
+
+    def _epoch(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+        is_empty = True
         with recording() as record:
             for batch in batches:
+                is_empty = False
                 record()  # a gradient that the loop has computed may have switched it off
                 yield batch
+        if is_empty:
+            warn_of_no_batch("accumulator")
         self.flush()
 
     def backward(self, loss: Tensor, weight: Scalar = 1.0) -> Tensor:
@@ -395,6 +402,14 @@ class Accumulator(Uncopied):
         """Return all counters in one read, which waits for the device."""
         return self.boundary.status()
 
+    # While MindSpore compiles, it takes `repr` of all globals, and `str` of those in use without a `__name__` (2.10).
+    # Neither may read the device there.
+    __name__ = "accumulator"
+
+    def __str__(self) -> str:
+        """Return the settings and counters as text. It waits for the device."""
+        return self.boundary.described(type(self).__name__, "of weight")
+
     # --- for steps, cells and checkpoints -----------------------------------------------------------------------------
 
     @property
@@ -409,6 +424,12 @@ class Accumulator(Uncopied):
         It includes buffers that no window has needed yet; these take no memory, and are 0.
         """
         return {INSTANCE.sub("", p.name).removeprefix(cell_prefix(self.optimizer)): p for p in self.parameters}
+
+
+Accumulator.__init__ = spelled(  # type: ignore[method-assign]
+    Accumulator.__init__, reduction='give reduction="mean" if you do not divide the loss, and the number of samples as '
+    'its weight: accumulator(grads, weight=len(data)); or reduction="sum" if you divide the loss by accumulate_step, '
+    "as a script from MindSpore's tutorial does")
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accumulated: AccumulatedParameters,

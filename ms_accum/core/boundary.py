@@ -450,6 +450,21 @@ class Boundary:
         self.window.exchange.require_agreement()
         return self._status_of(self._run("counts").asnumpy().tolist())
 
+    def described(self, name: str, counts: str, pieces: int = 1) -> str:
+        """Return the settings and counters of `name` as text. It waits for the device.
+
+        `counts`: what `seen` counts. `pieces`: the number of pieces in which each microbatch is added.
+        """
+        status, length = self.status(), self.settings["accumulate_step"]
+        held = str(status.mini_step)
+        if self.window.length.budget is None:
+            held += f" of {status.mini_step + status.needed}"
+        length = f"{length} microbatch{'es' * (length != '1')} a window" if length.isdecimal() else length
+        return "{}({})".format(name, ", ".join([
+            length, *([f"{pieces} pieces"] if pieces > 1 else []), type(self.window.optimizer).__name__,
+            f"{held} in the open window", f"{status.update_step:,} update{'s' * (status.update_step != 1)}",
+            f"{status.seen:,} {counts}"]))
+
     def _read_with_verdict(self) -> tuple[Status, bool]:
         *numbers, accepted = self._run("counts_and_verdict").asnumpy().tolist()
         return self._status_of(numbers), accepted == 1
@@ -641,7 +656,8 @@ def _at_the_end(boundary: Boundary, process: int, name: str) -> None:
     with suppress(Exception):  # an error that MindSpore reports late
         closed, held = int(window.closed_windows), int(window.mini_step)
     if held and boundary.saved != (closed, held):
-        warn(_LOST.format(name, f"{held} microbatch{'es' * (held > 1)}"), UserWarning, stacklevel=2)
+        # Of the line that released the accumulator (2 is in weakref.py); at the end of the process, of no line.
+        warn(_LOST.format(name, f"{held} microbatch{'es' * (held > 1)}"), UserWarning, stacklevel=3)
     with suppress(RuntimeError):
         differ = window.exchange.disagreement()
         if differ is not None:

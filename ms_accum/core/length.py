@@ -8,7 +8,7 @@ from typing import Optional, Union
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
 from ..arguments import LARGEST_INT32, instance_of, number, whole_number
 from ..mindspore_api import jit_class
@@ -145,6 +145,10 @@ def length_of(accumulate_step: AccumulateStep) -> WindowLength:
     if isinstance(accumulate_step, type) or accumulate_step is until_weight:
         raise TypeError(f"accumulate_step is the function {accumulate_step.__name__}, expected the object that it "
                         "returns; call it with parentheses")
+    if isinstance(accumulate_step, (nn.LossBase, nn.Optimizer)):
+        raise TypeError(f"accumulate_step is of type {type(accumulate_step).__name__}, expected the number of "
+                        "microbatches in a window; give the optimizer second, accumulate_step third, and a loss "
+                        "function inside the network: nn.WithLossCell(network, loss_fn)")
     return WindowLength(accumulate_step)
 
 

@@ -27,6 +27,16 @@ def new_number() -> int:
     return next(_numbers)
 
 
+def prefix_of(number: int, wanted: str) -> str:
+    """Return the prefix for names of a window's Parameters: `wanted`, or one with its number if another one has that.
+
+    In one graph, each name may be there once. `wanted` is equal in every process, so that a network whose Cell holds
+    such a Parameter is saved under the same name whatever else was built.
+    """
+    taken = {boundary.window.prefix for boundary in _boundaries.values()}
+    return f"accumulator{number}" if wanted in taken else wanted
+
+
 def register(number: int, boundary: Boundary) -> None:
     """Let graphs find the boundary of the window with this number, as long as something else keeps it."""
     _boundaries[number] = boundary

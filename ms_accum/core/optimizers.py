@@ -24,7 +24,7 @@ from ..distributed.zero import whole_of, whole_parameters
 from ..mindspore_api import LearningRateSchedule
 from ..tensors import FLOATS, require_trainable
 
-INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of the names of an accumulator's own Parameters
+INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of an accumulator's Parameters, if `cell_prefix` is taken
 _PLACE = re.compile(r"\[(\d+)\]$")
 _RATE = re.compile(r"(^|[.[])(learning_rate|lr)(_group_\d+|\[\d+\]|\])*$")  # names of `rates_of`
 _IN_SCHEDULE = re.compile(r"(group_)?(learning_rate|lr)[.[]")  # places
@@ -267,7 +267,7 @@ def name_state(optimizer: object, prefix: str) -> None:
 
 
 def cell_prefix(optimizer: Any) -> str:
-    """Return the prefix of the names of an accumulator's Parameters in a cell: equal in every process."""
+    """Return the prefix of the names of an accumulator's Parameters, equal in every process; see `prefix_of`."""
     return f"accumulator.{whole_of(optimizer.parameters[0]).name}."
 
 

@@ -117,7 +117,11 @@ class Stage:
         """
 
     def on_close(self, applied: bool) -> None:
-        """Observe that a window was applied or dropped."""
+        """Observe that a window was applied or dropped.
+
+        What the forward passes of a dropped window have changed (a count, the statistics of BatchNorm) stays: put it
+        back here if `applied` is false, from a copy that you keep when it is true.
+        """
 
 
 def overrides(stage: Stage, *methods: str) -> bool:

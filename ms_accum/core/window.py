@@ -36,7 +36,8 @@ from ..tensors import (
     weighted,
 )
 from .kernels import add_each
-from .notes import allocate, new_number, note_use
+from .notes import allocate, new_number, note_use, prefix_of
+from .optimizers import cell_prefix
 from .probe import kernels
 from .stages import overrides
 
@@ -107,7 +108,7 @@ class Window:
     def __init__(self, optimizer: Callable, length: WindowLength, stages: tuple[Stage, ...], exchange: OneDevice,
                  reduction: str, clip_norm: Optional[float], hooks: tuple[Callable, ...]) -> None:
         self.number = new_number()
-        self.prefix = prefix = f"accumulator{self.number}"
+        self.prefix = prefix = prefix_of(self.number, cell_prefix(optimizer).removesuffix("."))
         self.optimizer, self.length, self.stages, self.exchange = optimizer, length, stages, exchange
         self.clip_norm, self.hooks, self.weights = clip_norm, hooks, exchange.weights
         self.contributors = None if reduction == "mean" else exchange.ranks

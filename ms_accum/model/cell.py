@@ -13,8 +13,8 @@ from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain
-from ..steps.batch import NETWORK, Loss, checked_axis, layout, layout_in_graph, positional, positions_of
-from ..steps.errors import explain
+from ..steps.batch import NETWORK, Loss, checked_axis, layout, layout_in_graph, names_of, positional, positions_of
+from ..steps.errors import explain, name_columns
 from ..steps.pieces import Pieces
 from ..steps.train_mode import TrainMode
 from ..steps.train_step import averaging, fix_unit_of_sums, require_functions
@@ -143,6 +143,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             self._boundary.end_on_device()
             return result
         except Exception as error:
+            name_columns(error, batch, names_of(self.network, len(batch), ()), self.accumulator.weights)
             self._explain(error)
             raise
 
@@ -171,6 +172,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
                 warn_if_idle(self.optimizer)
         flags = tuple([layer.training for layer in self._mode.layers])
         if flags != self._train_flags:
+            self._mode.require_trained_network()
             self._mode.warn_if_evaluating(flags)
             if self._train_flags is not None:
                 self.compile_cache.clear()

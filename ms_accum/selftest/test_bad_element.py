@@ -24,7 +24,7 @@ def test_bad_element(check: str, dtype: str, holds: Callable) -> None:
     network = MLP(dtype=getattr(ms, dtype))
     parameters = network.trainable_params()
     plain.train(TargetLoss(network), parameters, [samples((5,), 2)])
-    accumulator = Accumulator(plain.optimizer_of(parameters), 1, on_nonfinite=OPTIONS[check])
+    accumulator = Accumulator(plain.optimizer_of(parameters), 1, reduction="sum", on_nonfinite=OPTIONS[check])
 
     @ms.jit
     def add(*gradients: Tensor) -> Tensor:

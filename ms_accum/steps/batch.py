@@ -118,6 +118,13 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
                 "named": inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD)}
 
 
+def names_of(function: Callable, count: int, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of `count` columns, of which the last were given by `names`; none if they are not known."""
+    placed = [p.name for p in _parameters(function).values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    first = placed[:count - len(names)]
+    return (*first, *names) if len(first) == count - len(names) else ()
+
+
 def positions_of(cell: nn.Cell) -> tuple[str, int, int]:
     """Return the positional parameters of `construct` as text, their least number and their largest number."""
     parameters = _parameters(cell).values() if type(cell).__call__ is nn.Cell.__call__ else ()
@@ -187,8 +194,9 @@ def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]
             raise TypeError(f"got an unexpected argument {next(n for n in names if n not in taken)!r}")
     except TypeError as error:
         given = ", ".join([*([f"{positions} by position"] if positions else []), *names])
+        loss = _MISSING_LOSS["forward_fn"] if name == "forward_fn" and isinstance(function, nn.Cell) else ""
         raise TypeError(f"{name}{signature} does not take the batch ({given}): {error}; give it parameters for "
-                        "the batch, or select columns first") from None
+                        f"the batch, or select columns first{loss}") from None
     return taken
 
 
@@ -283,6 +291,7 @@ _PAIR = "(loss, aux) because of has_aux=True; aux may be a tuple"
 _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
                "return model(..., return_dict=False)[0]")
 _A_TENSOR = "; return the loss itself, without float(), .item() or .asnumpy()"
+_NO_RETURN = "; is its `return` missing?"
 NETWORK = "the network"  # the name of a cell's function in messages
 _WITH_LOSS = "; if it computes no loss, give TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)"
 _MISSING_LOSS = {NETWORK: _WITH_LOSS, "forward_fn": "; if it computes no loss, give nn.WithLossCell(network, loss_fn)"}
@@ -463,7 +472,8 @@ def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -
         remedy = _OF_A_MODEL
     elif not is_none and (returned is None or isinstance(returned, (Number, np.ndarray))):
         remedy = _A_TENSOR
-    raise TypeError(f"{name} returned {got}, expected {expected}{remedy if name in ('forward_fn', NETWORK) else ''}")
+    remedy = remedy if name in ("forward_fn", NETWORK) else ""
+    raise TypeError(f"{name} returned {got}, expected {expected}{_NO_RETURN if is_none else remedy}")
 
 
 @constexpr

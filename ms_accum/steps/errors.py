@@ -1,21 +1,31 @@
 """After an error: forget the graphs, and name the missing rank, the failed piece or the used-up learning rates."""
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from os import environ
 from typing import TYPE_CHECKING
+
+import mindspore as ms
+from mindspore import Parameter, Tensor
 
 from ..core.boundary import NoProgress
 from ..core.optimizers import require_rates
 from ..distributed.ranks import raise_if_left_alone
 from ..distributed.tags import RanksDiffer
+from ..tensors import FLOATS
 
 if TYPE_CHECKING:
     from ..distributed.exchange import OneDevice
 
 # Errors about what a function returned are the same for every piece.
 _REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")
+
+
+# MindSpore's errors about the dtype or the shape that an operator got, which it finds before it runs a kernel.
+_OF_AN_OPERATOR = re.compile(r"For '(\w+)'|For primitive\[(\w+)\]|Failed calling (\w+)")
+_INTEGERS = (ms.int8, ms.int16, ms.int64, ms.uint8, ms.uint16, ms.uint32, ms.uint64, ms.bool_)
 
 
 def explain(error: Exception, optimizer: Callable, forget_graphs: Callable[[], object], exchange: OneDevice) -> None:
@@ -41,6 +51,37 @@ def explain(error: Exception, optimizer: Callable, forget_graphs: Callable[[], o
     raise_if_left_alone(error)
     with suppress(RuntimeError):  # the device may be unreadable by now
         require_rates(optimizer)
+
+
+def name_columns(error: Exception, batch: Sequence, names: Sequence[str], weights: Iterable[Parameter]) -> None:
+    """Add a first line to MindSpore's error that an operator does not take a dtype or shape: the columns of the batch.
+
+    Args:
+        error: The error. All others than these, which MindSpore raises while it compiles, are not changed.
+        batch: The columns.
+        names: The parameters of the function that takes the columns, in their order; empty if they are not known.
+        weights: The parameters that are trained.
+    """
+    found = _OF_AN_OPERATOR.match(str(error).lstrip("- \n"))
+    if found is None or not isinstance(error, (TypeError, ValueError)):
+        return
+    dtypes = sorted({str(weight.dtype).lower() for weight in weights})
+    columns = [f"column {i}" + (f" ({names[i]})" if i < len(names) else "") for i in range(len(batch))]
+    tensors = [(place, value) for place, value in zip(columns, batch) if isinstance(value, Tensor)]
+    wrong = [place for place, value in tensors
+             if value.dtype in (ms.float16, ms.float64, ms.bfloat16) and str(value.dtype).lower() not in dtypes]
+    whole = [place for place, value in tensors if value.dtype in _INTEGERS]
+    kinds = [value.dtype in FLOATS for _, value in tensors]
+    remedies = [f"give {' and '.join(wrong)} as {dtypes[0]}"] if wrong else []
+    if whole:
+        remedies.append(f"give {' and '.join(whole)} as int32 (labels, tokens) or {dtypes[0]} (data)")
+    if not remedies or kinds != sorted(kinds, reverse=True):  # an integer before a float: perhaps swapped
+        remedies.append(f"are the columns in the order of ({', '.join(names)})?" if names else
+                        "are the columns in the right order?")
+    told = ", ".join(f"{place} is {str(value.dtype).lower()} {tuple(value.shape)}" for place, value in tensors)
+    operator = next(filter(None, found.groups()))
+    error.args = (f"{operator} does not take the batch: {told}, the parameters are {' and '.join(dtypes)}; "
+                  f"{'; '.join(remedies)}\n{error}", *error.args[1:])
 
 
 def ask_about_piece(error: Exception, place: int, pieces: int, runs_whole: bool = False) -> None:

@@ -19,6 +19,11 @@ _UNSEEN = ("no network that holds {} was found, so set_train() of it has no effe
            "optimizer of another network is not noticed; give the network to {} where it can be found: by a name that "
            "the function uses, in a closure, or as an attribute or an argument of functools.partial")
 
+_FOREIGN = ("the optimizer updates {} and others, expected parameters of a network that {} uses (found: {}): all "
+            "gradients would be 0; build the optimizer from the parameters of that network. If the optimizer's own "
+            "network is used, but is not found, give it to the function by a name, in a closure, or as an attribute or "
+            "an argument of functools.partial")
+
 # Attributes that hold a layer's rate of dropout: of Dropout, Dropout1d and MultiheadAttention.
 _RATES = ("p", "prob", "dropout")
 
@@ -42,9 +47,21 @@ class TrainMode:
         self.layers = [layer for network in self._networks for _, layer in network.cells_and_names()]
         self._trained = {id(p): p.name for p in weights}
         found = {id(p) for p in chain(parameters, *(network.get_parameters() for network in self._networks))}
+        has_own = any(p.requires_grad for network in self._networks for p in network.get_parameters())
+        self._is_foreign = has_own and self._trained.keys().isdisjoint(found)
         self._unseen = None if eager else next((name for key, name in self._trained.items() if key not in found), None)
         self._name = getattr(functions[0], "__name__", "forward_fn")
         self._seen: set[tuple[bool, ...]] = set()
+
+    def require_trained_network(self) -> None:
+        """Raise ValueError if networks with trainable parameters were found, but no parameter that is trained.
+
+        All gradients would be 0, and nothing would say so.
+        """
+        if self._is_foreign:
+            networks = ", ".join(dict.fromkeys(type(network).__name__ for network in self._networks
+                                               if any(p.requires_grad for p in network.get_parameters())))
+            raise ValueError(_FOREIGN.format(next(iter(self._trained.values())), self._name, networks))
 
     def warn_if_evaluating(self, mode: tuple[bool, ...]) -> None:
         """Warn, once for each mode, if a trained network is in evaluation mode (a single layer does not count).

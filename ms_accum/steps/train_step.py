@@ -6,7 +6,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
@@ -15,6 +15,7 @@ from mindspore import nn
 
 from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
+from ..core.epoch import Epoch, warn_of_no_batch
 from ..core.optimizers import cells_of, checked_parameters, require_rates, require_same_parameters, warn_if_idle
 from ..core.precision import warn_of_lost_gradients
 from ..core.stream import Stream
@@ -29,11 +30,12 @@ from .batch import (
     checked_pieces,
     layout,
     named_values,
+    names_of,
     ordered,
     positional,
     require_batched,
 )
-from .errors import explain
+from .errors import explain, name_columns
 from .pieces import Pieces
 from .train_mode import TrainMode
 
@@ -157,8 +159,12 @@ class TrainStep(Uncopied):
                 the batches that were trained before; `batches` are those of the whole epoch, in the same order. False:
                 `batches` are only the others. None: begin a new epoch, but not after `load_checkpoint`.
 
+        Warns:
+            UserWarning: If nobody iterates over it, because then nothing is trained; if there is no batch.
+
         Yields:
-            The loss, or `(loss, aux)`, of each microbatch.
+            The loss, or `(loss, aux)`, of each microbatch: Tensors, so that the host need not wait for the device.
+            `float(loss)` waits, and formats.
 
         Raises:
             ValueError: If a `mindspore.dataset` of samples has no batch operation, if a parameter was frozen after the
@@ -169,20 +175,23 @@ class TrainStep(Uncopied):
                 open. Also if called in a compiled function.
         """
         require_python("epoch of a train step")
-        return self._epoch(batches, resume)
+        return Epoch(self._epoch(batches, resume), "train_step", "loss")
 
-    def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Iterator[Any]:
+    def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Generator[Any, None, None]:
         optimizer = self.accumulator.optimizer
         require_batched(batches)
         require_trainable(self.accumulator.weights)
         require_rates(optimizer)
-        last, batches = False, without_first(self._begin_epoch(resume), batches)
+        skip = self._begin_epoch(resume)
+        last, batches = False, without_first(skip, batches)
         try:
             for result, last in self._train_each(map(as_arguments, batches)):
                 if last:
                     self._flush_after_last()
                 yield result
             if not last:  # there was no batch: take part in the windows of other ranks
+                if skip == 0:
+                    warn_of_no_batch("train_step")
                 self._flush(ends_epoch=True)
             self.boundary.end_epoch(is_empty=not last)
         except GeneratorExit:  # the loop was left
@@ -232,16 +241,7 @@ class TrainStep(Uncopied):
 
     def __repr__(self) -> str:
         """Return the settings and counters as text. It waits for the device."""
-        status, length = self.status(), self.boundary.settings["accumulate_step"]
-        held = str(status.mini_step)
-        if self.window.length.budget is None:
-            held += f" of {status.mini_step + status.needed}"
-        length = f"{length} microbatch{'es' * (length != '1')} a window" if length.isdecimal() else length
-        pieces = [f"{self.pieces} pieces"] if self.pieces > 1 else []
-        return "{}({})".format(type(self).__name__, ", ".join([
-            length, *pieces, type(self.accumulator.optimizer).__name__,
-            f"{held} in the open window", f"{status.update_step:,} update{'s' * (status.update_step != 1)}",
-            f"{status.seen:,} {self._counts}"]))
+        return self.boundary.described(type(self).__name__, self._counts, self.pieces)
 
     def on_update(self, function: Callable[[], object], every: int = 1) -> None:
         """Call a Python function after each update whose count is a multiple of `every`: to save, evaluate or log.
@@ -309,6 +309,7 @@ class TrainStep(Uncopied):
         if compiled_for not in self._graphs:
             require_unsharded()
             require_same_parameters(self._functions, self.window.optimizer)
+            self._mode.require_trained_network()
             self._mode.warn_if_evaluating(mode)
             if key[0]:
                 self._fix_unit(key[0])
@@ -332,6 +333,8 @@ class TrainStep(Uncopied):
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
             self._updated = self.boundary.end(missing, is_alone)
         except Exception as error:
+            columns = len(key[1])
+            name_columns(error, batch[-columns:], names_of(self._functions[0], columns, key[2]), self.window.weights)
             self._explain(error)
             raise
         return result
@@ -373,7 +376,9 @@ def make_train_step(
     Args:
         forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
             `()`. With `has_aux`, `(*batch) -> (loss, aux)`. A function, a Cell or a `functools.partial`. The arguments
-            of a named batch (a dict, or keyword arguments) are matched to its parameters by name.
+            of a named batch (a dict, or keyword arguments) are matched to its parameters by name. Unless
+            `eager` is true, it is compiled: Python side effects (`seen.append(...)`) have no effect, and changing an
+            argument in place (`labels.mul_(mask)`) changes the caller's Tensor, for all later epochs.
         optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`.
         accumulate_step: Number of microbatches in a window: an int, `{update_step: n}`, a callable or
             `until_weight(budget)`; see `Accumulator`. Required with an optimizer, not allowed with an Accumulator.

@@ -259,7 +259,7 @@ CASES = {
         (normal(samples, 6).abs(), normal(samples, 6, seed=1).abs()), pieces=2) for samples in (2, 3, 24)},
     "a network that compares two views": Case(
         Similarities, matrix_loss, False, [("network", "Similarities", COUPLES)],
-        ("for a contrastive loss, make_grad_cache_step",), (normal(8, 6), normal(8, 6, seed=1))),
+        ("(contrastive, load-balancing, batch Dice), make_grad_cache_step",), (normal(8, 6), normal(8, 6, seed=1))),
     # Random layers: those of MindSpore are switched off, and leave the rest to be judged.
     "Dropout": Case(
         lambda: at_rest(around(nn.Dropout(p=0.5), nn.ReLU(), nn.Dropout(p=0.0), nn.Dropout(p=0.5)), 4),

@@ -267,7 +267,7 @@ def test_bad_arguments_are_refused():
     function.parameters = tuple(network.trainable_params())
     hook = nn.Cell()
     hook.count = ms.Parameter(Tensor(0), name="update_step")
-    hooked = Accumulator(acc.optimizer, 2, after_update=hook)
+    hooked = Accumulator(acc.optimizer, 2, reduction="sum", after_update=hook)
     renamed = {name: MLP() for name in ("ms_accum", "ms_accum.sha256", "__metadata__", "rank1:a")}
     for name, other in renamed.items():
         other.first.bias.name = name
@@ -277,7 +277,8 @@ def test_bad_arguments_are_refused():
             *((TypeError, r"network is of type Accumulator, expected a mind", call, acc, network) for call in both),
             (FileNotFoundError, r"^there is no checkpoint \S+c\.safetensors; give a file that save_checkpoint .*wrote",
              load_checkpoint, network, acc),
-            (TypeError, "the optimizer is of type function, exp", save_checkpoint, network, Accumulator(function, 2)),
+            (TypeError, "the optimizer is of type function, exp", save_checkpoint, network,
+             Accumulator(function, 2, reduction="sum")),
             (ValueError, "two Parameters of the accumulator's state have the same", save_checkpoint, network, hooked),
             *((ValueError, f"two entries of the checkpoint would be called {name}; rename", save_checkpoint, other, acc)
               for name, other in renamed.items())):
@@ -348,7 +349,7 @@ import sys
 from mindspore import nn
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
 network = nn.Dense(2, 1)
-accumulator = Accumulator(nn.SGD(network.trainable_params()), 2)
+accumulator = Accumulator(nn.SGD(network.trainable_params()), 2, reduction="sum")
 save_checkpoint("c.safetensors", network, accumulator)
 print("loading", file=sys.stderr, flush=True)
 load_checkpoint("c.safetensors", network, accumulator)

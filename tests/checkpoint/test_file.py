@@ -284,7 +284,7 @@ from safetensors.numpy import load_file
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
 
 network = nn.SequentialCell([nn.Dense(1500, 1500, has_bias=False, weight_init="ones") for _ in range(8)])
-accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2)
+accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="sum")
 
 def held():
     return {name: int(kilobytes) * 1024 for name, kilobytes in

@@ -1,5 +1,8 @@
 """Accumulator by hand: odd values, the tutorial's script, and its state. Calls in any order: test_machine.py."""
+import gc
+import inspect
 import json
+import re
 from pathlib import Path
 
 import mindspore as ms
@@ -8,10 +11,11 @@ import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from support import reference
 from support.modes import compiled, warned
+from support.training import sgd
 
 from ms_accum import Accumulator, DataParallel
 from ms_accum.selftest.comparing import difference, values
-from ms_accum.selftest.networks import MLP, batches, tensors
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = pytest.mark.core
 
@@ -26,7 +30,7 @@ def gradients(value):
 def descend(accumulate_step=2, clip_norm=None, **options):
     """An accumulator whose parameters are minus the sum of all gradients that its optimizer got."""
     parameters = [Parameter(Tensor(np.zeros(shape), ms.float32), f"p{i}") for i, shape in enumerate(SHAPES)]
-    return Accumulator(nn.SGD(parameters, 1.0), accumulate_step, clip_norm, **options)
+    return Accumulator(nn.SGD(parameters, 1.0), accumulate_step, clip_norm, **{"reduction": "sum", **options})
 
 
 @pytest.mark.parametrize(("policy", "calls", "applied"), [
@@ -51,7 +55,7 @@ def tutorial_script(mode, network, accumulate_step, digits):
     """Run the tutorial's lines, unchanged but for the network; yield the parameters after each microbatch."""
     loss_fn = nn.CrossEntropyLoss()
     optimizer = nn.SGD(network.trainable_params(), 0.1)
-    accumulator = Accumulator(optimizer, accumulate_step)
+    accumulator = Accumulator(optimizer, accumulate_step, reduction="sum")
 
     def forward_fn(data, label):
         logits = network(data)
@@ -88,7 +92,7 @@ def test_the_tutorials_script_runs_unchanged(mode, capfd):
 def article(mode, divisor, rows):
     """The weights after two epochs of the published experiment, as two microbatches each; the loss is a sum."""
     network = nn.Dense(8, 1, weight_init="ones", has_bias=False)
-    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), 2)
+    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), 2, reduction="sum")
 
     def forward_fn(x):
         return network(x).sum() / divisor
@@ -184,3 +188,85 @@ def test_a_parameter_that_is_frozen_between_calls_raises_an_error_by_hand(mode):
         ended.append(values(accumulator.weights))
     assert difference(*ended) == 0
     assert int(accumulator.update_step) == 1
+
+
+def test_print_says_where_an_accumulator_stands_but_not_while_it_is_compiled(monkeypatch):
+    """MindSpore takes `str` of what a graph uses. Control: without its `__name__`, an accumulator is read then."""
+    network = MLP()
+    made = Accumulator(nn.SGD(network.trainable_params(), 0.1), 4, reduction="mean")
+    read, said = [], Accumulator.__str__
+    monkeypatch.setattr(Accumulator, "__str__", lambda self: read.append(self) or said(self))
+
+    def compiled():
+        @ms.jit
+        def microbatch(x):
+            gradients = ()
+            for parameter in made.weights:
+                gradients = (*gradients, ops.ones_like(parameter))
+            return made(gradients, x.shape[0])
+
+        microbatch(Tensor(np.ones((3, 2), np.float32)))
+
+    compiled()
+    compiled()
+    assert read == []
+    assert str(made) == f"{made}" == ("Accumulator(4 microbatches a window, SGD, 2 of 4 in the open window, 0 updates, "
+                                      "0 of weight)")
+    made.flush()
+    assert str(made).endswith("0 of 4 in the open window, 1 update, 6 of weight)")
+
+
+def trained_by_hand(divided, **options):
+    """Parameters after four microbatches of two samples."""
+    network = MLP(seed=0)
+    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), 4, **options)
+    loss = mean_loss(network)
+
+    def forward_fn(x, y):
+        return loss(x, y) / divided
+
+    grad_fn = ms.value_and_grad(forward_fn, None, accumulator.weights)
+    for x, y in batches([2] * 4):
+        accumulator(grad_fn(*tensors(x, y))[1], len(x) if options["reduction"] == "mean" else 1.0)
+    return values(network.trainable_params())
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_how_a_loss_is_divided_must_be_said():
+    """The error shows both forms, which train equally. Control: the wrong one makes an update four times as large."""
+    start = values(MLP(seed=0).trainable_params())
+    with pytest.raises(TypeError, match=(
+            r'^Accumulator\(\) got no argument reduction; give reduction="mean" if .* accumulator\(grads, weight=len'
+            r'\(data\)\); or reduction="sum" if you divide the loss by accumulate_step')):
+        Accumulator(sgd(MLP()), 4)
+    assert str(inspect.signature(Accumulator).parameters["reduction"]) == "reduction: 'str'"
+    mean, tutorial, wrong = (trained_by_hand(4, reduction="sum"), trained_by_hand(1, reduction="mean"),
+                             trained_by_hand(1, reduction="sum"))
+    assert difference(mean, tutorial) < 1e-6
+    moved = [[b - a for a, b in zip(start, after)] for after in (mean, wrong)]
+    assert difference([4 * one for one in moved[0]], moved[1]) < 1e-5
+
+
+class Counted(nn.Cell):
+    """A network that holds an accumulator's counter."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+        self.accumulator = (Accumulator(sgd(network), 2, reduction="mean"),)
+        self.updates = self.accumulator[0].update_step
+
+
+def test_a_counter_in_a_network_has_one_name_in_every_process():
+    """Whatever else was built. Control: beside a living accumulator of the same parameters, names have a number."""
+    others = [Accumulator(sgd(nn.Dense(3, 2)), 2, reduction="mean") for _ in range(3)]
+    first = Counted(MLP())
+    ms.save_checkpoint(first, "counted.ckpt")
+    beside = Counted(MLP())
+    assert re.fullmatch(r"accumulator\d+\.update_step", beside.updates.name)
+    assert len({accumulator.update_step.name for accumulator in (*others, *first.accumulator)}) == 4
+    del first, beside
+    gc.collect()
+    others.append(Accumulator(sgd(nn.Dense(3, 2)), 2, reduction="mean"))
+    network = Counted(MLP(seed=5))
+    assert ms.load_param_into_net(network, ms.load_checkpoint("counted.ckpt")) == ([], [])

@@ -86,7 +86,7 @@ def test_an_optimizer_that_is_called_while_mindspore_records_may_change_nothing(
 def test_16_bit_gradients_are_summed_in_float32():
     """Control: the sum that MindSpore itself makes of float16 gradients stops growing at 2,048."""
     parameter = Parameter(Tensor([1.0], ms.float16), name="half")
-    accumulator = Accumulator(nn.SGD([parameter], 0.0), 100)
+    accumulator = Accumulator(nn.SGD([parameter], 0.0), 100, reduction="sum")
     gradients = (2000, *[1] * 60)
     with recording():
         for gradient in gradients:

@@ -48,7 +48,8 @@ ENDS = {  # and whether a window is lost then
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("end", ENDS)
 def test_an_accumulator_that_is_collected_with_an_open_window_says_so(end):
-    """By its optimizer and first parameter. Control: not if the window was applied, saved or reset."""
+    """By its optimizer and first parameter, at the line that collects it. Control: not if the window was applied, saved
+    or reset."""
     (do, lost), network = ENDS[end], MLP()
     train_step = make_train_step(mean_loss(network), sgd(network), 2)
     train_step(*BATCHES[0])
@@ -57,8 +58,9 @@ def test_an_accumulator_that_is_collected_with_an_open_window_says_so(end):
         warnings.simplefilter("always")
         del network, train_step
         gc.collect()
-    caught = [str(warning.message) for warning in caught if "is lost" in str(warning.message)]
-    assert [bool(re.search(LOST, said)) for said in caught] == [True] * lost
+    caught = [warning for warning in caught if "is lost" in str(warning.message)]
+    assert [bool(re.search(LOST, str(warning.message))) for warning in caught] == [True] * lost
+    assert [warning.filename for warning in caught] == [__file__] * lost
 
 
 SCRIPT = """

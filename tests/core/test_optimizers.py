@@ -71,7 +71,7 @@ def test_state_with_the_same_name_is_saved_and_compiled():
         network.extra, network.other = (Parameter(Tensor([0.0]), name=name) for name in ("extra", "other"))
         weight, bias, extra, other = network.weight, network.bias, network.extra, network.other
         optimizers = Hoarder([weight]), Hoarder([bias]), optim.SGD([extra], lr=1.0), optim.SGD([other], lr=2.0)
-        accs = [Accumulator(optimizer, 1) for optimizer in optimizers]
+        accs = [Accumulator(optimizer, 1, reduction="sum") for optimizer in optimizers]
 
         @ms.jit
         def step(weight, one):
@@ -260,6 +260,6 @@ WRAPPED = [lambda made: made, nn.LARS, lambda made: Hoarder(made.parameters, [ma
 def test_what_is_no_optimizer_or_cannot_accumulate_is_refused(error, message, optimizer):
     """Control: what differs in one thing."""
     for fitting in (Plain(odd()), *(scaled(wrap, 1) for wrap in WRAPPED)):
-        assert Accumulator(fitting, 2).loss_scaler is None
+        assert Accumulator(fitting, 2, reduction="sum").loss_scaler is None
     with pytest.raises(error, match=message):
-        Accumulator(optimizer, 2)
+        Accumulator(optimizer, 2, reduction="sum")

@@ -125,5 +125,5 @@ def test_another_choice_is_an_error(on_ascend):
 
 def test_elsewhere_the_portable_ones_run_without_a_test(monkeypatch):
     monkeypatch.setattr(probe, "largest_difference", lambda *_: pytest.fail("was called"))
-    accumulator = Accumulator(sgd(MLP()), 2)
+    accumulator = Accumulator(sgd(MLP()), 2, reduction="sum")
     assert type(accumulator.window.of_buffers) is type(accumulator.window.kernels) is Portable

@@ -5,7 +5,7 @@ import gc
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, amp, ops
+from mindspore import Parameter, Tensor, amp, nn, ops
 from support.modes import running
 from support.training import sgd
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.core
 
 
 def accumulator(scaler, **options):
-    return Accumulator(sgd(MLP()), 2, loss_scaler=scaler, **options)
+    return Accumulator(sgd(MLP()), 2, reduction="sum", loss_scaler=scaler, **options)
 
 
 def test_a_scaler_is_state_of_its_accumulator():
@@ -190,4 +190,45 @@ def test_a_stage_judges_a_window_by_its_sums_and_no_other_judges_for_it(mode):
 ])
 def test_what_is_no_stage_is_refused(error, message, stages):
     with pytest.raises(error, match=message):
-        Accumulator(sgd(MLP()), 2, stages=stages)
+        Accumulator(sgd(MLP()), 2, reduction="sum", stages=stages)
+
+
+class CountingLoss(nn.Cell):
+    """A network that counts its samples in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.seen = nn.Dense(2, 1), Parameter(Tensor(0.0), name="seen_by_network", requires_grad=False)
+
+    def construct(self, x):
+        seen = ops.assign_add(self.seen, Tensor(float(x.shape[0])))
+        return ops.depend(self.network(x).mean(), seen)
+
+
+@ms.jit_class
+class PutBack(Stage):
+    """Put a count back when its window is dropped, as the docstring of `on_close` says."""
+
+    def __init__(self, count):
+        self.count, self.kept = count, Parameter(Tensor(0.0), name="kept_count", requires_grad=False)
+        self.run_state = (self.kept,)
+
+    def on_close(self, applied):
+        if applied:
+            ops.assign(self.kept, self.count)
+        else:
+            ops.assign(self.count, self.kept)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("puts_back", [True, False])
+def test_on_close_undoes_what_forward_passes_of_a_dropped_window_counted(eager, puts_back):
+    """Windows of two microbatches of 3 samples, of which the second is dropped. Control: without the stage, 18."""
+    loss = CountingLoss()
+    stages = (PutBack(loss.seen),) if puts_back else ()
+    train_step = make_train_step(loss, nn.SGD(loss.trainable_params(), 0.1), 2, eager=eager, stages=stages,
+                                 on_nonfinite="skip_window")
+    for value in (1, 1, 1, np.nan, 1, 1):
+        train_step(np.full((3, 2), value, np.float32))
+    assert int(train_step.accumulator.update_step) == 2
+    assert float(loss.seen) == (12 if puts_back else 18)

@@ -56,7 +56,8 @@ def test_dtypes_of_parameters_and_buffers(mode):
 def test_buffers_that_the_cpu_cannot_add_to_are_refused():
     """By the name of the argument. Control: float16, and parameters in bfloat16 with buffers in float32."""
     def built(dtype, **options):
-        return Accumulator(Counting(ParameterTuple([Parameter(Tensor([1.0], dtype), name="w")])), 2, **options)
+        parameters = ParameterTuple([Parameter(Tensor([1.0], dtype), name="w")])
+        return Accumulator(Counting(parameters), 2, reduction="sum", **options)
 
     with pytest.raises(ValueError, match=r"^buffer_dtype is BFloat16, .*; leave buffer_dtype out$"):
         built(ms.float32, buffer_dtype=ms.bfloat16)
@@ -133,7 +134,8 @@ def off(total, exact):
 def test_a_float16_buffer_stops_growing_as_numpys_sum_does(count, least):
     """And a float32 buffer does not."""
     parameter = Parameter(Tensor(np.zeros(500), ms.float32), name="w")
-    accumulators = [Accumulator(nn.SGD([parameter], 0.1), 9999, buffer_dtype=dtype) for dtype in (None, ms.float16)]
+    accumulators = [Accumulator(nn.SGD([parameter], 0.1), 9999, reduction="sum", buffer_dtype=dtype)
+                    for dtype in (None, ms.float16)]
 
     def add(gradient):
         for accumulator in accumulators:
@@ -196,7 +198,7 @@ def test_windows_too_long_for_bfloat16_are_warned_of():
 def window_of(unit, dtype=ms.float32):
     """The window of an accumulator by hand, which keeps it."""
     parameter = Parameter(Tensor(np.zeros(2), ms.float32), name="w")
-    accumulator = Accumulator(nn.SGD([parameter], 0.1), 9, buffer_dtype=dtype)
+    accumulator = Accumulator(nn.SGD([parameter], 0.1), 9, reduction="sum", buffer_dtype=dtype)
     if unit is not None:
         accumulator.window.fix_unit(unit)
     return accumulator
@@ -258,13 +260,12 @@ def test_parameters_may_have_the_names_of_counters():
         return [float(weight.asnumpy()[0]) for weight in accumulator.weights]
 
     assert step(accumulator_of(counters)) == [-1] * len(counters)
-    number = int(accumulator_of(["w"]).mini_step.name.partition(".")[0].removeprefix("accumulator"))
     with pytest.raises(RuntimeError, match="already exist"):
-        step(accumulator_of([f"accumulator{number + 1}.mini_step"]))
+        step(accumulator_of(["only_here", "accumulator.only_here.mini_step"]))
 
 
 def accumulator_of(names):
-    return Accumulator(nn.SGD([Parameter(Tensor([0.0]), name=name) for name in names], 1.0), 1)
+    return Accumulator(nn.SGD([Parameter(Tensor([0.0]), name=name) for name in names], 1.0), 1, reduction="sum")
 
 
 # --- emptying ---------------------------------------------------------------------------------------------------------
@@ -275,14 +276,16 @@ def accumulator_of(names):
 def test_emptying_the_buffers_holds_no_second_copy_of_them():
     """Growth over the buffers' size; the control is `zeros_like`, which graph mode turns into constants.
 
-    In the same new process: names start at accumulator0, in this one too when it began.
+    In the same new process: the second of two equal accumulators has its number in its names.
     """
     ours, zeros_like, names = run_python(MEMORY, "emptying").splitlines()
     assert float(ours) < 0.5
     assert float(zeros_like) > float(ours) + 0.5
-    accumulator = Accumulator(nn.SGD([Parameter(Tensor([0.0]), name=f"w{i}") for i in range(2)], 0.1), 2)
-    prefix = accumulator.mini_step.name.partition(".")[0]
-    expected = [p.name.replace(prefix, f"accumulator{i}") for i in range(2) for p in accumulator.parameters]
+    parameters = [Parameter(Tensor([0.0]), name=f"w{i}") for i in range(2)]
+    accumulator = Accumulator(nn.SGD(parameters, 0.1), 2, reduction="sum")
+    prefix = accumulator.mini_step.name.removesuffix(".mini_step")
+    expected = [p.name.replace(f"{prefix}.", f"{other}.") for other in ("accumulator.w0", "accumulator1")
+                for p in accumulator.parameters]
     assert names.split() == expected
 
 

@@ -135,4 +135,5 @@ def test_bad_arguments_are_refused(error, message, arguments):
 def test_what_cpu_ranks_cannot_exchange_is_refused(name, refused, monkeypatch):
     monkeypatch.setattr(data_parallel, "world_size", lambda: 2)
     with pytest.raises(ValueError, match=refused):
-        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, buffer_dtype=getattr(ms, name), reducer=DataParallel())
+        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="sum", buffer_dtype=getattr(ms, name),
+                    reducer=DataParallel())

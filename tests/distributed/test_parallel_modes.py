@@ -65,15 +65,15 @@ class Counts(Stage):
     ("clip_norm, noise_scale", {"clip_norm": 1.0, "noise_scale": GradientNoiseScale()})])
 def test_what_looks_at_whole_gradients_is_refused_where_mindspore_shards(sharding, name, options):
     with pytest.raises(ValueError, match=f"^{name}: .* semi-auto parallel mode"):
-        Accumulator(sgd(MLP()), 2, **options)
+        Accumulator(sgd(MLP()), 2, reduction="sum", **options)
     ms.reset_auto_parallel_context()
-    Accumulator(sgd(MLP()), 2, **options)  # negative control
+    Accumulator(sgd(MLP()), 2, reduction="sum", **options)  # negative control
 
 
 def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(sharding, tmp_path):
     """But a checkpoint would hold what one rank has."""
     network = MLP()
-    accumulator = Accumulator(sgd(network), {0: 2}, stages=(Counts(),), after_update=nn.Identity())
+    accumulator = Accumulator(sgd(network), {0: 2}, reduction="sum", stages=(Counts(),), after_update=nn.Identity())
     path = tmp_path / "run.safetensors"
     with pytest.raises(ValueError, match=r"^MindSpore has cut the parameters into slices.*one file for each rank"):
         save_checkpoint(path, network, accumulator)
@@ -86,7 +86,7 @@ def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(shar
 
 def test_buffers_that_mindspore_shards_have_the_dtype_that_was_asked_for(sharding):
     network = MLP()
-    accumulator = Accumulator(sgd(network), 2, buffer_dtype=ms.float16)
+    accumulator = Accumulator(sgd(network), 2, reduction="sum", buffer_dtype=ms.float16)
     assert {(p.dtype, p.requires_grad) for p in accumulator.window.buffers} == {(ms.float16, False)}
     assert {p.dtype for p in network.trainable_params()} == {ms.float32}
 
@@ -95,7 +95,7 @@ def test_op_by_op_is_refused_where_mindspore_shards(sharding):
     """Nothing would be sharded, and each rank would train alone. The network's weights have no values here yet."""
     network = MLP()
     cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), sgd(network), 2)
-    by_hand = Accumulator(sgd(MLP(seed=1)), 2)
+    by_hand = Accumulator(sgd(MLP(seed=1)), 2, reduction="sum")
     gradients = tuple(ms.ops.ones(p.shape) for p in by_hand.optimizer.parameters)
     for train in (lambda: by_hand(gradients), lambda: cell(*tensors(*batches([4])[0]))):
         with pytest.raises(ValueError, match=r"^a microbatch ran op by op in .* semi-auto parallel mode"):
@@ -188,13 +188,13 @@ def test_several_ranks_without_a_reducer_are_warned_of_and_train_as_one_device(s
 def test_several_ranks_that_forgot_init_are_warned_of(monkeypatch):
     monkeypatch.setenv("MS_WORKER_NUM", "2")
     with pytest.warns(UserWarning, match=r"^this run has 2 ranks, .*DataParallel\(\), after .*init\(\)"):
-        Accumulator(sgd(MLP()), 2)
+        Accumulator(sgd(MLP()), 2, reduction="sum")
 
 
 def test_no_warning_where_mindspore_shards(several, sharding):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        accumulator = Accumulator(sgd(MLP()), 2)
+        accumulator = Accumulator(sgd(MLP()), 2, reduction="sum")
     assert isinstance(accumulator.exchange, Slices)
 
 
@@ -204,7 +204,7 @@ def test_buffers_are_clones_that_go_with_the_accumulator(several):
     infos = [parameter.param_info for parameter in optimizer.parameters]
     state = [len(info.cloned_obj) for info in infos]  # the optimizer's own
     with pytest.warns(UserWarning, match="no reducer"):
-        first, second = Accumulator(optimizer, 2), Accumulator(optimizer, 2)
+        first, second = (Accumulator(optimizer, 2, reduction="sum") for _ in range(2))
     assert [len(info.cloned_obj) for info in infos] == [number + 2 for number in state]
     kept = second.window.buffers
     del first

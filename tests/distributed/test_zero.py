@@ -128,7 +128,8 @@ def test_an_update_that_stops_before_the_gather_is_found(left_by):
 def test_on_one_device_nothing_is_cut():
     parameters = MLP().trainable_params()
     assert shard_parameters(parameters) is parameters
-    accumulator = Accumulator(nn.SGD(shard_parameters(parameters), 0.1), 2, reducer=DataParallel(zero=1))
+    optimizer = nn.SGD(shard_parameters(parameters), 0.1)
+    accumulator = Accumulator(optimizer, 2, reduction="sum", reducer=DataParallel(zero=1))
     assert list(accumulator.weights) == parameters
     assert not accumulator.exchange.divides_parameters
 

@@ -82,7 +82,7 @@ def test_all_ranks_stop_after_too_many_skipped_windows(left_by, launch, case):
 def test_ranks_before_init_are_refused(monkeypatch):
     monkeypatch.setenv("MS_WORKER_NUM", "2")
     with pytest.raises(RuntimeError, match=r"msrun started several ranks, .*mindspore\.communication\.init\(\) first"):
-        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reducer=DataParallel())
+        Accumulator(nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="sum", reducer=DataParallel())
 
 
 REFUSED_FILES = {  # what rank 0 says, and the others

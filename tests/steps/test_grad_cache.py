@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from support.modes import running, warned
 from support.training import counting, gradient_of
 
-from ms_accum import make_grad_cache_step
+from ms_accum import check_equivalence, make_grad_cache_step
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.selftest.comparing import relative, values
 
@@ -57,6 +57,53 @@ def two_towers(dropout=0.0):
         return loss_fn(*encode(*batch))
 
     return towers, encode, loss_fn, undivided
+
+
+class Router(nn.Cell):
+    """A network whose gates choose between two experts for each sample, and one that marks pixels."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates, self.experts, self.mask = nn.Dense(5, 3), nn.Dense(5, 3), nn.Dense(5, 4)
+
+    def construct(self, x):
+        gates = ops.softmax(self.gates(x))
+        return self.experts(x) * gates, gates, ops.sigmoid(self.mask(x))
+
+
+def load_balancing(output, gates, mask):
+    """Of the Switch Transformer: the mean gate of each expert, times the share of samples that it gets."""
+    share = (gates == gates.max(-1, keepdims=True)).astype(ms.float32).mean(0)
+    return (output**2).mean() + 0.5 * (ops.stop_gradient(share) * gates.mean(0)).sum() * 3
+
+
+def batch_dice(output, gates, mask):
+    target = (output > 0).astype(ms.float32)
+    return 1 - 2 * (mask[:, :3] * target).sum() / (mask[:, :3].sum() + target.sum())
+
+
+@pytest.mark.parametrize("loss_fn", [load_balancing, batch_dice])
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_losses_of_the_whole_batch_are_exact(loss_fn, jit):
+    """Control: with pieces of a plain step, they are not; the check says so, and what is exact."""
+    ms.set_seed(3)
+    router, x = Router(), pairs(7)[0]
+
+    def undivided(x):
+        return loss_fn(*router(x))
+
+    with running("pynative"):
+        expected, loss = gradient_of(undivided, router, (x,))
+        naive, _ = gradient_of(undivided, router, (x,), pieces=3)
+        report = check_equivalence(undivided, router, (x,), pieces=3)
+    with running("jit" if jit else "pynative"):
+        acc = counting(router)
+        got = make_grad_cache_step(router, loss_fn, acc, pieces=3)(x)
+    assert float(got) == pytest.approx(float(loss), rel=1e-6)
+    assert relative(values(acc.optimizer.seen), expected) <= 1e-6
+    assert relative(naive, expected) > 1e-3
+    assert not report.ok
+    assert "make_grad_cache_step" in str(report)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -61,7 +61,7 @@ def cached(encode_fn, loss_fn):
 # What is given to a door, and the first line of the message.
 CASES = [
     (step(scalar, has_aux=True), f"TypeError forward_fn returned a value of type Tensor, {AUX}$"),
-    (step(nothing), "TypeError forward_fn returned None, expected the loss alone$"),
+    (step(nothing), r"TypeError forward_fn returned None, expected the loss alone; is its `return` missing\?$"),
     (step(as_number), f"TypeError forward_fn returned {A_NUMBER}, {NO_NUMBER}$"),
     (step(as_item), f"TypeError forward_fn returned {A_NUMBER}, {NO_NUMBER}$"),
     (step(as_numpy), f"TypeError forward_fn returned {A_NUMBER}, {NO_NUMBER}"),

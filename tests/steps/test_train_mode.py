@@ -375,6 +375,55 @@ def test_a_network_that_nothing_can_find_is_warned_of_before_anything_is_compile
         make_train_step(scaled, nn.SGD([scale], 0.1), 1)(*BATCH)
 
 
+def foreign(network):
+    """An optimizer of another network, whose parameters have other names."""
+    other = nn.SequentialCell(nn.Dense(6, 3), nn.Dense(3, 2))
+    return other, nn.SGD(other.trainable_params(), 0.1)
+
+
+FOREIGN = {
+    "step": lambda network, optimizer: make_train_step(mean_loss(network), optimizer, 2),
+    "eager": lambda network, optimizer: make_train_step(mean_loss(network), optimizer, 2, eager=True),
+    "cell": lambda network, optimizer: TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, 2),
+}
+
+
+@pytest.mark.parametrize("driver", FOREIGN)
+def test_an_optimizer_of_another_network_is_an_error_before_anything_is_compiled(driver):
+    """Control: not if the function also uses the optimizer's network, or only other networks that are frozen."""
+    network = MLP()
+    other, optimizer = foreign(network)
+    step, graphs = FOREIGN[driver](network, optimizer), compiled_graphs()
+    with pytest.raises(ValueError, match=(
+            r"^the optimizer updates 0\.weight and others, expected parameters of a network that \w+ uses \(found: \w+"
+            r"\): all gradients would be 0; build the optimizer from the parameters of that network")):
+        step(*BATCH)
+    assert compiled_graphs() == graphs
+    FOREIGN[driver](network, sgd(network))(*BATCH)
+    both = nn.CellList([network, other])
+    made = make_train_step(lambda x, y: LOSS(both[0](x), y) + both[1](x).mean(), optimizer, 2, eager=True)
+    made(*BATCH)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_frozen_network_beside_one_that_nothing_can_find_is_no_error():
+    """A teacher whose student is hidden. Control: trainable, it is."""
+    teacher, student = MLP(), MLP(seed=1)
+    hidden = ref(student)
+
+    def forward_fn(x, y):
+        return LOSS(hidden()(x), y) + LOSS(teacher(x), y)
+
+    for parameter in student.trainable_params():
+        parameter.name = f"student.{parameter.name}"
+    step = make_train_step(forward_fn, sgd(student), 2, eager=True)
+    with pytest.raises(ValueError, match=r"is not found, give it to the function by a name"):
+        step(*BATCH)
+    for parameter in teacher.get_parameters():
+        parameter.requires_grad = False
+    make_train_step(forward_fn, sgd(student), 2, eager=True)(*BATCH)
+
+
 def test_the_check_says_that_it_ran_in_evaluation_mode():
     """Where BatchNorm is exact. Control: in training mode it is not, and in neither where there is no such layer."""
     network = with_layer(nn.BatchNorm1d(3)).set_train(False)

@@ -409,7 +409,7 @@ def test_what_changed_since_the_last_epoch_is_refused():
 
 LISTED = [lambda x, y: 1.0][0]
 SGD = sgd(MLP())
-READY, SUM = Accumulator(SGD, 2, reduction="mean"), Accumulator(SGD, 2)
+READY, SUM = (Accumulator(SGD, 2, reduction=reduction) for reduction in ("mean", "sum"))
 CELL = nn.WithLossCell(MLP(), LOSS)
 STEP, CACHED = partial(make_train_step, LOSS), partial(make_grad_cache_step, MLP(), LOSS)
 DOOR = partial(TrainOneStepCell, CELL)
@@ -619,3 +619,21 @@ def test_threads_that_share_a_lock_train_as_one_after_the_other():
     for name, other in (("a", "b"), ("b", "a")):
         assert difference(together[name], alone[name]) == 0
         assert difference(together[name], alone[other]) > 1e-3
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_side_effects_of_a_compiled_function_are_those_that_make_train_step_names(eager):
+    """Python has none, and a Tensor that is changed in place stays changed, as in ms.jit. Control: op by op."""
+    network, seen = MLP(), []
+    loss_of = mean_loss(network)
+
+    def forward_fn(x, y, mask):
+        seen.append(1)
+        mask.mul_(0.5)
+        return loss_of(x, y)
+
+    train_step, mask = make_train_step(forward_fn, sgd(network), 2, eager=eager), ops.ones(6)
+    for _ in range(2):
+        train_step(*BATCHES[0], mask)
+    assert len(seen) == (2 if eager else 0)
+    assert mask.asnumpy().tolist() == [1.0 if eager else 0.25] * 6

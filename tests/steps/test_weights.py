@@ -193,7 +193,7 @@ def test_a_negative_weight_by_hand_makes_nan_of_what_it_weighs_and_a_number_is_r
     lambda rng: 7.0, lambda rng: rng.choice([0.5, 1.5, 2**20 + 0.5])])
 def test_fractions_are_counted(drawn, mode):
     """Far from 0, where a float32 sum stands still, and NaN counts nothing. Control: the sum of rounded weights."""
-    accumulator, rng, start = Accumulator(sgd(MLP()), 2), np.random.default_rng(1), 2**40
+    accumulator, rng, start = Accumulator(sgd(MLP()), 2, reduction="sum"), np.random.default_rng(1), 2**40
     window = accumulator.window
     weights = np.array([drawn(rng) for _ in range(400 if mode == "jit" else 100)], np.float32)
     ops.assign(window.seen, start)

@@ -43,9 +43,10 @@ def long(microbatches):
 def emptying():
     """The growth when buffers are emptied, over their size: by `reset`, by `zeros_like`; then names."""
     small = nn.SGD([Parameter(Tensor([0.0]), name=f"w{i}") for i in range(2)], 0.1)
-    names = [p.name for _ in range(2) for p in Accumulator(small, 2).parameters]
+    equal = [Accumulator(small, 2, reduction="sum") for _ in range(2)]
+    names = [p.name for accumulator in equal for p in accumulator.parameters]
     weights = [Parameter(Tensor(np.ones((16 + i) * 2**18), ms.float32), name=f"p{i}") for i in range(12)]
-    accumulator = Accumulator(nn.SGD(ParameterTuple(weights), 0.1), 2)
+    accumulator = Accumulator(nn.SGD(ParameterTuple(weights), 0.1), 2, reduction="sum")
     buffers = accumulator.window.buffers
     for buffer in buffers:
         buffer.set_data(Tensor(np.ones(buffer.shape), buffer.dtype))  # touched: resident from here on

@@ -383,7 +383,7 @@ def refusals(rank):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        alone = said_by(Accumulator, nn.SGD(MLP().trainable_params(), 0.1), 2)
+        alone = said_by(Accumulator, nn.SGD(MLP().trainable_params(), 0.1), 2, reduction="sum")
     with patch.object(data_parallel, "get_local_rank_size", lambda: 1 + rank):
         started = said_by(make, sync="node")
     one, skip = rank == 1, "skip_window"

@@ -141,7 +141,7 @@ def known_op_by_op():
 
 def has_memory():
     from ms_accum import Accumulator
-    return not Accumulator(Training().optimizer, 2).window.buffers[0].has_init
+    return not Accumulator(Training().optimizer, 2, reduction="sum").window.buffers[0].has_init
 
 
 def cleared():
@@ -184,7 +184,7 @@ def checked():
 
 def ranks():
     from ms_accum import Accumulator, DataParallel
-    Accumulator(Training().optimizer, 2, reducer=DataParallel())
+    Accumulator(Training().optimizer, 2, reduction="sum", reducer=DataParallel())
 
 
 WHERE = {

@@ -344,7 +344,7 @@ def warned_of(rank):
     optimizer = nn.SGD(sharded(MLP(seed=0).trainable_params()), 0.1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        Accumulator(optimizer, 2, reducer=DataParallel(sync="node", zero=2, ranks_per_node=1))
+        Accumulator(optimizer, 2, reduction="sum", reducer=DataParallel(sync="node", zero=2, ranks_per_node=1))
     return "; ".join(str(warning.message) for warning in said)
 
 
@@ -365,7 +365,7 @@ def zero_refusals(rank):
 
     own = Sign(sharded(MLP(seed=0).trainable_params()), 0.1)
     before = [p.asnumpy().copy() for p in own.get_parameters()]
-    accepted = said_by(Accumulator, own, 2, reducer=REDUCERS["zero=1"])
+    accepted = said_by(Accumulator, own, 2, reduction="sum", reducer=REDUCERS["zero=1"])
     restored = all((p.asnumpy() == old).all() for p, old in zip(own.get_parameters(), before))
     whole, twice = MLP(seed=0).trainable_params(), sharded(MLP(seed=0).trainable_params())
     return {"whole": said_by(make, sharding=list), "no zero": said_by(make, reducer=DataParallel()),

@@ -182,7 +182,7 @@ def in_cell(network, optimizer, outermost, **options):
 
 
 def by_hand(network, optimizer, outermost, **options):
-    outermost(ByHand(network, Accumulator(optimizer, 2, **options))).set_train()(batch())
+    outermost(ByHand(network, Accumulator(optimizer, 2, reduction="sum", **options))).set_train()(batch())
 
 
 def in_step(network, optimizer, outermost, **options):

@@ -1,5 +1,4 @@
 """The same run with ms_accum, under each of its drivers."""
-import re
 
 import mindspore as ms
 import numpy as np
@@ -7,7 +6,7 @@ from mindspore import amp, ops
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint, shard_parameters
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.core.optimizers import divided_state
+from ms_accum.core.optimizers import divided_state, own_name
 from ms_accum.selftest.comparing import values
 from support.drivers import Driver, counters
 from support.pages import recipe
@@ -133,7 +132,7 @@ class Accumulating:
     def bits(self):
         """Every bit of state."""
         parameters = (*self.loss.get_parameters(), *state_of(self.optimizer), *self.accumulator.state.values())
-        return {re.sub(r"^accumulator\d*\.", "", p.name): self._whole(p).tobytes() for p in parameters}
+        return {own_name(self.optimizer, p.name): self._whole(p).tobytes() for p in parameters}
 
     def open_window(self):
         """Every bit of the window."""

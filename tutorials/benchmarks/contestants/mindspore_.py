@@ -212,7 +212,7 @@ def _ours(start: Start, accumulate_step: int, pieces: int, whole_window: bool = 
 
 def by_hand(start: Start) -> Way:
     """The accumulator alone, as in a script of the tutorial."""
-    acc = Accumulator(start.optimizer, start.pieces)
+    acc = Accumulator(start.optimizer, start.pieces, reduction="sum")
     return Way(train_step_with(acc, start.grad_fn(start.pieces)), tuple(acc.parameters))
 
 

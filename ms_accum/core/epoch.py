@@ -1,0 +1,48 @@
+"""An epoch that someone has to iterate over: warn if nobody does, or if it holds no batch."""
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any, TypeVar
+from warnings import warn
+
+Item = TypeVar("Item")
+_UNUSED = ("nobody iterated over {0}.epoch(batches), so nothing was trained; write "
+           "`for {1} in {0}.epoch(batches): ...`, which trains one microbatch after the other")
+_EMPTY = ("{}.epoch(batches) got no batch, so nothing was trained; give batches again for each epoch: an iterator or a "
+          "generator that was read before is used up")
+
+
+class Epoch(Iterator[Item]):
+    """Iterate over what a generator yields. When it is collected without having begun, warn.
+
+    Args:
+        items: The generator.
+        owner: What the epoch is of, in code: "train_step" or "accumulator".
+        item: What it yields, in code.
+    """
+
+    _has_begun = True  # also if an interrupt stops `__init__`
+
+    def __init__(self, items: Generator[Item, Any, Any], owner: str, item: str) -> None:
+        self._items, self._names = items, (owner, item)
+        self._has_begun = False
+
+    def __next__(self) -> Item:
+        """Return the next item."""
+        self._has_begun = True
+        return next(self._items)
+
+    def close(self) -> None:
+        """Leave the epoch, as `break` in a loop does."""
+        self._has_begun = True
+        self._items.close()
+
+    def __del__(self) -> None:
+        """Warn if no item was asked for."""
+        if not self._has_begun:
+            warn(_UNUSED.format(*self._names), UserWarning, stacklevel=2)
+
+
+def warn_of_no_batch(owner: str) -> None:
+    """Warn that an epoch held no batch; called in the generator of an `Epoch`."""
+    warn(_EMPTY.format(owner), UserWarning, stacklevel=4)

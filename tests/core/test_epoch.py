@@ -1,0 +1,77 @@
+"""An epoch that nobody iterates over, and one without a batch, are warned of at the user's line."""
+import warnings
+
+import numpy as np
+import pytest
+from support.training import sgd
+
+from ms_accum import Accumulator, make_train_step
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("uncompiled")]
+BATCHES = [tensors(x, y) for x, y in batches([6, 6])]
+
+
+def of_a_step(**options):
+    network = MLP()
+    return make_train_step(mean_loss(network), sgd(network), 2, **options)
+
+
+def of_several_losses():
+    network = MLP()
+    loss = mean_loss(network)
+    return make_train_step(lambda x, y: (loss(x, y), loss(x, y)), sgd(network), 2, losses=2, eager=True)
+
+
+def by_hand():
+    return Accumulator(sgd(MLP()), 2, reduction="mean")
+
+
+def said(do):
+    """What was warned of about epochs, and whether at a line of this file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        do()
+    return [(str(warning.message).partition(",")[0], warning.filename == __file__) for warning in caught
+            if "nothing was trained" in str(warning.message)]
+
+
+OWNERS = {"train_step": (of_a_step, lambda: of_a_step(eager=True), of_several_losses), "accumulator": (by_hand,)}
+
+
+@pytest.mark.parametrize(("owner", "build"), [(owner, build) for owner, many in OWNERS.items() for build in many])
+def test_an_epoch_that_nobody_iterates_over_is_warned_of(owner, build):
+    """Control: not if one batch was trained, or the epoch was left."""
+    driver = build()
+
+    def forgotten():
+        driver.epoch(BATCHES)
+
+    def kept():
+        epoch = driver.epoch(BATCHES)
+        del epoch
+
+    for do in (forgotten, kept):
+        assert said(do) == [(f"nobody iterated over {owner}.epoch(batches)", True)]
+    assert said(lambda: next(driver.epoch(BATCHES))) == said(driver.epoch(BATCHES).close) == []
+    getattr(driver, "accumulator", driver).reset()
+    assert said(lambda: list(driver.epoch(BATCHES))) == []
+
+
+@pytest.mark.parametrize(("owner", "build"), [(owner, build) for owner, many in OWNERS.items() for build in many])
+@pytest.mark.parametrize("empty", [list, lambda: iter(()), lambda: (x for x in ())])
+def test_an_epoch_without_a_batch_is_warned_of(owner, build, empty):
+    """Control: not for an empty batch, which is one."""
+    driver = build()
+    assert said(lambda: [None for _ in driver.epoch(empty())]) == [(f"{owner}.epoch(batches) got no batch", True)]
+    assert said(lambda: list(driver.epoch(BATCHES[:1]))) == []
+    if owner == "train_step":
+        assert said(lambda: list(driver.epoch([(np.zeros((0, 6), np.float32), np.zeros(0, np.int32))]))) == []
+
+
+def test_an_epoch_that_is_resumed_after_its_last_batch_is_not_empty():
+    train_step = of_a_step()
+    train_step(*BATCHES[0])
+    train_step.boundary.note_interrupted()
+    assert said(lambda: list(train_step.epoch(BATCHES[:1], resume=True))) == []
+    assert train_step.updated
