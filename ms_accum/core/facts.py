@@ -162,12 +162,16 @@ class _Walk:
 
 
 def _plain(value: Any) -> Optional[str]:
-    """Return the text of a value that holds nothing else; None for others."""
-    if isinstance(value, (np.generic, np.ndarray, Tensor)):
-        return _array(value)
+    """Return the text of a value that holds nothing else; None for others. A number has one text in all its kinds."""
+    if isinstance(value, (np.generic, np.ndarray, Tensor)) and not isinstance(value, Parameter):
+        if value.shape != ():
+            return _array(value)
+        value = as_array(value).item() if isinstance(value, Tensor) else value.item()
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(int(value)) if value == value // 1 else str(np.float32(value))  # kernels compute in float32
     is_list = isinstance(value, (list, tuple))
     if isinstance(value, _SIMPLE) or (is_list and all(isinstance(held, _SIMPLE) for held in value)):
-        return repr([*value]) if is_list else repr(value)  # a tuple is as good as a list
+        return f"[{', '.join(map(str, map(_plain, value)))}]" if is_list else repr(value)  # a tuple is as a list
     if isinstance(value, (set, frozenset)):
         return f"{sorted(map(repr, value))}"  # in an order that does not depend on the process
     return None

@@ -14,7 +14,7 @@ from .buckets import MEBIBYTE
 from .exchange import Exchange, OneDevice
 from .parallel_modes import require_unreduced
 from .ranks import broadcast_parameters, require_alike, world_size
-from .tags import BUILD, announce, new_number
+from .tags import announce_new
 from .zero import Zero
 
 if TYPE_CHECKING:
@@ -123,9 +123,12 @@ class DataParallel:
         if unsupported and ms.get_context("device_target") == "CPU":
             raise ValueError(f"DataParallel with buffers or slices of {str(unsupported[0]).lower()}: MindSpore's CPU "
                              "backend exchanges none; give buffer_dtype=ms.float32 or zero=0")
-        accumulated = replace(accumulated, number=new_number(), compares=self.compare)
-        announce(BUILD, accumulated.number)
-        make_alike(accumulated, repr(self), self.broadcast)
+        number = announce_new(accumulated.parameters[0].name, self.sync != "window")
+        accumulated = replace(accumulated, number=number, compares=self.compare)
+        options = {**vars(self), "bucket_mib": float(self.bucket_mib)}
+        # First, and alone: much of the rest follows from them.
+        require_alike({f"{name}= of DataParallel": str(value) for name, value in options.items()})
+        make_alike(accumulated, self.broadcast)
         self._require_fit(accumulated.slices)
         kind = Zero if self.zero else Exchange
         exchange = kind(accumulated, self._inside(ranks), ranks, int(self.bucket_mib * MEBIBYTE))
@@ -158,12 +161,11 @@ DataParallel.__init__ = spelled(DataParallel.__init__, shard="zero=2 divides the
                                 "shard_parameters(network.trainable_params()), whose state it divides, too")
 
 
-def make_alike(accumulated: AccumulatedParameters, reducer: str, broadcast: bool = True) -> None:
+def make_alike(accumulated: AccumulatedParameters, broadcast: bool) -> None:
     """Copy rank 0's parameters to every rank, or compare them. Raise ValueError if the ranks' settings differ."""
-    described = repr([len(accumulated.slices), *[(p.name, tuple(p.shape), str(p.dtype))
-                                                 for p in accumulated.parameters]])
-    facts = {"parameters (names, shapes, dtypes)": described, **accumulated.settings, "the reducer": reducer}
-    require_alike(facts)
+    described = repr([(p.name, tuple(p.shape), str(p.dtype)) for p in accumulated.parameters])
+    require_alike({"parameters (names, shapes, dtypes)": described, "whether the optimizer holds the slices of "
+                   "shard_parameters": str(len(accumulated.slices)), **accumulated.settings})
     if broadcast:
         broadcast_parameters(accumulated.parameters)
     else:

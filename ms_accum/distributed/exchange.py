@@ -38,6 +38,7 @@ from .tags import (
     Tags,
     announce,
     disagreement,
+    disagreements,
     forget_disagreement,
     tags_of,
 )
@@ -221,7 +222,7 @@ class ManyRanks(OneDevice):
             self.tags_inside = tags_of(group_of(self.members_inside), self.members_inside)
         if self.across > 1:
             self.tags_across = tags_of(group_of(self.members_across), self.members_across)
-        self.sum = ops.AllReduce()
+        self.sum, self.forgiven = ops.AllReduce(), disagreements()
 
     def _meet_inside(self, numbers: Numbers, held: Any) -> tuple[Tensor, Numbers]:
         """Return a token that the exchange waits for, and the sums of numbers inside. Mark if ranks disagree.
@@ -251,11 +252,12 @@ class ManyRanks(OneDevice):
 
     def disagreement(self) -> Optional[RanksDiffer]:
         """See `OneDevice`."""
-        return disagreement()
+        return disagreement(self.forgiven)
 
     def forgive(self) -> None:
         """See `OneDevice`."""
         forget_disagreement()
+        self.forgiven = disagreements()
         ops.assign(self.rounds, ops.zeros_like(self.rounds))
 
     def end_round(self) -> None:

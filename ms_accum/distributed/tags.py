@@ -14,7 +14,6 @@ an error of MindSpore, or because nobody answers.
 """
 from __future__ import annotations
 
-from itertools import count
 from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
@@ -32,28 +31,30 @@ if TYPE_CHECKING:
 
 # What a rank does: the first number of a tag. Then come the accumulator, its round (see `ManyRanks`), the microbatches
 # in the open window, if ranks count them together, and the mark.
-TRAIN, WEIGH, SAVE, LOAD, BUILD, COMPARE, WAIT = range(1, 8)
+TRAIN, WEIGH, SAVE, LOAD, BUILD, COMPARE, WAIT, STOP = range(1, 9)
 _DOES = {TRAIN: "trains accumulator {} in round {}", WEIGH: "weighs a window of accumulator {} in round {}",
          SAVE: "saves a checkpoint of accumulator {}", LOAD: "loads a checkpoint of accumulator {}",
          BUILD: "builds accumulator {}, or a step for it", COMPARE: "compares parameters of accumulator {}",
-         WAIT: "waits for all ranks"}
+         WAIT: "waits for all ranks",
+         STOP: "stops, because its window of accumulator {} is open (call reset() first)"}
 _TAG, _WIDTH = 5, 8  # numbers in a tag, and in a row
 _DIFFER = ("ranks made different calls, so nothing was exchanged: {}; let every rank make the same calls in the same "
            "order (build, flush, save, load), and call flush() after a loop that only some ranks leave early, which "
            "begins the next round{}")
-_CHANGED = "; parameters are those of the last update of all ranks: load a checkpoint on all ranks to go on"
+_CHANGED = ("; parameters are those of the last update of all ranks: load a checkpoint, or build a new train step or "
+            "accumulator, on all ranks to go on")
+_BEGUN = "; a rank may have begun to exchange gradients: start the processes again, from a checkpoint"
 _FOREIGN = ("an exchange of ms_accum was mixed with another collective: {}; call your own collectives (AllReduce, ...) "
-            "at the same place on every rank, and not while another rank may still train or flush, e.g. after flush()")
-_numbers = count(1)
+            "at the same place on every rank, and not while another rank may still train or flush, e.g. after flush(); "
+            "start the processes again, from a checkpoint")
+_COUNTED = " (accumulators are counted as they are built: {})"
+_built: list[str] = []  # the first parameter of each accumulator that exchanges, in order
+_sum_each: set[int] = set()  # accumulators whose ranks sum each microbatch: a graph exchanges although they disagree
+_earlier: list[str] = []  # disagreements after which ranks built a new accumulator; older accumulators stay stopped
 
 
 class RanksDiffer(RuntimeError):
     """Report that ranks were about to exchange different things. No graph has failed."""
-
-
-def new_number() -> int:
-    """Return the number of an accumulator that exchanges: its place in the order in which they are built."""
-    return next(_numbers)
 
 
 @jit_class
@@ -121,21 +122,50 @@ def tags_of(group: str, members: Sequence[int]) -> Tags:
 _of_groups: dict[str, Tags] = {}
 
 
-def disagreement() -> Optional[RanksDiffer]:
-    """Return the error to raise if ranks have disagreed in a graph. It reads the device."""
+def disagreement(forgiven: int) -> Optional[RanksDiffer]:
+    """Return the error to raise if ranks have disagreed in a graph. It reads the device.
+
+    `forgiven`: the number of earlier disagreements (`disagreements()`) that do not count.
+    """
     marked = [tags for tags in _of_groups.values() if not tags.agreed.asnumpy().all()]
-    if not marked or computes_nothing():
+    if computes_nothing() or not (marked or _earlier[forgiven:]):
         return None
+    if not marked:
+        return RanksDiffer(_earlier[-1])
     heard = {tags: tags.heard.asnumpy() for tags in marked}
     tags = next((tags for tags, rows in heard.items() if (rows != rows[0])[:, :_TAG].any()), marked[0])
-    return RanksDiffer(said_by(heard[tags], tags.members))
+    return RanksDiffer(said_by(heard[tags], tags))
+
+
+def disagreements() -> int:
+    """Return the number of disagreements after which ranks built a new accumulator."""
+    return len(_earlier)
 
 
 def forget_disagreement() -> None:
-    """Forget that ranks have disagreed: all of them load a checkpoint."""
+    """Forget that ranks have disagreed: all of them have met since, to load a checkpoint or to build an accumulator."""
     for tags in _of_groups.values():
         ops.assign(tags.heard, ops.zeros_like(tags.heard))
         ops.assign(tags.agreed, ops.ones_like(tags.agreed))
+
+
+def announce_new(first: str, sums_each: bool) -> int:
+    """Say that this rank builds an accumulator, whose first parameter is `first`. Return its number.
+
+    `sums_each`: whether ranks sum each microbatch.
+
+    Accumulators that exchange are counted as they are built. When all ranks build the same one, they have met: it can
+    train, although they disagreed before. Older accumulators may have lost a window, so they keep raising the error.
+    """
+    announce(BUILD, len(_built) + 1)
+    differ = disagreement(disagreements())
+    _built.append(first)
+    if sums_each:
+        _sum_each.add(len(_built))
+    if differ is not None:
+        _earlier.append(str(differ))
+        forget_disagreement()
+    return len(_built)
 
 
 def announce(what: int, number: int = 0, groups: Sequence[Tags] = ()) -> None:
@@ -151,10 +181,11 @@ def announce(what: int, number: int = 0, groups: Sequence[Tags] = ()) -> None:
         with left_alone(_DOES[what].format(number, 0)):
             rows = tags.rows(Tensor(sent)).asnumpy().reshape(-1, _WIDTH)
         if not np.array_equal(rows[:, :_TAG], np.tile(sent[:_TAG], (len(rows), 1))):
-            if np.isin(rows[:, 0], (TRAIN, WEIGH)).any():  # these ranks have the mark now
+            # These ranks have the mark now, or nothing is known of them.
+            if np.isin(rows[:, 0], (TRAIN, WEIGH)).any() or not _are_tags(rows):
                 ops.assign(tags.heard, Tensor(rows))
                 ops.assign(tags.agreed, ops.zeros_like(tags.agreed))
-            raise RanksDiffer(said_by(rows, tags.members))
+            raise RanksDiffer(said_by(rows, tags))
 
 
 def wait_for_all() -> None:
@@ -162,18 +193,26 @@ def wait_for_all() -> None:
     announce(WAIT)
 
 
-def said_by(rows: np.ndarray, members: Sequence[int]) -> str:
-    """Return the message about rows whose tags differ."""
-    tags = rows[:, :_TAG]
-    if not (np.isin(tags[:, 0], list(_DOES)).all() and np.isin(tags[:, -1], (0, 1)).all()
-            and (tags == tags.round()).all() and (tags >= 0).all()):
-        seen = [f"rank {rank} seems to send {row.tolist()}" for rank, row in zip(members, rows)]
+def said_by(rows: np.ndarray, tags: Tags) -> str:
+    """Return the message about rows of a group whose tags differ."""
+    if not _are_tags(rows):
+        seen = [f"rank {rank} seems to send {row.tolist()}" for rank, row in zip(tags.members, rows)]
         return _FOREIGN.format("; ".join(seen))
-    does = []
-    for rank, row in zip(members, rows):
+    does, numbers = [], sorted({*map(int, rows[:, 1])})
+    for rank, row in zip(tags.members, rows):
         what, number, rounds, held, agreed, *_, active = row.tolist()
         text = _DOES[int(what)].format(int(number), int(rounds)) + f", with {held:g} microbatches" * (held > 0)
         if what == TRAIN and active == 0:
             text = text.replace("trains", "flushes")
         does.append(f"rank {rank} {text}{' and disagreed with others before' * (agreed == 0)}")
-    return _DIFFER.format("; ".join(does), _CHANGED * bool(np.isin(tags[:, 0], (TRAIN, WEIGH)).any()))
+    known = ", ".join(f"{n} is that of {_built[n - 1]}" for n in numbers if 0 < n <= len(_built))
+    training = {int(number) for what, number in rows[:, :2] if what in (TRAIN, WEIGH)}
+    return _DIFFER.format("; ".join(does) + _COUNTED.format(known) * bool(known),
+                          _BEGUN if training & _sum_each else _CHANGED * bool(training))
+
+
+def _are_tags(rows: np.ndarray) -> bool:
+    """Return whether ranks have sent tags, and not what another collective sends."""
+    tags = rows[:, :_TAG]
+    return bool(np.isin(tags[:, 0], list(_DOES)).all() and np.isin(tags[:, -1], (0, 1)).all()
+                and (tags == tags.round()).all() and (tags >= 0).all())

@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
+from ..distributed.tags import STOP
 from ..mindspore_api import jit_class
 from ..tensors import after, as_numbers, as_vector, as_weight
 from .batch import (
@@ -135,14 +136,17 @@ class SeveralLossesStep(TrainStep):
         """Return the sums of a window's weights over all ranks. `active`: 1 on a rank that still has data."""
         if self._total is None:
             self._total = self.boundary.compiled(Total(self.window))
+        exchange = self.window.exchange
+        exchange.require_agreement()  # the last update did not read whether ranks agreed, and nobody may answer now
         totals = self._total(Tensor(weights, ms.float32), Tensor(active, ms.float32))
-        self.window.exchange.require_agreement()
+        exchange.require_agreement()
         return totals
 
     def _require_closed(self) -> None:
-        """Raise RuntimeError if a window is open: its weights were summed for all of its batches."""
+        """Raise RuntimeError if a window is open: its weights were summed for all of its batches. Tell other ranks."""
         self.boundary.ask()
         if self.boundary.held > 0:
+            self.window.exchange.announce(STOP)
             raise RuntimeError(_OPEN)
 
     def _read(self, window: KnownWindow, batch: tuple, named: dict) -> bool:

@@ -199,3 +199,18 @@ def test_a_tuple_of_rates_is_as_good_as_a_list():
         return describe(nn.SGD(MLP().trainable_params(), rates))
 
     assert text([0.3, 0.2]) == text((0.3, 0.2)) != text((0.3, 0.1))
+
+
+@pytest.mark.parametrize(("name", "argument"), [
+    ("nn.SGD", "learning_rate"), ("nn.Adam", "learning_rate"), ("nn.AdamWeightDecay", "learning_rate"),
+    ("optim.AdamW", "lr"), ("mint.SGD", "lr")])
+def test_a_number_is_equal_in_all_its_kinds(name, argument):
+    """Controls: another number, and the same one rounded to float16."""
+    def text(value):
+        return describe(make(name, **{argument: value}))
+
+    assert text(0.01) == text(Tensor(0.01)) == text(np.float64(0.01))
+    assert text(0.01) != text(Tensor(0.02))
+    assert text(0.01) != text(float(np.float16(0.01)))
+    assert text_of([32, (1, 2)]) == text_of([32.0, (1.0, 2)]) != text_of([32.5, (1, 2)])
+    assert text_of([True]) != text_of([1])

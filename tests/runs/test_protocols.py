@@ -80,6 +80,16 @@ def test_ranks_that_leave_epochs_early_meet_at_the_same_end(left_by):
     assert left_by("left_early") == [[pytest.approx(0, abs=1e-6), 12, 12]] * 2
 
 
+def test_a_rank_that_leaves_a_window_of_several_losses_is_named_at_once(left_by):
+    """Without the read before windows are weighed, and without its word, rank 0 waits as long as MindSpore does."""
+    for found in left_by("left_inside"):
+        said, seconds = zip(*found)
+        for reset, still_open in (said[:2], said[2:]):
+            assert re.match(DIFFER + "rank 0 trains accumulator .*; rank 1 weighs a window of accumulator", reset)
+            assert re.match(DIFFER + "rank 0 trains accumulator .*; rank 1 stops, .* is open .call reset", still_open)
+        assert max(seconds) < 30
+
+
 def test_all_ranks_save_after_the_same_update(left_by):
     (saved, same, updates), other = left_by("saved_on_update")
     assert other == [saved, same, updates]
@@ -98,6 +108,19 @@ def test_calls_that_only_some_ranks_make_raise_on_every_rank(left_by):
         assert re.match("RuntimeError: rank 1 and rank 0 differ in the values of first.weight and 3 more, so the ranks "
                         "made different updates", said["rates_apart"])
         assert said["go_on"] == "accepted"
+
+
+def test_ranks_that_disagreed_go_on_with_a_new_step(left_by):
+    """And name its first parameter. Controls: the old one does not go on, until all ranks load; where ranks sum each
+    microbatch, they have to start again."""
+    for said, off, again, loaded, begun in left_by("built_again"):
+        assert re.match(DIFFER + r"rank 0 trains accumulator (\d+) in round 0; rank 1 builds accumulator (\d+), or .* "
+                        r"\(accumulators are counted as they are built: \1 is that of first.weight\);.*, or build a "
+                        "new train step or accumulator, on all ranks to go on$", said)
+        assert off < 1e-6
+        assert again == said
+        assert loaded == "accepted"
+        assert begun.endswith("gradients: start the processes again, from a checkpoint")
 
 
 @pytest.mark.slow

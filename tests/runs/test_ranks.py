@@ -23,7 +23,10 @@ OTHER_RANK = "rank 1 failed; see its message"
 ALIKE = "; give every rank the same network and arguments$"
 # What differs in one thing is named by it alone.
 NAMED = {
-    "accumulate_step": "accumulate_step", "hosts": "the reducer", "rate": "the optimizer's learning_rate",
+    "compare": "compare= of DataParallel", "stage of ZeRO": "zero= of DataParallel",
+    "stages of ZeRO": "sync= of DataParallel, zero= of DataParallel",
+    "slices": "whether the optimizer holds the slices of shard_parameters, .*", "accumulate_step": "accumulate_step",
+    "hosts": "ranks_per_node= of DataParallel", "rate": "the optimizer's learning_rate",
     "schedule": "the optimizer's learning_rate", "decay": "the optimizer's weight_decay",
     "decays": "the optimizer's weight_decay", "groups": "the optimizer's params, the optimizer's weight_decay.*",
     "beta": "the optimizer's beta1", "nesterov": "the optimizer's nesterov.*", "class": "the optimizer's class, .*",
@@ -34,7 +37,8 @@ NAMED = {
     "kind": "the kind of step, .*", "cached": "pieces"}
 REFUSALS = {
     **{name: f"{DIFFER}{what}{ALIKE}" for name, what in NAMED.items()},
-    **dict.fromkeys(("alike", "all alike", "step alike", "cell alike", "cached alike"), "accepted$"),
+    **dict.fromkeys((
+        "alike", "all alike", "step alike", "cell alike", "cached alike", "rate alike", "bucket alike"), "accepted$"),
     "seed": DIFFER + "the values of first.weight, the .*; give every rank the same seed, or broadcast=True",
     "nodes": "ValueError: 2 ranks cannot be divided into nodes of 3; start as many ranks on each host",
     "started": DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node",

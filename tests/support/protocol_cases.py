@@ -1,12 +1,15 @@
 """Ranks whose calls differ, as users' scripts have them: cases of `rank_cases.py`. Each rank has data of its own."""
 import os
+from pathlib import Path
+from time import perf_counter, sleep
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint, make_train_step, save_checkpoint, until_weight
-from ms_accum.distributed.tags import wait_for_all
+from ms_accum.distributed.tags import BUILD, TRAIN, wait_for_all
+from ms_accum.distributed.tags import said_by as what_is_said
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, batches, mean_loss
 from support import reference
@@ -172,6 +175,70 @@ def rates_apart(rank, network, step):
 def go_on(rank, network, step):
     for _ in step.epoch(data_of(rank, 3, 5 - rank)):
         pass
+
+
+def left_inside(rank):
+    """What each rank says, and after how many seconds, where rank 1 leaves a window of two losses, and flushes.
+
+    With graphs and without, it does so after a reset, and without one.
+    """
+    def train(step, resets):
+        for _ in step.epoch(data_of(rank, 0, 6)):
+            if rank == 1:
+                break
+        if rank == 1 and resets:
+            step.accumulator.reset()
+        step.flush()
+
+    found, network = [], MLP(seed=0)
+    loss_fn = mean_loss(network)
+
+    def forward_fn(x, y):
+        loss = loss_fn(x, y)
+        return loss, 0.5 * loss
+
+    for eager, resets in ((False, True), (False, False), (True, True), (True, False)):
+        step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), 2, losses=2,
+                               reducer=DataParallel(), eager=eager)
+        start = perf_counter()
+        found.append((said_by(train, step, resets), perf_counter() - start))
+        if rank == 0:
+            Path(f"raised{len(found)}").touch()
+        while not Path(f"raised{len(found)}").exists() and perf_counter() - start < 30:
+            sleep(0.05)  # rank 1 must not answer rank 0
+        _meet()
+        step.accumulator.exchange.forgive()
+    return found
+
+
+def built_again(rank):
+    """What ranks say where only rank 1 builds another step, and then their old one, when both have built a new one.
+
+    Also return how far the new one is from plain training.
+    """
+    _, old = built()
+
+    def apart():
+        if rank == 1:
+            built()
+        for batch in data_of(rank, 0, 2):
+            old(*batch)
+        old.status()
+
+    said, (network, step) = said_by(apart), built()
+    for _ in step.epoch(data_of(rank, 0, 6)):
+        pass
+    off = max(np.abs(p - q).max() for p, q in zip(values(network.trainable_params()),
+                                                  plain(joined(data_of(0, 0, 6), data_of(1, 0, 6)))))
+    again = said_by(old.status)
+    with old.boundary.loading(is_open=False):  # as all ranks load a checkpoint
+        pass
+    back = said_by(old.status)
+    sums_each = Accumulator(nn.SGD(MLP(seed=0).trainable_params(), RATE), 2, reduction="mean",
+                            reducer=DataParallel(sync="microbatch"))
+    rows = np.zeros((2, 8), np.float32)
+    rows[:, :2], rows[:, 4] = [[TRAIN, sums_each.exchange.number], [BUILD, sums_each.exchange.number + 1]], 1
+    return said, float(off), again, back, what_is_said(rows, sums_each.exchange.tags_inside)
 
 
 def _meet():

@@ -54,8 +54,10 @@ from support.differential.ranks import DRAWN, NAMED, SYNCS, case_of
 from support.drivers import counters
 from support.noisy_samples import Position, noisy
 from support.protocol_cases import (  # noqa: F401
+    built_again,
     by_hand,
     left_early,
+    left_inside,
     own_all_reduce,
     said_by,
     saved_on_update,
@@ -98,7 +100,8 @@ _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "apart", "sharded_later", "followed:jit",
-                 "left_early", "saved_on_update", "unmatched", "failing"]),
+                 "left_early", "left_inside", "saved_on_update", "unmatched", "built_again",
+                 "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
                    "zero_model", "selftest"]),
     "scripts": (2, ["mnist", "mnist_zero"]),
@@ -356,10 +359,14 @@ def logged(rank, sync):
 
 def refusals(rank):
     """What every rank says where they are not alike, and where they are."""
-    def make(accumulate_step=2, seed=0, rate=0.1, features=6, made=nn.SGD, options=None, groups=None, **given):
+    def make(accumulate_step=2, seed=0, rate=0.1, features=6, made=nn.SGD, options=None, groups=None, slices=False,
+             **given):
         """An accumulator, of an optimizer with `options`, and of a reducer with some of those that are given."""
-        reducer = {name: given.pop(name) for name in ("sync", "broadcast", "ranks_per_node") if name in given}
+        reducer = {name: given.pop(name) for name in (
+            "sync", "broadcast", "ranks_per_node", "bucket_mib", "compare", "zero") if name in given}
         parameters = MLP(seed=seed, features=features).trainable_params()
+        if slices:
+            parameters = shard_parameters(parameters)
         if groups is not None:
             parameters = [{"params": parameters[:groups], "weight_decay": 0.1}, {"params": parameters[groups:]}]
         return Accumulator(made(parameters, rate, **options or {}), accumulate_step, reduction="mean",
@@ -397,6 +404,10 @@ def refusals(rank):
         "accumulate_step": said_by(make, 2 + rank), "seed": said_by(make, seed=rank, broadcast=False),
         "nodes": said_by(make, sync="node", ranks_per_node=3),
         "hosts": said_by(make, sync="node", ranks_per_node=1 + rank),
+        "compare": said_by(make, compare=one), "stage of ZeRO": said_by(make, zero=rank, slices=one),
+        "stages of ZeRO": said_by(make, zero=1 + rank, slices=True), "slices": said_by(make, zero=1, slices=one),
+        "rate alike": said_by(make, rate=Tensor(0.1) if one else 0.1),
+        "bucket alike": said_by(make, bucket_mib=32.0 if one else 32),
         "shapes": said_by(make, features=6 + rank), "rate": said_by(make, rate=0.1 * (1 + rank)),
         "schedule": said_by(make, rate=own), "decay": said_by(make, options={"weight_decay": 0.1 * rank}),
         "decays": said_by(make, made=partial(nn.Momentum, momentum=0.9), options={"weight_decay": Decay(own)}),
