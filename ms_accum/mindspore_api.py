@@ -152,26 +152,24 @@ _RECORDING = ("grad_flag", "set_grad_flag", "enable_grad", "set_enable_grad")
 if not all(hasattr(executor, name) for name in _RECORDING):
     executor = None
 _before: list[bool] = []  # for each block that records: whether MindSpore recorded before it
-_stopped: list[bool] = []  # for each `stop_recording`: what `record_again` restores
+_stopped: list[bool] = []  # for each `stop_recording`: whether MindSpore recorded before it
 
 
 @contextmanager
 def recording() -> Iterator[Callable[[], None]]:
     """Record what runs op by op in the block, for `backward`. Yield a function that switches it on again."""
     def record() -> None:
-        restore()
-        executor.set_grad_flag(True)
+        record_if(True)
 
     _before.append(executor.grad_flag())
     try:
         record()
         yield record
     finally:  # blocks may end in any order; the last one that ends restores what was before the first one
-        restore()
         was_on = _before[0]
         _before.pop()
         if not _before:
-            executor.set_grad_flag(was_on)
+            record_if(was_on)
         else:
             _before[0] = was_on
 
@@ -187,29 +185,47 @@ def enable(is_on: bool) -> None:
         executor.set_enable_grad(is_on)
 
 
+def is_recording() -> bool:
+    """Return whether MindSpore records; False if it is not known."""
+    return executor is not None and executor.grad_flag()
+
+
+def record_if(is_on: bool) -> None:
+    """Record from here on, or not."""
+    if executor is not None:
+        executor.set_grad_flag(is_on)
+
+
+def abandon() -> None:
+    """Forget what was recorded, after an error.
+
+    After an error of Python in a function whose gradient MindSpore takes, it records for ever, also after later
+    gradients: then `nn.AdamWeightDecay` changes nothing (2.7 to 2.10). To switch it off does not help.
+    """
+    record_if(False)
+    if hasattr(executor, "clear_res"):
+        executor.clear_res()
+
+
 @ops.constexpr
 def stop_recording(runs_op_by_op: bool) -> bool:
-    """Record nothing from here on, op by op. Do it for updates: AdamWeightDecay changes nothing otherwise (2.10)."""
-    if runs_op_by_op and executor is not None and executor.grad_flag():
-        _stopped.append(is_enabled())
-        enable(False)
+    """Record nothing from here on, op by op. Do it for updates: AdamWeightDecay changes nothing otherwise (2.10).
+
+    MindSpore may record outside of `recording`, too: after an error in a function whose gradient it takes (2.10). An
+    error or an interrupt before `record_again` leaves recording off, which no other gradient needs.
+    """
+    if runs_op_by_op:
+        _stopped.append(is_recording())
+        record_if(False)
     return True
 
 
 @ops.constexpr
 def record_again(runs_op_by_op: bool) -> bool:
-    """Undo the last `stop_recording`. After an error or an interrupt, `restore` does."""
+    """Undo the last `stop_recording`."""
     if runs_op_by_op and _stopped:
-        enable(_stopped[-1])
-        _stopped.pop()  # after an interrupt before it, `restore` enables again
+        record_if(_stopped.pop())
     return True
-
-
-def restore() -> None:
-    """Undo each `stop_recording` that an error or an interrupt has left."""
-    if _stopped:
-        enable(_stopped[0])
-        _stopped.clear()
 
 
 @contextmanager
@@ -221,7 +237,7 @@ def unrecorded() -> Iterator[None]:
         yield
     finally:
         if len(_stopped) > stopped:
-            enable(_stopped[stopped])
+            record_if(_stopped[stopped])
             del _stopped[stopped:]
 
 
@@ -248,6 +264,17 @@ def forget_gradient(parameter: Any) -> None:
 def address_of(parameter: Any) -> int:
     """Return where a parameter's memory is, an experimental call; 0 without it: then no error says that it changed."""
     return parameter.data_ptr() if hasattr(parameter, "data_ptr") else 0
+
+
+def add_hook(parameter: Any, function: Callable) -> Any:
+    """Call a function with the gradient of a parameter in each backward pass. Return what has `remove`.
+
+    `Parameter.register_hook` and the removal of such a hook make MindSpore 2.7 compile all functions again, also an
+    optimizer that compiles itself: at each update. The method of Tensor does not, nor does a removal without a Tensor.
+    """
+    handle = ms.Tensor.register_hook(parameter, function)
+    handle.tensor_weakref = lambda: None
+    return handle
 
 
 def warn_if_untried(version: str) -> None:

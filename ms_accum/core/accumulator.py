@@ -21,9 +21,7 @@ from ..mindspore_api import (
     gradient_of,
     isconstant,
     jit_class,
-    record_again,
     recording,
-    stop_recording,
     unrecorded,
 )
 from ..tensors import as_weight, require_condition
@@ -315,8 +313,7 @@ class Accumulator(Uncopied):
         require_scalar_loss(loss)
         weight = as_weight(weight)
         window, number = self.window, self.window.number
-        with unrecorded():
-            note_called(number, True, False)
+        note_called(number, True, False)
         note_filled(number)
         if not self._is_in_backward:  # otherwise, an interrupt has stopped the last call: these are its own
             require_untouched(window.weights)
@@ -358,10 +355,7 @@ class Accumulator(Uncopied):
         """
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
         note_closed(self.window.number, isconstant(self.mini_step), True)  # in a graph, no value is known
-        stop_recording(isconstant(self.mini_step))
-        closed = self.window.close_if(condition)
-        record_again(isconstant(self.mini_step))
-        return closed
+        return self.window.close_if(condition)
 
     def apply(self) -> None:
         """Close the window now, even if it is not full: exchange, normalise, clip, run the optimizer, clear.
@@ -369,9 +363,7 @@ class Accumulator(Uncopied):
         For an empty window, the optimizer runs with a gradient of 0; `flush` does nothing in this case.
         """
         note_closed(self.window.number, isconstant(self.mini_step), True)
-        stop_recording(isconstant(self.mini_step))
         self.window.close()
-        record_again(isconstant(self.mini_step))
 
     def flush(self) -> bool:
         """Apply the incomplete window if one is open; with "mean", divided by the weights in it. Call it from Python.
@@ -381,8 +373,7 @@ class Accumulator(Uncopied):
         windows of ranks that have more microbatches. Return whether a window was closed: applied, or dropped because it
         is not finite. Raise RuntimeError if an error left a part of a batch in it, or stopped an update.
         """
-        with unrecorded():
-            return self.boundary.flush()[0]
+        return self.boundary.flush()[0]
 
     def reset(self) -> None:
         """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""

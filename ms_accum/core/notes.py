@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 from mindspore.ops import constexpr
 
 from ..distributed.parallel_modes import shards
-from ..mindspore_api import record_again, stop_recording
 
 if TYPE_CHECKING:
     from .boundary import Boundary
@@ -53,9 +52,7 @@ def note_filled(number: int) -> bool:
 def note_called(number: int, runs_op_by_op: bool, is_done: bool) -> bool:
     """Note that a call which adds by hand begins, or is done; see `Boundary.note_called`."""
     if not shards():  # there, nothing can be read op by op, and the call raises an error
-        stop_recording(runs_op_by_op)  # it may close a window
         _boundaries[number].note_called(runs_op_by_op, is_done)
-        record_again(runs_op_by_op)
     return True
 
 

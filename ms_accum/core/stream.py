@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
-from ..mindspore_api import enable, executor, gradient_of, is_enabled, is_recorded, run_backward
+from ..mindspore_api import (
+    abandon,
+    add_hook,
+    enable,
+    executor,
+    gradient_of,
+    is_enabled,
+    is_recorded,
+    is_recording,
+    record_if,
+    run_backward,
+)
 from ..tensors import COMPLEX, FLOATS, checked_gradients
 from .kernels import add_one
 from .notes import note_use
@@ -59,13 +70,17 @@ class Stream:
             TypeError, ValueError: If a gradient does not fit its parameter (e.g. a sparse one).
             RuntimeError: If a gradient came twice.
         """
-        window, recorded = self.window, is_enabled()
+        window, was_enabled, was_recording = self.window, is_enabled(), is_recording()
         note_use(window.number)  # buffers need memory
         self._factor, self._hooks, self._handles = factor, [], []
         try:
             result = backward()
         except BaseException:
-            enable(recorded)  # MindSpore 2.10 leaves it off, and then refuses all later gradients
+            enable(was_enabled)  # MindSpore 2.10 leaves it off, and then refuses all later gradients
+            if was_recording:
+                record_if(True)
+            else:
+                abandon()
             raise
         finally:
             self.current = 0
@@ -89,7 +104,7 @@ class Stream:
             self.current = self.passes
             for weight, buffer in zip(window.weights, window.buffers):
                 self._hooks.append(Hook(self, self._factor / window.unit, buffer))
-                self._handles.append(weight.register_hook(self._hooks[-1]))
+                self._handles.append(add_hook(weight, self._hooks[-1]))
 
 
 class Hook:

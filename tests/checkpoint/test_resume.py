@@ -95,8 +95,8 @@ RATES = {
     "group of a list": (sgd([0.1, 0.2], 0.2), sgd([0.1, 0.2, 0.4], 0.2), 0.4, "learning_rate_group_0 2 from"),
     "group of a schedule": (sgd(exponential(0.1), 0.2), sgd(exponential(0.4), 0.2), 0.1, "lr.learning_rate 0.1 -> 0.4"),
     "experimental": (adam_w(0.1), adam_w(0.05), 0.05, "learning_rate_group_0 0.1 -> 0.05"),
-    "weight decay": (sgd(0.1), sgd(0.1, weight_decay=0.5), None, "weight_decay 0.0 -> 0.5"),
-    "experimental weight decay": (adam_w(0.1), adam_w(0.1, weight_decay=0.5), None, "weight_decay 0.0 -> 0.5"),
+    "weight decay": (sgd(0.1), sgd(0.1, weight_decay=0.5), None, "weight_decay 0 -> 0.5"),
+    "experimental weight decay": (adam_w(0.1), adam_w(0.1, weight_decay=0.5), None, "weight_decay 0 -> 0.5"),
     "momentum": (sgd(0.1, momentum=0.9), sgd(0.1), 0.1, "momentum 0.9 -> 0.0"),
 }
 
@@ -137,7 +137,7 @@ def test_rates_of_the_file_are_kept_if_the_script_says_so(mode):
                        r"in the file and \(2,\) in this run; give as many rates as before, or leave keep_rates out"):
         load_checkpoint("c.safetensors", *built(sgd([0.1, 0.2])), keep_rates=True)
     decayed = built(sgd(0.2, weight_decay=0.5))  # the decay is no Parameter, so that of the script counts
-    said = "learning_rate 0.1 -> 0.2, weight_decay 0.0 -> 0.5, keep_rates=True keeps learning_rate of the file"
+    said = "learning_rate 0.1 -> 0.2, weight_decay 0 -> 0.5, keep_rates=True keeps learning_rate of the file"
     assert {*loaded(*decayed, keep_rates=True).split(", ")} == {*said.split(", ")}
     save_checkpoint("c.safetensors", *decayed)
     assert loaded(*built(sgd(0.2, weight_decay=0.5))) == "learning_rate 0.1 -> 0.2"

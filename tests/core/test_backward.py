@@ -58,9 +58,21 @@ def by_gradients_while_recording(accumulator, loss):
         by_gradients(accumulator, loss, record)
 
 
+def by_apply_while_recording(accumulator, loss):
+    """Close each window by hand, the last one by `flush`."""
+    grad_fn = ms.value_and_grad(loss, None, accumulator.weights)
+    with recording() as record:
+        for i, batch in enumerate(batches(SIZES)):
+            gradients = grad_fn(*tensors(*batch))[1]
+            record()
+            accumulator.add(gradients, len(batch[0]))
+            if i % 2:
+                accumulator.apply()
+        accumulator.flush()
+
+
 @pytest.mark.parametrize("train", [by_backward, by_gradients, by_gradients_while_recording])
 def test_every_optimizer_trains_as_on_the_undivided_batch(train, uncompiled):
-    """While MindSpore records, AdamWeightDecay itself changes nothing (2.10): see the control."""
     trained = [name for name in OPTIMIZERS if name not in COMPILED_ONLY]
     assert len(trained) > 20
     for name in trained:
@@ -72,6 +84,16 @@ def test_every_optimizer_trains_as_on_the_undivided_batch(train, uncompiled):
         assert difference(values(network.trainable_params()), expected) <= 1e-5, name
         assert min(relative([one], [other]) for one, other in zip(start, expected)) > 1e-4, name
         assert int(accumulator.update_step) == 3
+
+
+@pytest.mark.parametrize("train", [by_backward, by_gradients_while_recording, by_apply_while_recording])
+def test_an_optimizer_that_compiles_itself_updates_while_mindspore_records(train):
+    """Control: the next test. Where `MS_JIT` is 0, no optimizer compiles itself, and each one updates."""
+    network, other = MLP(seed=0), MLP(seed=0)
+    train(Accumulator(built("nn.AdamWeightDecay", network), 2, reduction="mean"), mean_loss(network))
+    expected = plain("nn.AdamWeightDecay", other)
+    assert difference(values(network.trainable_params()), expected) <= 1e-5
+    assert min(relative([one], [to]) for one, to in zip(values(MLP(seed=0).trainable_params()), expected)) > 1e-4
 
 
 def test_an_optimizer_that_is_called_while_mindspore_records_may_change_nothing():

@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from support.modes import compiled_graphs
 from support.training import sgd, step_of
 
-from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, mindspore_api, save_checkpoint
+from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, make_train_step, mindspore_api, save_checkpoint
 from ms_accum.selftest.comparing import difference, relative, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -190,6 +190,58 @@ def test_an_error_in_the_forward_pass_changes_nothing_and_one_in_the_backward_pa
     assert difference(values(network.trainable_params()), wanted) <= 1e-6
     assert step.status().update_step == 1
     assert difference(values(ms.jit(grad_fn)(*first)[1]), values(grad_fn(*first)[1])) <= 1e-6
+
+
+def test_an_update_after_an_error_in_a_forward_pass_is_made():
+    """Also where that was none of the step's. Control: MindSpore records on, and its AdamWeightDecay changes nothing.
+
+    An error in that update stops no later gradient.
+    """
+    def build(network, **options):
+        return nn.AdamWeightDecay(network.trainable_params(), 0.1, **options)
+
+    def fails(x, y):
+        network(x)
+        raise Stopped
+
+    def moved(act):
+        before = values(network.trainable_params())
+        act()
+        return difference(values(network.trainable_params()), before)
+
+    network, failing = MLP(seed=0), []
+    loss, batch = mean_loss(network), tensors(*batches([4])[0])
+    step = make_train_step(lambda x, y: fails(x, y) if failing else loss(x, y), build(network), 9, eager=True)
+    single = make_train_step(loss, build(network), 1, eager=True)
+    step(*batch)
+    failing.append(1)
+    with suppress(Stopped):  # not `pytest.raises`, which compiles a graph, and so switches recording off
+        step(*batch)
+    grad_fn = ms.value_and_grad(loss, None, single.accumulator.weights)
+    assert moved(lambda: build(network)(grad_fn(*batch)[1])) > 1e-2
+    assert not mindspore_api.is_recording()
+    try:
+        with suppress(Stopped):
+            ms.value_and_grad(fails, None, single.accumulator.weights)(*batch)
+        gradients = grad_fn(*batch)[1]
+        plain = build(network)
+        assert moved(lambda: plain(gradients)) == 0
+        assert moved(step.flush) > 1e-2
+        assert moved(lambda: single(*batch)) > 1e-2
+
+        def stop():
+            raise Stopped
+
+        by_hand = Accumulator(build(network), 1, reduction="mean", after_update=stop)
+        with suppress(Stopped):
+            by_hand(gradients)
+        with pytest.raises(RuntimeError, match="stopped an update"):
+            by_hand(gradients)
+        assert mindspore_api.is_enabled()
+        single(*batch)
+        by_hand.reset()
+    finally:
+        mindspore_api.abandon()
 
 
 class _Cell(nn.Cell):
