@@ -4,6 +4,7 @@ No other file imports such a name. A later MindSpore may lack any of them: then 
 """
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -62,6 +63,12 @@ try:
     from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 except ImportError:
     LearningRateSchedule = ()  # of which nothing is an instance
+
+# Lengths that are multiples of a number, in declared shapes. Without it, they are any length.
+try:
+    from mindspore import Symbol
+except ImportError:
+    Symbol = None
 
 # The classes of datasets. Without one of them, no error says that a dataset has no batch operation, and an epoch that
 # goes on reads the batches that it skips.
@@ -275,6 +282,33 @@ def add_hook(parameter: Any, function: Callable) -> Any:
     handle = ms.Tensor.register_hook(parameter, function)
     handle.tensor_weakref = lambda: None
     return handle
+
+
+def dynamic_inputs(function: Any) -> dict[Any, Any]:
+    """Return what `enable_dynamic` or `set_inputs` declare of a function's or a Cell's inputs, by name, else by place.
+
+    The attributes that they leave are private. Without these, each shape of a batch is compiled.
+    """
+    if not isinstance(function, ms.nn.Cell):
+        inner = inspect.unwrap(getattr(function, "func", function))
+        declared = getattr(getattr(inner, "__func__", inner), "__enable_dynamic__", {})
+        return dict(declared.values())
+    declared = function.get_inputs() or ()
+    if isinstance(declared, dict):
+        declared = declared.get("arg_specified_infos", ())
+    else:
+        declared = enumerate(declared)
+    parameters = inspect.signature(function.construct).parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    return {names[i] if i < len(names) else i: value for i, value in declared}
+
+
+def with_length(declared: Any, axis: int, length: int) -> Any:
+    """Return a declared Tensor, with a known length of one axis."""
+    lengths = [*(getattr(declared, "symbolic_shape", None) or declared.shape)]
+    lengths[axis] = length
+    return ms.Tensor(dtype=declared.dtype, shape=[
+        Symbol(**entry) if isinstance(entry, dict) else None if entry < 0 else entry for entry in lengths])
 
 
 def warn_if_untried(version: str) -> None:

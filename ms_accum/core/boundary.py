@@ -450,10 +450,11 @@ class Boundary:
         self.window.exchange.require_agreement()
         return self._status_of(self._run("counts").asnumpy().tolist())
 
-    def described(self, name: str, counts: str, pieces: int = 1) -> str:
+    def described(self, name: str, counts: str, pieces: int = 1, shapes: int = 0) -> str:
         """Return the settings and counters of `name` as text. It waits for the device.
 
-        `counts`: what `seen` counts. `pieces`: the number of pieces in which each microbatch is added.
+        `counts`: what `seen` counts. `pieces`: the number of pieces in which each microbatch is added. `shapes`: the
+        number of shapes for which graphs were compiled.
         """
         status, length = self.status(), self.settings["accumulate_step"]
         held = str(status.mini_step)
@@ -463,7 +464,7 @@ class Boundary:
         return "{}({})".format(name, ", ".join([
             length, *([f"{pieces} pieces"] if pieces > 1 else []), type(self.window.optimizer).__name__,
             f"{held} in the open window", f"{status.update_step:,} update{'s' * (status.update_step != 1)}",
-            f"{status.seen:,} {counts}"]))
+            f"{status.seen:,} {counts}", *([f"{shapes} compiled shape{'s' * (shapes != 1)}"] if shapes else [])]))
 
     def _read_with_verdict(self) -> tuple[Status, bool]:
         *numbers, accepted = self._run("counts_and_verdict").asnumpy().tolist()
@@ -499,13 +500,13 @@ class Boundary:
         if eager != self.eager:
             self.eager, self._graphs = eager, {}
 
-    def compiled(self, function: Callable) -> Callable:
+    def compiled(self, function: Callable, inputs: Optional[Callable] = None) -> Callable:
         """Return `function` as a graph of its own; op by op, the function itself."""
-        return function if self.eager else compiled(function)
+        return function if self.eager else compiled(function, inputs)
 
-    def straight(self, function: Callable) -> Callable:
+    def straight(self, function: Callable, inputs: Optional[Callable] = None) -> Callable:
         """Return `function` as a graph without control flow; see `straight`. Op by op, the function itself."""
-        return function if self.eager else straight(function, self.window)
+        return function if self.eager else straight(function, self.window, inputs)
 
     def _run(self, name: str, *arguments: Tensor) -> Tensor:
         """Call one of the window's methods for the host."""
@@ -683,13 +684,25 @@ class Graph(nn.Cell):
         return self.function(*arguments)
 
 
-def compiled(function: Callable, **options: str) -> Callable:
-    """Return `function` as a graph of its own, in graph mode and PyNative. `options` of `ms.jit`."""
-    return ms.jit(Graph(function), **options)
+def compiled(function: Callable, inputs: Optional[Callable] = None, **options: str) -> Callable:
+    """Return `function` as a graph of its own, in graph mode and PyNative. `options` of `ms.jit`.
+
+    `inputs`: returns what a call is compiled for, given its arguments, if some have dynamic shapes.
+    """
+    graph = Graph(function)
+    run = ms.jit(graph, **options)
+    if inputs is None:
+        return run
+
+    def call(*arguments: Any) -> Any:
+        graph.set_inputs(*inputs(arguments))  # in each call: arguments without a declaration may change their shapes
+        return run(*arguments)
+
+    return call
 
 
-def straight(function: Callable, window: Window) -> Callable:
-    """Return `function` as a graph without control flow; on CPU, with a branch that is never taken.
+def straight(function: Callable, window: Window, inputs: Optional[Callable] = None) -> Callable:
+    """Return `function` as a graph without control flow; on CPU, with a branch that is never taken. See `compiled`.
 
     On CPU, MindSpore 2.10 runs the kernels of a graph one after the other if there are at most 100 kernels and no
     branch, and the machine has few cores (`GraphScheduler::SetActorExecutionStrategy`; no setting changes that). On 2
@@ -697,7 +710,7 @@ def straight(function: Callable, window: Window) -> Callable:
     negative.
     """
     if not needs_branch():
-        return compiled(function, **window.exchange.jit_options)
+        return compiled(function, inputs, **window.exchange.jit_options)
     mini_step = window.mini_step
 
     def with_branch(*arguments: Any) -> Any:
@@ -706,7 +719,7 @@ def straight(function: Callable, window: Window) -> Callable:
             ops.assign(mini_step, 0)
         return result
 
-    return compiled(with_branch)
+    return compiled(with_branch, inputs)
 
 
 def needs_branch() -> bool:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import mindspore as ms
@@ -13,9 +14,10 @@ from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain
-from ..steps.batch import NETWORK, Loss, checked_axis, layout, layout_in_graph, names_of, positional, positions_of
+from ..steps.batch import NETWORK, Loss, checked_axis, columns_of, layout, layout_in_graph, positional, positions_of
 from ..steps.errors import explain, name_columns
 from ..steps.pieces import Pieces
+from ..steps.shapes import Shapes
 from ..steps.train_mode import TrainMode
 from ..steps.train_step import averaging, fix_unit_of_sums, require_functions
 
@@ -71,7 +73,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: See `make_train_step`. Also if the optimizer holds Parameters of another network with the same
-            names, if `Model` also gets `optimizer=`, and in graph mode if `set_inputs` gave a dynamic shape.
+            names, if `Model` also gets `optimizer=`, and in graph mode if `set_inputs` leaves the number of samples
+            open and there is no `weight_fn`.
         RuntimeError: See `make_train_step`.
 
     Source: the interface is that of `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`.
@@ -121,6 +124,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         fix_unit_of_sums(self.window, loss_reduction)
         self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK)
         self._stream = Stream(self.window)
+        self._shapes = Shapes(network, type(self).__name__)
         self._takes = (type(network).__name__, *positions_of(network))
         self._nothing = Pieces(accumulator.boundary, self._loss, 0, (), 1)
         self._mode: Optional[TrainMode] = None
@@ -133,17 +137,20 @@ class TrainOneStepCell(Uncopied, nn.Cell):
                             "the order of the network's, or use make_train_step")
         require_arguments(*self._takes, len(batch))
         samples = self._settle_unit(batch)
-        self._settle_mode()
+        self._settle_mode(len(batch))
         try:
             self._settle_driver()
             if samples == 0:
                 return self._count_nothing(batch)
             self._boundary.begin()
+            began = perf_counter()
             result = super().__call__(*batch)
+            if not self._boundary.eager:
+                self._shapes.note("declared" if self.get_inputs() else None, batch, began)
             self._boundary.end_on_device()
             return result
         except Exception as error:
-            name_columns(error, batch, names_of(self.network, len(batch), ()), self.accumulator.weights)
+            name_columns(error, batch, columns_of(self.network, len(batch), ()), self.accumulator.weights)
             self._explain(error)
             raise
 
@@ -164,12 +171,19 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self._settle_unit(batch)
         return super().compile(*batch, **named)
 
-    def _settle_mode(self) -> None:
+    def set_inputs(self, *inputs: Any, **named: Any) -> None:
+        """Declare dynamic shapes of a batch, before the first call: set the inputs of the network, also by name."""
+        self.network.set_inputs(*inputs, **named)
+        self._shapes = Shapes(self.network, type(self).__name__)
+
+    def _settle_mode(self, columns: int) -> None:
         """Warn if the network is in evaluation mode, and compile again if the mode has changed."""
         if self._mode is None:
             self._mode = TrainMode((self.network,), self.accumulator.weights)
             if ms.get_context("mode") == ms.PYNATIVE_MODE:
                 warn_if_idle(self.optimizer)
+            else:
+                self._shapes.warn_if_ignored(self._mode.layers, columns)
         flags = tuple([layer.training for layer in self._mode.layers])
         if flags != self._train_flags:
             self._mode.require_trained_network()
@@ -179,7 +193,13 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             self._train_flags = flags
 
     def _settle_unit(self, batch: tuple) -> int:
-        """Return the number of samples. That of the first batch becomes the unit of weights, which graphs hold."""
+        """Return the number of samples. That of the first batch becomes the unit of weights, which graphs hold.
+
+        In graph mode, take what the network declares of dynamic shapes.
+        """
+        declared = self._shapes.declared(len(batch))
+        if ms.get_context("mode") == ms.GRAPH_MODE and any(given is not None for given in declared.declared):
+            super().set_inputs(*declared(batch))
         samples = layout(batch, self.batch_axis)[0]
         if samples > 0:
             self.window.fix_unit(float(samples))
@@ -203,7 +223,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         """Add a microbatch. Return its loss."""
         # In a graph, no mark in the backward pass: in semi-auto parallel mode, MindSpore's compiler crashes on it.
         begins = self._loss.stream is not None
-        found = self._loss.gradients_of(layout_in_graph(batch, self.batch_axis)[0], batch, begins)
+        samples, _ = layout_in_graph(batch, self.batch_axis, self._loss.weight_fn is not None)
+        found = self._loss.gradients_of(samples, batch, begins)
         self.window.add(found["gradients"], found["weight"], found["factor"], ends=1, begun=begins)
         return found["loss"]
 

@@ -118,11 +118,11 @@ def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
                 "named": inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD)}
 
 
-def names_of(function: Callable, count: int, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of `count` columns, of which the last were given by `names`; none if they are not known."""
+def columns_of(function: Callable, count: int, names: tuple[str, ...]) -> tuple[Union[str, int], ...]:
+    """Return the names of `count` columns, of which the last were given by `names`; the place of one without a name."""
     placed = [p.name for p in _parameters(function).values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    first = placed[:count - len(names)]
-    return (*first, *names) if len(first) == count - len(names) else ()
+    first = count - len(names)
+    return (*placed[:first], *range(len(placed), first), *names)
 
 
 def positions_of(cell: nn.Cell) -> tuple[str, int, int]:
@@ -219,28 +219,29 @@ def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int,
     return _layout(kinds, batch_axis)
 
 
-def layout_in_graph(batch: tuple, batch_axis: int = 0) -> tuple[int, Cut]:
-    """Return what `layout` returns, as constants of a graph."""
-    return _constant_layout(tuple([_kind(argument) for argument in batch]), batch_axis)
+def layout_in_graph(batch: tuple, batch_axis: int = 0, is_weighed: bool = False) -> tuple[int, Cut]:
+    """Return what `layout` returns, as constants of a graph. -1 samples: it takes any number, if `is_weighed`."""
+    return _constant_layout(tuple([_kind(argument) for argument in batch]), batch_axis, is_weighed)
 
 
-def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
+def _layout(kinds: tuple, batch_axis: int, is_weighed: bool = False) -> tuple[int, Cut]:
     """Compute `layout`. `kinds` holds for each argument its shape, an error message, or None for a plain value."""
     wrong = next((kind for kind in kinds if isinstance(kind, str)), None)
     if wrong is not None:
         # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
         raise TypeError(f"the batch holds {wrong}")
-    dynamic = next((kind for kind in kinds if kind and any(length is None or length < 0 for length in kind)), None)
-    if dynamic is not None:
-        raise ValueError(f"the batch holds a Tensor of the dynamic shape {tuple(dynamic)}, expected a shape that is "
-                         "known when the graph is compiled; leave set_inputs out, or give it the full shapes")
     axes = [axis_of(len(kind), batch_axis) if kind else None for kind in kinds]
     lengths = [None if axis is None else kind[axis] for kind, axis in zip(kinds, axes)]
-    samples = next((length for length in lengths if length is not None), None)
-    if samples is None:
+    samples = next((length for length, axis in zip(lengths, axes) if axis is not None), None)
+    if axes.count(None) == len(axes):
         given = ["no Tensor" if kind is None else f"a Tensor of shape {tuple(kind)}" for kind in kinds]
         raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor with axes; axis "
                          f"{batch_axis} of the first one is the batch")
+    if samples is None or samples < 0:
+        if not is_weighed:
+            raise ValueError("set_inputs leaves the number of samples open, and there is no weight_fn that counts what "
+                             "a microbatch weighs; give weight_fn, or the number of samples in set_inputs")
+        samples = -1
     return samples, tuple([axis if length == samples else None for axis, length in zip(axes, lengths)])
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from os import environ
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
@@ -53,20 +53,21 @@ def explain(error: Exception, optimizer: Callable, forget_graphs: Callable[[], o
         require_rates(optimizer)
 
 
-def name_columns(error: Exception, batch: Sequence, names: Sequence[str], weights: Iterable[Parameter]) -> None:
+def name_columns(error: Exception, batch: Sequence, names: Sequence[Union[str, int]], weights: Iterable[Parameter]
+                 ) -> None:
     """Add a first line to MindSpore's error that an operator does not take a dtype or shape: the columns of the batch.
 
     Args:
         error: The error. All others than these, which MindSpore raises while it compiles, are not changed.
         batch: The columns.
-        names: The parameters of the function that takes the columns, in their order; empty if they are not known.
+        names: The parameters of the function that takes the columns, in their order; the place of one without a name.
         weights: The parameters that are trained.
     """
     found = _OF_AN_OPERATOR.match(str(error).lstrip("- \n"))
     if found is None or not isinstance(error, (TypeError, ValueError)):
         return
     dtypes = sorted({str(weight.dtype).lower() for weight in weights})
-    columns = [f"column {i}" + (f" ({names[i]})" if i < len(names) else "") for i in range(len(batch))]
+    columns = [f"column {i}" + f" ({name})" * (name != i) for i, name in enumerate(names)]
     tensors = [(place, value) for place, value in zip(columns, batch) if isinstance(value, Tensor)]
     wrong = [place for place, value in tensors
              if value.dtype in (ms.float16, ms.float64, ms.bfloat16) and str(value.dtype).lower() not in dtypes]
@@ -76,8 +77,8 @@ def name_columns(error: Exception, batch: Sequence, names: Sequence[str], weight
     if whole:
         remedies.append(f"give {' and '.join(whole)} as int32 (labels, tokens) or {dtypes[0]} (data)")
     if not remedies or kinds != sorted(kinds, reverse=True):  # an integer before a float: perhaps swapped
-        remedies.append(f"are the columns in the order of ({', '.join(names)})?" if names else
-                        "are the columns in the right order?")
+        remedies.append("are the columns in the right order?" if any(isinstance(name, int) for name in names) else
+                        f"are the columns in the order of ({', '.join(map(str, names))})?")
     told = ", ".join(f"{place} is {str(value.dtype).lower()} {tuple(value.shape)}" for place, value in tensors)
     operator = next(filter(None, found.groups()))
     error.args = (f"{operator} does not take the batch: {told}, the parameters are {' and '.join(dtypes)}; "

@@ -18,6 +18,7 @@ from ..mindspore_api import jit_class
 from ..tensors import FLOATS, after
 from .batch import Loss, checked_loss, checked_pieces, positional, select_rows
 from .pieces import Pieces
+from .shapes import Shapes
 from .train_step import TrainStep, averaging
 
 if TYPE_CHECKING:
@@ -97,11 +98,14 @@ def make_grad_cache_step(
                          'or "node"), but here the gradient of a piece is not an estimate of that of the batch; give '
                          '"skip_window" or sync="window"')
 
+    shapes = Shapes(encode_fn, "encode_fn")
+
     def graphs_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Pieces:
         encode = Loss(window, positional("encode_fn", encode_fn, len(cut), names))
-        return CachedPieces(accumulator.boundary, encode, positional("loss_fn", loss_fn), samples, cut, pieces)
+        return CachedPieces(accumulator.boundary, encode, positional("loss_fn", loss_fn), samples, cut, pieces,
+                            shapes.inputs_of(samples, cut, names))
 
-    return TrainStep((encode_fn, loss_fn), accumulator, pieces, graphs_for)
+    return TrainStep((encode_fn, loss_fn), accumulator, pieces, graphs_for, shapes)
 
 
 class CachedPieces(Pieces):
@@ -113,14 +117,14 @@ class CachedPieces(Pieces):
     """
 
     def __init__(self, boundary: Boundary, encode: Loss, loss_fn: Callable, samples: int, cut: Cut,
-                 pieces: int) -> None:
-        super().__init__(boundary, encode, samples, cut, pieces)
+                 pieces: int, inputs: Optional[Callable] = None) -> None:
+        super().__init__(boundary, encode, samples, cut, pieces, inputs=inputs)
         self._whole = self.alone = None
         if samples:
             self._starts = [(Tensor(start, ms.int32), rows) for start, rows in self.starts]
             cached = {rows: CachedPiece(encode, loss_fn, samples, cut, rows) for _, rows in self.starts}
-            self._encoders = {rows: boundary.straight(piece.encode) for rows, piece in cached.items()}
-            self._first = boundary.straight(cached[self._starts[0][1]].first)
+            self._encoders = {rows: boundary.straight(piece.encode, inputs) for rows, piece in cached.items()}
+            self._first = boundary.straight(cached[self._starts[0][1]].first, inputs)
             self._backward = {rows: piece.backward for rows, piece in cached.items()}
 
     def __call__(self, *batch: Any) -> Tensor:

@@ -40,6 +40,7 @@ class Pieces:
         cut: The axis along which each argument is cut.
         pieces: Number of pieces that a batch is cut into.
         losses: Number of losses.
+        inputs: What is declared of a batch with dynamic shapes; see `compiled`.
 
     Attributes:
         starts: First sample and number of samples of each piece; empty for a batch without samples.
@@ -47,9 +48,10 @@ class Pieces:
             if that is not possible.
     """
 
-    def __init__(self, boundary: Boundary, loss: Loss, samples: int, cut: Cut, pieces: int, losses: int = 1) -> None:
+    def __init__(self, boundary: Boundary, loss: Loss, samples: int, cut: Cut, pieces: int, losses: int = 1,
+                 inputs: Optional[Callable] = None) -> None:
         self.boundary, self.window, self.loss, self.samples, self.cut = boundary, boundary.window, loss, samples, cut
-        self.starts, self.losses = starts_of(samples, pieces), losses
+        self.starts, self.losses, self.inputs = starts_of(samples, pieces), losses, inputs
         # If ranks sum each piece, all must add the same number.
         self._absent = pieces - len(self.starts) if self.window.exchange.inside > 1 else 0
         self._graphs: dict[tuple, Callable] = {}
@@ -58,9 +60,9 @@ class Pieces:
         self._whole: Optional[Callable] = None
         if pieces == 1 and samples and losses == 1:
             whole = Whole(loss, samples)
-            self._whole = boundary.straight(whole.add)
+            self._whole = boundary.straight(whole.add, inputs)
             if not self.window.looks_at_pieces and not self.window.may_drop:
-                self.alone = boundary.straight(whole.update)
+                self.alone = boundary.straight(whole.update, inputs)
 
     def __call__(self, *batch: Any) -> Any:
         """Add a microbatch. Return the loss, or `(loss, aux)`: the mean over the pieces."""
@@ -98,7 +100,7 @@ class Pieces:
     def graph(self, *key: Any) -> Callable:
         """Return the graph that adds a piece with this key, compiled once."""
         if key not in self._graphs:
-            self._graphs[key] = self.boundary.straight(self.piece(*key))
+            self._graphs[key] = self.boundary.straight(self.piece(*key), self.inputs)
         return self._graphs[key]
 
     def piece(self, rows: int, *key: Any) -> Callable:

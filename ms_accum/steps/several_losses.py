@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ..core.stream import Stream
     from ..core.window import Window
     from .batch import Cut
+    from .shapes import Shapes
 
 _SINGLE = ("a train step with losses={} needs all batches of a window before it trains, and cannot train single calls "
            "with accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "
@@ -74,12 +75,12 @@ class SeveralLossesStep(TrainStep):
     """
 
     def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
-                 graphs_for: Callable[..., Pieces], losses: int, batch_axis: int, counts: str, eager: bool
-                 ) -> None:
+                 graphs_for: Callable[..., Pieces], shapes: Shapes, losses: int, batch_axis: int, counts: str,
+                 eager: bool) -> None:
         if accumulator.exchange.inside > 1:
             raise ValueError(f'got losses={losses} with a DataParallel whose ranks sum each microbatch, so the weights '
                              'of a window cannot be summed before it is trained; give sync="window"')
-        super().__init__(functions, accumulator, pieces, graphs_for, batch_axis, counts, eager)
+        super().__init__(functions, accumulator, pieces, graphs_for, shapes, batch_axis, counts, eager)
         self._losses, self._total = losses, None  # type: int, Optional[Callable]
 
     def _begin_epoch(self, resume: Optional[bool]) -> int:
@@ -209,11 +210,12 @@ class SeveralLosses(Loss):
 class WeighedPieces(Pieces):
     """Add batches of a window whose totals are known. A batch that is not cut is a single piece."""
 
-    def __init__(self, boundary: Boundary, loss: SeveralLosses, samples: int, cut: Cut, pieces: int) -> None:
-        super().__init__(boundary, loss, samples, cut, pieces, loss.losses)
+    def __init__(self, boundary: Boundary, loss: SeveralLosses, samples: int, cut: Cut, pieces: int,
+                 inputs: Optional[Callable] = None) -> None:
+        super().__init__(boundary, loss, samples, cut, pieces, loss.losses, inputs)
         self._weigh: Optional[Callable] = None
         if loss.weight_fn is not None:
-            self._weigh = boundary.compiled(Weights(loss, cut, self.starts))
+            self._weigh = boundary.compiled(Weights(loss, cut, self.starts), inputs)
 
     def weigh(self, *batch: Any) -> np.ndarray:
         """Return the weights of the pieces, without training: float64 `(pieces, losses)`. It waits for the device."""

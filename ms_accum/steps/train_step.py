@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import mindspore as ms
@@ -28,15 +29,16 @@ from .batch import (
     as_tensors,
     checked_axis,
     checked_pieces,
+    columns_of,
     layout,
     named_values,
-    names_of,
     ordered,
     positional,
     require_batched,
 )
 from .errors import explain, name_columns
 from .pieces import Pieces
+from .shapes import Shapes
 from .train_mode import TrainMode
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class TrainStep(Uncopied):
         accumulator: The accumulator that it feeds.
         pieces: Number of pieces that a batch is cut into.
         graphs_for: Called as `graphs_for(samples, cut, names)`, once for each layout of a batch; returns `Pieces`.
+        shapes: The shapes of its batches.
         batch_axis: Which axis counts the samples.
         counts: Plural noun for the unit of `seen`, e.g. "samples".
         eager: Whether it runs op by op, without graphs.
@@ -89,8 +92,8 @@ class TrainStep(Uncopied):
     """
 
     def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
-                 graphs_for: Callable[..., Pieces], batch_axis: int = 0, counts: str = "samples", eager: bool = False
-                 ) -> None:
+                 graphs_for: Callable[..., Pieces], shapes: Shapes, batch_axis: int = 0, counts: str = "samples",
+                 eager: bool = False) -> None:
         require_unsharded()
         require_plain(cells_of(*functions), _INSIDE)
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
@@ -102,7 +105,7 @@ class TrainStep(Uncopied):
         self.pieces, self.batch_axis = pieces, batch_axis
         self._updated: Optional[bool] = False  # None: a call is under way, or was interrupted
         self._before = 0  # updates before the last call
-        self._functions, self._graphs_for, self._counts = functions, graphs_for, counts
+        self._functions, self._graphs_for, self._shapes, self._counts = functions, graphs_for, shapes, counts
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self._mode: Optional[TrainMode] = None
         self._graphs: dict[tuple, Pieces] = {}
@@ -240,8 +243,8 @@ class TrainStep(Uncopied):
         return self.boundary.status()
 
     def __repr__(self) -> str:
-        """Return the settings and counters as text. It waits for the device."""
-        return self.boundary.described(type(self).__name__, self._counts, self.pieces)
+        """Return the settings, counters and the number of compiled shapes as text. It waits for the device."""
+        return self.boundary.described(type(self).__name__, self._counts, self.pieces, len(self._shapes.compiled))
 
     def on_update(self, function: Callable[[], object], every: int = 1) -> None:
         """Call a Python function after each update whose count is a multiple of `every`: to save, evaluate or log.
@@ -305,12 +308,14 @@ class TrainStep(Uncopied):
         if self._mode is None:
             self._mode = TrainMode(self._functions, self.window.weights, self.eager)
         mode = tuple([layer.training for layer in self._mode.layers])
-        compiled_for = key, mode
+        compiled_for = self._shapes.key_of(*key), mode
         if compiled_for not in self._graphs:
             require_unsharded()
             require_same_parameters(self._functions, self.window.optimizer)
             self._mode.require_trained_network()
             self._mode.warn_if_evaluating(mode)
+            if not self.eager:
+                self._shapes.warn_if_ignored(self._mode.layers, len(key[1]), key[2])
             if key[0]:
                 self._fix_unit(key[0])
             self._graphs[compiled_for] = self._graphs_for(*key)
@@ -330,11 +335,14 @@ class TrainStep(Uncopied):
             # A window of one microbatch needs no buffers. For others, one graph that adds the last microbatch and
             # updates was measured: no faster, and one more backward pass to compile.
             is_alone = graphs.alone is not None and missing == 1 and self.boundary.held == 0
+            began = perf_counter()
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
+            if not self.eager:
+                self._shapes.note(None if graphs.inputs is None else self._shapes.key_of(*key), batch, began)
             self._updated = self.boundary.end(missing, is_alone)
         except Exception as error:
             columns = len(key[1])
-            name_columns(error, batch[-columns:], names_of(self._functions[0], columns, key[2]), self.window.weights)
+            name_columns(error, batch[-columns:], columns_of(self._functions[0], columns, key[2]), self.window.weights)
             self._explain(error)
             raise
         return result
@@ -457,19 +465,23 @@ def make_train_step(
         from .several_losses import SeveralLosses, SeveralLossesStep, WeighedPieces  # a kind of step of its own
 
     stream = Stream(window) if eager else None
+    # A graph of a whole batch whose weight comes from weight_fn need not know the number of samples.
+    shapes = Shapes(forward_fn, "forward_fn", takes_any=weight_fn is not None and pieces == losses == 1)
 
     def graphs_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Pieces:
         functions = (positional("forward_fn", forward_fn, len(cut), names),
                      positional("weight_fn", weight_fn, len(cut), names), has_aux, loss_reduction, batch_axis)
+        inputs = None if eager else shapes.inputs_of(samples, cut, names)
         if losses > 1:
             several = SeveralLosses(window, *functions, losses, stream)
-            return WeighedPieces(accumulator.boundary, several, samples, cut, pieces)
-        return Pieces(accumulator.boundary, Loss(window, *functions, stream=stream), samples, cut, pieces)
+            return WeighedPieces(accumulator.boundary, several, samples, cut, pieces, inputs)
+        return Pieces(accumulator.boundary, Loss(window, *functions, stream=stream), samples, cut, pieces,
+                      inputs=inputs)
 
     functions = tuple(function for function in (forward_fn, weight_fn) if function is not None)
     if losses > 1:
-        return SeveralLossesStep(functions, accumulator, pieces, graphs_for, losses, batch_axis, counts, eager)
-    return TrainStep(functions, accumulator, pieces, graphs_for, batch_axis, counts, eager)
+        return SeveralLossesStep(functions, accumulator, pieces, graphs_for, shapes, losses, batch_axis, counts, eager)
+    return TrainStep(functions, accumulator, pieces, graphs_for, shapes, batch_axis, counts, eager)
 
 
 def fix_unit_of_sums(window: Window, loss_reduction: str) -> None:

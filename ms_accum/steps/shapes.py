@@ -1,0 +1,147 @@
+"""The shapes of batches: those that a script declares as dynamic, and a hint if many are compiled one by one.
+
+    declared (enable_dynamic on forward_fn, set_inputs on a Cell) ─► one graph for all batches of one number of samples
+    not declared                                                  ─► a graph for each shape ─► from `_MANY` on, a hint
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Optional
+from warnings import warn
+
+from mindspore import Tensor, nn
+
+from ..mindspore_api import dynamic_inputs, with_length
+from .batch import columns_of
+
+if TYPE_CHECKING:
+    from .batch import Cut
+
+_MANY = 8
+_HINT = ("graphs were compiled for {} shapes of batches by now, which took {:.0f} s, and each further shape takes as "
+         "long; pad batches to a few lengths (with a weight_fn that counts tokens, padding changes nothing), or let "
+         'one graph take all lengths: declare dynamic shapes {}. The guide\'s page "Language models" shows both')
+_IGNORED = ("set_inputs of {} has no effect, because {} calls it in a graph of its own: each shape of a batch is "
+            "compiled; declare the dynamic shapes {}")
+_NO_AXES = ("the declared shape of {} has no known number of axes, expected one entry for each axis, None for each "
+            "length that changes, e.g. (32, None)")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Hold what is declared of the columns of a batch.
+
+    Attributes:
+        declared: For each column, a Tensor with a dynamic shape; None where nothing is declared.
+        columns: For each column, its name or its place.
+    """
+
+    declared: tuple[Optional[Tensor], ...]
+    columns: tuple
+
+    def __call__(self, arguments: tuple) -> tuple:
+        """Return what a graph is compiled for, given its arguments, of which the last are a batch.
+
+        Raise TypeError or ValueError if the batch contradicts what is declared.
+        """
+        first = len(arguments) - len(self.declared)
+        batch = [value if declared is None else required(value, declared, column)
+                 for value, declared, column in zip(arguments[first:], self.declared, self.columns)]
+        return (*arguments[:first], *batch)
+
+
+def required(value: Any, declared: Tensor, column: object) -> Tensor:
+    """Return what is declared of a column. Raise TypeError or ValueError for a value that contradicts it."""
+    shape, dtype = declared.shape, str(declared.dtype).lower()
+    expected = f"the declared {dtype} of shape ({', '.join('None' if n < 0 else str(n) for n in shape)})"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"column {column} of the batch is of type {type(value).__name__}, expected {expected}; leave "
+                        "it out of the declaration")
+    if value.dtype != declared.dtype:
+        raise TypeError(f"column {column} of the batch is of {str(value.dtype).lower()}, expected {expected}; declare "
+                        "the dtype that batches have")
+    if len(shape) != value.ndim or any(n not in (-1, given) for n, given in zip(shape, value.shape)):
+        raise ValueError(f"column {column} of the batch has shape {tuple(value.shape)}, expected {expected}; give None "
+                         "in the declaration for each length that changes")
+    return declared
+
+
+class Shapes:
+    """Take the dynamic shapes that a script declares, and count the shapes for which graphs are compiled.
+
+    Args:
+        function: What takes the batch, and may declare its shapes: a function or a Cell.
+        name: Name of `function` in messages.
+        takes_any: Whether no graph has to know the number of samples.
+
+    Attributes:
+        compiled: The shapes for which graphs were compiled; of declared ones, the keys of the graphs.
+        seconds: The time of the first call for each.
+    """
+
+    def __init__(self, function: Callable, name: str, takes_any: bool = False) -> None:
+        self.function, self.name, self.takes_any = function, name, takes_any
+        self.compiled: set[object] = set()
+        self.seconds = 0.0
+        self._inputs: dict[tuple, Inputs] = {}
+
+    def declared(self, columns: int, names: tuple[str, ...] = ()) -> Inputs:
+        """Return what is declared of a batch of so many columns, the last of which have these names."""
+        if (columns, names) not in self._inputs:
+            given = {column: value for column, value in dynamic_inputs(self.function).items()
+                     if isinstance(value, Tensor) and any(length < 0 for length in value.shape)}
+            for column, value in given.items():
+                if -2 in value.shape:
+                    raise ValueError(_NO_AXES.format(column))
+            placed = columns_of(self.function, columns, names)
+            self._inputs[columns, names] = Inputs(tuple([given.get(column) for column in placed]), placed)
+        return self._inputs[columns, names]
+
+    def key_of(self, samples: int, cut: Cut, names: tuple[str, ...]) -> tuple:
+        """Return the key of the graphs for batches of this layout: the layout, or one key for any number of samples."""
+        if self.takes_any and samples and self._leaves_open(self.declared(len(cut), names), cut):
+            return True, len(cut), names
+        return samples, cut, names
+
+    def inputs_of(self, samples: int, cut: Cut, names: tuple[str, ...]) -> Optional[Inputs]:
+        """Return what is declared of batches of this layout, for its graphs; None if nothing is.
+
+        The number of samples is known in them, unless they take any.
+        """
+        inputs = self.declared(len(cut), names)
+        if inputs.declared.count(None) == len(cut):
+            return None
+        if self.takes_any:
+            return inputs
+        return Inputs(tuple([given if given is None or axis is None else with_length(given, axis, samples)
+                             for given, axis in zip(inputs.declared, cut)]), inputs.columns)
+
+    def _leaves_open(self, inputs: Inputs, cut: Cut) -> bool:
+        """Return whether the number of samples is declared as dynamic."""
+        return any(given is not None and axis is not None and given.shape[axis] < 0
+                   for given, axis in zip(inputs.declared, cut))
+
+    def warn_if_ignored(self, layers: Iterable[nn.Cell], columns: int, names: tuple[str, ...] = ()) -> None:
+        """Warn of a Cell with `set_inputs` that the function calls, if nothing is declared of the function itself."""
+        inner = next((layer for layer in layers if layer is not self.function and layer.get_inputs()), None)
+        if inner is not None and not any(self.declared(columns, names).declared):
+            warn(_IGNORED.format(type(inner).__name__, self.name, self._remedy()), UserWarning, stacklevel=2)
+
+    def note(self, key: object, batch: Sequence, began: float) -> None:
+        """Note a call for a batch that began at this time. If it was the first for its shape, graphs were compiled.
+
+        `key`: of the graphs, if they take batches of several shapes; None: these are compiled for one shape.
+        """
+        shapes = tuple([value.shape for value in batch if isinstance(value, Tensor)]) if key is None else key
+        if shapes not in self.compiled:
+            self.compiled.add(shapes)
+            self.seconds += perf_counter() - began
+            if len(self.compiled) == _MANY:
+                warn(_HINT.format(_MANY, self.seconds, self._remedy()), UserWarning, stacklevel=2)
+
+    def _remedy(self) -> str:
+        if isinstance(self.function, nn.Cell):
+            return f"by set_inputs of {type(self.function).__name__}"
+        return f"with mindspore.enable_dynamic on {self.name}"
