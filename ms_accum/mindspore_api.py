@@ -35,8 +35,8 @@ except ImportError:
     _is_known = ops.constexpr(lambda number: number is not None, check=False)
 
     def isconstant(value: Any) -> bool:
-        """Return whether the elements of a Tensor are known."""
-        return _is_known(float(value.reshape(-1)[0].astype(ms.float32)))
+        """Return whether a number, or the elements of a Tensor, are known."""
+        return _is_known(float(value.reshape(-1)[0].astype(ms.float32)) if isinstance(value, ms.Tensor) else value)
 
 # Lets a step raise a clear error inside a compiled function. Without it, MindSpore says there that `require_python` is
 # invalid.

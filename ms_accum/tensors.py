@@ -15,6 +15,8 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops import constexpr
 
+from .mindspore_api import isconstant
+
 Gradients = tuple[Tensor, ...]
 Scalar = Union[float, Tensor]
 Numbers = tuple[Scalar, ...]  # what travels with gradients: their weight and other sums
@@ -221,6 +223,8 @@ def require_trainable(parameters: Iterable[Parameter]) -> None:
 def as_weight(weight: Scalar) -> Scalar:
     """Return a weight as a float, or as a float32 Tensor of shape `()` that is NaN if the weight is < 0 or infinite.
 
+    A number that a graph computes becomes a Tensor, too, and is NaN from 2**53 on.
+
     Raises:
         TypeError: If it is neither a number nor a Tensor.
         ValueError: If a number is negative, NaN or more than float32 can hold, or a Tensor has more than one element.
@@ -230,11 +234,16 @@ def as_weight(weight: Scalar) -> Scalar:
         weight = weight.reshape(()).astype(ms.float32)
         return ops.where(ops.logical_and(weight >= 0, weight < inf), weight, Tensor(nan, ms.float32))
     require_weight_number(weight is None, weight)
+    if not isconstant(weight):  # a number that a graph computes, such as a length of a dynamic shape
+        weight = ops.scalar_to_tensor(weight, ms.float32)
+        # `len(x)` of a dynamic shape is a random number in MindSpore 2.10, most often about 1e18.
+        return ops.where(ops.logical_and(weight >= 0, weight < _LARGEST_COUNT), weight, Tensor(nan, ms.float32))
     # A large int would become an int32 of the graph, and wrap around.
     return float(weight)
 
 
 _LARGEST_WEIGHT = 3.4028234e38  # of float32
+_LARGEST_COUNT = 2.0**53
 _WEIGHT_REMEDY = "give the number of samples or unmasked tokens in the microbatch"
 
 

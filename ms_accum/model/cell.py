@@ -14,7 +14,7 @@ from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain
-from ..steps.batch import NETWORK, Loss, checked_axis, columns_of, layout, layout_in_graph, positional, positions_of
+from ..steps.batch import NETWORK, Loss, checked_axis, columns_of, layout, positional, positions_of, samples_in_graph
 from ..steps.errors import explain, name_columns
 from ..steps.pieces import Pieces
 from ..steps.shapes import Shapes
@@ -73,8 +73,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     Raises:
         TypeError: If an argument is of the wrong kind.
         ValueError: See `make_train_step`. Also if the optimizer holds Parameters of another network with the same
-            names, if `Model` also gets `optimizer=`, and in graph mode if `set_inputs` leaves the number of samples
-            open and there is no `weight_fn`.
+            names, and if `Model` also gets `optimizer=`.
         RuntimeError: See `make_train_step`.
 
     Source: the interface is that of `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`.
@@ -145,8 +144,9 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             self._boundary.begin()
             began = perf_counter()
             result = super().__call__(*batch)
-            if not self._boundary.eager:
-                self._shapes.note("declared" if self.get_inputs() else None, batch, began)
+            shapes = None if self.get_inputs() else tuple([getattr(value, "shape", None) for value in batch])
+            if shapes not in self._shapes.compiled and not self._boundary.eager:
+                self._shapes.note(shapes, perf_counter() - began)
             self._boundary.end_on_device()
             return result
         except Exception as error:
@@ -223,8 +223,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         """Add a microbatch. Return its loss."""
         # In a graph, no mark in the backward pass: in semi-auto parallel mode, MindSpore's compiler crashes on it.
         begins = self._loss.stream is not None
-        samples, _ = layout_in_graph(batch, self.batch_axis, self._loss.weight_fn is not None)
-        found = self._loss.gradients_of(samples, batch, begins)
+        found = self._loss.gradients_of(samples_in_graph(batch, self.batch_axis), batch, begins)
         self.window.add(found["gradients"], found["weight"], found["factor"], ends=1, begun=begins)
         return found["loss"]
 

@@ -219,33 +219,43 @@ def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int,
     return _layout(kinds, batch_axis)
 
 
-def layout_in_graph(batch: tuple, batch_axis: int = 0, is_weighed: bool = False) -> tuple[int, Cut]:
-    """Return what `layout` returns, as constants of a graph. -1 samples: it takes any number, if `is_weighed`."""
-    return _constant_layout(tuple([_kind(argument) for argument in batch]), batch_axis, is_weighed)
+def samples_in_graph(batch: tuple, batch_axis: int = 0) -> Scalar:
+    """Return the number of samples in a graph: a float, or a float32 Tensor `()` if it is dynamic."""
+    first = batch[_constant_place(tuple([_rank(argument) for argument in batch]), batch_axis)]
+    return as_weight(first.shape[axis_of(first.ndim, batch_axis)])
 
 
-def _layout(kinds: tuple, batch_axis: int, is_weighed: bool = False) -> tuple[int, Cut]:
+def _rank(argument: Any) -> Union[int, str, None]:
+    if isinstance(argument, Tensor):
+        return argument.ndim
+    return _NESTED if isinstance(argument, (tuple, list, dict)) else None
+
+
+def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
     """Compute `layout`. `kinds` holds for each argument its shape, an error message, or None for a plain value."""
-    wrong = next((kind for kind in kinds if isinstance(kind, str)), None)
-    if wrong is not None:
-        # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
-        raise TypeError(f"the batch holds {wrong}")
-    axes = [axis_of(len(kind), batch_axis) if kind else None for kind in kinds]
+    ranks = tuple([len(kind) if isinstance(kind, tuple) else kind for kind in kinds])
+    place = _place(ranks, batch_axis)
+    axes = [axis_of(rank, batch_axis) if rank else None for rank in ranks]
     lengths = [None if axis is None else kind[axis] for kind, axis in zip(kinds, axes)]
-    samples = next((length for length, axis in zip(lengths, axes) if axis is not None), None)
-    if axes.count(None) == len(axes):
-        given = ["no Tensor" if kind is None else f"a Tensor of shape {tuple(kind)}" for kind in kinds]
-        raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor with axes; axis "
-                         f"{batch_axis} of the first one is the batch")
-    if samples is None or samples < 0:
-        if not is_weighed:
-            raise ValueError("set_inputs leaves the number of samples open, and there is no weight_fn that counts what "
-                             "a microbatch weighs; give weight_fn, or the number of samples in set_inputs")
-        samples = -1
+    samples: Any = lengths[place]
     return samples, tuple([axis if length == samples else None for axis, length in zip(axes, lengths)])
 
 
-_constant_layout = constexpr(_layout)
+def _place(ranks: tuple, batch_axis: int) -> int:
+    """Return the place of the first Tensor with axes. `ranks`: for each argument its number of axes, or as above."""
+    wrong = next((rank for rank in ranks if isinstance(rank, str)), None)
+    if wrong is not None:
+        # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
+        raise TypeError(f"the batch holds {wrong}")
+    place = next((place for place, rank in enumerate(ranks) if rank), None)
+    if place is None:
+        given = ["no Tensor" if rank is None else "a Tensor of shape ()" for rank in ranks]
+        raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor with axes; axis "
+                         f"{batch_axis} of the first one is the batch")
+    return place
+
+
+_constant_place = constexpr(_place)
 
 
 def _kind(argument: Any) -> Union[tuple, str, None]:
@@ -324,7 +334,7 @@ class Loss:
         self.begun_grad_fn = ms.value_and_grad(self.begun, None, window.weights, has_aux=True)
         self.grad_fn = ms.value_and_grad(self.scaled, None, window.weights, has_aux=True)
 
-    def gradients_of(self, rows: int, piece: tuple, begins: bool) -> dict[str, Any]:
+    def gradients_of(self, rows: Scalar, piece: tuple, begins: bool) -> dict[str, Any]:
         """Return the gradients of a piece of `rows` samples, with their "weight" and "factor" (see `Window.add`).
 
         Also return "loss", the mean loss to report (float32 `()`), and "aux". `begins`: whether to mark that the piece
@@ -378,10 +388,10 @@ class Loss:
         return ops.depend(returned[0], self.window.begin(returned[0])), returned[1], returned[2]
 
 
-def weight_of(weight_fn: Optional[Callable], rows: int, piece: tuple) -> Scalar:
+def weight_of(weight_fn: Optional[Callable], rows: Scalar, piece: tuple) -> Scalar:
     """Return the weight of a piece: the result of `weight_fn`, or its number of samples."""
     if weight_fn is None:
-        return float(rows)
+        return rows if isinstance(rows, Tensor) else float(rows)
     weight = weight_fn(*piece)
     require_one_weight(len(weight) if isinstance(weight, (tuple, list)) else None)
     return as_weight(weight)

@@ -16,7 +16,7 @@ from mindspore.ops import constexpr
 
 from ..mindspore_api import jit_class
 from ..tensors import as_vector
-from .batch import axis_of, divisor, select_rows, starts_of
+from .batch import axis_of, divisor, samples_in_graph, select_rows, starts_of
 from .errors import ask_about_piece
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Pieces:
         self.alone: Optional[Callable] = None
         self._whole: Optional[Callable] = None
         if pieces == 1 and samples and losses == 1:
-            whole = Whole(loss, samples)
+            whole = Whole(loss, samples, inputs is not None)
             self._whole = boundary.straight(whole.add, inputs)
             if not self.window.looks_at_pieces and not self.window.may_drop:
                 self.alone = boundary.straight(whole.update, inputs)
@@ -110,22 +110,28 @@ class Pieces:
 
 @jit_class
 class Whole:
-    """Add a microbatch that is not cut, or update with it."""
+    """Add a microbatch that is not cut, or update with it.
 
-    def __init__(self, loss: Loss, samples: int) -> None:
-        self.loss, self.window, self.samples = loss, loss.window, samples
+    `is_dynamic`: whether shapes of the batch are, so that the graph may be for any number of samples.
+    """
+
+    def __init__(self, loss: Loss, samples: int, is_dynamic: bool) -> None:
+        self.loss, self.window, self.samples, self.is_dynamic = loss, loss.window, samples, is_dynamic
 
     def add(self, *batch: Any) -> Any:
         """Add a microbatch. Return the loss, or `(loss, aux)`."""
-        found = self.loss.gradients_of(self.samples, batch, True)
+        found = self.loss.gradients_of(self._rows(batch), batch, True)
         loss = ops.depend(found["loss"], self.window.add(found["gradients"], found["weight"], found["factor"], ends=1))
         return (loss, found["aux"]) if self.loss.has_aux else loss
 
     def update(self, *batch: Any) -> Any:
         """Update with a microbatch as a window of its own. Return the loss, or `(loss, aux)`."""
-        found = self.loss.gradients_of(self.samples, batch, False)
+        found = self.loss.gradients_of(self._rows(batch), batch, False)
         self.window.update_alone(found["gradients"], found["weight"], found["factor"])
         return (found["loss"], found["aux"]) if self.loss.has_aux else found["loss"]
+
+    def _rows(self, batch: tuple) -> Scalar:
+        return samples_in_graph(batch, self.loss.batch_axis) if self.is_dynamic else self.samples
 
 
 @jit_class

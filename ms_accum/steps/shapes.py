@@ -5,9 +5,8 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, Optional
 from warnings import warn
 
@@ -77,7 +76,7 @@ class Shapes:
         takes_any: Whether no graph has to know the number of samples.
 
     Attributes:
-        compiled: The shapes for which graphs were compiled; of declared ones, the keys of the graphs.
+        compiled: The shapes for which graphs were compiled, and what stands for those that graphs take alike.
         seconds: The time of the first call for each.
     """
 
@@ -100,10 +99,12 @@ class Shapes:
         return self._inputs[columns, names]
 
     def key_of(self, samples: int, cut: Cut, names: tuple[str, ...]) -> tuple:
-        """Return the key of the graphs for batches of this layout: the layout, or one key for any number of samples."""
-        if self.takes_any and samples and self._leaves_open(self.declared(len(cut), names), cut):
-            return True, len(cut), names
-        return samples, cut, names
+        """Return the key of the graphs for batches of this layout: one for all numbers of samples, if that is open."""
+        inputs = self.declared(len(cut), names)
+        is_open = self.takes_any and samples > 0 and any(
+            given is not None and axis is not None and given.shape[axis] < 0
+            for given, axis in zip(inputs.declared, cut))
+        return (True, len(cut), names) if is_open else (samples, cut, names)
 
     def inputs_of(self, samples: int, cut: Cut, names: tuple[str, ...]) -> Optional[Inputs]:
         """Return what is declared of batches of this layout, for its graphs; None if nothing is.
@@ -118,28 +119,18 @@ class Shapes:
         return Inputs(tuple([given if given is None or axis is None else with_length(given, axis, samples)
                              for given, axis in zip(inputs.declared, cut)]), inputs.columns)
 
-    def _leaves_open(self, inputs: Inputs, cut: Cut) -> bool:
-        """Return whether the number of samples is declared as dynamic."""
-        return any(given is not None and axis is not None and given.shape[axis] < 0
-                   for given, axis in zip(inputs.declared, cut))
-
     def warn_if_ignored(self, layers: Iterable[nn.Cell], columns: int, names: tuple[str, ...] = ()) -> None:
         """Warn of a Cell with `set_inputs` that the function calls, if nothing is declared of the function itself."""
         inner = next((layer for layer in layers if layer is not self.function and layer.get_inputs()), None)
-        if inner is not None and not any(self.declared(columns, names).declared):
+        if inner is not None and all(given is None for given in self.declared(columns, names).declared):
             warn(_IGNORED.format(type(inner).__name__, self.name, self._remedy()), UserWarning, stacklevel=2)
 
-    def note(self, key: object, batch: Sequence, began: float) -> None:
-        """Note a call for a batch that began at this time. If it was the first for its shape, graphs were compiled.
-
-        `key`: of the graphs, if they take batches of several shapes; None: these are compiled for one shape.
-        """
-        shapes = tuple([value.shape for value in batch if isinstance(value, Tensor)]) if key is None else key
-        if shapes not in self.compiled:
-            self.compiled.add(shapes)
-            self.seconds += perf_counter() - began
-            if len(self.compiled) == _MANY:
-                warn(_HINT.format(_MANY, self.seconds, self._remedy()), UserWarning, stacklevel=2)
+    def note(self, shapes: object, seconds: float) -> None:
+        """Note the time of the first call for some shapes, in which graphs were compiled. Warn when there are many."""
+        self.compiled.add(shapes)
+        self.seconds += seconds
+        if len(self.compiled) == _MANY:
+            warn(_HINT.format(_MANY, self.seconds, self._remedy()), UserWarning, stacklevel=2)
 
     def _remedy(self) -> str:
         if isinstance(self.function, nn.Cell):

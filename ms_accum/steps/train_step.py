@@ -308,17 +308,20 @@ class TrainStep(Uncopied):
         if self._mode is None:
             self._mode = TrainMode(self._functions, self.window.weights, self.eager)
         mode = tuple([layer.training for layer in self._mode.layers])
-        compiled_for = self._shapes.key_of(*key), mode
+        compiled_for = key, mode
         if compiled_for not in self._graphs:
             require_unsharded()
             require_same_parameters(self._functions, self.window.optimizer)
             self._mode.require_trained_network()
             self._mode.warn_if_evaluating(mode)
-            if not self.eager:
+            if not (self.eager or self._graphs):
                 self._shapes.warn_if_ignored(self._mode.layers, len(key[1]), key[2])
             if key[0]:
                 self._fix_unit(key[0])
-            self._graphs[compiled_for] = self._graphs_for(*key)
+            alike = self._shapes.key_of(*key), mode  # of all numbers of samples, if that is declared as dynamic
+            if alike not in self._graphs:
+                self._graphs[alike] = self._graphs_for(*key)
+            self._graphs[compiled_for] = self._graphs[alike]
         return self._graphs[compiled_for]
 
     def _fix_unit(self, samples: int) -> None:
@@ -330,6 +333,8 @@ class TrainStep(Uncopied):
         self._updated = False
         try:
             graphs = self._graphs_of(key)
+            # Graphs are compiled for each shape, unless it is declared as dynamic.
+            shapes = tuple([getattr(value, "shape", None) for value in batch]) if graphs.inputs is None else id(graphs)
             missing = self.boundary.begin(missing)
             self._updated, self._before = None, self.boundary.updates
             # A window of one microbatch needs no buffers. For others, one graph that adds the last microbatch and
@@ -337,8 +342,8 @@ class TrainStep(Uncopied):
             is_alone = graphs.alone is not None and missing == 1 and self.boundary.held == 0
             began = perf_counter()
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
-            if not self.eager:
-                self._shapes.note(None if graphs.inputs is None else self._shapes.key_of(*key), batch, began)
+            if shapes not in self._shapes.compiled and not self.eager:
+                self._shapes.note(shapes, perf_counter() - began)
             self._updated = self.boundary.end(missing, is_alone)
         except Exception as error:
             columns = len(key[1])
@@ -465,8 +470,8 @@ def make_train_step(
         from .several_losses import SeveralLosses, SeveralLossesStep, WeighedPieces  # a kind of step of its own
 
     stream = Stream(window) if eager else None
-    # A graph of a whole batch whose weight comes from weight_fn need not know the number of samples.
-    shapes = Shapes(forward_fn, "forward_fn", takes_any=weight_fn is not None and pieces == losses == 1)
+    # A graph that cuts a batch has to know its number of samples.
+    shapes = Shapes(forward_fn, "forward_fn", takes_any=pieces == losses == 1 and not eager)
 
     def graphs_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Pieces:
         functions = (positional("forward_fn", forward_fn, len(cut), names),

@@ -361,16 +361,17 @@ def test_single_calls_take_arrays_and_repr_says_where_it_stands():
     losses = [float(train_step(*batch)) for batch in (tensors(x, y), (x.astype(np.float32), y.astype(np.int32)))]
     assert losses[0] == losses[1]
     assert repr(train_step) == (
-        "TrainStep(4 microbatches a window, 2 pieces, SGD, 2 of 4 in the open window, 0 updates, 0 samples)")
+        "TrainStep(4 microbatches a window, 2 pieces, SGD, 2 of 4 in the open window, 0 updates, 0 samples, "
+        "1 compiled shape)")
     train_step.flush()
-    assert repr(train_step).endswith("SGD, 0 of 4 in the open window, 1 update, 12 samples)")
+    assert repr(train_step).endswith("SGD, 0 of 4 in the open window, 1 update, 12 samples, 1 compiled shape)")
     scheduled = step_of({0: 1, 5: 8})
     assert repr(scheduled) == "TrainStep({0: 1, 5: 8}, SGD, 0 of 1 in the open window, 0 updates, 0 samples)"
     budget = step_of(until_weight(6_000), weight_fn=thousand_each)
     for _ in range(3):
         budget(*tensors(x, y))
     assert repr(budget) == ("TrainStep(until_weight(6000, at_most=2147483647), SGD, 0 in the open window, 3 updates, "
-                            "18,000 counted by weight_fn)")
+                            "18,000 counted by weight_fn, 1 compiled shape)")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")

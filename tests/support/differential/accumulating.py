@@ -2,7 +2,7 @@
 
 import mindspore as ms
 import numpy as np
-from mindspore import amp, ops
+from mindspore import Tensor, amp, ops
 
 from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint, shard_parameters
 from ms_accum.batch_size import GradientNoiseScale
@@ -86,7 +86,19 @@ class Accumulating:
 
         def with_aux(x, ids, target, mask):
             return loss(x, ids, target, mask), (ids, mask, mask.mean())
-        return with_aux if self.case.aux else loss
+        function = with_aux if self.case.aux else loss
+        return self._declared(function) if self.case.declared else function
+
+    def _declared(self, function):
+        """A function that takes any number of rows, as MindSpore declares it."""
+        shapes = [(None, *array.shape[1:]) for array in self.case.batch(0)]
+        shapes = [shape[::-1] if self.case.batch_axis else shape for shape in shapes]
+        given = {name: Tensor(shape=[*shape], dtype=ms.int32 if name == "ids" or name == "target" and len(shape) == 1
+                              else ms.float32) for name, shape in zip(("x", "ids", "target", "mask"), shapes)}
+        if self.case.aux:
+            return ms.enable_dynamic(**given)(function)
+        function.set_inputs(**given)
+        return function
 
     def train(self, batches, after=lambda loss, aux: None, last=False):
         """Train on microbatches, and call `after(loss, aux)` after each. `last`: whether the epoch ends with them."""

@@ -11,6 +11,7 @@ from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 
 COMPILED = ("hand-jit", "step", "ahead", "cell-graph", "model-graph")
 OP_BY_OP = ("hand-pynative", "step-pynative", "ahead-pynative", "cell-pynative", "model-pynative", "backward-pynative")
+DECLARED = ("step", "ahead", "cell-graph")  # take declared shapes
 BY_HAND = ("hand", "backward")
 DRIVERS = (*COMPILED, *OP_BY_OP)
 WITH_AXIS = ("step", "ahead", "cell")  # take samples along another axis
@@ -27,7 +28,7 @@ PLAIN = {
     "optimizer": "nn.Momentum", "groups": False, "rates": "number", "reduction": "mean", "accumulate_step": 2,
     "clip_norm": None, "pieces": 1, "weight": "samples", "scaler": None, "on_nonfinite": "apply", "noise_scale": False,
     "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1, "hook": False,
-    "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0, "loss_reduction": "mean"}
+    "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0, "loss_reduction": "mean", "declared": False}
 
 
 def plain_case(driver, **changes):
@@ -51,8 +52,11 @@ class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
         "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync",
-        "batch_axis", "loss_reduction"))):
-    """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`ranks.py`)."""
+        "batch_axis", "loss_reduction", "declared"))):
+    """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`ranks.py`).
+
+    `declared`: whether the number of rows is declared as dynamic.
+    """
 
     __slots__ = ()
 
@@ -217,6 +221,7 @@ def compose(choose, **fixed):
     sizes = [other if reduction == "mean" and i % 3 == 1 else one for i in range(count)]
     pick("sizes", [tuple(0 if i == empty_at else size for i, size in enumerate(sizes))])
     pick("batch_axis", (0, 0, 1) if driver.startswith(WITH_AXIS) else (0,))
+    pick("declared", (False, True) if driver in DECLARED and sizes.count(sizes[0]) < len(sizes) else (False,))
     return Case(**{name: values[name] for name in Case._fields})
 
 

@@ -1,0 +1,313 @@
+"""Batches of many lengths: declared dynamic shapes make what static shapes make, with one graph; else a hint."""
+import warnings
+from functools import partial
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.modes import compiled_graphs, running
+from support.training import sgd
+
+from ms_accum import Accumulator, TrainOneStepCell, check_equivalence, make_grad_cache_step, make_train_step
+from ms_accum.selftest.comparing import difference, values
+
+WORDS, LENGTHS = 7, (5, 3, 4, 6)
+LENGTH = Tensor(shape=[4, None], dtype=ms.int32)  # 4 rows of any length
+ROWS = Tensor(shape=[None, None], dtype=ms.int32)
+
+
+class Language(nn.Cell):
+    """A network in which each token sees all others, so that padding changes its loss; alike in each test."""
+
+    def __init__(self):
+        super().__init__()
+        ms.set_seed(1)
+        self.embedding, self.query, self.head = nn.Embedding(WORDS, 4), nn.Dense(4, 4), nn.Dense(4, WORDS)
+
+    def construct(self, tokens):
+        x = self.embedding(tokens)
+        attention = ops.softmax(ops.bmm(self.query(x), x.swapaxes(1, 2)), -1)
+        return self.head(x + ops.bmm(attention, x))
+
+
+class MeanLoss(nn.Cell):
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.network, self.reduction = Language(), reduction
+
+    def construct(self, tokens, labels):
+        return ops.cross_entropy(self.network(tokens).reshape(-1, WORDS), labels.reshape(-1), ignore_index=0,
+                                 reduction=self.reduction)
+
+
+def tokens_of(tokens, labels):
+    return (labels != 0).sum()
+
+
+def batches_of(rows, lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    shapes = [(rows or 2 + i % 3, length) for i, length in enumerate(lengths)]
+    return [(rng.integers(1, WORDS, s).astype(np.int32), rng.integers(0, WORDS, s).astype(np.int32)) for s in shapes]
+
+
+def aux_of(loss):
+    def with_aux(tokens, labels):
+        return loss(tokens, labels), (labels.sum(-1), ops.ones_like(labels).sum())
+    return with_aux
+
+
+def pair_of(loss):
+    def pair(tokens, labels):
+        return loss(tokens, labels), loss(tokens, tokens)
+    return pair
+
+
+def counts_of(tokens, labels):
+    return tokens_of(tokens, labels), tokens.shape[0] * tokens.shape[1] * 1.0
+
+
+def function_of(loss):
+    def forward_fn(tokens, labels):
+        return loss(tokens, labels)
+    return forward_fn
+
+
+# What takes the batch, options, and the declared rows.
+RUNS = {
+    "clip": (function_of, {"clip_norm": 0.1, "on_nonfinite": "skip_window"}, 4),
+    "pieces": (aux_of, {"pieces": 3, "has_aux": True}, 4),
+    "several losses": (pair_of, {"losses": 2, "weight_fn": counts_of, "pieces": 2}, 4),
+    "Cell": (lambda loss: loss, {"loss_reduction": "sum"}, 4),
+    "any rows": (function_of, {}, None),
+    "rows without weights": (function_of, {"weight_fn": None}, None),
+    "alone": (function_of, {"accumulate_step": 1}, 4),
+}
+
+
+def declared(function, of=LENGTH):
+    if isinstance(function, nn.Cell):
+        function.set_inputs(labels=of, tokens=of)
+        return function
+    return ms.enable_dynamic(tokens=of, labels=of)(function)
+
+
+def trained(make, function, loss, batches, **options):
+    """The parameters, the losses and the number of graphs that were compiled after the first two epochs."""
+    step = make(function, sgd(loss, 0.5), options.pop("accumulate_step", 3), **options)
+    results = []
+    for epoch in (batches[:3], batches[:3], batches):
+        before = compiled_graphs()
+        if make is TrainOneStepCell:
+            results += [float(step(*map(Tensor, batch))) for batch in epoch]
+            step.flush()
+        else:
+            results += [np.sum([part.asnumpy().sum() for part in flat(result)]) for result in step.epoch(epoch)]
+    return values(loss.trainable_params()), results, compiled_graphs() - before
+
+
+def flat(result):
+    return [part for entry in result for part in flat(entry)] if isinstance(result, tuple) else [result]
+
+
+@pytest.mark.parametrize(("name", "mode"), [*((name, "jit") for name in RUNS), ("clip", "graph")])
+def test_declared_lengths_are_trained_alike_by_one_graph(name, mode):
+    """As op by op; also a length that comes later. Control: without a declaration, that one is compiled."""
+    of, options, rows = RUNS[name]
+    options = {"weight_fn": tokens_of, **options}
+    batches = batches_of(rows, (*LENGTHS, 5, 9))
+    found = {}
+    for kind in ("declared", "eager", *(["static"] if name == "clip" else [])):
+        loss = MeanLoss(options.get("loss_reduction", "mean"))
+        function = declared(of(loss), LENGTH if rows else ROWS) if kind == "declared" else of(loss)
+        with running("pynative" if kind == "eager" else mode):
+            found[kind] = trained(make_train_step, function, loss, batches, **options, eager=kind == "eager")
+    parameters, losses, graphs = found["eager"]
+    assert difference(found["declared"][0], parameters) < 1e-6
+    np.testing.assert_allclose(found["declared"][1], losses, rtol=1e-5)
+    assert (found["declared"][2], graphs) == (0, 0)
+    assert name != "clip" or found["static"][2] >= 2
+
+
+@pytest.mark.parametrize("place", ["cell", "network", "any rows"])
+def test_a_cell_takes_declared_lengths(place):
+    """With one graph, also of the number of samples. Control: without a declaration, one for each shape."""
+    found = []
+    for kind in ("declared", "static"):
+        loss = MeanLoss()
+        rows = None if place == "any rows" else 4
+        with running("graph"):
+            if kind == "declared" and place == "network":
+                declared(loss)
+
+            def make(*arguments, kind=kind, rows=rows, **options):
+                cell = TrainOneStepCell(*arguments, **options)
+                if kind == "declared" and place != "network":
+                    cell.set_inputs(*[LENGTH if rows else ROWS] * 2)
+                return cell
+
+            step = make(loss, sgd(loss, 0.5), 3, weight_fn=tokens_of if rows else None)
+            losses = [float(step(*map(Tensor, batch))) for batch in batches_of(rows)]
+            step.flush()
+            found.append((values(loss.trainable_params()), losses, len(step.compile_cache)))
+    assert difference(found[0][0], found[1][0]) < 1e-6
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-5)
+    assert (found[0][2], found[1][2]) == (1, 4)
+
+
+def scored_of(loss):
+    def scored(scale, tokens, labels, weights):
+        return loss(tokens, labels) * scale * weights.mean()
+    return scored
+
+
+def encode_of(loss):
+    def encode(tokens):
+        return loss.network(tokens).mean(1)
+    return encode
+
+
+def spread(of_batch):
+    return ops.logsumexp(of_batch, 0).mean()
+
+
+def test_a_batch_by_name_a_partial_and_cached_representations_take_declared_lengths():
+    """Only some columns may be declared. Control: the others are still compiled for each shape."""
+    losses, graphs, kept = [], [], []  # a step that is gone takes its graphs with it
+    for is_declared in (True, False):
+        loss = MeanLoss()
+        scored, encode = scored_of(loss), encode_of(loss)
+        function = declared(scored) if is_declared else scored
+        step = make_train_step(partial(function, 2.0), sgd(loss), 2, weight_fn=None)
+        seen = []
+        for weights in (1, 1, 2):
+            before = compiled_graphs()
+            seen += [float(value) for value in step.epoch(
+                {"weights": np.ones(weights, np.float32), "labels": labels, "tokens": tokens}
+                for tokens, labels in batches_of(4))]
+            graphs.append(compiled_graphs() - before)
+        cached = make_grad_cache_step(
+            ms.enable_dynamic(tokens=LENGTH)(encode) if is_declared else encode, spread, sgd(loss), 2, pieces=2)
+        kept += [step, cached]
+        for tokens, _ in batches_of(4):
+            before = compiled_graphs()
+            seen.append(float(cached(tokens)))
+        graphs.append(compiled_graphs() - before)
+        losses.append(seen)
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert graphs[1] == 0 < graphs[2]
+    assert graphs[3] == 0 < graphs[7]
+
+
+def test_a_batch_that_contradicts_its_declaration_is_refused_and_the_step_goes_on():
+    loss = MeanLoss()
+    step = make_train_step(declared(function_of(loss)), sgd(loss), 2, weight_fn=tokens_of)
+    batch, = batches_of(4, (5,))
+    for error, message, tokens in (
+            (ValueError, r"column tokens of the batch has shape \(3, 5\), expected the declared int32 of shape "
+                         r"\(4, None\); give None", batch[0][:3]),
+            (ValueError, r"column tokens of the batch has shape \(20,\), expected", batch[0].reshape(-1)),
+            (TypeError, "column tokens of the batch is of int64, expected the declared int32 .*; declare the dtype",
+             batch[0].astype(np.int64)),
+            (TypeError, "column tokens of the batch is of type int, expected", 5)):
+        with pytest.raises(error, match=f"^{message}"):
+            step(tokens, batch[1][:3] if len(np.shape(tokens)) == 2 and len(tokens) == 3 else batch[1])
+    assert float(step(*batch)) > 0
+
+    unknown = ms.enable_dynamic(tokens=Tensor(shape=None, dtype=ms.int32))(function_of(loss))
+    with pytest.raises(ValueError, match=r"declared shape of tokens has no known number of axes, .*\(32, None\)"):
+        make_train_step(unknown, sgd(loss), 2)(*batch)
+
+
+def test_set_inputs_that_has_no_effect_causes_a_warning():
+    """Control: none if the function itself is declared."""
+    loss = MeanLoss()
+    loss.network.set_inputs(LENGTH)
+    batch, = batches_of(4, (5,))
+    with pytest.warns(UserWarning, match="^set_inputs of Language has no effect, because forward_fn .*enable_dynamic"):
+        make_train_step(function_of(loss), sgd(loss), 1)(*batch)
+    with running("graph"), pytest.warns(UserWarning, match="^set_inputs of Language .* by set_inputs of MeanLoss"):
+        TrainOneStepCell(loss, sgd(loss), 1)(*map(Tensor, batch))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_train_step(declared(function_of(loss)), sgd(loss), 1)(*batch)
+
+
+def test_many_compiled_shapes_cause_one_hint():
+    """Control: none with declared shapes, and none op by op."""
+    network = nn.Dense(2, 1)
+
+    def forward_fn(x):
+        return network(x).mean()
+
+    def hints(**options):
+        step = make_train_step(options.pop("function", forward_fn), sgd(network), 2, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for rows in (*range(1, 11), 1):
+                step(np.ones((rows, 2), np.float32))
+        step.flush()
+        return [str(warning.message) for warning in caught], repr(step)
+
+    said, shown = hints()
+    assert len(said) == 1
+    assert said[0].startswith("graphs were compiled for 8 shapes of batches by now, which took ")
+    assert said[0].endswith("mindspore.enable_dynamic on forward_fn. The guide's page \"Language models\" shows both")
+    assert shown.endswith(", 10 compiled shapes)")
+    rows = Tensor(shape=[None, 2], dtype=ms.float32)
+    said, shown = hints(function=ms.enable_dynamic(x=rows)(function_of_one(network)), weight_fn=rows_of)
+    assert said == []
+    assert shown.endswith(", 1 compiled shape)")
+    assert hints(eager=True)[0] == []
+
+
+def function_of_one(network):
+    def forward_fn(x):
+        return network(x).mean()
+    return forward_fn
+
+
+def rows_of(x):
+    return x.shape[0]
+
+
+def less_than_two(x):
+    return 2 - x.shape[0]
+
+
+def length_of(x):
+    return len(x)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_weight_that_a_graph_computes_is_checked_like_a_tensor(by_hand):
+    """`len(x)` of a dynamic shape is a random number in MindSpore 2.10. Control: `x.shape[0]`."""
+    found = {}
+    for weight_fn in (rows_of, less_than_two, length_of):
+        network = nn.Dense(2, 1)
+        accumulator = Accumulator(sgd(network), 10, reduction="mean")
+        forward_fn = function_of_one(network)
+        if by_hand:
+            grad_fn = ms.value_and_grad(forward_fn, None, accumulator.weights)
+
+            def call(x, weight_fn=weight_fn, grad_fn=grad_fn, accumulator=accumulator):
+                loss, gradients = grad_fn(x)
+                accumulator(gradients, weight=weight_fn(x))
+                return loss
+        rows = Tensor(shape=[None, 2], dtype=ms.float32)
+        step = (ms.jit(ms.enable_dynamic(x=rows)(call)) if by_hand else
+                make_train_step(ms.enable_dynamic(x=rows)(forward_fn), accumulator, weight_fn=weight_fn))
+        for count in (1, 3, 2):
+            step(Tensor(np.ones((count, 2), np.float32)))
+        found[weight_fn] = float(accumulator.weight_sum)
+        accumulator.reset()
+    assert found[rows_of] == 6
+    assert np.isnan(found[less_than_two])
+    assert np.isnan(found[length_of])
+
+
+def test_a_check_takes_a_declared_function():
+    loss = MeanLoss()
+    batch, = batches_of(4, (5,))
+    report = check_equivalence(declared(function_of(loss)), loss, batch, 2, weight_fn=tokens_of)
+    assert report.ok
