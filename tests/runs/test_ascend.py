@@ -95,12 +95,14 @@ PROCESSES = {
         fusion=True, ranks=2, in_place=True),
     "more": Process({
         # The first step of a process also compiles the test of the kernels.
-        "float16": CAST._replace(fused=[0, 0, 0]), "bfloat16": CAST,
+        "float16": CAST._replace(fused=[0, 0, 0]), "bfloat16": CAST, "any_length": CAST,
+        "any_rows": Expected(between=[["MulNoNan", "Cast"]] * LAYERS),  # what it weighs is not known before
         **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
         **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",
                          "several_losses", "grad_cache"), PLAIN), "by_hand": BRANCHED, "sink": BRANCHED}),
     # In pieces of 6, 6 and 4 rows, the shorter last one needs a multiplication.
     "more fused": Process({"float16": FUSED._replace(fused=[0, LAYERS, 0]), "pieces": Expected(fused=[LAYERS, 0, 0, 0]),
+                           "any_length": FUSED, "any_rows": Expected(fused=[0, 0]),
                            "token_sums_in_pieces": Expected(fused=[LAYERS, LAYERS, 0, 0])}, fusion=True),
     "language model": Process({
         "language_model": Expected(
