@@ -93,7 +93,7 @@ class Accumulating:
         """A function that takes any number of rows, as MindSpore declares it."""
         shapes = [(None, *array.shape[1:]) for array in self.case.batch(0)]
         shapes = [shape[::-1] if self.case.batch_axis else shape for shape in shapes]
-        given = {name: Tensor(shape=[*shape], dtype=ms.int32 if name == "ids" or name == "target" and len(shape) == 1
+        given = {name: Tensor(shape=[*shape], dtype=ms.int32 if name == "ids" or (name == "target" and len(shape) == 1)
                               else ms.float32) for name, shape in zip(("x", "ids", "target", "mask"), shapes)}
         if self.case.aux:
             return ms.enable_dynamic(**given)(function)
