@@ -52,7 +52,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _SCALER = "accumulator:loss_scaler."
 _OF_RANK = re.compile(r"rank\d+:")  # how the names of other ranks' entries begin
-_UNIT, _TORN, _SCALE = (f"accumulator:{name}" for name in ("weight_unit", "unfinished", "loss_scaler.scale_value"))
+_UNIT, _TORN, _SCALE, _EMPTY = (f"accumulator:{name}" for name in (
+    "weight_unit", "unfinished", "loss_scaler.scale_value", "empty_windows"))
 
 
 def _in_order(function: Callable[P, T]) -> Callable[P, T]:
@@ -417,7 +418,8 @@ class _State:
                      if alike and _OF_RANK.match(name) and _OF_RANK.sub("", name) not in ignored}
         start = f"rank{self.exchange.rank}:"
         own = {name.removeprefix(start): e for name, e in of_others.items() if name.startswith(start)}
-        unneeded = ignored if about["open"] else ignored | self.of_window
+        # Older files do not count empty windows.
+        unneeded = {*ignored, _EMPTY, *(() if about["open"] else self.of_window)}
         _require_entries(path, {**of_rank_0, **own}, unneeded, {**self.entries, **self.divided}, self.entries)
         return {**of_rank_0, **of_others}, notes
 

@@ -103,7 +103,8 @@ class Accumulator(Uncopied):
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
             "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0; a microbatch whose pieces
             are all skipped is not counted, so the window waits for one more. "skip_window": drop the window when it
-            closes, without an update. A gradient counts as finite if the sum of its elements is finite.
+            closes, without an update. A gradient counts as finite if the sum of its elements is finite. Both also drop
+            a window of weight 0, whose mean is 0/0; with "apply", it updates with a gradient of 0.
         max_skips: Largest number of windows ("skip_microbatch": microbatches or pieces of this rank) that may be
             skipped in a row; one more raises a RuntimeError, at the end of a window. In a hand-written loop, call
             `require_progress()`, because a graph cannot raise it. None: no limit.
@@ -118,15 +119,16 @@ class Accumulator(Uncopied):
         stages: A tuple of stages of your own; see `ms_accum.Stage`.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
             Differentiate `scaled(loss)`. When the window closes, the gradient is divided by the scale before it is
-            averaged or clipped, and the scaler is adjusted once. A window whose gradient holds NaN or infinity is
-            dropped. The scaler's Parameters become state of the accumulator.
+            averaged or clipped, and the scaler is adjusted once. A window whose gradient holds NaN or infinity, or
+            whose weight is 0, is dropped. The scaler's Parameters become state of the accumulator.
 
     Attributes:
         mini_step: Number of microbatches in the open window: int32 Parameter of shape `()`.
         update_step: Number of updates done: int32 Parameter of shape `()`.
         closed_windows: Number of windows closed, with an update or dropped: int32 Parameter of shape `()`.
         skipped: Number of gradients of this rank that were ignored because they were not finite: of microbatches or
-            pieces ("skip_microbatch"), or of windows: int32 Parameter of shape `()`.
+            pieces ("skip_microbatch"), or of windows; and of windows dropped for their weight 0: int32 Parameter of
+            shape `()`.
         skipped_in_row: Number of the latest skips in a row, without a finite gradient between them.
         seen: Sum of the weights in all updates of all ranks, rounded: the number of samples, or of what `weight_fn`
             counts, e.g. tokens: int64 Parameter of shape `()`. Rounding errors do not add up from window to window.
@@ -360,7 +362,8 @@ class Accumulator(Uncopied):
     def apply(self) -> None:
         """Close the window now, even if it is not full: exchange, normalise, clip, run the optimizer, clear.
 
-        For an empty window, the optimizer runs with a gradient of 0; `flush` does nothing in this case.
+        For an empty window, the optimizer runs with a gradient of 0, unless `on_nonfinite` or a loss scaler drops it;
+        `flush` does nothing in this case.
         """
         note_closed(self.window.number, isconstant(self.mini_step), True)
         self.window.close()

@@ -59,11 +59,14 @@ _REPLACED = ("{} was given new memory after the training had begun (by load_para
              "graphs keep the old one: what was trained since then is not in the network; load weights with "
              "ms_accum.load_weights, or assign them with ops.assign, and build the optimizer and the train step again")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
-          "finite, after update {}; look for NaN in the batches since then, lower the initial loss scale or the "
+          "finite{}, after update {}; look for NaN in the batches since then, lower the initial loss scale or the "
           "learning rate, or load a checkpoint; another call continues the training")
-_SKIPPED = ("{} {} in a row were skipped, because their gradients were not finite, so nothing was trained with them; "
+_SKIPPED = ("{} {} in a row were skipped, because their gradients were not finite{}, so nothing was trained with them; "
             "lower the initial loss scale or the learning rate, or look for NaN in the batches; give max_skips={} to "
             "get an error instead")
+_EMPTY = ("{} of {} closed windows had the weight 0, so there was nothing to learn from: they {}; expected samples or "
+          "tokens in each window; compare what is counted with the labels, e.g. the ignore index, or give longer "
+          "windows{}")
 _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neither applied, saved (by save_checkpoint) "
          "nor reset; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), "
          "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
@@ -98,6 +101,8 @@ class Status(NamedTuple):
         unfinished: 0, unless an error or an interrupt stopped a microbatch or an update.
         epochs: Number of epochs finished; see `TrainStep.epochs`.
         trained: Number of microbatches trained since, on this rank, including those that were skipped.
+        empty_windows: Number of windows closed whose weight, over all ranks, was 0, e.g. without any token. The first
+            one causes a warning where counters are read: at a flush, at the end of an epoch, in a `WindowLog`.
     """
 
     update_step: int
@@ -112,6 +117,7 @@ class Status(NamedTuple):
     unfinished: int
     epochs: int
     trained: int
+    empty_windows: int
 
 
 class Logged(NamedTuple):
@@ -159,7 +165,8 @@ class Boundary:
         self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
         self.logged = Logged()
         self._addresses: list[int] = []  # of the parameters' memory, after the first microbatch
-        self._warned = False  # of many skips
+        self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
+        self._empty_before = 0  # such windows of the run that was loaded
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
         self.held = self.updates = self.trained = 0
@@ -314,6 +321,8 @@ class Boundary:
             closed, applied = True, self._close() or applied
         exchange.end_round()
         exchange.compare_parameters()
+        if closed:
+            self._warn_of_empty(int(self.window.empty_windows), int(self.window.closed_windows))
         self.require_progress()
         self._is_ended, self._is_in_epoch = ends_epoch, False
         return closed, applied
@@ -408,16 +417,15 @@ class Boundary:
         agreed, *numbers = self._run("met", Tensor(active, ms.float32)).asnumpy().tolist()
         if not agreed:
             self.window.exchange.require_agreement()
-        _, microbatches, active = numbers
+        weight, microbatches, active = numbers
         if active == 0 and microbatches == 0:
             return False, False, 0.0
-        met, accepted = Tensor(numbers, ms.float32), True
-        if self.window.may_drop:
+        met, accepted = Tensor(numbers, ms.float32), weight != 0 or not self.window.drops_empty
+        closing: tuple = ("close_with_met", met)
+        if accepted and self.window.judging:
             verdict, measured, *gradients = self._run("exchanged", met)
-            accepted = bool(verdict)
-            self._run(*("close_with_exchanged", met, measured, *gradients) if accepted else ("close_without_update",))
-        else:
-            self._run("close_with_met", met)
+            accepted, closing = bool(verdict), ("close_with_exchanged", met, measured, *gradients)
+        self._run(*closing if accepted else ("drop_with_met", met))
         return True, accepted, active
 
     def _count_update(self) -> None:
@@ -472,9 +480,9 @@ class Boundary:
 
     def _read_at_boundary(self) -> tuple[Status, Optional[bool]]:
         """Return the status of a window that should be full, and whether stages accept it, if they say so in a read."""
-        # If a weight closes windows, most reads find no full window: no verdict is needed.
+        # If a weight closes windows, most reads find no full window: no verdict on gradients is needed.
         window = self.window
-        if window.may_drop and window.exchange.ranks == 1 and window.length.budget is None:
+        if window.may_drop and window.exchange.ranks == 1 and (window.length.budget is None or not window.judging):
             status, accepted = self._read_with_verdict()  # type: Status, Optional[bool]
         else:
             status, accepted = self.status(), None
@@ -490,8 +498,10 @@ class Boundary:
     def _status_of(self, numbers: list[float]) -> Status:
         update_step, mini_step, full, seen, skipped, closed, weight, norm, in_row, *rest = numbers
         needed = self.window.length.missing(int(mini_step), int(update_step), bool(full))
-        return Status(int(update_step), int(mini_step), needed, int(seen), int(skipped), int(closed), weight, norm,
-                      int(in_row), *map(int, rest))
+        status = Status(int(update_step), int(mini_step), needed, int(seen), int(skipped), int(closed), weight, norm,
+                        int(in_row), *map(int, rest))
+        self._warn_of_empty(status.empty_windows, status.closed_windows)
+        return status
 
     # --- op by op, or by graphs ---------------------------------------------------------------------------------------
 
@@ -524,16 +534,29 @@ class Boundary:
         if status.skipped_in_row > self.max_skips and status.skipped != self.reported:
             self.reported = status.skipped
             raise NoProgress(_STUCK.format(self.max_skips, self._skipped_noun(), status.skipped_in_row, status.skipped,
-                                           status.update_step))
+                                           self._or_empty(), status.update_step))
 
     def _warn_of_skips(self, in_row: int) -> None:
         """Warn once about many skips in a row, if `max_skips` does not raise an error."""
         if self.max_skips is None and in_row >= _MANY and not self._warned:
             self._warned = True
-            warn(_SKIPPED.format(in_row, self._skipped_noun(), _MANY), UserWarning, stacklevel=2)
+            warn(_SKIPPED.format(in_row, self._skipped_noun(), self._or_empty(), _MANY), UserWarning, stacklevel=2)
 
     def _skipped_noun(self) -> str:
-        return "windows" if self.window.may_drop else "microbatches or pieces"
+        return "microbatches or pieces" if self.settings["on_nonfinite"] == "skip_microbatch" else "windows"
+
+    def _or_empty(self) -> str:
+        return " or windows had the weight 0" if self._warned_of_empty else ""
+
+    def _warn_of_empty(self, empty: int, closed: int) -> None:
+        """Warn once if windows of this run had the weight 0."""
+        if empty > self._empty_before and not self._warned_of_empty:
+            self._warned_of_empty = True
+            did, remedy = "were dropped", ""
+            if not self.window.drops_empty:
+                did = "made updates with a gradient of 0, in which momentum and weight decay still move parameters"
+                remedy = '; on_nonfinite="skip_window" drops such windows'
+            warn(_EMPTY.format(empty, closed, did, remedy), UserWarning, stacklevel=2)
 
     # --- what other code does with the window -------------------------------------------------------------------------
 
@@ -614,12 +637,14 @@ class Boundary:
         window.mark_update()  # before anything is changed
         window.exchange.forgive()
         window.empty(is_open or window.is_allocated)
+        ops.assign(window.empty_windows, 0)  # older files do not hold it
         yield  # no `finally`: after an error, the mark has to stay
         window.adopt(float(window.weight_unit))
         ops.assign(window.unfinished, 0)
         self.note_saved()
         self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, int(window.place[1]))
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
+        self._empty_before = int(window.empty_windows)
         self._is_ended = self._is_in_epoch = False
 
     @property

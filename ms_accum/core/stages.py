@@ -33,6 +33,8 @@ class Stage:
         measures: Number of values that `measure` returns.
         takes_slices: Whether `accepts` and `on_update` also work if the gradients are slices of this rank (ZeRO): sums
             over elements must then go through `exchange.over_slices`.
+        drops_empty: Whether windows are dropped whose weight is 0, also without a call of `accepts`: a mean over
+            nothing is 0/0.
         exchange, skipped, skipped_in_row: Those of the accumulator, once the stage is part of one.
         window_state: Its Parameters that belong to the open window: they are 0 when a window begins.
         run_state: Its other Parameters.
@@ -64,7 +66,7 @@ class Stage:
     """
 
     measures = 0
-    takes_slices = False
+    takes_slices = drops_empty = False
     exchange: OneDevice
     skipped: Parameter
     skipped_in_row: Parameter
@@ -137,8 +139,10 @@ def overrides(stage: Stage, *methods: str) -> bool:
 class SkipMicrobatch(Stage):
     """Give a microbatch or piece that is not finite the weight 0, and count it in `skipped`.
 
-    A microbatch of which no piece is taken does not count in the window.
+    A microbatch of which no piece is taken does not count in the window. A window of weight 0 is dropped and counted.
     """
+
+    drops_empty = True
 
     def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Tensor, Tensor]:
         """See `Stage`. A piece that already has the weight 0 is ignored in any case, and is not tested."""
@@ -151,12 +155,18 @@ class SkipMicrobatch(Stage):
                    (self.skipped_in_row + 1) * missed + self.skipped_in_row * ignored.astype(ms.int32))
         return ops.where(taken, weight, ops.zeros_like(weight)), taken.astype(ms.int32)
 
+    def on_close(self, applied: bool) -> None:
+        """See `Stage`."""
+        missed = 0 if applied else 1
+        ops.assign_add(self.skipped, missed)
+        ops.assign_add(self.skipped_in_row, missed)
+
 
 @jit_class
 class SkipWindow(Stage):
-    """Drop a window whose gradient is not finite, and count it in `skipped`."""
+    """Drop a window whose gradient is not finite, or whose weight is 0, and count it in `skipped`."""
 
-    takes_slices = True
+    takes_slices = drops_empty = True
 
     def accepts(self, window: dict[str, Any]) -> Tensor:
         """See `Stage`. Also test the weight: the gradients of a sum do not show that it is not finite."""

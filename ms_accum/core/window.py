@@ -95,7 +95,9 @@ class Window:
         place: Number of finished epochs, and of microbatches trained since: int32 `(2,)`. One Parameter, so that an
             interrupt cannot come between the two.
         measured: Sums of what stages have measured in the open window: one Parameter of shape `(measures,)`, or none.
+        empty_windows: Number of windows closed whose weight, over all ranks, was 0: int32 `()`.
         may_skip, may_drop: Whether a stage may skip a piece, or drop a window.
+        drops_empty: Whether a window of weight 0 is dropped.
         looks_at_gradients: Whether a stage weighs or measures the gradient of each piece.
         streams: Whether a gradient may be added alone, without those of the other parameters; see `Stream`.
         looks_at_pieces: Whether single pieces matter: for a stage, for ranks that sum each, or because the weight of
@@ -121,8 +123,9 @@ class Window:
         self.unit_is_fixed, self.is_in_use = exchange.shared_unit is not None, False
         self.weight_unit = state_parameter(f"{prefix}.weight_unit", (), ms.float32, self.unit)
         (self.unfinished, self.mini_step, self.update_step, self.closed_windows, self.skipped, self.skipped_in_row,
-         self.taken) = (state_parameter(f"{prefix}.{name}", (), ms.int32) for name in (
-             "unfinished", "mini_step", "update_step", "closed_windows", "skipped", "skipped_in_row", "taken"))
+         self.taken, self.empty_windows) = (state_parameter(f"{prefix}.{name}", (), ms.int32) for name in (
+             "unfinished", "mini_step", "update_step", "closed_windows", "skipped", "skipped_in_row", "taken",
+             "empty_windows"))
         self.weight_sum, self.window_weight, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.float32)
                                                                for name in ("weight_sum", "window_weight", "seen_rest"))
         self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
@@ -144,7 +147,8 @@ class Window:
         self.measured: tuple[Parameter, ...] = ()
         if count:
             self.measured = (state_parameter(f"{prefix}.measured", (count,), ms.float32),)
-        self.may_skip, self.may_drop = len(self.weighing) > 0, len(self.judging) > 0
+        self.drops_empty = any(stage.drops_empty for stage in stages)
+        self.may_skip, self.may_drop = len(self.weighing) > 0, self.drops_empty or len(self.judging) > 0
         self.looks_at_gradients = self.may_skip or len(self.measuring) > 0
         self.looks_at_pieces = self.looks_at_gradients or exchange.inside > 1 or length.budget is not None
         self.streams = not self.looks_at_gradients and exchange.inside == 1
@@ -313,7 +317,7 @@ class Window:
         self.exchange.gather_parameters()
         for hook in self.hooks:
             hook()
-        self._count_closing(True, window["own"])
+        self._count_closing(True, window["own"], weight)
         if window["buffered"]:
             self.empty()
         else:
@@ -332,7 +336,7 @@ class Window:
             if accepted:
                 self.apply(total)
             else:
-                self.drop()
+                self.drop(total["weight"])
 
     def close_if(self, condition: Union[bool, Tensor]) -> Tensor:
         """Close the open window if `condition` is true. Return whether one with microbatches was closed: bool `()`."""
@@ -341,10 +345,13 @@ class Window:
             self.close()
         return self.mini_step < mini_step  # from the state after the branch, which keeps the branch
 
-    def drop(self) -> None:
-        """Close the open window without an update. Pieces of an unfinished microbatch are dropped, too."""
+    def drop(self, weight: Scalar) -> None:
+        """Close the open window without an update. Pieces of an unfinished microbatch are dropped, too.
+
+        `weight`: of the window of all ranks.
+        """
         self.mark_update()
-        self._count_closing(False, self.weight_sum)
+        self._count_closing(False, self.weight_sum, weight)
         self.empty()
         ops.assign(self.unfinished, 0)
 
@@ -372,11 +379,13 @@ class Window:
         for parameter in self.of_stages:
             ops.assign(parameter, ops.zeros_like(parameter))
 
-    def _count_closing(self, applied: bool, weight: Scalar) -> None:
+    def _count_closing(self, applied: bool, own: Scalar, weight: Scalar) -> None:
         for stage in self.closing:
             stage.on_close(applied)
-        ops.assign(self.window_weight, weight)
+        ops.assign(self.window_weight, own)
         ops.assign_add(self.closed_windows, 1)
+        if isinstance(weight, Tensor) or weight == 0:  # not a number of samples, which costs no kernel
+            ops.assign_add(self.empty_windows, (as_tensor(weight) == 0).astype(ms.int32))
 
     def _restored(self, gradients: Gradients) -> Gradients:
         for stage in self.stages:
@@ -391,7 +400,7 @@ class Window:
         # Restored before anything is measured: norms of scaled gradients may overflow where true ones do not.
         window = {"gradients": self._restored(gradients), "unit": unit, "weight": weight, "microbatches": microbatches,
                   "active": active, "measured": measured, "accepted": True, "buffered": buffered, "own": own}
-        accepted = True  # type: Any
+        accepted = as_tensor(weight) != 0 if self.drops_empty else True  # type: Any
         for stage in self.judging:
             verdict = stage.accepts(window)
             accepted = ops.logical_and(accepted, verdict) if isinstance(accepted, Tensor) else verdict
@@ -417,14 +426,14 @@ class Window:
     # --- graphs of the host, or its calls op by op: a graph has to return something -----------------------------------
 
     def counts(self) -> Tensor:
-        """Return what `Status` holds, but with 1 or 0 for a full window: float64 `(12,)`."""
+        """Return what `Status` holds, but with 1 or 0 for a full window: float64 `(13,)`."""
         numbers = ops.stack([number.astype(ms.float64) for number in (
             self.update_step, self.mini_step, self.is_full(), self.seen, self.skipped, self.closed_windows,
             self.window_weight, self.grad_norm, self.skipped_in_row, self.unfinished)])
-        return ops.concat((numbers, self.place.astype(ms.float64)))
+        return ops.concat((numbers, self.place.astype(ms.float64), self.empty_windows.astype(ms.float64).reshape(1)))
 
     def counts_and_verdict(self) -> Tensor:
-        """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(13,)`."""
+        """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(14,)`."""
         window = self.total(self.held())
         # `depend` uses the unit, which nobody needs; otherwise MindSpore warns of "nodes eliminated by mistake".
         accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
@@ -438,8 +447,8 @@ class Window:
         return self.update_step + 0
 
     def close_without_update(self) -> Tensor:
-        """Drop the open window."""
-        self.drop()
+        """Drop the open window of one device."""
+        self.drop(self.weight_sum)
         return self.update_step + 0
 
     def met(self, active: Tensor) -> Tensor:
@@ -450,6 +459,11 @@ class Window:
     def close_with_met(self, numbers: Tensor) -> Tensor:
         """Update with the open window of several ranks, given the numbers of `met`, `(3,)`."""
         self.apply(self.total(as_numbers(numbers, 3)))
+        return self.update_step + 0
+
+    def drop_with_met(self, numbers: Tensor) -> Tensor:
+        """Drop the open window of several ranks, given the numbers of `met`, `(3,)`."""
+        self.drop(numbers[0])
         return self.update_step + 0
 
     def exchanged(self, numbers: Tensor) -> tuple:
@@ -495,7 +509,7 @@ class Window:
     def run_state(self) -> tuple[Parameter, ...]:
         """Return the other Parameters, but those of stages."""
         return (self.update_step, self.seen, self.seen_rest, self.grad_norm, self.closed_windows, self.skipped,
-                self.skipped_in_row, self.window_weight, self.place)
+                self.skipped_in_row, self.window_weight, self.place, self.empty_windows)
 
     @property
     def nbytes(self) -> int:

@@ -139,7 +139,7 @@ def test_one_buffer_for_each_parameter_and_names_that_are_unique_here_and_the_sa
     accumulator = accumulators[0]
     assert [b.shape for b in accumulator.window.buffers] == [*SHAPES]
     assert accumulator.window.nbytes == 14 * 4
-    assert sum(p.size for p in accumulator.parameters) == 14 + 15  # thirteen scalars, and the place in an epoch
+    assert sum(p.size for p in accumulator.parameters) == 14 + 16  # fourteen scalars, and the place in an epoch
     assert not any(p.requires_grad for p in accumulator.parameters)
     assert [*accumulator.state.values()] == [*accumulator.parameters]
     open_state = {id(p) for p in accumulator.window.window_state}

@@ -9,7 +9,7 @@ from support import reference
 
 def counters(accumulator):
     """What it counts, by name, as `reference.Accumulation.counters` has it."""
-    return {name: getattr(accumulator, name).asnumpy().item() for name in (*reference.COUNTERS, "seen")}
+    return {name: getattr(accumulator.window, name).asnumpy().item() for name in (*reference.COUNTERS, "seen")}
 
 
 class Driver(drivers.Driver):

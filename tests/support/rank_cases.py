@@ -100,12 +100,13 @@ _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "apart", "sharded_later", "followed:jit",
-                 "left_early", "left_inside", "saved_on_update", "unmatched", "built_again",
+                 "empty", "left_early", "left_inside", "saved_on_update", "unmatched", "built_again",
                  "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
                    "zero_model", "selftest"]),
     "scripts": (2, ["mnist", "mnist_zero"]),
-    "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist")]),
+    "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist",
+                                            "empty")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
     "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", "zero_model", *_ZERO_RUNS)]),
@@ -314,6 +315,43 @@ def noise(rank, sync):
         pass
     measured = [noise_scale.noise, noise_scale.gradient_squared, noise_scale.microbatch_weight]
     return {"counters": counters(acc), "measured": measured, "point": values([network.point])[0]}
+
+
+def empty(rank):
+    """Three windows: with tokens on rank 1, on no rank, and on rank 0 alone, for which rank 1 flushes.
+
+    What was counted, and how far the second window moved the parameters.
+    """
+    found = {}
+    for sync in ("window", "microbatch", "zero1"):
+        for policy in ("apply", "skip_window", "skip_microbatch"):
+            if sync == "zero1" and policy == "skip_microbatch":
+                continue
+            network = MLP(seed=0)
+            acc = accumulator(network, partial(nn.Momentum, momentum=0.9), sync, None, 1, on_nonfinite=policy)
+            step = make_train_step(network_sum(network), acc, weight_fn=first_is_set, loss_reduction="sum")
+            moved, kinds = [], [rank, 0, 1][:3 - rank]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                for kind in kinds:
+                    before = values(network.trainable_params())
+                    step(np.full((2, 6), kind, np.float32))
+                    moved.append(difference(values(network.trainable_params()), before))
+                step.flush()
+            status = step.status()
+            found[f"{sync} {policy}"] = [status.update_step, status.skipped, status.empty_windows, moved[1]]
+    return found
+
+
+def network_sum(network):
+    def forward_fn(x):
+        return (network(x) * x[:, :1]).sum()
+
+    return forward_fn
+
+
+def first_is_set(x):
+    return (x[:, 0] != 0).sum()
 
 
 def traffic(rank, sync):

@@ -1,7 +1,8 @@
 """The oracle: gradient accumulation in slow, obvious NumPy and float64. Shares no code with the package."""
 import numpy as np
 
-COUNTERS = "mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight"
+COUNTERS = ("mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight",
+            "empty_windows")
 
 
 def network(parameters, x):
@@ -65,6 +66,7 @@ class Accumulation:
         self.averages = self.parameters  # moving averages, which halve at each update
         self.window, self.measured = [], []
         self.mini_step = self.update_step = self.skipped = self.skipped_in_row = self.closed_windows = 0
+        self.empty_windows = 0
         self.grad_norm, self.window_weight, self.weight_of_updates = np.nan, 0.0, 0.0
 
     @property
@@ -138,13 +140,16 @@ class Accumulation:
         gradient = self.gradient()
         self.window_weight = self.weight_sum
         self.closed_windows += 1
-        applied = self.accepts(gradient)
+        self.empty_windows += self.weight_sum == 0
+        applied = (self.on_nonfinite == "apply" or self.weight_sum != 0) and self.accepts(gradient)
         if applied:
             self.update(gradient)
         else:
             self.skipped += 1
-        if self.on_nonfinite == "skip_window":
-            self.skipped_in_row = 0 if applied else self.skipped_in_row + 1
+        if not applied:
+            self.skipped_in_row += 1
+        elif self.on_nonfinite == "skip_window":
+            self.skipped_in_row = 0
         self.reset()
 
     def accepts(self, gradient):

@@ -115,7 +115,7 @@ def updating(accumulator):
 def close(accumulator):
     """As the boundary does: in a dry run, all that it reads is 0, so that it would drop what may be dropped."""
     holding = accumulator.window
-    if holding.may_drop and holding.exchange.ranks > 1:
+    if holding.judging and holding.exchange.ranks > 1:
         numbers = compiled(holding.met)(Tensor(1.0))[1:]
         _, measured, *gradients = compiled(holding.exchanged)(numbers)
         compiled(holding.close_with_exchanged)(numbers, measured, *gradients)
@@ -123,7 +123,7 @@ def close(accumulator):
         compiled(holding.counts_and_verdict)()
     if holding.may_drop:
         compiled(holding.close_without_update)()
-    if not holding.may_drop or holding.exchange.ranks == 1:
+    if not holding.judging or holding.exchange.ranks == 1:
         compiled(holding.close_with_update)()
 
 
