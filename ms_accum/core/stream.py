@@ -63,7 +63,7 @@ class Stream:
         gradients: call `Window.begin` before, which marks that.
 
         Args:
-            factor: The factor on each gradient: the weight of the piece, or 1 for a sum.
+            factor: The factor on each gradient: the weight of the piece, or 1 for a sum. `start` may get another one.
             backward: A function without arguments that runs one backward pass. It calls `start` when the loss is known.
 
         Raises:
@@ -96,9 +96,13 @@ class Stream:
             raise RuntimeError(_TWICE.format(twice))
         return result
 
-    def start(self) -> None:
-        """Say that the forward pass has ended: add the gradients that come from now on."""
+    def start(self, factor: Any = None) -> None:
+        """Say that the forward pass has ended: add the gradients that come from now on.
+
+        `factor`: that on each gradient, if it is known only now.
+        """
         window = self.window
+        self._factor = self._factor if factor is None else factor
         if window.streams:
             self.passes += 1
             self.current = self.passes

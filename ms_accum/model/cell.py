@@ -19,7 +19,7 @@ from ..steps.errors import explain, name_columns
 from ..steps.pieces import Pieces
 from ..steps.shapes import Shapes
 from ..steps.train_mode import TrainMode
-from ..steps.train_step import averaging, fix_unit_of_sums, require_functions
+from ..steps.train_step import averaging, fix_unit_of_sums, require_functions, require_one_weight_source
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,6 +54,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         accumulate_step: Number of microbatches in a window; see `Accumulator`. Required with an optimizer.
         batch_axis: The axis that counts the samples; see `make_train_step`.
         weight_fn: `(*batch) -> weight`: the denominator of the network's mean; see `make_train_step`.
+        has_weight: Whether the network returns `(loss, weight)`; see `make_train_step`.
         loss_reduction: "sum" if the network returns a sum; see `make_train_step`.
         **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `loss_scaler`, `on_nonfinite`,
             `max_skips`, `reducer`, `after_update`, `noise_scale`, `stages` and `buffer_dtype`.
@@ -100,6 +101,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         *,
         batch_axis: int = 0,
         weight_fn: Optional[Callable] = None,
+        has_weight: bool = False,
         loss_reduction: str = "mean",
         **options: Unpack[Options],
     ) -> None:
@@ -108,6 +110,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         instance_of("network", network, nn.Cell, "a Cell that returns the loss",
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
         require_functions(network=network, weight_fn=weight_fn)
+        require_one_weight_source(has_weight, weight_fn, NETWORK)
         require_plain([network], "give it around the cell: AutoParallel(TrainOneStepCell(network, ...))")
         accumulator = averaging(optimizer, accumulate_step, **options)
         require_same_parameters([network], accumulator.optimizer)
@@ -119,9 +122,10 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self.window, self._boundary, self.scaler = accumulator.window, accumulator.boundary, accumulator.loss_scaler
         self.window.exchange.require_alike({
             "the kind of step": "TrainOneStepCell", "batch_axis": self.batch_axis, "weight_fn": weight_fn is not None,
-            "loss_reduction": loss_reduction})
+            "has_weight": has_weight, "loss_reduction": loss_reduction})
         fix_unit_of_sums(self.window, loss_reduction)
-        self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK)
+        self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK,
+                          has_weight=has_weight)
         self._stream = Stream(self.window)
         self._shapes = Shapes(network, type(self).__name__)
         self._takes = (type(network).__name__, *positions_of(network))

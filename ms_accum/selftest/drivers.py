@@ -80,7 +80,8 @@ class Driver:
             return self._as_it_runs(self._by_hand(weight_fn) if self.kind == "hand" else self._by_backward(weight_fn))
         if self.kind in ("cell", "model"):
             return TrainOneStepCell(self.forward_fn, self.accumulator, batch_axis=self.options.get("batch_axis", 0),
-                                    weight_fn=weight_fn, loss_reduction=self.options.get("loss_reduction", "mean"))
+                                    weight_fn=weight_fn, has_weight=self.options.get("has_weight", False),
+                                    loss_reduction=self.options.get("loss_reduction", "mean"))
         return make_train_step(self.forward_fn, self.accumulator, weight_fn=weight_fn, eager=self.mode == "pynative",
                                **self.options)
 

@@ -24,7 +24,7 @@ from ..mindspore_api import (
     SourceDataset,
     jit_class,
 )
-from ..tensors import FLOATS, after, as_weight
+from ..tensors import FLOATS, after, as_tensor, as_weight
 
 if TYPE_CHECKING:
     from ..core.stream import Stream
@@ -298,7 +298,10 @@ def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
 
 # --- what is differentiated -------------------------------------------------------------------------------------------
 
-_PAIR = "(loss, aux) because of has_aux=True; aux may be a tuple"
+# What a function returns, by `has_weight` and `has_aux`.
+_RETURNS = {(False, False): "the loss alone", (True, False): "(loss, weight) because of has_weight=True",
+            (False, True): "(loss, aux) because of has_aux=True; aux may be a tuple",
+            (True, True): "(loss, weight, aux) because of has_weight=True and has_aux=True; aux may be a tuple"}
 _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
                "return model(..., return_dict=False)[0]")
 _A_TENSOR = "; return the loss itself, without float(), .item() or .asnumpy()"
@@ -318,16 +321,17 @@ class Loss:
 
     Args:
         window: The window that collects the gradients.
-        forward_fn, weight_fn, has_aux, reduction, batch_axis: As in `make_train_step`.
+        forward_fn, weight_fn, has_aux, reduction, batch_axis, has_weight: As in `make_train_step`.
         name: Of `forward_fn` in errors.
         stream: Op by op, what adds each gradient during the backward pass. None: gradients are returned.
     """
 
     def __init__(self, window: Window, forward_fn: Callable, weight_fn: Optional[Callable] = None,
                  has_aux: bool = False, reduction: str = "mean", batch_axis: int = 0, name: str = "forward_fn",
-                 stream: Optional[Stream] = None) -> None:
+                 stream: Optional[Stream] = None, has_weight: bool = False) -> None:
         self.window, self.forward_fn, self.weight_fn = window, forward_fn, weight_fn
         self.has_aux, self.batch_axis, self.name, self.stream = has_aux, batch_axis, name, stream
+        self.has_weight, self.returns = has_weight, _RETURNS[has_weight, has_aux]
         self.is_sum = reduction == "sum"
         self.is_divided = self.is_sum and window.looks_at_gradients
         self.is_added = self.is_sum and not self.is_divided  # without a factor
@@ -340,7 +344,8 @@ class Loss:
         Also return "loss", the mean loss to report (float32 `()`), and "aux". `begins`: whether to mark that the piece
         begins, once its loss is computed, and to let gradients stream; then "gradients" is None.
         """
-        weight = weight_of(self.weight_fn, rows, piece)
+        # One that the forward pass returns is not known yet.
+        weight = 1.0 if self.has_weight else weight_of(self.weight_fn, rows, piece)
         if isinstance(weight, Tensor):
             # The weight comes first: otherwise all gradients would wait for it, and be in memory together (Ascend,
             # bfloat16: 10.3 bytes per parameter instead of 6.7).
@@ -353,6 +358,8 @@ class Loss:
                 self.begun_grad_fn, 1.0 if self.is_added else weight, given, *piece)
         else:
             (scaled_loss, loss, aux), gradients = self.grad_fn(given, *piece)
+        if self.has_weight:
+            weight, aux = aux
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
         loss = ops.depend(loss, scaled_loss).astype(ms.float32)
         loss = loss / divisor(weight) if self.is_sum else loss
@@ -370,9 +377,12 @@ class Loss:
         return value, None if self.window.streams else gradients
 
     def scaled(self, weight: Scalar, *piece: Any) -> tuple:
-        """Return the value to differentiate, the loss and aux."""
-        returned, aux = parted(self.forward_fn(*piece), self.has_aux)
+        """Return the value to differentiate, the loss and aux; with `has_weight`, `(weight, aux)`."""
+        returned, own, aux = parted(self.forward_fn(*piece), self.has_weight, self.has_aux, self.returns, self.name)
         loss = checked_loss(returned, self.name)
+        if self.has_weight:
+            weight = ops.stop_gradient(as_tensor(as_weight(own)))
+            loss, aux = after(weight, loss), (weight, aux)  # it comes before the backward pass, as one of `weight_fn`
         total = loss.astype(ms.float32) / divisor(weight) if self.is_divided else loss
         return self.window.scaled_loss(total), loss, aux
 
@@ -384,7 +394,7 @@ class Loss:
         """
         returned = self.scaled(weight, *piece)
         if self.stream is not None:
-            self.stream.start()
+            self.stream.start(returned[2][0] if self.has_weight and not self.is_added else None)
         return ops.depend(returned[0], self.window.begin(returned[0])), returned[1], returned[2]
 
 
@@ -416,16 +426,16 @@ def divisor(weight: Scalar) -> Scalar:
     return ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
 
 
-def parted(result: Any, has_aux: bool) -> tuple:
-    """Return the result of `forward_fn` as `(loss, aux)`; aux is () without `has_aux`."""
-    if not has_aux:
-        return result, ()
+def parted(result: Any, has_weight: bool, has_aux: bool, expected: str, name: str = "forward_fn") -> tuple:
+    """Return the result of `forward_fn` as `(loss, weight, aux)`; what it does not return is ()."""
+    if not (has_weight or has_aux):
+        return result, (), ()
     # In separate branches: graph mode would unpack a result that is not a tuple before it tests the condition.
     if isinstance(result, tuple):
-        require_aux(len(result))
-        return result[0], result[1]
-    raise_wrong_result(result, result is None, "forward_fn", _PAIR)
-    return result, ()
+        require_parts(len(result), 1 + has_weight + has_aux, name, expected)
+        return result[0], result[1] if has_weight else (), result[-1] if has_aux else ()
+    raise_wrong_result(result, result is None, name, expected)
+    return result, (), ()
 
 
 def checked_loss(loss: Any, name: str = "forward_fn") -> Tensor:
@@ -450,11 +460,11 @@ def require_loss(shape: tuple, dtype: ms.Type, name: str) -> bool:
 
 
 @constexpr
-def require_aux(length: int) -> bool:
-    """Raise TypeError unless there are two values: graph mode would drop a third value without an error."""
-    require_readable(length, "forward_fn", _PAIR)
-    if length != 2:
-        raise TypeError(f"forward_fn returned {length} values, expected {_PAIR}")
+def require_parts(length: int, count: int, name: str, expected: str) -> bool:
+    """Raise TypeError unless there are `count` values: graph mode would drop one more without an error."""
+    require_readable(length, name, expected)
+    if length != count:
+        raise TypeError(f"{name} returned {length} values, expected {expected}")
     return True
 
 
@@ -476,7 +486,8 @@ def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -
     if isinstance(returned, tuple):
         got, remedy = f"{len(returned)} values", _WITH_LOSS
         if name != NETWORK:
-            remedy = "; give has_aux=True if it returns (loss, aux), losses=2 if it returns two losses"
+            remedy = ("; give has_aux=True if it returns (loss, aux), has_weight=True if it returns (loss, weight), "
+                      "losses=2 if it returns two losses")
     elif type(returned) is dict:
         remedy = '; return its entry for the loss, e.g. outputs["loss"]'
     elif isinstance(returned, Mapping) or is_dataclass(returned):

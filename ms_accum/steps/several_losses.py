@@ -249,7 +249,7 @@ class WeighedPiece:
 
     def begun(self, shares: Tensor, *piece: Any) -> tuple:
         """Return the value to differentiate, after a mark (see `Loss.begun`), the losses and aux."""
-        returned, aux = parted(self.loss.forward_fn(*piece), self.loss.has_aux)
+        returned, _, aux = parted(self.loss.forward_fn(*piece), False, self.loss.has_aux, self.loss.returns)
         losses = checked_losses(returned, self.count)
         total = Tensor(0.0, ms.float32)
         for t in self.counts:

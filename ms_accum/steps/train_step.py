@@ -371,6 +371,7 @@ def make_train_step(
     pieces: int = 1,
     batch_axis: int = 0,
     weight_fn: Optional[Callable] = None,
+    has_weight: bool = False,
     loss_reduction: str = "mean",
     has_aux: bool = False,
     losses: int = 1,
@@ -388,10 +389,11 @@ def make_train_step(
 
     Args:
         forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
-            `()`. With `has_aux`, `(*batch) -> (loss, aux)`. A function, a Cell or a `functools.partial`. The arguments
-            of a named batch (a dict, or keyword arguments) are matched to its parameters by name. Unless
-            `eager` is true, it is compiled: Python side effects (`seen.append(...)`) have no effect, and changing an
-            argument in place (`labels.mul_(mask)`) changes the caller's Tensor, for all later epochs.
+            `()`. With `has_aux`, `(*batch) -> (loss, aux)`; see also `has_weight`. A function, a Cell or a
+            `functools.partial`. The arguments of a named batch (a dict, or keyword arguments) are matched to its
+            parameters by name. Unless `eager` is true, it is compiled: Python side effects (`seen.append(...)`) have no
+            effect, and changing an argument in place (`labels.mul_(mask)`) changes the caller's Tensor, for all later
+            epochs.
         optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`.
         accumulate_step: Number of microbatches in a window: an int, `{update_step: n}`, a callable or
             `until_weight(budget)`; see `Accumulator`. Required with an optimizer, not allowed with an Accumulator.
@@ -405,8 +407,10 @@ def make_train_step(
             `forward_fn`, e.g. the number of unmasked tokens, or `class_weights[label].sum()`. None: the number of
             samples. Pieces of weight 0 are ignored, even if their loss is 0/0. A weight that is negative, NaN or
             infinite makes the loss NaN.
+        has_weight: Whether `forward_fn` returns `(loss, weight)`, with `has_aux` `(loss, weight, aux)`, in place of a
+            `weight_fn`: for models that count their own tokens. The weight is not differentiated.
         loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens) and
-            `weight_fn` returns their number. For weights that change, a sum takes less time and memory. Return it in
+            the weight is their number. For weights that change, a sum takes less time and memory. Return it in
             float32: a sum of float16 losses overflows.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are averaged over the pieces by weight, those with one entry per sample are joined.
@@ -428,7 +432,8 @@ def make_train_step(
     Raises:
         TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
             another expression, which MindSpore cannot compile.
-        ValueError: If an argument is out of range, if an accumulator is given together with options of `Accumulator` or
+        ValueError: If an argument is out of range, if `has_weight` is given with a `weight_fn` or several losses, if an
+            accumulator is given together with options of `Accumulator` or
             has `reduction="sum"`, or if a parameter was frozen after the optimizer was built.
         RuntimeError: When the step is called, if an error or an interrupt left only some pieces of a batch in the open
             window; `accumulator.reset()` drops it.
@@ -453,6 +458,7 @@ def make_train_step(
         -0.5 True [[-1. -1.]]
     """
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
+    require_one_weight_source(has_weight, weight_fn, "forward_fn", losses)
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
     boolean("eager", eager, "say whether to run op by op, without graphs")
     require_functions(eager, forward_fn=forward_fn, weight_fn=weight_fn)
@@ -462,10 +468,10 @@ def make_train_step(
     window = accumulator.window
     window.exchange.require_alike({
         "the kind of step": "make_train_step", "pieces": pieces, "batch_axis": batch_axis,
-        "weight_fn": weight_fn is not None, "loss_reduction": loss_reduction, "has_aux": has_aux, "losses": losses,
-        "eager": eager})
+        "weight_fn": weight_fn is not None, "has_weight": has_weight, "loss_reduction": loss_reduction,
+        "has_aux": has_aux, "losses": losses, "eager": eager})
     fix_unit_of_sums(window, loss_reduction)
-    counts = "samples" if weight_fn is None else "counted by weight_fn"
+    counts = "counted by forward_fn" if has_weight else "samples" if weight_fn is None else "counted by weight_fn"
     if losses > 1:
         from .several_losses import SeveralLosses, SeveralLossesStep, WeighedPieces  # a kind of step of its own
 
@@ -480,13 +486,24 @@ def make_train_step(
         if losses > 1:
             several = SeveralLosses(window, *functions, losses, stream)
             return WeighedPieces(accumulator.boundary, several, samples, cut, pieces, inputs)
-        return Pieces(accumulator.boundary, Loss(window, *functions, stream=stream), samples, cut, pieces,
-                      inputs=inputs)
+        loss = Loss(window, *functions, stream=stream, has_weight=has_weight)
+        return Pieces(accumulator.boundary, loss, samples, cut, pieces, inputs=inputs)
 
     functions = tuple(function for function in (forward_fn, weight_fn) if function is not None)
     if losses > 1:
         return SeveralLossesStep(functions, accumulator, pieces, graphs_for, shapes, losses, batch_axis, counts, eager)
     return TrainStep(functions, accumulator, pieces, graphs_for, shapes, batch_axis, counts, eager)
+
+
+def require_one_weight_source(has_weight: object, weight_fn: object, name: str, losses: object = 1) -> None:
+    """Raise TypeError or ValueError unless weights come from one function. `name`: of what returns the loss."""
+    boolean("has_weight", has_weight, f"say whether {name} returns (loss, weight)")
+    if has_weight and weight_fn is not None:
+        raise ValueError(f"got has_weight=True and a weight_fn, expected one of them; leave weight_fn out if {name} "
+                         "returns (loss, weight)")
+    if has_weight and losses != 1:
+        raise ValueError(f"got has_weight=True with losses={losses}, whose weights must be known before a window is "
+                         "trained; give a weight_fn, which returns one weight for each loss")
 
 
 def fix_unit_of_sums(window: Window, loss_reduction: str) -> None:

@@ -100,13 +100,13 @@ _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "apart", "sharded_later", "followed:jit",
-                 "empty", "left_early", "left_inside", "saved_on_update", "unmatched", "built_again",
+                 "empty", "returned", "left_early", "left_inside", "saved_on_update", "unmatched", "built_again",
                  "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
                    "zero_model", "selftest"]),
     "scripts": (2, ["mnist", "mnist_zero"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist",
-                                            "empty")]),
+                                            "empty", "returned")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
     "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", "zero_model", *_ZERO_RUNS)]),
@@ -343,9 +343,37 @@ def empty(rank):
     return found
 
 
+def returned(rank):
+    """How far a run whose forward_fn returns its weight ends from one with a weight_fn, and from one of samples."""
+    off = {}
+    for sync in ("window", "microbatch", "zero1"):
+        ended = []
+        for kind in ("returned", "weight_fn", "samples"):
+            network = MLP(seed=0)
+            loss = network_sum(network)
+
+            step = make_train_step(
+                with_first(loss) if kind == "returned" else loss, accumulator(network, sync=sync, clip_norm=None),
+                has_weight=kind == "returned", weight_fn=first_is_set if kind == "weight_fn" else None,
+                loss_reduction="sum")
+            for x, _ in microbatches(rank):
+                step(x * (x[:, :1] > rank - 0.5))
+            step.flush()
+            ended.append(values(network.trainable_params()))
+        off[sync] = [difference(ended[0], other) for other in ended[1:]]
+    return off
+
+
 def network_sum(network):
     def forward_fn(x):
         return (network(x) * x[:, :1]).sum()
+
+    return forward_fn
+
+
+def with_first(loss):
+    def forward_fn(x):
+        return loss(x), first_is_set(x)
 
     return forward_fn
 

@@ -11,7 +11,7 @@ from ms_accum.selftest.comparing import values
 from support.drivers import Driver, counters
 from support.pages import recipe
 
-from .networks import Transposed, build_loss
+from .networks import Transposed, Weighed, build_loss
 from .optimizers import build_optimizer, state_of
 
 
@@ -41,6 +41,8 @@ def once(*piece):
 
 def weight_fns_of(case):
     """What counts a piece, in turn."""
+    if case.weight == "returned":
+        return (None,)
     if case.reduction == "sum":
         return (once,)
     if case.loss == "masked":
@@ -79,13 +81,17 @@ class Accumulating:
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
             divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
             batch_axis=case.batch_axis, pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux,
-            loss_reduction=case.loss_reduction)
+            loss_reduction=case.loss_reduction, has_weight=case.weight == "returned")
 
     def _forward(self):
         loss = Transposed(self.loss) if self.case.batch_axis else self.loss
+        returns_weight = self.case.weight == "returned"
+        if returns_weight:
+            loss = Weighed(loss, mask_of if self.case.loss == "masked" else tensor_samples_of)
 
         def with_aux(x, ids, target, mask):
-            return loss(x, ids, target, mask), (ids, mask, mask.mean())
+            returned, aux = loss(x, ids, target, mask), (ids, mask, mask.mean())
+            return (returned[0], returned[1], aux) if returns_weight else (returned, aux)
         function = with_aux if self.case.aux else loss
         return self._declared(function) if self.case.declared else function
 

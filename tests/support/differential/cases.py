@@ -183,7 +183,9 @@ def compose(choose, **fixed):
     pick("clip_norm", (None, small, 100.0 * unit if factor >= 1 else 1e-6, float("inf")))
     pieces = pick("pieces", (1, 2, 3) if driver.split("-")[0] in ("step", "ahead") else (1,))
     mixed = () if driver.startswith("model") else ("mixed",)  # numbers and Tensors in turn
-    pick("weight", ("tensor",) if loss in ("masked", "pair") else ("samples", "number", "tensor", *mixed))
+    returned = () if by_hand or ahead else ("returned",)  # by forward_fn
+    own = ("tensor",) if loss in ("masked", "pair") else ("samples", "number", "tensor", *mixed)
+    pick("weight", (*own, *returned))
     on_nonfinite = pick("on_nonfinite", [policy for policy in POLICIES if not (ahead and policy == "skip_microbatch")])
     pick("scaler", _scalers(exact, backward_clip or on_nonfinite == "skip_microbatch" or factor > 1))
     narrow = front == "dense" and loss == "mse" and not backward_clip

@@ -145,6 +145,13 @@ def sums_that_are_weighed(self, rows, piece, begins):
     return found
 
 
+def weight_is_one(self, rows, piece, begins):
+    found = _gradients_of(self, rows, piece, begins)
+    if self.has_weight:
+        found["weight"] = ops.ones_like(found["weight"])
+    return found
+
+
 def counted_undivided(value, weight):
     return counted(value * divisor(weight), weight)
 
@@ -210,6 +217,10 @@ DEFECTS = {
         {"driver": ["step-pynative", "cell-pynative", "step"], "loss_reduction": "sum", "event": "shapes",
          "accumulate_step": [1, 3], "weight": "tensor", "loss": "mean"},
         (Replaced(Loss, "gradients_of", sums_that_are_weighed),)),
+    "the weight that is returned does not count": (
+        {"driver": ["step-pynative", "cell-pynative", "step"], "weight": "returned", "event": "shapes",
+         "accumulate_step": 3, "pieces": 1},
+        (Replaced(Loss, "gradients_of", weight_is_one),)),
     "the losses of a sum are not divided by their counts": (
         {"driver": "ahead-pynative", "loss": "pair", "scaler": None, "weight": "tensor", "loss_reduction": "sum"},
         (Replaced(several_losses, "counted", counted_undivided),)),

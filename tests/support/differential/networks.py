@@ -143,6 +143,17 @@ class Transposed(nn.Cell):
         return self.loss(x.T, ids.T, target.T, mask)
 
 
+class Weighed(nn.Cell):
+    """A loss that returns its own weight. Its parameters keep their names."""
+
+    def __init__(self, loss, weigh):
+        super().__init__(auto_prefix=False)
+        self.loss, self.weigh = loss, weigh
+
+    def construct(self, x, ids, target, mask):
+        return self.loss(x, ids, target, mask), self.weigh(x, ids, target, mask)
+
+
 def outputs(front, loss):
     """Values per row that the network gives: classes, or what a regression predicts."""
     return WORDS if front == "tied" else 2 if loss == "mse" else 3
