@@ -384,8 +384,10 @@ class Window:
             stage.on_close(applied)
         ops.assign(self.window_weight, own)
         ops.assign_add(self.closed_windows, 1)
-        if isinstance(weight, Tensor) or weight == 0:  # not a number of samples, which costs no kernel
-            ops.assign_add(self.empty_windows, (as_tensor(weight) == 0).astype(ms.int32))
+        if isinstance(weight, Tensor):
+            ops.assign_add(self.empty_windows, (weight == 0).astype(ms.int32))
+        elif weight == 0:
+            ops.assign_add(self.empty_windows, 1)
 
     def _restored(self, gradients: Gradients) -> Gradients:
         for stage in self.stages:
