@@ -27,10 +27,11 @@ from ..mindspore_api import GlobalComm, create_group, get_rank, jit_class, no_in
 from ..tensors import as_numbers, as_vector, state_parameter
 from .buckets import Buckets
 from .parallel_modes import require_unreduced
-from .ranks import require_alike, require_equal, world_size
+from .ranks import gather, left_alone, require_alike, require_equal, together, world_size
 from .tags import (
     BUILD,
     COMPARE,
+    EVALUATE,
     LOAD,
     TRAIN,
     WEIGH,
@@ -44,7 +45,7 @@ from .tags import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from ..tensors import Gradients, Numbers, Scalar
     from .buckets import AccumulatedParameters
@@ -142,6 +143,13 @@ class OneDevice:
     def total(self, numbers: Numbers, active: Scalar) -> Numbers:
         """Return the sums of the weights of several losses over all ranks."""
         return numbers
+
+    def evaluated(self, count: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the sum over all ranks of what `count` returns on each, float64. For the host; every rank calls it.
+
+        If `count` raises an error on one rank, all ranks raise one.
+        """
+        return count()
 
     def disagreement(self) -> Optional[RanksDiffer]:
         """Return the error to raise if ranks have disagreed in an earlier exchange, in a graph. It reads the device."""
@@ -249,6 +257,12 @@ class ManyRanks(OneDevice):
 
     def _compared(self, tags: Tags, what: int, numbers: Numbers, held: Scalar = 0) -> tuple[Tensor, Tensor, Tensor]:
         return tags.compare(what, self.number, self.rounds + 0.0, numbers, held)
+
+    def evaluated(self, count: Callable[[], np.ndarray]) -> np.ndarray:
+        """See `OneDevice`."""
+        self.announce(EVALUATE)
+        with left_alone(f"evaluates with accumulator {self.number}"):
+            return gather(together(count, RuntimeError)).sum(0)
 
     def disagreement(self) -> Optional[RanksDiffer]:
         """See `OneDevice`."""

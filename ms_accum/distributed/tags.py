@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 # What a rank does: the first number of a tag. Then come the accumulator, its round (see `ManyRanks`), the microbatches
 # in the open window, if ranks count them together, and the mark.
-TRAIN, WEIGH, SAVE, LOAD, BUILD, COMPARE, WAIT, STOP = range(1, 9)
+TRAIN, WEIGH, SAVE, LOAD, BUILD, COMPARE, WAIT, STOP, EVALUATE = range(1, 10)
 _DOES = {TRAIN: "trains accumulator {} in round {}", WEIGH: "weighs a window of accumulator {} in round {}",
          SAVE: "saves a checkpoint of accumulator {}", LOAD: "loads a checkpoint of accumulator {}",
          BUILD: "builds accumulator {}, or a step for it", COMPARE: "compares parameters of accumulator {}",
-         WAIT: "waits for all ranks",
+         WAIT: "waits for all ranks", EVALUATE: "evaluates with accumulator {}",
          STOP: "stops, because its window of accumulator {} is open (call reset() first)"}
 _TAG, _WIDTH = 5, 8  # numbers in a tag, and in a row
 _DIFFER = ("ranks made different calls, so nothing was exchanged: {}; let every rank make the same calls in the same "
-           "order (build, flush, save, load), and call flush() after a loop that only some ranks leave early, which "
-           "begins the next round{}")
+           "order (build, flush, evaluate, save, load), and call flush() after a loop that only some ranks leave "
+           "early, which begins the next round{}")
 _CHANGED = ("; parameters are those of the last update of all ranks: load a checkpoint, or build a new train step or "
             "accumulator, on all ranks to go on")
 _BEGUN = "; a rank may have begun to exchange gradients: start the processes again, from a checkpoint"

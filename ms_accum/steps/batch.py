@@ -24,7 +24,7 @@ from ..mindspore_api import (
     SourceDataset,
     jit_class,
 )
-from ..tensors import FLOATS, after, as_tensor, as_weight
+from ..tensors import FLOATS, after, as_tensor, as_vector, as_weight
 
 if TYPE_CHECKING:
     from ..core.stream import Stream
@@ -396,6 +396,13 @@ class Loss:
         if self.stream is not None:
             self.stream.start(returned[2][0] if self.has_weight and not self.is_added else None)
         return ops.depend(returned[0], self.window.begin(returned[0])), returned[1], returned[2]
+
+    def evaluated(self, rows: int, piece: tuple) -> tuple[Tensor, Tensor]:
+        """Return the losses of a piece of `rows` samples as `forward_fn` returns them, and their weights: float32
+        `(losses,)`."""
+        returned, own, _ = parted(self.forward_fn(*piece), self.has_weight, self.has_aux, self.returns, self.name)
+        weight = as_weight(own) if self.has_weight else weight_of(self.weight_fn, rows, piece)
+        return as_vector((checked_loss(returned, self.name),)), as_vector((weight,))
 
 
 def weight_of(weight_fn: Optional[Callable], rows: Scalar, piece: tuple) -> Scalar:

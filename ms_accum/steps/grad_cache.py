@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
@@ -125,6 +126,7 @@ class CachedPieces(Pieces):
             cached = {rows: CachedPiece(encode, loss_fn, samples, cut, rows) for _, rows in self.starts}
             self._encoders = {rows: boundary.straight(piece.encode, inputs) for rows, piece in cached.items()}
             self._first = boundary.straight(cached[self._starts[0][1]].first, inputs)
+            self._loss = boundary.straight(cached[self._starts[0][1]].evaluated, inputs)
             self._backward = {rows: piece.backward for rows, piece in cached.items()}
 
     def __call__(self, *batch: Any) -> Tensor:
@@ -134,7 +136,7 @@ class CachedPieces(Pieces):
         """
         if not self.starts:
             return super().__call__(*batch)
-        representations = tuple([self._encoders[rows](start, *batch) for start, rows in self._starts])
+        representations = self._represented(batch)
         loss, same, cotangents = self._first(representations[0], ops.concat(representations), *batch)
         if not same:
             self.boundary.end_pieces(1)
@@ -145,6 +147,15 @@ class CachedPieces(Pieces):
             self.graph(rows)(start, cotangents, *batch)
         self.boundary.end_pieces(len(self._starts))
         return loss
+
+    def evaluated(self, *batch: Any) -> np.ndarray:
+        """See `Pieces`. The loss of the whole batch weighs its number of samples."""
+        if not self.starts:
+            return super().evaluated(*batch)
+        return np.array([self.samples * float(self._loss(ops.concat(self._represented(batch)), *batch)), self.samples])
+
+    def _represented(self, batch: tuple) -> tuple[Tensor, ...]:
+        return tuple([self._encoders[rows](start, *batch) for start, rows in self._starts])
 
     def piece(self, rows: int, *key: Any) -> Callable:
         """See `Pieces`."""
@@ -192,12 +203,20 @@ class CachedPiece:
 
     def loss_of_batch(self, cached: Tensor, *piece: Any) -> tuple:
         """Return the value to differentiate, the loss, and the representations of the first piece."""
+        loss, fresh = self.loss_and_first(cached, piece)
+        scaled = self.window.scaled_loss(loss)
+        return after(self.window.begin(scaled), scaled) * (self.samples / self.rows), loss, fresh
+
+    def loss_and_first(self, cached: Tensor, piece: tuple) -> tuple[Tensor, Tensor]:
+        """Return the loss of the batch, and the representations of the first piece, which is encoded again."""
         representations = self.representations(piece)
         fresh = _side_by_side(representations)
         whole = ops.concat((fresh, cached[self.rows:])) if self.rows < self.samples else fresh
-        loss = checked_loss(self.loss_fn(*_apart(whole, representations)), "loss_fn")
-        scaled = self.window.scaled_loss(loss)
-        return after(self.window.begin(scaled), scaled) * (self.samples / self.rows), loss, fresh
+        return checked_loss(self.loss_fn(*_apart(whole, representations)), "loss_fn"), fresh
+
+    def evaluated(self, cached: Tensor, *batch: Any) -> Tensor:
+        """Return the loss of the batch, given the representations of all pieces."""
+        return self.loss_and_first(cached, select_rows(ops.arange(self.rows), self.cut, batch))[0].astype(ms.float32)
 
     def backward(self, start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
         """Add the gradient of the piece that begins with sample `start`."""

@@ -55,6 +55,7 @@ class Pieces:
         # If ranks sum each piece, all must add the same number.
         self._absent = pieces - len(self.starts) if self.window.exchange.inside > 1 else 0
         self._graphs: dict[tuple, Callable] = {}
+        self._evaluations: dict[int, Callable] = {}
         self._end = boundary.compiled(End(loss, len(self.starts), self._absent, losses))
         self.alone: Optional[Callable] = None
         self._whole: Optional[Callable] = None
@@ -96,6 +97,24 @@ class Pieces:
             return losses
         joined = joined[self.losses:]
         return losses, (joined if isinstance(aux, tuple) else joined[0] if joined else None)
+
+    def evaluated(self, *batch: Any) -> np.ndarray:
+        """Return the sums over a batch of weight * loss, for each loss, and of their weights, without training.
+
+        float64 `(2 * losses,)`. It waits for the device.
+        """
+        totals, place = Tensor(np.zeros(2 * self.losses), ms.float32), 0
+        try:
+            for place in range(len(self.starts)):
+                start, rows = self.starts[place]
+                if rows not in self._evaluations:
+                    cut = self.cut if len(self.starts) > 1 else None
+                    self._evaluations[rows] = self.boundary.straight(Evaluated(self.loss, cut, rows), self.inputs)
+                totals = self._evaluations[rows](Tensor(start, ms.int32), totals, *batch)
+        except Exception as error:
+            ask_about_piece(error, place, len(self.starts))
+            raise
+        return totals.asnumpy().astype(np.float64)
 
     def graph(self, *key: Any) -> Callable:
         """Return the graph that adds a piece with this key, compiled once."""
@@ -155,6 +174,23 @@ class Piece:
         summed = found["loss"] * divisor(weight) if self.loss.is_added else counted(found["loss"], weight)
         totals = ops.depend(totals + as_vector((summed, weight)), active)
         return (totals, as_vector((weight,)), aux) if self.loss.has_aux else totals
+
+
+@jit_class
+class Evaluated:
+    """Add up the losses of a piece, without a backward pass.
+
+    `cut`: the axis along which each argument is cut; None: the piece is the whole batch.
+    """
+
+    def __init__(self, loss: Loss, cut: Optional[Cut], rows: int) -> None:
+        self.loss, self.cut, self.rows = loss, cut, rows
+
+    def __call__(self, start: Tensor, totals: Tensor, *batch: Any) -> Tensor:
+        """Return the new totals, given those before the piece that begins with sample `start`; see `Piece`."""
+        piece = batch if self.cut is None else select_rows(start + ops.arange(self.rows), self.cut, batch)
+        losses, weights = self.loss.evaluated(self.rows, piece)
+        return totals + ops.concat((losses if self.loss.is_sum else counted(losses, weights), weights))
 
 
 @jit_class

@@ -206,6 +206,11 @@ class SeveralLosses(Loss):
         super().__init__(window, forward_fn, weight_fn, has_aux, reduction, batch_axis, stream=stream)
         self.losses = losses
 
+    def evaluated(self, rows: int, piece: tuple) -> tuple[Tensor, Tensor]:
+        """See `Loss`."""
+        losses = checked_losses(parted(self.forward_fn(*piece), self.has_aux)[0], self.losses)
+        return as_vector(losses), weights_of(self.weight_fn, self.losses, rows, piece)
+
 
 class WeighedPieces(Pieces):
     """Add batches of a window whose totals are known. A batch that is not cut is a single piece."""
@@ -290,10 +295,18 @@ class Weights:
         """Return the weights of the pieces: float32 `(pieces, losses)`."""
         weights = ()  # type: tuple[Tensor, ...]
         for start, rows in self.starts:
-            of_piece = self.weight_fn(*select_rows(ops.arange(start, start + rows), self.cut, batch))
-            require_entries("weight", self.losses, len(of_piece) if isinstance(of_piece, tuple) else None)
-            weights = (*weights, as_vector(tuple([as_weight(weight) for weight in of_piece])))
+            piece = select_rows(ops.arange(start, start + rows), self.cut, batch)
+            weights = (*weights, weights_of(self.weight_fn, self.losses, rows, piece))
         return ops.stack(weights)
+
+
+def weights_of(weight_fn: Optional[Callable], losses: int, rows: int, piece: tuple) -> Tensor:
+    """Return the weights of the losses of a piece: float32 `(losses,)`."""
+    if weight_fn is None:
+        return as_vector((float(rows),) * losses)
+    weights = weight_fn(*piece)
+    require_entries("weight", losses, len(weights) if isinstance(weights, tuple) else None)
+    return as_vector(tuple([as_weight(weight) for weight in weights]))
 
 
 def checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:

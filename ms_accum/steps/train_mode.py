@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from inspect import isfunction
 from itertools import chain
 from typing import Any, Optional
@@ -18,6 +19,10 @@ _EVALUATING = ("{} is in evaluation mode, so {} computes as in evaluation: no Dr
 _UNSEEN = ("no network that holds {} was found, so set_train() of it has no effect after the first call, and an "
            "optimizer of another network is not noticed; give the network to {} where it can be found: by a name that "
            "the function uses, in a closure, or as an attribute or an argument of functools.partial")
+
+_UNSEEN_IN_EVALUATION = ("no network that holds {} was found, so evaluate computes in the mode that it is in; give the "
+                         "network to {} where it can be found: by a name that the function uses, in a closure, or as "
+                         "an attribute or an argument of functools.partial")
 
 _FOREIGN = ("the optimizer updates {} and others, expected parameters of a network that {} uses (found: {}): all "
             "gradients would be 0; build the optimizer from the parameters of that network. If the optimizer's own "
@@ -49,7 +54,8 @@ class TrainMode:
         found = {id(p) for p in chain(parameters, *(network.get_parameters() for network in self._networks))}
         has_own = any(p.requires_grad for network in self._networks for p in network.get_parameters())
         self._is_foreign = has_own and self._trained.keys().isdisjoint(found)
-        self._unseen = None if eager else next((name for key, name in self._trained.items() if key not in found), None)
+        self._unseen = next((name for key, name in self._trained.items() if key not in found), None)
+        self._eager = eager
         self._name = getattr(functions[0], "__name__", "forward_fn")
         self._seen: set[tuple[bool, ...]] = set()
 
@@ -72,7 +78,7 @@ class TrainMode:
         """
         if mode in self._seen:
             return
-        if self._unseen is not None and not self._seen:
+        if self._unseen is not None and not self._eager and not self._seen:
             warn(_UNSEEN.format(self._unseen, self._name), UserWarning, stacklevel=2)
         self._seen.add(mode)
         for network in self._networks:
@@ -81,6 +87,23 @@ class TrainMode:
                 place = f"its layer {name} ({type(layer).__name__})" if name else "it"
                 warn(_EVALUATING.format(type(network).__name__, place), UserWarning, stacklevel=2)
                 return
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Set all layers to evaluation mode in the block. After it, each is in its own mode again.
+
+        Warn if a network was not found.
+        """
+        if self._unseen is not None:
+            warn(_UNSEEN_IN_EVALUATION.format(self._unseen, self._name), UserWarning, stacklevel=2)
+        modes = [layer.training for layer in self.layers]
+        try:
+            for layer in self.layers:  # each one alone: `set_train` would also set the layers in it
+                layer.add_flags(training=False)
+            yield
+        finally:
+            for layer, mode in zip(self.layers, modes):
+                layer.add_flags(training=mode)
 
 
 def evaluating(network: nn.Cell) -> Optional[tuple[str, nn.Cell]]:

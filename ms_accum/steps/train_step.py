@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
 import mindspore as ms
+import numpy as np
 from mindspore import nn
 
 from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number, with_options_of
@@ -21,6 +23,7 @@ from ..core.optimizers import cells_of, checked_parameters, require_rates, requi
 from ..core.precision import warn_of_lost_gradients
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain, require_unsharded
+from ..distributed.ranks import computes_nothing
 from ..mindspore_api import Dataset, PrimitiveWithInfer
 from ..tensors import require_trainable
 from .batch import (
@@ -102,7 +105,7 @@ class TrainStep(Uncopied):
             warn_if_idle(accumulator.optimizer)
         if pieces > 1:
             warn_of_lost_gradients(self.window.buffers[0].dtype, self.window.length.longest, pieces)
-        self.pieces, self.batch_axis = pieces, batch_axis
+        self.pieces, self.batch_axis, self._losses = pieces, batch_axis, 1
         self._updated: Optional[bool] = False  # None: a call is under way, or was interrupted
         self._before = 0  # updates before the last call
         self._functions, self._graphs_for, self._shapes, self._counts = functions, graphs_for, shapes, counts
@@ -238,6 +241,64 @@ class TrainStep(Uncopied):
         require_python("a train step")
         return self._train(*self._prepared(batch, named))
 
+    def evaluate(self, batches: Iterable) -> Union[float, tuple[float, ...]]:
+        """Return the mean loss over a data set: sum of weight * loss / sum of weights, without a backward pass.
+
+            for epoch in range(10):
+                for loss in train_step.epoch(training_data):
+                    ...
+                print(train_step.evaluate(validation_data))
+
+        It is the loss of the undivided data, also where batches differ in size or in tokens: a mean of the batches'
+        means is not. The networks compute in evaluation mode (no Dropout, fixed statistics of BatchNorm); then each
+        layer is in its own mode again. Nothing else changes: an open window, counters and the place in an epoch stay.
+        A batch is cut into as many pieces as in training. It may be called at any time, also in `on_update`.
+
+        With several ranks, every rank has to call it, with its own part of the data, and gets the mean over all ranks.
+        The numbers of batches may differ.
+
+        Args:
+            batches: As in `epoch`.
+
+        Returns:
+            The mean; with several losses, a tuple of their means. Aux is left out. Of `make_grad_cache_step`, it is the
+            mean of the batches' losses, weighted by their samples.
+
+        Warns:
+            UserWarning: If a network that is trained was not found, so that its mode is not changed.
+
+        Raises:
+            TypeError, ValueError: As in a call; ValueError if there is no batch, or all weights are 0.
+            RuntimeError: If a parameter was given new memory; if another rank failed, or called something else.
+        """
+        require_python("evaluate of a train step")
+        require_batched(batches)
+        self.boundary.require_same_memory()
+        count, *sums = self.window.exchange.evaluated(partial(self._evaluated, batches)).tolist()
+        totals, weights = sums[:self._losses], sums[self._losses:]
+        if not computes_nothing():
+            require_weights(int(count), weights)
+        means = tuple(total / (weight or 1.0) for total, weight in zip(totals, weights))
+        return means if self._losses > 1 else means[0]
+
+    def _evaluated(self, batches: Iterable) -> np.ndarray:
+        """Return the number of batches, and their sums; see `Pieces.evaluated`."""
+        sums = np.zeros(1 + 2 * self._losses)
+        with self._watched().evaluation():
+            for arguments, named in map(as_arguments, batches):
+                key, batch = self._prepared(arguments, named)
+                try:
+                    graphs, began = self._graphs_of(key, True), perf_counter()
+                    sums += [1.0, *graphs.evaluated(*batch)]
+                except Exception as error:
+                    self._name_columns(error, key, batch)
+                    self._forget_graphs()
+                    raise
+                shapes = self._shapes_of(graphs, batch)
+                if shapes not in self._shapes.compiled and not self.eager:
+                    self._shapes.note(shapes, perf_counter() - began)
+        return sums
+
     def status(self) -> Status:
         """Return the accumulator's counters in one read, which waits for the device."""
         return self.boundary.status()
@@ -299,26 +360,36 @@ class TrainStep(Uncopied):
         # One graph for each layout: to pass samples and cut as arguments would cost 16 us a call.
         return (*layout(batch, self.batch_axis, self.eager), names), batch
 
-    def _graphs_of(self, key: tuple) -> Pieces:
-        """Return the graphs for batches of this layout, in the network's mode. The first sets the unit of weights."""
+    def _watched(self) -> TrainMode:
+        """Return the mode of the networks that the functions use."""
+        if self._mode is None:
+            self._mode = TrainMode(self._functions, self.window.weights, self.eager)
+        return self._mode
+
+    def _graphs_of(self, key: tuple, evaluates: bool = False) -> Pieces:
+        """Return the graphs for batches of this layout, in the network's mode. The first sets the unit of weights.
+
+        `evaluates`: whether they are for an evaluation, which sets nothing.
+        """
         if self.boundary.eager != self.eager:  # not earlier: `repr` must compile nothing while MindSpore compiles
             self.boundary.run_as(self.eager)
         if self.eager:
             require_op_by_op()
-        if self._mode is None:
-            self._mode = TrainMode(self._functions, self.window.weights, self.eager)
-        mode = tuple([layer.training for layer in self._mode.layers])
-        compiled_for = key, mode
+        watched = self._watched()
+        mode = tuple([layer.training for layer in watched.layers])
+        compiled_for = key, mode, evaluates
         if compiled_for not in self._graphs:
             require_unsharded()
             require_same_parameters(self._functions, self.window.optimizer)
-            self._mode.require_trained_network()
-            self._mode.warn_if_evaluating(mode)
+            watched.require_trained_network()
+            if not evaluates:
+                watched.warn_if_evaluating(mode)
             if not (self.eager or self._graphs):
-                self._shapes.warn_if_ignored(self._mode.layers, len(key[1]), key[2])
-            if key[0]:
+                self._shapes.warn_if_ignored(watched.layers, len(key[1]), key[2])
+            if key[0] and not evaluates:
                 self._fix_unit(key[0])
-            alike = self._shapes.key_of(*key), mode  # of all numbers of samples, if that is declared as dynamic
+            # Of all numbers of samples, if that is declared as dynamic.
+            alike = compiled_for if evaluates else (self._shapes.key_of(*key), mode, evaluates)
             if alike not in self._graphs:
                 self._graphs[alike] = self._graphs_for(*key)
             self._graphs[compiled_for] = self._graphs[alike]
@@ -333,8 +404,7 @@ class TrainStep(Uncopied):
         self._updated = False
         try:
             graphs = self._graphs_of(key)
-            # Graphs are compiled for each shape, unless it is declared as dynamic.
-            shapes = tuple([getattr(value, "shape", None) for value in batch]) if graphs.inputs is None else id(graphs)
+            shapes = self._shapes_of(graphs, batch)
             missing = self.boundary.begin(missing)
             self._updated, self._before = None, self.boundary.updates
             # A window of one microbatch needs no buffers. For others, one graph that adds the last microbatch and
@@ -346,11 +416,19 @@ class TrainStep(Uncopied):
                 self._shapes.note(shapes, perf_counter() - began)
             self._updated = self.boundary.end(missing, is_alone)
         except Exception as error:
-            columns = len(key[1])
-            name_columns(error, batch[-columns:], columns_of(self._functions[0], columns, key[2]), self.window.weights)
+            self._name_columns(error, key, batch)
             self._explain(error)
             raise
         return result
+
+    def _shapes_of(self, graphs: Pieces, batch: tuple) -> object:
+        """Return what graphs are compiled for: each shape of a batch, unless it is declared as dynamic."""
+        return id(graphs) if graphs.inputs is not None else tuple([getattr(value, "shape", None) for value in batch])
+
+    def _name_columns(self, error: Exception, key: tuple, batch: tuple) -> None:
+        """See `name_columns`."""
+        columns = len(key[1])
+        name_columns(error, batch[-columns:], columns_of(self._functions[0], columns, key[2]), self.window.weights)
 
     def _explain(self, error: Exception) -> None:
         """Forget all graphs, and raise an error that names the cause, if it is known; see `explain`."""
@@ -546,6 +624,17 @@ def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None,
         raise ValueError(f'the accumulator has reduction={reduction!r}, expected "mean": a train step and a cell do '
                          'not divide the loss, so a sum of N gradients is N times too large; give reduction="mean"')
     return optimizer
+
+
+def require_weights(batches: int, weights: list[float]) -> None:
+    """Raise ValueError if there is no mean over so many batches with these sums of weights."""
+    if batches == 0:
+        raise ValueError("evaluate got no batch, expected at least one; give batches again for each evaluation: an "
+                         "iterator or a generator that was read before is used up")
+    if 0 in weights:
+        of = f" of loss {weights.index(0)} (counted from 0)" if len(weights) > 1 else ""
+        raise ValueError(f"the weights{of} in all {batches} batches are 0, so there is no mean; look for a mask or an "
+                         "ignore index that leaves nothing to count")
 
 
 def without_first(skip: int, batches: Iterable) -> Iterable:

@@ -12,7 +12,7 @@ from support.rank_cases import LAUNCHES, dealt_out, every, microbatches, said_by
 from ms_accum import Accumulator, DataParallel, load_checkpoint
 from ms_accum.distributed.ranks import raise_if_left_alone
 from ms_accum.selftest.comparing import difference, values
-from ms_accum.selftest.networks import MLP
+from ms_accum.selftest.networks import MLP, mean_loss, tensors
 from ms_accum.steps.errors import explain
 
 pytest_plugins = ["support.launch"]
@@ -68,6 +68,23 @@ def test_ranks_with_uneven_data_go_on_in_the_middle_of_an_epoch(left_by, launch,
         assert off == [0, 0, 0]
         assert again > 1e-3
         assert without > 1e-3
+
+
+def test_ranks_evaluate_together(left_by):
+    """With uneven data. Control: the mean of the ranks' means. If one fails, or makes another call, all say so."""
+    found = left_by("evaluated")
+    network = MLP(seed=0)
+    for name, ranks in (("all", (0, 1)), ("again", (0, 1)), ("rank 0", (0,))):
+        data = [np.concatenate(column) for column in zip(*(b for rank in ranks for b in microbatches(rank, True)))]
+        expected = float(mean_loss(network)(*tensors(*data)))
+        assert [abs(of_rank[name] - expected) < 1e-6 for of_rank in found] == [True, True]
+    assert abs(np.mean([of_rank["own"] for of_rank in found]) - found[0]["all"]) > 1e-3
+    assert [of_rank["held"] for of_rank in found] == [[1, 1], [1, 1]]
+    assert all(of_rank["none"].startswith("ValueError: evaluate got no batch") for of_rank in found)
+    assert [of_rank["broken"] for of_rank in found] == [f"RuntimeError: {OTHER_RANK}", "OSError: no such file"]
+    for of_rank in found:
+        assert re.match("RanksDiffer: ranks made different calls, .* rank 1 evaluates with accumulator",
+                        of_rank["other"]), of_rank["other"]
 
 
 def test_an_exchange_is_refused_where_mindspore_has_come_to_shard(left_by):

@@ -100,8 +100,8 @@ _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
                  "traffic:microbatch", "refusals", "apart", "sharded_later", "followed:jit",
-                 "empty", "returned", "left_early", "left_inside", "saved_on_update", "unmatched", "built_again",
-                 "failing"]),
+                 "empty", "returned", "left_early", "left_inside", "saved_on_update", "evaluated", "unmatched",
+                 "built_again", "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
                    "zero_model", "selftest"]),
     "scripts": (2, ["mnist", "mnist_zero"]),
@@ -192,6 +192,28 @@ def step_of(sync, accumulate_step, seed):
     network = MLP(seed=seed)
     acc = accumulator(network, partial(nn.Momentum, momentum=0.9), sync, accumulate_step=accumulate_step)
     return network, make_train_step(mean_loss(network), acc)
+
+
+def evaluated(rank):
+    """The mean loss of all ranks' data in an open window, of which nothing changes; what ranks say that do not agree.
+
+    Rank 0 has 7 batches, rank 1 has 4, or none.
+    """
+    network, step = step_of("window", 2, 0)
+    data = microbatches(rank, uneven=True)
+    step(*data[0])
+    before = step.status().mini_step
+
+    def broken():
+        yield data[0]
+        if rank == 1:
+            raise OSError("no such file")
+
+    found = {"all": step.evaluate(data), "rank 0": step.evaluate(data if rank == 0 else []),
+             "none": said_by(step.evaluate, []), "broken": said_by(lambda: step.evaluate(broken())),
+             "again": step.evaluate(data), "held": [before, step.status().mini_step]}
+    means = [float(mean_loss(network)(*tensors(*batch))) for batch in data]
+    return {**found, "own": np.mean(means), "other": said_by(lambda: step.evaluate(data) if rank else step.flush())}
 
 
 def damaged(rank):

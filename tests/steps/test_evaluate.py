@@ -1,0 +1,308 @@
+"""Evaluation: the loss of the undivided data, in evaluation mode, and nothing else changes."""
+import warnings
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+from support.modes import running
+from support.training import LOSS, sgd, step_of
+
+from ms_accum import make_grad_cache_step, make_train_step
+from ms_accum.core.optimizers import state_of
+from ms_accum.selftest.comparing import values
+from ms_accum.selftest.networks import MLP, NO_TARGET, Encoder, TargetLoss, batches, contrastive_loss, targets, tensors
+
+pytestmark = pytest.mark.core
+
+SIZES = (6, 4, 0, 7)  # of batches; one is empty
+MODE = pytest.mark.parametrize("mode", ["graph", "pynative"])
+RUN = pytest.mark.parametrize("way", ["graph", "pynative", "eager"])
+FEW = pytest.mark.parametrize("way", ["graph", "eager"])
+
+
+def network_with_modes(dropout=0.5):
+    """One with Dropout, and two BatchNorms, one of which is in evaluation mode in training, too."""
+    network = nn.SequentialCell(MLP(hidden=6, classes=8), nn.BatchNorm1d(8), nn.Dropout(p=dropout),
+                                nn.BatchNorm1d(8),
+                                nn.Dense(8, 3, weight_init=Tensor(np.eye(3, 8), ms.float32), bias_init="zeros"))
+    network[1].moving_mean.set_data(Tensor(np.arange(8) / 8, ms.float32))
+    return set_modes(network)
+
+
+def set_modes(network):
+    """Those of training."""
+    network.set_train()
+    network[3].set_train(False)
+    return network
+
+
+def data_of(sizes=SIZES, seed=1):
+    """Batches of which some targets do not count; the data as a whole."""
+    data = [(x.astype(np.float32), y.astype(np.int32)) for x, y in batches(sizes, seed=seed)]
+    for i, (_, y) in enumerate(data):
+        y[:i] = NO_TARGET
+    return data, tensors(*map(np.concatenate, zip(*data)))
+
+
+def mean(network):
+    def forward_fn(x, y):
+        return LOSS(network(x), ops.maximum(y, 0))
+    return forward_fn, {}
+
+
+def in_pieces(network):
+    return mean(network)[0], {"pieces": 3}
+
+
+def with_aux(network):
+    def forward_fn(x, y):
+        return LOSS(network(x), ops.maximum(y, 0)), x.sum(-1)
+    return forward_fn, {"has_aux": True, "pieces": 2}
+
+
+def tokens(network):
+    def forward_fn(x, y):
+        return ops.cross_entropy(network(x), y, ignore_index=NO_TARGET)
+    return forward_fn, {"weight_fn": targets}
+
+
+def summed(network):
+    def forward_fn(x, y):
+        return ops.cross_entropy(network(x), y, ignore_index=NO_TARGET, reduction="sum")
+    return forward_fn, {"weight_fn": targets, "loss_reduction": "sum", "pieces": 2}
+
+
+CASES = [mean, in_pieces, with_aux, tokens, summed]
+
+
+def step_for(case, network, way="jit", accumulate_step=2, **options):
+    forward_fn, given = case(network)
+    return make_train_step(forward_fn, nn.Momentum(network.trainable_params(), 0.1, 0.9), accumulate_step,
+                           eager=way == "eager", **given, **options)
+
+
+def loss_of(case, network, batch):
+    """What the case returns for a batch, in the network's mode."""
+    loss = case(network)[0](*batch)
+    return float(loss[0] if case is with_aux else loss)
+
+
+def expected_of(case, network, whole):
+    """The loss of the whole data, by MindSpore alone, in evaluation mode."""
+    network.set_train(False)
+    loss = loss_of(case, network, whole)
+    set_modes(network)
+    return loss / int(targets(*whole)) if case is summed else loss
+
+
+def state_in(network, step):
+    """All that training changes, to be compared bit by bit."""
+    return [p.asnumpy().tobytes() for p in (*network.get_parameters(), *step.accumulator.parameters,
+                                            *(state for _, state in state_of(step.accumulator.optimizer)))]
+
+
+@RUN
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_loss_of_the_undivided_data_in_evaluation_mode(case, way):
+    """By MindSpore alone. Controls: the mean of the batches' means, and the loss of the same data in training mode."""
+    with running("pynative" if way == "eager" else way):
+        network, (data, whole) = network_with_modes(), data_of()
+        step = step_for(case, network, way)
+        modes = [layer.training for _, layer in network.cells_and_names()]
+        expected = expected_of(case, network, whole)
+        loss = step.evaluate(data)
+        assert type(loss) is float
+        assert abs(loss - expected) < 1e-6 * expected
+        assert [layer.training for _, layer in network.cells_and_names()] == modes
+        means = [step.evaluate([batch]) for batch in data if len(batch[0])]
+        assert abs(np.mean(means) - expected) > 1e-3 * expected
+        second = tensors(*data[1])
+        in_training = loss_of(case, network, second) / (int(targets(*second)) if case is summed else 1)
+        assert abs(in_training - means[1]) > 1e-3 * expected
+
+
+@FEW
+@pytest.mark.parametrize("case", [mean, summed])
+def test_nothing_else_changes(case, way):
+    """Bit by bit: an open window, its unit, counters, state; then training goes on as if nothing had been. Also before
+    the first microbatch, and in `on_update`. Control: one more microbatch, and statistics that training moves.
+    """
+    with running("pynative" if way == "eager" else way):
+        ends, (data, _) = [], data_of((6, 4, 6, 8, 4))
+        for evaluates in (False, True):
+            network = network_with_modes(dropout=0.0)  # it draws what nobody can repeat
+            step = step_for(case, network, way, clip_norm=1.0)
+            losses = []
+
+            def evaluate(step=step, losses=losses):
+                losses.append(step.evaluate(data_of(seed=2)[0]))
+
+            if evaluates:
+                step.on_update(evaluate)
+                evaluate()
+            for _ in step.epoch(data):
+                if evaluates:
+                    before, status, updated = state_in(network, step), step.status(), step.updated
+                    evaluate()
+                    assert state_in(network, step) == before
+                    assert (repr(step.status()), step.updated, step.trained) == (repr(status), updated, status.trained)
+            assert step.status().update_step == 3
+            ends.append(state_in(network, step))
+            assert len(losses) == 9 * evaluates
+            assert np.isfinite(losses).all()
+            assert (losses[:1] != losses[-1:]) is evaluates
+            moved = state_in(network, step)
+            step(*data[0])
+            assert moved != state_in(network, step)
+        assert ends[0] == ends[1]
+
+
+@MODE
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("weighs", [False, True])
+def test_several_losses_have_a_mean_each(weighs, pieces, mode):
+    """Control: the second loss is not the mean over all samples."""
+    with running(mode):
+        network, (data, (x, y)) = network_with_modes(), data_of()
+
+        def forward_fn(x, y):
+            logits = network(x)
+            counts = (y != NO_TARGET).astype(ms.float32)
+            squares = ops.square(logits).sum(-1)
+            return LOSS(logits, ops.maximum(y, 0)), ((squares * counts).sum() / counts.sum() if weighs
+                                                     else squares.mean())
+
+        def counts(x, y):
+            return x.shape[0], targets(x, y)
+
+        step = make_train_step(forward_fn, sgd(network), 2, losses=2, pieces=pieces,
+                               weight_fn=counts if weighs else None)
+        found = step.evaluate(data)
+        network.set_train(False)
+        squares = (network(x).asnumpy() ** 2).sum(-1)
+        counted = squares[y.asnumpy() != NO_TARGET] if weighs else squares
+        assert abs(found[0] - float(LOSS(network(x), ops.maximum(y, 0)))) < 1e-6
+        assert abs(found[1] / counted.mean() - 1) < 1e-6
+        assert weighs == (abs(found[1] / squares.mean() - 1) > 1e-3)
+        if weighs:
+            with pytest.raises(ValueError, match=r"weights of loss 1 \(counted from 0\) in all 1 batches are 0"):
+                step.evaluate([(data[0][0], np.full(6, NO_TARGET, np.int32))])
+
+
+@MODE
+def test_a_loss_over_the_batch_is_that_of_the_whole_batch(mode):
+    """Control: the mean of the pieces' losses, which have fewer negatives."""
+    rng = np.random.default_rng(3)
+    data = [tuple(rng.normal(size=(n, 6)).astype(np.float32) for _ in range(2)) for n in (6, 4)]
+    with running(mode):
+        network = MLP()
+        encode = Encoder(network)
+        step = make_grad_cache_step(encode, contrastive_loss, sgd(network), 1, pieces=2)
+        losses = [float(contrastive_loss(*encode(*map(Tensor, batch)))) for batch in data]
+        mean_of_both = np.average(losses, weights=[6, 4])
+        assert abs(step.evaluate([*data, tuple(part[:0] for part in data[0])]) - mean_of_both) < 1e-6
+        halves = [tuple(part[i:i + 3] for part in data[0]) for i in (0, 3)]
+        assert abs(step.evaluate(halves) - losses[0]) > 1e-2
+
+
+@MODE
+def test_batches_are_those_of_an_epoch(mode):
+    """Named ones, datasets; declared dynamic shapes of which one graph takes all."""
+    data, whole = data_of((4, 4, 4))
+    with running(mode):
+        network = MLP()
+        step = step_for(tokens, network)
+        loss = step.evaluate(data)
+        assert step.evaluate([{"y": y, "x": x} for x, y in data]) == loss
+        dataset = ms.dataset.NumpySlicesDataset(dict(zip("xy", map(Tensor.asnumpy, whole))), shuffle=False)
+        assert abs(step.evaluate(dataset.batch(6)) - loss) < 1e-6
+        with pytest.raises(ValueError, match="yields samples of NumpySlicesDataset one by one"):
+            step.evaluate(dataset)
+        with pytest.raises(TypeError, match="batches is a dict"):
+            step.evaluate({"x": data[0][0], "y": data[0][1]})
+
+        lengths = TargetLoss(network)
+        lengths.set_inputs(Tensor(shape=(2, None, 6), dtype=ms.float32), Tensor(shape=(2, None), dtype=ms.int32))
+        dynamic = make_train_step(lengths, sgd(network), 1, weight_fn=targets)
+        cut = [(x.reshape(2, -1, 6)[:, :n], y.reshape(2, -1)[:, :n]) for n, (x, y) in zip((2, 1, 2), data)]
+        plain = make_train_step(TargetLoss(network), sgd(network), 1, weight_fn=targets)
+        assert abs(dynamic.evaluate(cut) - plain.evaluate(cut)) < 1e-6
+        if mode != "pynative":
+            assert "1 compiled shape)" in repr(dynamic)
+            assert "2 compiled shapes)" in repr(plain)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_no_batch_and_no_weight_are_refused():
+    data = data_of((4, 3))[0]
+    step, used = step_for(tokens, MLP()), iter(data)
+    assert step.evaluate(used) > 0
+    for empty in (used, []):
+        with pytest.raises(ValueError, match=r"evaluate got no batch, .* used up"):
+            step.evaluate(empty)
+    with pytest.raises(ValueError, match=r"the weights in all 2 batches are 0, so there is no mean; look for a mask"):
+        step.evaluate([(x, np.full_like(y, NO_TARGET)) for x, y in data])
+    assert step.status().trained == 0
+
+
+@FEW
+@pytest.mark.parametrize("where", ["data", "forward"])
+def test_after_an_error_modes_are_those_before_and_the_next_evaluation_is_right(where, way):
+    with running("pynative" if way == "eager" else way):
+        network, (data, _) = network_with_modes(), data_of((6, 4))
+        step = step_for(mean, network, way)
+        loss = step.evaluate(data)
+        step(*data[0])
+        modes = [layer.training for _, layer in network.cells_and_names()]
+
+        def failing():
+            yield data[0]
+            if where == "data":
+                raise OSError("no such file")
+            yield data[0][0][:, :5], data[0][1]
+
+        status = step.status()
+        with pytest.raises(OSError if where == "data" else ValueError):
+            step.evaluate(failing())
+        assert [layer.training for _, layer in network.cells_and_names()] == modes
+        assert True in modes
+        assert repr(step.status()) == repr(status)
+        assert step.evaluate(data) != loss or way != "eager"  # BatchNorm has moved
+        assert step.flush()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_network_that_is_not_found_is_warned_of():
+    """Its mode cannot be changed. Control: one that is found."""
+    network = network_with_modes()
+    hidden = {"it": iter([network])}
+    kept = [*hidden["it"]]
+
+    class Opaque:
+        __slots__ = ()
+
+        def __call__(self, x, y):
+            return LOSS(globals()["_kept"](x), y)
+
+    globals()["_kept"] = kept[0]
+    data = [tensors(x, y) for x, y in batches((4, 3))]
+    for step, times in ((make_train_step(Opaque(), sgd(network), 1, eager=True), 1), (step_of(), 0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step.evaluate(data)
+        assert sum("was found, so evaluate computes" in str(warning.message) for warning in caught) == times
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_weights_that_were_replaced_behind_its_back_are_refused():
+    """A compiled graph keeps the old ones. Control: before, it is right."""
+    network, (data, _) = MLP(), data_of((4,))
+    step = step_for(tokens, network)
+    step(*data[0])
+    step.evaluate(data)
+    ms.load_param_into_net(network, {p.name: ms.Parameter(p.asnumpy() + 1, name=p.name)
+                                     for p in network.get_parameters()})
+    with pytest.raises(RuntimeError, match="was given new memory"):
+        step.evaluate(data)
+    assert len(values(network.trainable_params())) == 4
