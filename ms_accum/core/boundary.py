@@ -42,6 +42,7 @@ from ..mindspore_api import address_of
 from ..tensors import require_trainable
 from .facts import given_to
 from .notes import register
+from .optimizers import follow_rates
 from .window import UPDATING
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class Boundary:
             a cell does not count.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
         eager: Whether the host runs op by op.
+        generation: How often all graphs were forgotten.
         has_own_graphs: Whether a train step compiles all graphs that hold the window, so that they go with the step.
     """
 
@@ -160,6 +162,7 @@ class Boundary:
         self._is_exact = not (window.may_skip or window.may_drop) and window.length.budget is None
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
         self.eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
+        self.generation = 0
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
         self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
@@ -188,6 +191,7 @@ class Boundary:
     def forget_graphs(self) -> None:
         """Compile again: a graph in which a kernel has failed fails in all later calls (MindSpore 2.10)."""
         self._graphs = {}
+        self.generation += 1
 
     @property
     def is_known(self) -> bool:
@@ -640,6 +644,8 @@ class Boundary:
         ops.assign(window.empty_windows, 0)  # older files do not hold it
         yield  # no `finally`: after an error, the mark has to stay
         window.adopt(float(window.weight_unit))
+        if follow_rates(window.optimizer):
+            self.forget_graphs()
         ops.assign(window.unfinished, 0)
         self.note_saved()
         self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, int(window.place[1]))

@@ -9,17 +9,18 @@ from dis import get_instructions
 from functools import partial
 from inspect import isfunction, unwrap
 from itertools import chain
-from math import prod
+from math import inf, nan, prod
 from numbers import Number, Real
 from types import CodeType, MethodType, ModuleType
-from typing import Any, Union
+from typing import Any, Union, cast
 from warnings import warn
 from weakref import ref
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
+from ..arguments import number
 from ..distributed.zero import whole_of, whole_parameters
 from ..mindspore_api import LearningRateSchedule
 from ..tensors import FLOATS, require_trainable
@@ -33,6 +34,11 @@ _DEEPEST = 4  # attributes of attributes: self.a.b.c.network
 _MOST = 100_000  # values that are looked into
 _PLAIN = (type(None), str, bytes, Number, np.ndarray, Tensor)  # which hold nothing
 _named_by: dict[str, ref] = {}
+_UNKNOWN = ("{} has neither a learning_rate nor param_groups, expected an optimizer with a learning rate; give it an "
+            "attribute learning_rate, a Parameter of shape ()")
+_SCHEDULED = ("the learning rate of {} is a {}: each update computes it from the update count, so it cannot be set; "
+              "build the optimizer with a number, e.g. learning_rate={:g}, and set that; or save_checkpoint, build the "
+              "optimizer with another schedule or list, and load_checkpoint")
 
 
 def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Parameter, ...]:
@@ -230,6 +236,80 @@ def rates_of(optimizer: object) -> dict[str, Parameter]:
                 _IN_SCHEDULE.match(place)):
             found[name] = parameter
     return found
+
+
+def rates_in(optimizer: Any) -> list[Any]:
+    """Return the learning rates of an optimizer in the order of its groups: Parameters, numbers or schedules.
+
+    Of MindSpore's `nn` optimizers, all groups without a rate of their own have one together.
+    """
+    optimizer = optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
+    groups = getattr(optimizer, "param_groups", None)  # of `mindspore.experimental.optim` and `mindspore.mint.optim`
+    if groups:  # `mint.optim.SGD` updates with "lr_float", a number, and a new value of "lr" has no effect (2.10)
+        return [group.get("lr_float", group["lr"]) for group in groups]
+    rates = getattr(optimizer, "learning_rate", ())
+    rates = rates if isinstance(rates, (list, tuple, nn.CellList)) else [rates]
+    return [*{id(rate): rate for rate in rates}.values()]  # a group's rate is listed once for each of its parameters
+
+
+def rates_at(optimizer: Any, offset: int = 0) -> tuple[float, ...]:
+    """Return the learning rates of the next update; with `offset` -1 those of the last one, NaN before the first.
+
+    Raise ValueError if a list of rates has none for the next update.
+    """
+    if offset == 0:
+        require_rates(optimizer)
+    return tuple(_rate_at(rate, optimizer, offset) for rate in rates_in(optimizer))
+
+
+def _rate_at(rate: Any, optimizer: Any, offset: int) -> float:
+    if not isinstance(rate, nn.Cell):
+        return float(rate)
+    updates = int(optimizer.global_step) + offset
+    return float(rate(Tensor([updates], ms.int32)).reshape(())) if updates >= 0 else nan
+
+
+def next_rates(optimizer: Any) -> Union[float, tuple[float, ...]]:
+    """Return the learning rate of the next update; several in a tuple. Raise ValueError if it is unknown."""
+    rates = rates_at(optimizer)
+    if not rates:
+        raise ValueError(_UNKNOWN.format(type(optimizer).__name__))
+    return rates if len(rates) > 1 else rates[0]
+
+
+def set_rates(optimizer: Any, given: Any) -> bool:
+    """Set the learning rates: one number for all, or one for each. Return whether graphs must be compiled again.
+
+    Raise TypeError or ValueError, before anything is set, if there is a schedule or a list of rates, or numbers do not
+    fit.
+    """
+    rates, before = rates_in(optimizer), next_rates(optimizer)
+    name, scheduled = type(optimizer).__name__, [rate.cls_name for rate in rates if isinstance(rate, nn.Cell)]
+    if scheduled:  # `_ConvertToCell` wraps a number beside schedules of other groups
+        kind = next((each for each in scheduled if each != "_ConvertToCell"), "")
+        kind = "list of rates" if kind == "_IteratorLearningRate" else f"schedule ({kind})"
+        raise ValueError(_SCHEDULED.format(name, kind, np.ravel(before)[0]))
+    values = [*given] if isinstance(given, (list, tuple)) else [given] * len(rates)
+    if len(values) != len(rates):
+        raise ValueError(f"learning_rate is {len(values)} numbers, expected one for each of the {len(rates)} rates "
+                         f"of {name}, or one number for all")
+    values = [number("learning_rate", value, lambda rate: 0 <= rate < inf, "a finite number >= 0") for value in values]
+    is_constant = follow_rates(optimizer, always=True)
+    for rate, value in zip(rates_in(optimizer), values):
+        ops.assign(cast(Parameter, rate), Tensor(value, rate.dtype))
+    return is_constant
+
+
+def follow_rates(optimizer: Any, always: bool = False) -> bool:
+    """Let `mint.optim.SGD` update with its Parameter "lr" where it has another value than the constant in its graphs.
+
+    Return whether graphs must be compiled again. `always`: also if the values are equal.
+    """
+    constant = [group for group in getattr(optimizer, "param_groups", ()) if isinstance(group.get("lr_float"), Real)]
+    constant = [group for group in constant if always or np.float32(group["lr_float"]) != group["lr"].asnumpy()]
+    for group in constant:
+        group["lr_float"] = group["lr"]
+    return bool(constant)
 
 
 def divided_state(optimizer: object) -> dict[int, Parameter]:

@@ -8,14 +8,13 @@ from functools import partialmethod
 from math import nan
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
 
 from ..arguments import instance_of
 from ..core.boundary import Logged
-from ..core.optimizers import require_rates
+from ..core.optimizers import rates_at, require_rates
 from ..steps.batch import require_batched
 from ..tensors import require_trainable
 from .cell import TrainOneStepCell
@@ -481,21 +480,5 @@ def _learning_rate(optimizer: nn.Cell) -> Optional[bytes]:
 
 def _rates_of_last_update(optimizer: nn.Cell) -> dict[str, float]:
     """Return the learning rate of the last update by column, one for each group; empty if it is unknown."""
-    groups = getattr(optimizer, "param_groups", None)  # of `mindspore.mint.optim`
-    # `mint.optim.SGD` updates with "lr_float", and a new value of "lr" has no effect (2.10).
-    rates = [group.get("lr_float", group["lr"]) for group in groups] if groups else getattr(
-        optimizer, "learning_rate", None)
-    if rates is None:
-        return {}
-    rates = rates if isinstance(rates, (list, tuple, nn.CellList)) else [rates]
-    # MindSpore's own optimizers list the rate of a group once for each of its parameters.
-    values = [_last_of(rate, optimizer) for rate in {id(rate): rate for rate in rates}.values()]
+    values = rates_at(optimizer, -1)
     return {f"learning_rate{f'_{i}' * (len(values) > 1)}": value for i, value in enumerate(values)}
-
-
-def _last_of(rate: Any, optimizer: nn.Cell) -> float:
-    """Return the learning rate at the last update, given a number or a schedule of the update count."""
-    if not isinstance(rate, nn.Cell):
-        return float(rate)
-    updates = int(optimizer.global_step)
-    return float(rate(Tensor([updates - 1], ms.int32)).reshape(())) if updates else nan

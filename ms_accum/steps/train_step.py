@@ -19,7 +19,15 @@ from mindspore import nn
 from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.epoch import Epoch, warn_of_no_batch
-from ..core.optimizers import cells_of, checked_parameters, require_rates, require_same_parameters, warn_if_idle
+from ..core.optimizers import (
+    cells_of,
+    checked_parameters,
+    next_rates,
+    require_rates,
+    require_same_parameters,
+    set_rates,
+    warn_if_idle,
+)
 from ..core.precision import warn_of_lost_gradients
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain, require_unsharded
@@ -138,6 +146,27 @@ class TrainStep(Uncopied):
     def epochs(self) -> int:
         """Return the number of epochs that were finished, or left early before the next. It is part of a checkpoint."""
         return self.status().epochs
+
+    @property
+    def learning_rate(self) -> Union[float, tuple[float, ...]]:
+        """Return the learning rate of the next update, also of a schedule or a list; or set it, at any time.
+
+            train_step.learning_rate *= 0.1
+
+        If groups of parameters have rates of their own, it is a tuple in the order of the groups. (In MindSpore's `nn`
+        optimizers, groups without one share a rate.) Set a tuple, or one number for all. A rate that was set is part of
+        a checkpoint. With several ranks, set the same on all of them. It waits for the device.
+
+        Raises:
+            TypeError, ValueError: If what is set is not a number >= 0, or a tuple of as many; if it is set for a
+                schedule or a list of rates; if it is read where a list is used up, or the optimizer has none.
+        """
+        return next_rates(self.accumulator.optimizer)
+
+    @learning_rate.setter
+    def learning_rate(self, rate: Union[float, tuple[float, ...]]) -> None:
+        if set_rates(self.accumulator.optimizer, rate):
+            self._forget_graphs()
 
     def epoch(self, batches: Iterable, resume: Optional[bool] = None) -> Iterator[Any]:
         """Train on each batch, yield its loss, and apply the incomplete last window.
@@ -377,7 +406,7 @@ class TrainStep(Uncopied):
             require_op_by_op()
         watched = self._watched()
         mode = tuple([layer.training for layer in watched.layers])
-        compiled_for = key, mode, evaluates
+        compiled_for = key, mode, evaluates, self.boundary.generation
         if compiled_for not in self._graphs:
             require_unsharded()
             require_same_parameters(self._functions, self.window.optimizer)
@@ -389,7 +418,7 @@ class TrainStep(Uncopied):
             if key[0] and not evaluates:
                 self._fix_unit(key[0])
             # Of all numbers of samples, if that is declared as dynamic.
-            alike = compiled_for if evaluates else (self._shapes.key_of(*key), mode, evaluates)
+            alike = compiled_for if evaluates else (self._shapes.key_of(*key), *compiled_for[1:])
             if alike not in self._graphs:
                 self._graphs[alike] = self._graphs_for(*key)
             self._graphs[compiled_for] = self._graphs[alike]

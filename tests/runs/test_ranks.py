@@ -70,9 +70,10 @@ def test_ranks_with_uneven_data_go_on_in_the_middle_of_an_epoch(left_by, launch,
         assert without > 1e-3
 
 
-def test_ranks_evaluate_together(left_by):
+@every("evaluated")
+def test_ranks_evaluate_together(left_by, launch, case):
     """With uneven data. Control: the mean of the ranks' means. If one fails, or makes another call, all say so."""
-    found = left_by("evaluated")
+    found = left_by(case, launch)
     network = MLP(seed=0)
     for name, ranks in (("all", (0, 1)), ("again", (0, 1)), ("rank 0", (0,))):
         data = [np.concatenate(column) for column in zip(*(b for rank in ranks for b in microbatches(rank, True)))]

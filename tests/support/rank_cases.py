@@ -112,7 +112,7 @@ LAUNCHES = {  # ranks, cases
     "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", "zero_model", *_ZERO_RUNS)]),
     "zero-optimizers": (2, ["zero_checkpoints:jit", "zero_optimizers:jit"]),
     "left": (2, ["left_alone:jit"]),
-    "calls": (2, ["twins", "by_hand", "by_hand:jit"]),
+    "calls": (2, ["evaluated:jit", "twins", "by_hand", "by_hand:jit"]),
     "mixed": (2, ["own_all_reduce"]),
 }
 
