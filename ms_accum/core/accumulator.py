@@ -272,7 +272,7 @@ class Accumulator(Uncopied):
             batches: Any iterable. Batches are yielded as they are.
         """
         require_backward()
-        return Epoch(self._epoch(batches), "accumulator", "batch")
+        return Epoch(self._epoch(batches), "accumulator", "batch", batches)
 
     def _epoch(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
         is_empty = True

@@ -127,7 +127,7 @@ class Logged(NamedTuple):
     Attributes:
         closed: Number of windows closed before it.
         weight: Sum of its weights.
-        losses: For each microbatch, its losses and their weights.
+        losses: For each microbatch, its losses, followed by its named aux, and the weights of the losses.
         trained: Number of microbatches trained in the epoch when it was loaded; -1 if it was not.
     """
 
@@ -372,6 +372,12 @@ class Boundary:
             self.window.reset()
             self.forget()
         return trained
+
+    def place(self, closed: bool) -> int:
+        """Return how many batches an epoch skips if it goes on now; see `begin_epoch`. It reads the device."""
+        status = self.status()
+        again = status.mini_step if closed and not self.window.may_skip else 0
+        return max(status.trained - again, 0)
 
     def note_interrupted(self) -> None:
         """Note that an error or an interrupt has ended a loop over an epoch, which may go on."""

@@ -1,7 +1,7 @@
 """An epoch that someone has to iterate over: warn if nobody does, or if it holds no batch."""
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 from warnings import warn
 
@@ -15,22 +15,40 @@ _EMPTY = ("{}.epoch(batches) got no batch, so nothing was trained; give batches 
 class Epoch(Iterator[Item]):
     """Iterate over what a generator yields. When it is collected without having begun, warn.
 
+    Its length is that of the batches, less those that are skipped; there is none if the batches have none. So a
+    progress bar, `tqdm(epoch)`, knows it.
+
     Args:
         items: The generator.
         owner: What the epoch is of, in code: "train_step" or "accumulator".
         item: What it yields, in code.
+        batches: What is iterated over.
+        skipped: Returns how many of the batches are skipped, if the epoch begins now.
     """
 
     _has_begun = True  # also if an interrupt stops `__init__`
 
-    def __init__(self, items: Generator[Item, Any, Any], owner: str, item: str) -> None:
-        self._items, self._names = items, (owner, item)
+    def __init__(self, items: Generator[Item, Any, Any], owner: str, item: str, batches: Iterable,
+                 skipped: Callable[[], int] = lambda: 0) -> None:
+        self._items, self._names, self._batches, self._skipped = items, (owner, item), batches, skipped
+        self._first = 0
         self._has_begun = False
 
     def __next__(self) -> Item:
         """Return the next item."""
+        if not self._has_begun:
+            self._first = self._skipped()
         self._has_begun = True
         return next(self._items)
+
+    def __len__(self) -> int:
+        """Return the number of items, from the first to the last. Raise TypeError if the batches have no length."""
+        length = len(self._batches)  # type: ignore[arg-type]
+        return max(length - (self._first if self._has_begun else self._skipped()), 0)
+
+    def __bool__(self) -> bool:
+        """Return True, as for other iterators, which have no length."""
+        return True
 
     def close(self) -> None:
         """Leave the epoch, as `break` in a loop does."""

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partialmethod
 from math import nan
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-import numpy as np
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
 
@@ -230,18 +230,24 @@ class WindowLog(Callback):
     training began, the loss is the mean over the microbatches that the log has seen, also before a checkpoint that was
     saved after it saw them. The log reads a few numbers after each microbatch, which waits for the device.
 
+    `seconds` is the time since the row before, or since the log was made, with all that the loop did; and
+    `weight_per_second` is `weight / seconds`: samples, or what `weight_fn` counts.
+
     With several ranks, losses and weights are those of this rank; with `sync="microbatch"` and "node", weights are sums
     over the ranks that exchange each microbatch. A window in which this rank has no microbatches has no row. A rank
     that has run out of data takes part in the windows of the others. If they close in the same flush as this rank's
     last window, then `grad_norm` is NaN in the row of that window. `weight` is NaN, too, if it is a sum over ranks.
 
     Args:
-        to: Path of a CSV file, which is overwritten (give a resumed run another name), or a function of a dict. For
-            TensorBoard: `lambda row: writer.add_scalar("loss", row["loss"], row["update_step"])`.
+        to: Path of a CSV file, which is overwritten (give a resumed run another name), or a function of a dict. The
+            guide's page "Recipes" shows summary files and Weights & Biases.
+        aux: Names of the results of shape `()` in the aux of `forward_fn`, in their order. Each is a column: its mean
+            over the window, weighted as the loss is; with several losses, as the first one.
 
     Raises:
-        TypeError: If `to` is neither a path nor a function.
-        ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
+        TypeError: If `to` is neither a path nor a function, or `aux` is not a tuple of names.
+        ValueError: If aux has another number of results of shape `()`, or a column has the name of another. When
+            training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
         OSError: When training begins, if the file cannot be written.
 
     Source: the loggers of HF Accelerate and Lightning write the same values, once per update.
@@ -262,9 +268,10 @@ class WindowLog(Callback):
         3 2 5.5 4.0
     """
 
-    def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]]) -> None:
+    def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]], *, aux: tuple[str, ...] = ()) -> None:
         super().__init__()
         instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
+        self._aux, self._since = instance_of("aux", aux, (tuple, list), "a tuple of names"), perf_counter()
         self._to: Any = to if callable(to) else os.path.abspath(to)
 
         self._followed: Optional[Accumulator] = None  # in a loop of a user's own
@@ -279,7 +286,7 @@ class WindowLog(Callback):
 
         Args:
             train_step: A step of `make_train_step` or a `TrainOneStepCell`; the same one in all calls.
-            loss: The value that it returned: the loss, or a tuple whose first entry is the loss.
+            loss: The value that it returned: the loss, or `(loss, aux)`.
 
         Raises:
             OSError: At the first call, if the file cannot be written.
@@ -321,6 +328,7 @@ class WindowLog(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator, and begin the file."""
+        self._since = perf_counter()
         self._begin(_one_cell(self, run_context).accumulator)
 
     def _begin(self, accumulator: Accumulator) -> None:
@@ -329,8 +337,9 @@ class WindowLog(Callback):
         self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
         self._taken, self._place, self._trained = True, (0, 0), 0
         self._recall(accumulator.status().trained)
+        row = self._row(0)
         if not callable(self._to):
-            self._write("w", self._row(0))
+            self._write("w", row)
 
     def _came_late(self, status: Status) -> None:
         """Set the state as if the log had begun one microbatch earlier."""
@@ -377,13 +386,25 @@ class WindowLog(Callback):
         weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
         if windows == 0 and weight < self._weight:  # somebody has reset the window since this microbatch
             self._losses = []
-        elif weights:
-            losses = loss[0] if isinstance(loss[0], tuple) else loss
-            self._losses.append((tuple(map(float, losses)), weights))
         else:
-            self._losses.append(((float(loss[0] if isinstance(loss, tuple) else loss),), (weight - self._weight,)))
+            is_first = isinstance(loss, tuple) and (isinstance(loss[0], tuple) or not weights)
+            losses = loss[0] if is_first else loss
+            aux = loss[1] if is_first and len(loss) == 2 else ()  # a cell with a loss scaler returns three values
+            losses = losses if weights else (losses,)
+            weights = weights or (weight - self._weight,)
+            self._losses.append(((*map(float, losses), *self._named(aux)), weights))
         self._weight = weight
         accumulator.boundary.logged = Logged(self._closed, weight, tuple(self._losses))
+
+    def _named(self, aux: Any) -> list[float]:
+        """Return the results of shape `()` in an aux, if they have names. An empty batch has none."""
+        if not self._aux or aux is None:
+            return [nan] * len(self._aux)
+        scalars = [float(value) for value in (aux if isinstance(aux, tuple) else (aux,)) if not value.shape]
+        if len(scalars) != len(self._aux):
+            raise ValueError(f"the step returned {len(scalars)} results of shape () in its aux, expected "
+                             f"{len(self._aux)}: one for each name in aux={self._aux!r} of WindowLog")
+        return scalars
 
     on_train_step_end = on_train_epoch_end = on_train_end = take
 
@@ -394,6 +415,7 @@ class WindowLog(Callback):
         self._closed += windows
         if self._losses or self._accumulator.exchange.ranks == 1:
             row = self._row(windows - 1)
+            self._since += row["seconds"]
             if callable(self._to):
                 self._to(row)
             else:
@@ -411,27 +433,33 @@ class WindowLog(Callback):
         exchange, scaler = accumulator.exchange, accumulator.loss_scaler
         noise_scale: Any = accumulator.noise_scale  # a GradientNoiseScale
         row = {"epoch": self._place[0], "microbatch": self._place[1],
-               "update_step": status.update_step - of_others, "loss": _mean_of(self._losses),
+               "update_step": status.update_step - of_others,
+               "loss": sum(_mean(place, self._losses) for place in range(len((self._losses or [((), ())])[0][1]))),
                "weight": status.window_weight, **_rates_of_last_update(self._optimizer), "grad_norm": status.grad_norm,
                "skipped": status.skipped, "seen": status.seen}
         if self._losses and len(self._losses[0][1]) > 1:
             row.update(weight=sum(weights[0] for _, weights in self._losses))
         if of_others:
             row.update(weight=self._weight if exchange.inside == 1 else nan, grad_norm=nan)
+        seconds = perf_counter() - self._since
+        row.update(seconds=seconds, weight_per_second=row["weight"] / seconds)
         if scaler is not None:
             row["loss_scale"] = float(scaler.scale_value)
         if noise_scale is not None:
             row["noise_scale"] = noise_scale.scale()
+        for place, name in enumerate(self._aux):
+            if name in row:
+                raise ValueError(f"two columns of WindowLog would be called {name}; give aux= other names")
+            row[name] = _mean(place, self._losses, of_aux=True)
         return row
 
 
-def _mean_of(losses: list[tuple[tuple, tuple]]) -> float:
-    """Return the weighted mean over microbatches, summed over the losses; a loss of weight 0 may be NaN."""
-    if not losses:
-        return 0.0
-    values, weights = (np.array(each, np.float64) for each in zip(*losses))
-    totals = np.multiply(values, weights, out=np.zeros_like(weights), where=weights != 0).sum(0)
-    return float((totals / np.where(weights.sum(0) == 0, 1, weights.sum(0))).sum())
+def _mean(place: int, losses: list[tuple[tuple, tuple]], of_aux: bool = False) -> float:
+    """Return the weighted mean of a loss, or of a named aux, over microbatches; one of weight 0 may be NaN."""
+    pairs = [((*values[len(weights) if of_aux else 0:], nan), weights[0 if of_aux else place])
+             for values, weights in losses]
+    total = sum(weight for _, weight in pairs)
+    return sum(values[place] * weight for values, weight in pairs if weight != 0) / (total or 1.0)
 
 
 def _one_cell(callback: Callback, run_context: RunContext) -> TrainOneStepCell:

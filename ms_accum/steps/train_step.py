@@ -199,7 +199,8 @@ class TrainStep(Uncopied):
 
         Yields:
             The loss, or `(loss, aux)`, of each microbatch: Tensors, so that the host need not wait for the device.
-            `float(loss)` waits, and formats.
+            `float(loss)` waits, and formats. `tqdm(train_step.epoch(batches))` shows a progress bar: the epoch has a
+            length if `batches` has one; with `resume=True`, that of the rest.
 
         Raises:
             ValueError: If a `mindspore.dataset` of samples has no batch operation, if a parameter was frozen after the
@@ -210,7 +211,8 @@ class TrainStep(Uncopied):
                 open. Also if called in a compiled function.
         """
         require_python("epoch of a train step")
-        return Epoch(self._epoch(batches, resume), "train_step", "loss")
+        return Epoch(self._epoch(batches, resume), "train_step", "loss", batches,
+                     lambda: self.boundary.place(self._losses > 1) if resume else 0)
 
     def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Generator[Any, None, None]:
         optimizer = self.accumulator.optimizer
@@ -404,7 +406,7 @@ class TrainStep(Uncopied):
             self.boundary.run_as(self.eager)
         if self.eager:
             require_op_by_op()
-        watched = self._watched()
+        watched = self._mode or self._watched()
         mode = tuple([layer.training for layer in watched.layers])
         compiled_for = key, mode, evaluates, self.boundary.generation
         if compiled_for not in self._graphs:

@@ -1,8 +1,10 @@
 """An epoch that nobody iterates over, and one without a batch, are warned of at the user's line."""
 import warnings
+from io import StringIO
 
 import numpy as np
 import pytest
+from mindspore.dataset import NumpySlicesDataset
 from support.training import sgd
 
 from ms_accum import Accumulator, make_train_step
@@ -75,3 +77,47 @@ def test_an_epoch_that_is_resumed_after_its_last_batch_is_not_empty():
     train_step.boundary.note_interrupted()
     assert said(lambda: list(train_step.epoch(BATCHES[:1], resume=True))) == []
     assert train_step.updated
+
+
+@pytest.mark.parametrize("build", [of_a_step, of_several_losses, by_hand])
+def test_an_epoch_has_the_length_of_its_batches(build):
+    """Of a list, a dataset, and a generator, which has none; a progress bar shows it. It is the same to the end."""
+    tqdm = pytest.importorskip("tqdm").tqdm
+    x, y = (np.concatenate(column) for column in zip(*batches([6, 6, 3])))
+    dataset = NumpySlicesDataset({"x": x.astype(np.float32), "y": y.astype(np.int32)}, shuffle=False).batch(6)
+    for data, length in ((BATCHES, 2), (dataset, 3), (BATCHES[:1], 1)):
+        driver = build()
+        epoch = driver.epoch(data)
+        lengths = [len(epoch), *(len(epoch) for _ in epoch), len(epoch)] if build is not by_hand else [len(epoch)]
+        epoch.close()
+        assert lengths == [length] * len(lengths)
+        assert len(lengths) == length + 2 or build is by_hand
+    for data, total in ((BATCHES, 2), ((batch for batch in BATCHES), None)):
+        driver = build()
+        bar = tqdm(driver.epoch(data), file=StringIO())
+        assert bar.total == total
+        if build is not by_hand:
+            assert len([*bar]) == bar.n == 2
+        bar.iterable.close()
+    epoch = build().epoch(batch for batch in BATCHES)
+    with pytest.raises(TypeError, match=r"object of type 'generator' has no len\(\)"):
+        len(epoch)
+    assert epoch
+    epoch.close()
+
+
+@pytest.mark.parametrize(("build", "rest"), [(of_a_step, 1), (of_several_losses, 2)])
+def test_an_epoch_that_goes_on_has_the_length_of_the_rest(build, rest):
+    """With several losses, the open window is trained again. Control: without `resume`, the length is the whole."""
+    driver, data = build(), [*BATCHES, *BATCHES]
+    for _, _ in zip(range(3), driver.epoch(data)):
+        pass
+    driver.boundary.note_interrupted()
+    epoch = driver.epoch(data, resume=True)
+    found = [len(epoch), *(len(epoch) for _ in epoch), len(epoch)]
+    assert found == [rest] * (rest + 2)
+    assert driver.status().update_step == 2
+    for resume in (None, False):
+        epoch = driver.epoch(data, resume=resume)
+        assert len(epoch) == 4
+        epoch.close()

@@ -24,7 +24,16 @@ from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 COLUMNS = ["epoch", "microbatch", "update_step", "loss", "weight", "learning_rate", "grad_norm", "skipped",
-           "seen"]
+           "seen", "seconds", "weight_per_second"]
+
+
+def timeless(row):
+    """The values of a row, without those that depend on the machine, which fit each other."""
+    row = dict(row)
+    seconds, per_second = row.pop("seconds"), row.pop("weight_per_second")
+    assert seconds > 0
+    assert per_second * seconds == pytest.approx(row["weight"])
+    return [*row.values()]
 
 
 class Oracle(reference.Accumulation):
@@ -110,7 +119,7 @@ def rows_and_calls(data):
     train(cell, *callbacks, PerUpdate(inner), outer, epochs=2, data=dataset_of(epoch))
     expected = expected_rows(oracle, 2 * [epoch], acts)
     assert all(list(row) == COLUMNS for row in rows)
-    np.testing.assert_allclose([list(row.values()) for row in rows], expected, rtol=1e-4)
+    np.testing.assert_allclose([timeless(row) for row in rows], expected, rtol=1e-4)
     assert difference(values(cell.optimizer.parameters), oracle.parameters) <= 1e-5
     assert inner.steps == [*range(updates + 1, oracle.update_step + 1)]
     assert outer.steps == [*range(1, 2 * len(epoch) + 1)], "the run's own count is put back"
@@ -126,7 +135,7 @@ def test_a_file_has_the_rows_that_a_function_is_given():
     with open("windows.csv", newline="", encoding="utf-8") as file:
         header, *written = csv.reader(file)
     assert header == [*COLUMNS, "loss_scale"]
-    assert [dict(zip(header, map(float, line))) for line in written] == rows
+    assert [timeless(zip(header, map(float, line))) for line in written] == [timeless(row) for row in rows]
     assert [[row[name] for name in names] for row in rows] == [
         [1, 2, 1, 12, 12, 16], [1, 4, 2, 12, 24, 32], [1, 5, 3, 2, 26, 64],
         [2, 7, 4, 12, 38, 128], [2, 9, 5, 12, 50, 256], [2, 10, 6, 2, 52, 512]]
@@ -176,7 +185,7 @@ def test_a_loop_of_ones_own_writes_the_rows_of_model(optimizer, columns):
     for row in [row for found in rows.values() for row in found]:
         assert {name: row[name] for name in columns} == pytest.approx(
             {name: of_updates[row["update_step"] - 1] for name, of_updates in columns.items()})
-    table = {driver: np.array([list(row.values()) for row in found]) for driver, found in rows.items()}
+    table = {driver: np.array([timeless(row) for row in found]) for driver, found in rows.items()}
     np.testing.assert_allclose(table["step"], table["model"], rtol=1e-5)
     table["cell"][:, 0] = table["model"][:, 0]  # a cell knows no epochs
     assert len(table["model"]) == 6
@@ -247,6 +256,65 @@ def test_the_loss_of_a_window_with_several_losses_is_that_of_the_undivided_batch
     assert [(row["weight"], row["seen"]) for row in rows] == [(15, 12)]
     assert rows[0]["loss"] == pytest.approx(float(first + second), rel=1e-5)
     assert rows[0]["loss"] != pytest.approx(float(first), rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["jit", "pynative"])
+@pytest.mark.parametrize(("losses", "pieces"), [(1, 1), (1, 2), (2, 2)])
+def test_aux_is_averaged_over_the_window_by_weight(losses, pieces, mode):
+    """Scalars have a column each, results per sample none; an empty batch has no aux. Also in a window that goes on
+    after a resume. Control: the mean of the microbatches' values.
+    """
+    data = [tensors(x, y) for x, y in batches([6, 2, 0, 4])]
+    network, rows = MLP(), []
+
+    def forward_fn(x, y):
+        logits = network(x)
+        loss = nn.CrossEntropyLoss()(logits, y)
+        aux = logits, (logits.argmax(1) == y).astype(ms.float32).mean(), logits.square().mean()
+        return loss if losses == 1 else (loss, loss), aux
+
+    def made():
+        step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), 4, losses=losses, pieces=pieces,
+                               has_aux=True)
+        return step, WindowLog(rows.append, aux=("accuracy", "square"))
+
+    with running(mode):
+        x, y = map(ops.concat, zip(*data))
+        _, accuracy, square = [float(value) if not value.shape else None for value in forward_fn(x, y)[1]]
+        means = np.mean([float(forward_fn(*batch)[1][2]) for batch in data if len(batch[0])])
+        step, log = made()
+        for i, result in enumerate(step.epoch(data)):
+            log(step, result)
+            if losses == 1 and i == 1:
+                save_checkpoint("aux.safetensors", network, step)
+        if losses == 1:
+            step, log = made()
+            load_checkpoint("aux.safetensors", network, step)
+            for result in step.epoch(data, resume=True):
+                log(step, result)
+        for row in rows:
+            assert [row["accuracy"], row["square"]] == pytest.approx([accuracy, square], rel=1e-5)
+            assert [*row] == [*COLUMNS, "accuracy", "square"]
+        assert len(rows) == 3 - losses
+        assert abs(means - square) > 1e-3 * square
+        for names, message in ((("accuracy",), "returned 2 results of shape .* expected 1: one for each name"),
+                               (("loss", "square"), "two columns of WindowLog would be called loss")):
+            with pytest.raises(ValueError, match=message):
+                WindowLog(rows.append, aux=names)(step, result)
+    with pytest.raises(TypeError, match="aux is of type str, expected a tuple of names"):
+        WindowLog(rows.append, aux="accuracy")
+
+
+def test_seconds_are_those_since_the_row_before(monkeypatch):
+    """By a clock that the loop sets. Control: the rows differ."""
+    now, rows = {"time": 100.0}, []
+    monkeypatch.setattr("ms_accum.model.callbacks.perf_counter", lambda: now["time"])
+    network = MLP()
+    step, log = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 2), WindowLog(rows.append)
+    for (x, y), seconds in zip(batches([6, 4, 3, 5, 2, 2]), (1, 2, 3, 1, 0.5, 1.5)):
+        now["time"] += seconds
+        log(step, step(*tensors(x, y)))
+    assert [(row["seconds"], row["weight_per_second"]) for row in rows] == [(3, 10 / 3), (4, 2.0), (2, 2.0)]
 
 
 def test_a_loop_that_goes_back_to_a_checkpoint_logs_all_its_windows(tmp_path):
