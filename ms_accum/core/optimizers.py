@@ -12,7 +12,7 @@ from itertools import chain
 from math import inf, nan, prod
 from numbers import Number, Real
 from types import CodeType, MethodType, ModuleType
-from typing import Any, Union, cast
+from typing import Any, Union
 from warnings import warn
 from weakref import ref
 
@@ -36,6 +36,7 @@ _PLAIN = (type(None), str, bytes, Number, np.ndarray, Tensor)  # which hold noth
 _named_by: dict[str, ref] = {}
 _UNKNOWN = ("{} has neither a learning_rate nor param_groups, expected an optimizer with a learning rate; give it an "
             "attribute learning_rate, a Parameter of shape ()")
+_FIXED = ("the learning rate of {} is no Parameter, so compiled graphs keep it; make it a Parameter of shape ()")
 _SCHEDULED = ("the learning rate of {} is a {}: each update computes it from the update count, so it cannot be set; "
               "build the optimizer with a number, e.g. learning_rate={:g}, and set that; or save_checkpoint, build the "
               "optimizer with another schedule or list, and load_checkpoint")
@@ -270,8 +271,11 @@ def _rate_at(rate: Any, optimizer: Any, offset: int) -> float:
 
 
 def next_rates(optimizer: Any) -> Union[float, tuple[float, ...]]:
-    """Return the learning rate of the next update; several in a tuple. Raise ValueError if it is unknown."""
-    rates = rates_at(optimizer)
+    """Return the learning rate of the next update; several in a tuple. Raise ValueError if it is unknown.
+
+    Rates are float32, and given in their shortest form: 0.1, not 0.10000000149011612.
+    """
+    rates = tuple(float(str(np.float32(rate))) for rate in rates_at(optimizer))
     if not rates:
         raise ValueError(_UNKNOWN.format(type(optimizer).__name__))
     return rates if len(rates) > 1 else rates[0]
@@ -295,8 +299,11 @@ def set_rates(optimizer: Any, given: Any) -> bool:
                          f"of {name}, or one number for all")
     values = [number("learning_rate", value, lambda rate: 0 <= rate < inf, "a finite number >= 0") for value in values]
     is_constant = follow_rates(optimizer, always=True)
-    for rate, value in zip(rates_in(optimizer), values):
-        ops.assign(cast(Parameter, rate), Tensor(value, rate.dtype))
+    rates = rates_in(optimizer)
+    if not all(isinstance(rate, Parameter) for rate in rates):
+        raise ValueError(_FIXED.format(name))
+    for rate, value in zip(rates, values):
+        ops.assign(rate, Tensor(value, rate.dtype))
     return is_constant
 
 

@@ -442,7 +442,7 @@ class WindowLog(Callback):
         if of_others:
             row.update(weight=self._weight if exchange.inside == 1 else nan, grad_norm=nan)
         seconds = perf_counter() - self._since
-        row.update(seconds=seconds, weight_per_second=row["weight"] / seconds)
+        row.update(seconds=seconds, weight_per_second=row["weight"] / (seconds or nan))
         if scaler is not None:
             row["loss_scale"] = float(scaler.scale_value)
         if noise_scale is not None:

@@ -157,10 +157,19 @@ def test_an_optimizer_without_a_known_rate_says_so():
             return True
 
     network = MLP()
-    step = make_train_step(mean_loss(network), Own(network.trainable_params()), 1)
+    optimizer = Own(network.trainable_params())
+    step = make_train_step(mean_loss(network), optimizer, 1)
     for use in (lambda: step.learning_rate, lambda: setattr(step, "learning_rate", 0.1)):
         with pytest.raises(ValueError, match="Own has neither a learning_rate nor param_groups"):
             use()
+    optimizer.learning_rate = 0.1
+    assert step.learning_rate == 0.1
+    with pytest.raises(ValueError, match="rate of Own is no Parameter, so compiled graphs keep it; make it a Parameter"):
+        step.learning_rate = 0.2
+    assert step.learning_rate == 0.1
+    optimizer.learning_rate = ms.Parameter(Tensor(0.1), name="own_rate")
+    step.learning_rate = 0.2
+    assert step.learning_rate == 0.2  # as it was given, though it is a float32
 
 
 @pytest.mark.parametrize("build", [
