@@ -208,7 +208,7 @@ class SeveralLosses(Loss):
 
     def evaluated(self, rows: int, piece: tuple) -> tuple[Tensor, Tensor]:
         """See `Loss`."""
-        losses = checked_losses(parted(self.forward_fn(*piece), self.has_aux)[0], self.losses)
+        losses = checked_losses(parted(self.forward_fn(*piece), False, self.has_aux, self.returns)[0], self.losses)
         return as_vector(losses), weights_of(self.weight_fn, self.losses, rows, piece)
 
 

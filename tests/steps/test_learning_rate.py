@@ -164,7 +164,7 @@ def test_an_optimizer_without_a_known_rate_says_so():
             use()
     optimizer.learning_rate = 0.1
     assert step.learning_rate == 0.1
-    with pytest.raises(ValueError, match="rate of Own is no Parameter, so compiled graphs keep it; make it a Parameter"):
+    with pytest.raises(ValueError, match="rate of Own is no Parameter, so compiled graphs keep it; make it a Param"):
         step.learning_rate = 0.2
     assert step.learning_rate == 0.1
     optimizer.learning_rate = ms.Parameter(Tensor(0.1), name="own_rate")
