@@ -123,7 +123,6 @@ def test_the_gradient_is_that_of_the_undivided_batch():
     assert abs(float(naive_loss) - float(loss)) > 0.1
     assert float(train_step(*pairs(0))) == 0, "a batch without rows"
     assert (int(acc.optimizer.calls), acc.status().empty_windows) == (1, 1), "dropped, because there is a loss scaler"
-    assert not any(g.any() for g in values(acc.optimizer.seen))
 
 
 # After MindCV's networks were in the process, MindSpore 2.10 does not compile it ("Illegal AnfNode for evaluating").
