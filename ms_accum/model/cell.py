@@ -148,7 +148,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             self._boundary.begin()
             began = perf_counter()
             result = super().__call__(*batch)
-            shapes = None if self.get_inputs() else tuple([getattr(value, "shape", None) for value in batch])
+            shapes = self._shapes.declared(len(batch)).undeclared(batch)
             if shapes not in self._shapes.compiled and not self._boundary.eager:
                 self._shapes.note(shapes, perf_counter() - began)
             self._boundary.end_on_device()

@@ -19,7 +19,7 @@ from ..mindspore_api import jit_class
 from ..tensors import FLOATS, after
 from .batch import Loss, checked_loss, checked_pieces, positional, select_rows
 from .pieces import Pieces
-from .shapes import Shapes
+from .shapes import Inputs, Shapes
 from .train_step import TrainStep, averaging
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class CachedPieces(Pieces):
     """
 
     def __init__(self, boundary: Boundary, encode: Loss, loss_fn: Callable, samples: int, cut: Cut,
-                 pieces: int, inputs: Optional[Callable] = None) -> None:
+                 pieces: int, inputs: Optional[Inputs] = None) -> None:
         super().__init__(boundary, encode, samples, cut, pieces, inputs=inputs)
         self._whole = self.alone = None
         if samples:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..core.boundary import Boundary
     from ..tensors import Scalar
     from .batch import Cut, Loss
+    from .shapes import Inputs
 
 Aux = Union[Tensor, tuple[Tensor, ...]]
 
@@ -49,7 +50,7 @@ class Pieces:
     """
 
     def __init__(self, boundary: Boundary, loss: Loss, samples: int, cut: Cut, pieces: int, losses: int = 1,
-                 inputs: Optional[Callable] = None) -> None:
+                 inputs: Optional[Inputs] = None) -> None:
         self.boundary, self.window, self.loss, self.samples, self.cut = boundary, boundary.window, loss, samples, cut
         self.starts, self.losses, self.inputs = starts_of(samples, pieces), losses, inputs
         # If ranks sum each piece, all must add the same number.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..core.stream import Stream
     from ..core.window import Window
     from .batch import Cut
-    from .shapes import Shapes
+    from .shapes import Inputs, Shapes
 
 _SINGLE = ("a train step with losses={} needs all batches of a window before it trains, and cannot train single calls "
            "with accumulate_step={}; train with train_step.epoch(batches), which reads a window ahead, or give "
@@ -216,7 +216,7 @@ class WeighedPieces(Pieces):
     """Add batches of a window whose totals are known. A batch that is not cut is a single piece."""
 
     def __init__(self, boundary: Boundary, loss: SeveralLosses, samples: int, cut: Cut, pieces: int,
-                 inputs: Optional[Callable] = None) -> None:
+                 inputs: Optional[Inputs] = None) -> None:
         super().__init__(boundary, loss, samples, cut, pieces, loss.losses, inputs)
         self._weigh: Optional[Callable] = None
         if loss.weight_fn is not None:

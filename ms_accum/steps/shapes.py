@@ -50,6 +50,11 @@ class Inputs:
                  for value, declared, column in zip(arguments[first:], self.declared, self.columns)]
         return (*arguments[:first], *batch)
 
+    def undeclared(self, arguments: tuple) -> tuple:
+        """Return the shapes of the columns of which nothing is declared: graphs are compiled for each of them."""
+        batch = arguments[len(arguments) - len(self.declared):]
+        return tuple([getattr(value, "shape", None) for value, given in zip(batch, self.declared) if given is None])
+
 
 def required(value: Any, declared: Tensor, column: object) -> Tensor:
     """Return what is declared of a column. Raise TypeError or ValueError for a value that contradicts it."""
@@ -100,11 +105,12 @@ class Shapes:
 
     def key_of(self, samples: int, cut: Cut, names: tuple[str, ...]) -> tuple:
         """Return the key of the graphs for batches of this layout: one for all numbers of samples, if that is open."""
-        inputs = self.declared(len(cut), names)
-        is_open = self.takes_any and samples > 0 and any(
-            given is not None and axis is not None and given.shape[axis] < 0
-            for given, axis in zip(inputs.declared, cut))
-        return (True, len(cut), names) if is_open else (samples, cut, names)
+        if self.takes_any and samples:
+            place = next(place for place, axis in enumerate(cut) if axis is not None)  # what gives the samples
+            given = self.declared(len(cut), names).declared[place]
+            if given is not None and given.shape[cut[place]] < 0:
+                return True, len(cut), names
+        return samples, cut, names
 
     def inputs_of(self, samples: int, cut: Cut, names: tuple[str, ...]) -> Optional[Inputs]:
         """Return what is declared of batches of this layout, for its graphs; None if nothing is.
@@ -116,8 +122,9 @@ class Shapes:
             return None
         if self.takes_any:
             return inputs
-        return Inputs(tuple([given if given is None or axis is None else with_length(given, axis, samples)
-                             for given, axis in zip(inputs.declared, cut)]), inputs.columns)
+        return Inputs(tuple([
+            with_length(given, axis, samples) if given is not None and axis is not None and given.shape[axis] < 0
+            else given for given, axis in zip(inputs.declared, cut)]), inputs.columns)
 
     def warn_if_ignored(self, layers: Iterable[nn.Cell], columns: int, names: tuple[str, ...] = ()) -> None:
         """Warn of a Cell with `set_inputs` that the function calls, if nothing is declared of the function itself."""
@@ -133,6 +140,11 @@ class Shapes:
             warn(_HINT.format(_MANY, self.seconds, self._remedy()), UserWarning, stacklevel=2)
 
     def _remedy(self) -> str:
+        others = [str(column) for inputs in self._inputs.values() if any(given is not None for given in inputs.declared)
+                  for column, given in zip(inputs.columns, inputs.declared) if given is None]
+        return f"of {', '.join(dict.fromkeys(others))}, too, " * bool(others) + self._place()
+
+    def _place(self) -> str:
         if isinstance(self.function, nn.Cell):
             return f"by set_inputs of {type(self.function).__name__}"
         return f"with mindspore.enable_dynamic on {self.name}"

@@ -454,7 +454,9 @@ class TrainStep(Uncopied):
 
     def _shapes_of(self, graphs: Pieces, batch: tuple) -> object:
         """Return what graphs are compiled for: each shape of a batch, unless it is declared as dynamic."""
-        return id(graphs) if graphs.inputs is not None else tuple([getattr(value, "shape", None) for value in batch])
+        if graphs.inputs is None:
+            return tuple([getattr(value, "shape", None) for value in batch])
+        return id(graphs), graphs.inputs.undeclared(batch)
 
     def _name_columns(self, error: Exception, key: tuple, batch: tuple) -> None:
         """See `name_columns`."""

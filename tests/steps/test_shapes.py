@@ -215,6 +215,12 @@ def test_a_batch_that_contradicts_its_declaration_is_refused_and_the_step_goes_o
     assert float(step(*batch)) > 0
 
     unknown = ms.enable_dynamic(tokens=Tensor(shape=None, dtype=ms.int32))(function_of(loss))
+    step = make_train_step(declared(function_of(loss)), sgd(loss), 2, pieces=2)
+    step(*batch)
+    with pytest.raises(ValueError, match=r"^column tokens of the batch has shape \(6, 5\), expected the declared"):
+        step(*batches_of(6, (5,))[0])
+    step.accumulator.reset()
+
     with pytest.raises(ValueError, match=r"declared shape of tokens has no known number of axes, .*\(32, None\)"):
         make_train_step(unknown, sgd(loss), 2)(*batch)
 
@@ -259,6 +265,13 @@ def test_many_compiled_shapes_cause_one_hint():
     assert said == []
     assert shown.endswith(", 1 compiled shape)")
     assert hints(eager=True)[0] == []
+
+    def half_declared(x, y):
+        return (network(x) * y.sum()).mean()
+
+    step = make_train_step(ms.enable_dynamic(x=rows)(half_declared), sgd(network), 2)
+    with pytest.warns(UserWarning, match="for 8 shapes .*: declare dynamic shapes of y, too, with mindspore.enable_d"):
+        list(step.epoch((np.ones((2, 2), np.float32), np.ones(columns, np.float32)) for columns in range(3, 11)))
 
 
 def function_of_one(network):
