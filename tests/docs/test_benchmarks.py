@@ -274,8 +274,8 @@ def test_the_report_is_made_of_the_records(tmp_path):
     assert "fused" not in text
 
 
-def test_readme_and_the_notes_have_the_records_figures():
-    """README: those that its figure shows. The notes: the memory of the dry run."""
+def test_readme_the_page_and_the_notes_have_the_records_figures():
+    """README and the table of memory: those of the picture. The notes: the memory of the dry run."""
     groups = records.read(BENCHMARKS / "records" / "strategies.json")["groups"]
     panels = [panel for panel in map(report.points, groups) if panel]
     readme = " ".join((BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8").replace("\u00d7", "x").split())
@@ -284,8 +284,13 @@ def test_readme_and_the_notes_have_the_records_figures():
         return [f"{panel[name][i]['median']:.2f}" for panel in panels]
 
     assert "{} x (MLP), {} x (CNN) and {} x (transformer)".format(*shown("ms_accum", 0)) in readme
-    assert "{}, {} and {} x the extra memory".format(*shown("ms_accum-pieces", 1)) in readme
-    assert "{}, {} and {} x its time".format(*shown("ms_accum-pieces", 0)) in readme
+    assert "{} x, {} x and {} x the time".format(*shown("ms_accum-pieces", 0)) in readme
+    page = (BENCHMARKS.parent / "guide" / "benchmarks.md").read_text(encoding="utf-8")
+    for network in ("MLP", "CNN", "transformer"):
+        ways = next(group["contestants"] for group in groups if group["name"] == f"{network}, N = 4, cut in 8")
+        cells = [f"{way['growth_spread']['median'] / 2**20:,.0f} MiB, {way['ratio']['median']:.2f} \u00d7"
+                 for way in (ways["undivided"], ways["ms_accum"], ways["ms_accum-pieces"])]
+        assert f"| {network} | {' | '.join(cells)} |" in page
     names = "undivided", "tutorial", "boost", "parallel-nn", "split", "split-in-step"
     starts = "| MLP, 0.7 M", "| CNN, 11 M", "| ViT, 2.7 M", "| transformer, 11 M", "| transformer, 353 M"
     for start, group in zip(starts, read("ascend")["groups"], strict=True):
@@ -293,8 +298,6 @@ def test_readme_and_the_notes_have_the_records_figures():
         shares = [f"{of['per_sample'] / found[0]['per_sample']:.2f}" for of in found[1:]]
         expected = [f"{of['per_parameter']:.1f}, {share}" for of, share in zip(found, ["1", *shares])]
         assert row_of_notes(start)[1:] == expected, start
-    ours, tutorials = (f"{found[i]['per_parameter']:.1f}" for i in (4, 1))
-    assert f"takes {ours} bytes per parameter, with the tutorial's class {tutorials}." in readme
 
 
 def test_first_calls_take_at_most_half_as_much_again_as_the_tutorials_class():

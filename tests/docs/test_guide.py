@@ -6,10 +6,8 @@ import re
 import runpy
 import sys
 from collections import Counter
-from pathlib import Path
 from textwrap import dedent
 
-import matplotlib
 import pytest
 import yaml
 from support.pages import (
@@ -52,12 +50,32 @@ def built(step):
 
 
 def calls_of_readmes_table():
-    """The calls of its second column, after what README's block makes before it trains."""
+    """The calls of its second column, after what the first hour's script makes before it trains."""
     cells = [cell for row in TABLE.splitlines()[2:] for cell in re.findall(r"`([^`]+)`", row.split("|")[2])]
     calls = [cell for cell in cells if re.match(r"(make_|Accumulator|FlushCallback|Model)", cell)]
     assert len(calls) == 5
-    made = blocks_of(README)[0].code.split("train_step = ")[0]
+    made = blocks_of(PAGES["first-hour"])[0].code.split("train_step = ")[0]
     return Block(made + NEEDED + "\n".join(f"built({call})" for call in calls))
+
+
+def readmes_diff():
+    """Its lines before and after, each with what it needs: with ms_accum, 10 microbatches are 3 updates."""
+    lines = re.search(r"^```diff\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[1].splitlines()
+    assert {line[:1] for line in lines} == {" ", "-", "+", ""}
+    needed = SCRIPTS["train-step"][0].code.split("def forward_fn")[0]
+    needed += "import mindspore\noptimizer = nn.SGD(network.trainable_params(), learning_rate=0.1)\n"
+    return {f"readme_diff_{name}": [
+        Block(needed + "\n".join(line[1:] for line in lines if not line.startswith(other))),
+        Block("print(int(optimizer.global_step))", updates)]
+        for name, other, updates in (("before", "+", "10\n"), ("after", "-", "3\n"))}
+
+
+def resumed():
+    """The script of the first hour, stopped after an epoch and started again, twice. At the end nothing is left."""
+    script = blocks_of(PAGES["first-hour"])[0]
+    first, *others = script.printed.splitlines(keepends=True)
+    return [Block(script.code.replace("EPOCHS = 3", "EPOCHS = 1"), first), Block(script.code, "".join(others)),
+            Block(script.code, "")]
 
 
 def replacements():
@@ -74,10 +92,8 @@ def test_every_block_of_pages_and_docstrings_prints_what_it_says():
     scripts = {name: [block for block in blocks if not ANOTHER_LIBRARY.search(block.code)]
                for name, blocks in SCRIPTS.items()}
     scripts["other-libraries"].append(replacements())
-    example, *others = blocks_of(README)
-    stands = example.printed[example.printed.rindex("TrainStep"):].strip().replace(", 2 compiled shapes", "")
-    again = f"finished: {stands}; delete run.safetensors to start over\n"
-    scripts |= {"readme": [example, Block(example.code, again), *others], "readme_table": [calls_of_readmes_table()]}
+    assert not blocks_of(README)
+    scripts |= {**readmes_diff(), "first_hour_resumed": resumed(), "readme_table": [calls_of_readmes_table()]}
     documented = [name for name in PUBLIC if name not in (*EXCEPTIONS, "ms_accum.batch_size.plan_micro_batch")]
     scripts |= {f"doc_{name.replace('.', '_')}": [docstring_block(name)] for name in documented}
     printed = run_blocks(scripts)
@@ -103,14 +119,20 @@ def test_every_block_and_every_output_is_found_and_compared():
     assert not Block("", "a 1.0e-01 b\n", example=True).agrees("a 2.0e-01 c\n")
 
 
-def test_readmes_figure_is_drawn_from_a_run_whose_parameter_moves_at_every_fourth_microbatch(monkeypatch, capsys):
-    assert (ROOT / "tutorials" / "accumulation.svg").exists()
-    monkeypatch.syspath_prepend(ROOT / "tutorials")
-    monkeypatch.setattr(sys, "argv", ["figure.py", "figure.svg"])
-    with matplotlib.rc_context():
-        importlib.import_module("figure").main()
-    assert capsys.readouterr().out == "figure.svg: the parameter moved at microbatches 4, 8, 12\n"
-    assert Path("figure.svg").read_text(encoding="utf-8").count("emptied") == 3
+def test_the_pictures_are_what_the_script_draws(monkeypatch, capsys, tmp_path):
+    """Of a run whose parameter moves at the last microbatch of each window. The lengths of bars are not compared."""
+    monkeypatch.syspath_prepend(TUTORIALS)
+    monkeypatch.setattr(sys, "argv", ["draw.py", str(tmp_path)])
+    importlib.import_module("draw").main()
+    assert capsys.readouterr().out == "the parameter moved at microbatches 4, 8, 11\n"
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert drawn.keys() == {path.name for path in (TUTORIALS / "figures").iterdir()}
+    for name, text in drawn.items():
+        stored = (TUTORIALS / "figures" / name).read_text(encoding="utf-8")
+        assert re.findall(r">([^<]+)</text>", text) == re.findall(r">([^<]+)</text>", stored), name
+        assert "prefers-color-scheme: dark" in text
+        assert sum(f"figures/{name}" in page for page in (README, *PAGES.values())) >= 1
+    assert drawn["window.svg"].count("empty") == 3
 
 
 # --- what they say about the repository -------------------------------------------------------------------------------
