@@ -75,6 +75,7 @@ class Training:
                              (once if summed else weight_fn,), (divisor or 1.0) if summed else 1.0, **own)
         every = (*self.network.get_parameters(), *optimizer.get_parameters())
         self.state = list({id(p): p for p in every}.values())
+        # A copy, because asnumpy() shares the memory of a Parameter, which training changes.
         self.start = [Tensor(p.asnumpy().copy(), p.dtype) for p in self.state]
 
     def plainly(self, windows: Sequence[Sequence[tuple]]) -> plain.Expected:

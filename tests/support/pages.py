@@ -62,7 +62,8 @@ def comparable(text, example):
 
 
 _BLOCK = re.compile(
-    r"^```python\n(.*?)^```\n(?:\n(It prints(?:, for example)?):\n\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+    r"^```python\n(.*?)^```\n(?:\n(It prints(?:, for example)?(?=:)|输出(?=：))[:：]\n\n```text\n(.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL)
 
 
 def blocks_of(page):
