@@ -62,7 +62,7 @@ def comparable(text, example):
 
 
 _BLOCK = re.compile(
-    r"^```python\n(.*?)^```\n(?:\n(It prints(?:, for example)?(?=:)|输出(?=：))[:：]\n\n```text\n(.*?)^```\n)?",
+    r"^```python\n(.*?)^```\n(?:\n(It prints(?:, for example)?|输出)\W\n\n```text\n(.*?)^```\n)?",
     re.MULTILINE | re.DOTALL)
 
 
