@@ -1,4 +1,5 @@
 """The site: builds without a warning or a broken link, holds all pages and names, asks no other server; is readable."""
+import inspect
 import json
 import os
 import re
@@ -6,20 +7,44 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from functools import partial
 from html import unescape
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from textwrap import dedent
 
 import pytest
-from support.pages import PATHS, PUBLIC, ROOT, TUTORIALS
+from support.pages import PAGES, PATHS, PUBLIC, README, ROOT, TUTORIALS
+
+import ms_accum
+from ms_accum.batch_size import GradientNoiseScale
+from ms_accum.core.boundary import Status
+from ms_accum.steps.train_step import TrainStep
 
 
-def build(source, site):
+def build(source, site, **environment):
     """Return mkdocs' exit status and what it said."""
     command = [sys.executable, "-m", "mkdocs", "build", "-f", source / ".mkdocs.yml", "-d", site]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", **environment}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     return done.returncode, done.stderr
+
+
+def names_for_users():
+    """The public names, what `make_train_step` and `status()` return, and the members of classes.
+
+    Not what others call: MindSpore a Cell or a callback, an accumulator a stage or a reducer.
+    """
+    called = "construct", "compile", "set_grad", "to_float", "bind", "take"
+    owners = {**PUBLIC, "ms_accum.steps.train_step.TrainStep": TrainStep}
+    yield from (*owners, "ms_accum.core.boundary.Status")
+    for owner, value in owners.items():
+        for name, member in vars(value).items() if inspect.isclass(value) else ():
+            by_others = name in called or name.startswith(("on_train", "on_eval")) or (
+                value is GradientNoiseScale and name in ("measure", "on_update"))
+            if (name == "__call__" or not name.startswith("_")) and not by_others and (
+                    inspect.isfunction(member) or isinstance(member, property)):
+                yield f"{owner}.{name}"
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +57,33 @@ def site(tmp_path_factory):
 
 
 def test_it_holds_every_page_and_public_name_and_asks_no_other_server(site):
-    page = (site / "reference" / "api.html").read_text(encoding="utf-8")
-    for name in PUBLIC:
-        assert f'id="{name}"' in page, name
-    assert "Number of microbatches in a window: an int" in page, "an argument's description"
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in (site / "reference").glob("*.html")}
+    found = Counter(re.findall(r'<h\d id="(ms_accum\.[\w.]+)"', "".join(pages.values())))
+    assert found == Counter(names_for_users())
+    assert "Number of microbatches in a window: an int" in pages["make_train_step"], "an argument's description"
+    assert [name for name in Status._fields if f"<code>{name}</code>" not in pages["TrainStep"]] == []
+    assert not re.search(r"Uncopied|\bfingerprint\b", "".join(pages.values()))
     for path in (*PATHS, *TUTORIALS.glob("*.ipynb")):
         text = (site / path.relative_to(TUTORIALS)).with_suffix(".html").read_text(encoding="utf-8")
         asked = r'<(?:script|link|img)[^>]* (?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?|png|svg)"'
         assert re.findall(asked, text) == [], path
         assert not re.search(r"<tr[^>]*>\s*(?:<th[^>]*>\s*</th>\s*)+</tr>", text), f"{path}: a table without headings"
+
+
+def test_each_page_has_version_and_licence_and_links_to_the_repository_if_it_is_known(site, tmp_path):
+    """The start page has the lines of README before and after, each in a tab."""
+    page = (site / "guide" / "limits.html").read_text(encoding="utf-8")
+    assert f"ms_accum {ms_accum.__version__}, licence Apache-2.0" in page
+    assert f"Version {ms_accum.__version__}, licence Apache-2.0" in PAGES["index"]
+    assert "edit/main" not in page
+    status, said = build(ROOT, tmp_path / "site", MS_ACCUM_REPOSITORY="http://example.org/ms_accum")
+    assert status == 0, said
+    page = (tmp_path / "site" / "guide" / "limits.html").read_text(encoding="utf-8")
+    assert 'href="http://example.org/ms_accum/edit/main/tutorials/guide/limits.md"' in page
+    diff = re.search(r"^```diff\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[1].splitlines()
+    tabs = re.findall(r"^    ```python\n(.*?)^    ```$", PAGES["index"], re.MULTILINE | re.DOTALL)
+    for tab, other in zip(tabs, "-+", strict=True):
+        assert dedent(tab).splitlines() == [line[1:] for line in diff if not line.startswith(other)]
 
 
 NO_SUCH_NAME = [
@@ -77,8 +120,8 @@ def test_what_is_wrong_in_it_fails(damages, tmp_path):
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-SEEN = ["index", "guide/batch-size", "guide/many-ranks"]
-WIDTHS = (1280, 400)
+SEEN = ["index", "guide/first-hour", "guide/batch-size", "guide/many-ranks", "reference/TrainStep"]
+WIDTHS = (1400, 390)
 # Opens each page in a frame of each width, because the window of a headless Chromium is at least 500 pixels wide. Text
 # may leave its column only inside a box that scrolls; on a wide screen, tables and lines of up to 100 columns have to
 # fit without scrolling, and a line of a paragraph holds about 80 characters.
@@ -153,12 +196,12 @@ def test_no_text_sticks_out_and_lines_have_about_80_characters(site):
 # What is added to a page, and the widths at which that is found.
 ADDED = {
     # Its own box may scroll on a narrow screen.
-    "table": ("<table><tr>" + "<td>acolumnofatable</td>" * 30 + "</tr></table>", [1280]),
-    "far": ("<div style='width: 2000px; text-align: right'>far away</div>", [1280, 400]),
-    "long": (f"<p style='max-width: none'>{'long lines of many words ' * 40}</p>", [1280]),
-    "hidden": ("<div style='overflow: hidden; white-space: nowrap'>" + "hidden words " * 30 + "</div>", [1280, 400]),
+    "table": ("<table><tr>" + "<td>acolumnofatable</td>" * 30 + "</tr></table>", [1400]),
+    "far": ("<div style='width: 2000px; text-align: right'>far away</div>", [1400, 390]),
+    "long": (f"<p style='max-width: none'>{'long lines of many words ' * 40}</p>", [1400]),
+    "hidden": ("<div style='overflow: hidden; white-space: nowrap'>" + "hidden words " * 30 + "</div>", [1400, 390]),
     "code": (
-        "<pre><code>" + "x" * 100 + "</code></pre><style>pre > code { font-size: 3rem !important }</style>", [1280])}
+        "<pre><code>" + "x" * 100 + "</code></pre><style>pre > code { font-size: 3rem !important }</style>", [1400])}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
