@@ -77,11 +77,12 @@ try:
         BatchDataset,
         BucketBatchByLengthDataset,
         Dataset,
+        FilterDataset,
         PaddedBatchDataset,
         SourceDataset,
     )
 except ImportError:
-    BatchDataset = BucketBatchByLengthDataset = Dataset = PaddedBatchDataset = SourceDataset = ()
+    BatchDataset = BucketBatchByLengthDataset = Dataset = FilterDataset = PaddedBatchDataset = SourceDataset = ()
 
 # The iterator of a dataset. Without it, the same error is not raised for an iterator.
 try:
@@ -282,6 +283,12 @@ def add_hook(parameter: Any, function: Callable) -> Any:
     handle = ms.Tensor.register_hook(parameter, function)
     handle.tensor_weakref = lambda: None
     return handle
+
+
+def is_read_to_be_counted(dataset: Any) -> bool:
+    """Return whether MindSpore would read a whole dataset to say its length. Without these names, it does."""
+    return (isinstance(dataset, (FilterDataset, BucketBatchByLengthDataset)) or getattr(dataset, "source_len", 0) == -1
+            or any(map(is_read_to_be_counted, getattr(dataset, "children", ()))))
 
 
 def dynamic_inputs(function: Any) -> dict[Any, Any]:

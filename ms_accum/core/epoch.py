@@ -5,6 +5,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 from warnings import warn
 
+from ..mindspore_api import is_read_to_be_counted
+
 Item = TypeVar("Item")
 _UNUSED = ("nobody iterated over {0}.epoch(batches), so nothing was trained; write "
            "`for {1} in {0}.epoch(batches): ...`, which trains one microbatch after the other")
@@ -42,7 +44,12 @@ class Epoch(Iterator[Item]):
         return next(self._items)
 
     def __len__(self) -> int:
-        """Return the number of items, from the first to the last. Raise TypeError if the batches have no length."""
+        """Return the number of items, from the first to the last. Raise TypeError if the batches have no length.
+
+        `list` and `tqdm` ask for it, so a dataset is not read for it.
+        """
+        if is_read_to_be_counted(self._batches):
+            raise TypeError("MindSpore would read the whole dataset to count its batches")
         length = len(self._batches)  # type: ignore[arg-type]
         return max(length - (self._first if self._has_begun else self._skipped()), 0)
 

@@ -4,7 +4,7 @@ from io import StringIO
 
 import numpy as np
 import pytest
-from mindspore.dataset import NumpySlicesDataset
+from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from support.training import sgd
 
 from ms_accum import Accumulator, make_train_step
@@ -104,6 +104,31 @@ def test_an_epoch_has_the_length_of_its_batches(build):
         len(epoch)
     assert epoch
     epoch.close()
+
+
+def test_no_dataset_is_read_to_be_counted():
+    """Control: MindSpore reads a generator, and what is filtered, to count them."""
+    read = []
+
+    def samples():
+        for _ in range(12):
+            read.append(1)
+            yield np.ones(6, np.float32), np.int32(0)
+
+    def keeps(x, y):
+        read.append(1)
+        return True
+
+    source = NumpySlicesDataset({"x": np.ones((12, 6), np.float32), "y": np.zeros(12, np.int32)}, shuffle=False)
+    for dataset in (GeneratorDataset(samples, ["x", "y"]).batch(6), source.filter(keeps).batch(6)):
+        read.clear()
+        epoch = of_a_step().epoch(dataset)
+        with pytest.raises(TypeError, match="MindSpore would read the whole dataset to count its batches"):
+            len(epoch)
+        epoch.close()
+        assert read == []
+        assert dataset.get_dataset_size() == 2
+        assert len(read) >= 12
 
 
 @pytest.mark.parametrize(("build", "rest"), [(of_a_step, 1), (of_several_losses, 2)])
