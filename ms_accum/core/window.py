@@ -385,6 +385,8 @@ class Window:
         ops.assign(self.window_weight, own)
         ops.assign_add(self.closed_windows, 1)
         if isinstance(weight, Tensor):
+            # On Ascend, MindSpore would copy `weight_sum`, which is emptied next.
+            weight = self.window_weight if self.exchange.ranks == 1 else weight
             ops.assign_add(self.empty_windows, (weight == 0).astype(ms.int32))
         elif weight == 0:
             ops.assign_add(self.empty_windows, 1)

@@ -211,8 +211,11 @@ class TrainStep(Uncopied):
                 open. Also if called in a compiled function.
         """
         require_python("epoch of a train step")
-        return Epoch(self._epoch(batches, resume), "train_step", "loss", batches,
-                     lambda: self.boundary.place(self._losses > 1) if resume else 0)
+        return Epoch(self._epoch(batches, resume), "train_step", "loss", batches, partial(self._place, resume))
+
+    def _place(self, resume: Optional[bool]) -> int:
+        """Return the number of batches that an epoch skips."""
+        return self.boundary.place(self._losses > 1) if resume else 0
 
     def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Generator[Any, None, None]:
         optimizer = self.accumulator.optimizer
