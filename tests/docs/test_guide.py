@@ -153,7 +153,7 @@ def test_readme_and_the_guide_are_short_and_the_index_repeats_no_line_of_readmes
     pages is no looser than when contributing.md was counted among them: then it was 15 pages and 15,800 words, of which
     contributing.md had 1,058. What a resumed run may change, and the recipes of runs, got a page and words more.
     by-hand.md came later, with 590 words of its own. So did the first hour, with the example that was README's, first
-    errors and mixed precision (1,047 words), and the start page's tabs, cards, path and notebooks (134); of the
+    errors and mixed precision (1,065 words), and the start page's tabs, cards, path and notebooks (134); of the
     contributors' words, 73 are of one more trap. The reference and the Chinese page are not counted.
     """
     assert len(README.splitlines()) <= 130
@@ -162,7 +162,7 @@ def test_readme_and_the_guide_are_short_and_the_index_repeats_no_line_of_readmes
     reference = {path.stem for path in PATHS if path.parent.name == "reference"}
     users = PAGES.keys() - {*reference, *CONTRIBUTORS, "first-hour-cn"}
     assert len(users) <= 15 - 1 + 2 + 1
-    assert words(users - {"changelog"}) <= 15_800 - 1_058 + 910 + 590 + 275 + 86 + 285 + 1_047 + 134
+    assert words(users - {"changelog"}) <= 15_800 - 1_058 + 910 + 590 + 275 + 86 + 285 + 1_065 + 134
     assert words(CONTRIBUTORS) <= 4_450 + 73
 
 
