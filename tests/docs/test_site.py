@@ -3,6 +3,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,10 +23,10 @@ from ms_accum.core.boundary import Status
 from ms_accum.steps.train_step import TrainStep
 
 
-def build(source, site, **environment):
+def build(source, site):
     """Return mkdocs' exit status and what it said."""
     command = [sys.executable, "-m", "mkdocs", "build", "-f", source / ".mkdocs.yml", "-d", site]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", **environment}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     return done.returncode, done.stderr
 
@@ -71,16 +72,19 @@ def test_it_holds_every_page_and_public_name_and_asks_no_other_server(site):
         assert not re.search(r"<tr[^>]*>\s*(?:<th[^>]*>\s*</th>\s*)+</tr>", text), f"{path}: a table without headings"
 
 
-def test_each_page_has_version_and_licence_and_links_to_the_repository_if_it_is_known(site, tmp_path):
-    """The start page has the lines of README before and after, each in a tab."""
+def test_pages_have_version_and_licence_and_link_to_the_repository_if_it_is_known(site, monkeypatch):
     page = (site / "guide" / "limits.html").read_text(encoding="utf-8")
     assert f"ms_accum {ms_accum.__version__}, licence Apache-2.0" in page
     assert f"Version {ms_accum.__version__}, licence Apache-2.0" in PAGES["index"]
     assert "edit/main" not in page
-    status, said = build(ROOT, tmp_path / "site", MS_ACCUM_REPOSITORY="http://example.org/ms_accum")
-    assert status == 0, said
-    page = (tmp_path / "site" / "guide" / "limits.html").read_text(encoding="utf-8")
-    assert 'href="http://example.org/ms_accum/edit/main/tutorials/guide/limits.md"' in page
+    on_config = runpy.run_path(str(TUTORIALS / "reference" / "hooks.py"))["on_config"]
+    assert on_config({}).keys() == {"copyright"}
+    monkeypatch.setenv("MS_ACCUM_REPOSITORY", "http://example.org/ms_accum")
+    config = on_config({})
+    assert config["repo_url"] + config["edit_uri"] == "http://example.org/ms_accum/edit/main/tutorials/"
+
+
+def test_the_start_page_has_readmes_lines_before_and_after_in_tabs():
     diff = re.search(r"^```diff\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[1].splitlines()
     tabs = re.findall(r"^    ```python\n(.*?)^    ```$", PAGES["index"], re.MULTILINE | re.DOTALL)
     for tab, other in zip(tabs, "-+", strict=True):
