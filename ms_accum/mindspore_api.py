@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from os import environ
 from typing import Any, NoReturn
 from warnings import warn
@@ -297,7 +298,7 @@ def dynamic_inputs(function: Any) -> dict[Any, Any]:
     The attributes that they leave are private. Without these, each shape of a batch is compiled.
     """
     if not isinstance(function, ms.nn.Cell):
-        inner = inspect.unwrap(getattr(function, "func", function))
+        inner = inspect.unwrap(function.func if isinstance(function, partial) else function)
         declared = getattr(getattr(inner, "__func__", inner), "__enable_dynamic__", {})
         return dict(declared.values())
     declared = function.get_inputs() or ()

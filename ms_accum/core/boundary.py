@@ -364,20 +364,24 @@ class Boundary:
             raise RuntimeError(_LEFT.format(status.epochs, trained))
         if not self._has_place:
             raise RuntimeError(_OTHER_RANKS)
-        if closed and status.mini_step > 0 and not self.window.may_skip:
+        again = self._again(status, closed)
+        if again > 0:
             require_whole(status.unfinished)  # which the reset would hide
-            trained -= status.mini_step
+            trained -= again
             self.window.mark_update()  # an interrupt here leaves a mark: neither of the two may be done alone
             ops.assign(self.window.place, Tensor([status.epochs, trained], ms.int32))
             self.window.reset()
             self.forget()
         return trained
 
-    def place(self, closed: bool) -> int:
+    def skips(self, closed: bool) -> int:
         """Return how many batches an epoch skips if it goes on now; see `begin_epoch`. It reads the device."""
         status = self.status()
-        again = status.mini_step if closed and not self.window.may_skip else 0
-        return max(status.trained - again, 0)
+        return max(status.trained - self._again(status, closed), 0)
+
+    def _again(self, status: Status, closed: bool) -> int:
+        """Return how many microbatches are trained again by an epoch that goes on; see `begin_epoch`."""
+        return status.mini_step if closed and not self.window.may_skip else 0
 
     def note_interrupted(self) -> None:
         """Note that an error or an interrupt has ended a loop over an epoch, which may go on."""

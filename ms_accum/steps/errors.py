@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 # Errors about what a function returned are the same for every piece.
 _REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")
-
-
 # MindSpore's errors about the dtype or the shape that an operator got, which it finds before it runs a kernel.
 _OF_AN_OPERATOR = re.compile(r"For '(\w+)'|For primitive\[(\w+)\]|Failed calling (\w+)")
 _INTEGERS = (ms.int8, ms.int16, ms.int64, ms.uint8, ms.uint16, ms.uint32, ms.uint64, ms.bool_)

@@ -142,9 +142,9 @@ class Shapes:
     def _remedy(self) -> str:
         others = [str(column) for inputs in self._inputs.values() if any(given is not None for given in inputs.declared)
                   for column, given in zip(inputs.columns, inputs.declared) if given is None]
-        return f"of {', '.join(dict.fromkeys(others))}, too, " * bool(others) + self._place()
+        return f"of {', '.join(dict.fromkeys(others))}, too, " * bool(others) + self._way()
 
-    def _place(self) -> str:
+    def _way(self) -> str:
         if isinstance(self.function, nn.Cell):
             return f"by set_inputs of {type(self.function).__name__}"
         return f"with mindspore.enable_dynamic on {self.name}"

@@ -165,6 +165,7 @@ class TrainStep(Uncopied):
 
     @learning_rate.setter
     def learning_rate(self, rate: Union[float, tuple[float, ...]]) -> None:
+        """Set it, as above."""
         if set_rates(self.accumulator.optimizer, rate):
             self._forget_graphs()
 
@@ -211,11 +212,11 @@ class TrainStep(Uncopied):
                 open. Also if called in a compiled function.
         """
         require_python("epoch of a train step")
-        return Epoch(self._epoch(batches, resume), "train_step", "loss", batches, partial(self._place, resume))
+        return Epoch(self._epoch(batches, resume), "train_step", "loss", batches, partial(self._skips, resume))
 
-    def _place(self, resume: Optional[bool]) -> int:
+    def _skips(self, resume: Optional[bool]) -> int:
         """Return the number of batches that an epoch skips."""
-        return self.boundary.place(self._losses > 1) if resume else 0
+        return self.boundary.skips(self._losses > 1) if resume else 0
 
     def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Generator[Any, None, None]:
         optimizer = self.accumulator.optimizer
@@ -323,12 +324,12 @@ class TrainStep(Uncopied):
                 key, batch = self._prepared(arguments, named)
                 try:
                     graphs, began = self._graphs_of(key, True), perf_counter()
+                    shapes = self._shapes_of(graphs, batch)
                     sums += [1.0, *graphs.evaluated(*batch)]
                 except Exception as error:
                     self._name_columns(error, key, batch)
                     self._forget_graphs()
                     raise
-                shapes = self._shapes_of(graphs, batch)
                 if shapes not in self._shapes.compiled and not self.eager:
                     self._shapes.note(shapes, perf_counter() - began)
         return sums
@@ -456,9 +457,13 @@ class TrainStep(Uncopied):
         return result
 
     def _shapes_of(self, graphs: Pieces, batch: tuple) -> object:
-        """Return what graphs are compiled for: each shape of a batch, unless it is declared as dynamic."""
+        """Return what graphs are compiled for: each shape of a batch, unless it is declared as dynamic.
+
+        Raise TypeError or ValueError if the batch contradicts what is declared, before a microbatch begins.
+        """
         if graphs.inputs is None:
             return tuple([getattr(value, "shape", None) for value in batch])
+        graphs.inputs(batch)
         return id(graphs), graphs.inputs.undeclared(batch)
 
     def _name_columns(self, error: Exception, key: tuple, batch: tuple) -> None:
@@ -547,8 +552,8 @@ def make_train_step(
         TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
             another expression, which MindSpore cannot compile.
         ValueError: If an argument is out of range, if `has_weight` is given with a `weight_fn` or several losses, if an
-            accumulator is given together with options of `Accumulator` or
-            has `reduction="sum"`, or if a parameter was frozen after the optimizer was built.
+            accumulator is given together with options of `Accumulator` or has `reduction="sum"`, or if a parameter was
+            frozen after the optimizer was built.
         RuntimeError: When the step is called, if an error or an interrupt left only some pieces of a batch in the open
             window; `accumulator.reset()` drops it.
 
