@@ -35,6 +35,7 @@ from warnings import warn
 from weakref import finalize
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ..distributed.parallel_modes import shards
@@ -510,10 +511,13 @@ class Boundary:
         return status
 
     def _status_of(self, numbers: list[float]) -> Status:
-        update_step, mini_step, full, seen, skipped, closed, weight, norm, in_row, *rest = numbers
-        needed = self.window.length.missing(int(mini_step), int(update_step), bool(full))
-        status = Status(int(update_step), int(mini_step), needed, int(seen), int(skipped), int(closed), weight, norm,
-                        int(in_row), *map(int, rest))
+        epochs, trained, update_step, mini_step, *skips = map(int, numbers[:9])
+        skipped, closed, in_row, unfinished, empty = skips
+        held, weight, norm, seen = numbers[9:]
+        length = self.window.length
+        needed = length.missing(mini_step, update_step, length.is_full_of(mini_step, update_step, np.float32(held)))
+        status = Status(update_step, mini_step, needed, int(seen), skipped, closed, weight, norm, in_row, unfinished,
+                        epochs, trained, empty)
         self._warn_of_empty(status.empty_windows, status.closed_windows)
         return status
 

@@ -10,7 +10,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
 from ..mindspore_api import InplaceZero, jit_class
-from ..tensors import HALF, as_tensor, mapped, multiply_no_nan, scaled, weighted
+from ..tensors import HALF, as_tensor, cast, mapped, multiply_no_nan, scaled, weighted
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
@@ -92,7 +92,7 @@ def add_one(factor: Scalar, buffer: Parameter, gradient: Tensor) -> Tensor:
     """Add `factor * gradient` to a buffer."""
     if isinstance(factor, Tensor) or factor != 1:
         gradient = weighted(factor, gradient, buffer.dtype)
-    gradient = gradient.astype(buffer.dtype)
+    gradient = cast(gradient, buffer.dtype)
     if buffer.dtype == ms.float16:
         # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
         return ops.assign(buffer, buffer + gradient)
@@ -110,13 +110,13 @@ def _add_small(options: tuple, buffer: Parameter, gradient: Tensor) -> None:
 
 
 def _clear(zero: Tensor, buffer: Parameter) -> None:
-    ops.assign(buffer, multiply_no_nan(buffer, zero.astype(buffer.dtype)))
+    ops.assign(buffer, multiply_no_nan(buffer, cast(zero, buffer.dtype)))
 
 
 def _scaled_in_place(factor: Tensor, buffer: Parameter, dtype: ms.Type) -> Tensor:
     if buffer.dtype in HALF:  # rounded to 16 bits only if the parameter is
         return scaled(factor, buffer, dtype)
-    return _multiply_unmarked(buffer, factor.astype(buffer.dtype)).astype(dtype)
+    return cast(_multiply_unmarked(buffer, cast(factor, buffer.dtype)), dtype)
 
 
 def _clear_in_place(_: Tensor, buffer: Parameter) -> Tensor:

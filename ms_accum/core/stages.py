@@ -10,7 +10,7 @@ from mindspore import Parameter, Tensor, amp, ops
 
 from ..arguments import instance_of, one_of, whole_number
 from ..mindspore_api import jit_class
-from ..tensors import all_finite, as_tensor, finite_sum, mapped, wider
+from ..tensors import all_finite, as_tensor, cast, finite_sum, mapped, wider
 
 if TYPE_CHECKING:
     from ..distributed.exchange import OneDevice
@@ -146,14 +146,14 @@ class SkipMicrobatch(Stage):
 
     def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Tensor, Tensor]:
         """See `Stage`. A piece that already has the weight 0 is ignored in any case, and is not tested."""
-        weight = weight * ops.ones_like(self.skipped).astype(ms.float32)  # a Tensor, also of a number
+        weight = weight * cast(ops.ones_like(self.skipped), ms.float32)  # a Tensor, also of a number
         ignored = weight == 0
         taken = ops.logical_or(all_finite((*gradients, weight)), ignored)
-        missed = 1 - taken.astype(ms.int32)
+        missed = 1 - cast(taken, ms.int32)
         ops.assign_add(self.skipped, missed)
         ops.assign(self.skipped_in_row,
-                   (self.skipped_in_row + 1) * missed + self.skipped_in_row * ignored.astype(ms.int32))
-        return ops.where(taken, weight, ops.zeros_like(weight)), taken.astype(ms.int32)
+                   (self.skipped_in_row + 1) * missed + self.skipped_in_row * cast(ignored, ms.int32))
+        return ops.where(taken, weight, ops.zeros_like(weight)), cast(taken, ms.int32)
 
     def on_close(self, applied: bool) -> None:
         """See `Stage`."""
@@ -213,7 +213,7 @@ class LossScale(Stage):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """See `Stage`."""
-        return loss.astype(ms.float32) * self.scaler.scale_value
+        return cast(loss, ms.float32) * self.scaler.scale_value
 
     def restore(self, gradients: Gradients) -> Gradients:
         """See `Stage`. Compute in float32 at least, and divide, because 1 / scale may be too small for float32."""
@@ -230,7 +230,7 @@ class AdjustedLossScale(LossScale):
 
 
 def _divided(scale: Tensor, gradient: Tensor) -> Tensor:
-    return gradient.astype(wider(gradient.dtype, ms.float32)) / scale
+    return cast(gradient, wider(gradient.dtype, ms.float32)) / scale
 
 
 # --- which stages are switched on -------------------------------------------------------------------------------------

@@ -25,13 +25,17 @@ from ..tensors import (
     as_numbers,
     as_tensor,
     as_vector,
+    cast,
     checked_gradients,
     clip_factor,
+    concat,
     divide_no_nan,
     mapped,
     norm_of,
+    reshape,
     scaled,
     square_sum,
+    stack,
     state_parameter,
     weighted,
 )
@@ -221,7 +225,7 @@ class Window:
         if ends:  # a microbatch counts if one of the ranks inside has taken it
             taken = ops.minimum(taken, 1) if isinstance(taken, Tensor) else taken
         ops.assign_add(self.mini_step if ends else self.taken,
-                       taken.astype(ms.int32) if isinstance(taken, Tensor) else taken)
+                       cast(taken, ms.int32) if isinstance(taken, Tensor) else taken)
         if ends:
             self.count_trained(1)
         ops.assign_add(self.unfinished, 1 - 2 * ends)  # + 1 for this end, - 2 if the microbatch ends with it
@@ -232,7 +236,7 @@ class Window:
 
         `trained`: 0 if this rank only takes part in the microbatch of others, else 1.
         """
-        ops.assign_add(self.mini_step, ops.minimum(self.taken + 0, 1).astype(ms.int32))
+        ops.assign_add(self.mini_step, cast(ops.minimum(self.taken + 0, 1), ms.int32))
         ops.assign(self.taken, 0)
         self.count_trained(trained)
         ops.assign_add(self.unfinished, -2 * pieces)
@@ -387,7 +391,7 @@ class Window:
         if isinstance(weight, Tensor):
             # On Ascend, MindSpore would copy `weight_sum`, which is emptied next.
             weight = self.window_weight if self.exchange.ranks == 1 else weight
-            ops.assign_add(self.empty_windows, (weight == 0).astype(ms.int32))
+            ops.assign_add(self.empty_windows, cast(weight == 0, ms.int32))
         elif weight == 0:
             ops.assign_add(self.empty_windows, 1)
 
@@ -423,25 +427,27 @@ class Window:
             rest = self.seen_rest + (counted - whole)  # at most 1, so it keeps fractions down to 2**-25
             carry = ops.round(rest)
             ops.assign(self.seen_rest, rest - carry)
-            ops.assign_add(self.seen, (whole + carry).astype(ms.int64))
+            ops.assign_add(self.seen, cast(whole + carry, ms.int64))
         else:  # a number of samples that a graph knows
-            ops.assign_add(self.seen, Tensor(counted, ms.float32).astype(ms.int64))
+            ops.assign_add(self.seen, cast(Tensor(counted, ms.float32), ms.int64))
 
     # --- graphs of the host, or its calls op by op: a graph has to return something -----------------------------------
 
     def counts(self) -> Tensor:
-        """Return what `Status` holds, but with 1 or 0 for a full window: float64 `(13,)`."""
-        numbers = ops.stack([number.astype(ms.float64) for number in (
-            self.update_step, self.mini_step, self.is_full(), self.seen, self.skipped, self.closed_windows,
-            self.window_weight, self.grad_norm, self.skipped_in_row, self.unfinished)])
-        return ops.concat((numbers, self.place.astype(ms.float64), self.empty_windows.astype(ms.float64).reshape(1)))
+        """Return what the host makes a `Status` of, in its own order: float64 `(13,)`."""
+        # Primitives, one cast for all of a dtype, and no list comprehension: else, to compile it takes 0.3 s, not 0.06.
+        whole = stack((self.update_step, self.mini_step, self.skipped, self.closed_windows, self.skipped_in_row,
+                       self.unfinished, self.empty_windows))
+        parts = stack((self.weight_sum, self.window_weight, self.grad_norm))
+        return concat((cast(self.place, ms.float64), cast(whole, ms.float64), cast(parts, ms.float64),
+                       cast(reshape(self.seen, (1,)), ms.float64)))
 
     def counts_and_verdict(self) -> Tensor:
         """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(14,)`."""
         window = self.total(self.held())
         # `depend` uses the unit, which nobody needs; otherwise MindSpore warns of "nodes eliminated by mistake".
         accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
-        return ops.concat((self.counts(), accepted.astype(ms.float64).reshape(1)))
+        return concat((self.counts(), reshape(cast(accepted, ms.float64), (1,))))
 
     def close_with_update(self) -> Tensor:
         """Update with the open window, if all ranks agree."""

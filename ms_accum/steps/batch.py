@@ -24,7 +24,7 @@ from ..mindspore_api import (
     SourceDataset,
     jit_class,
 )
-from ..tensors import FLOATS, after, as_tensor, as_vector, as_weight
+from ..tensors import FLOATS, after, as_tensor, as_vector, as_weight, cast
 
 if TYPE_CHECKING:
     from ..core.stream import Stream
@@ -349,7 +349,10 @@ class Loss:
         if isinstance(weight, Tensor):
             # The weight comes first: otherwise all gradients would wait for it, and be in memory together (Ascend,
             # bfloat16: 10.3 bytes per parameter instead of 6.7).
-            piece = tuple([after(weight, value) if isinstance(value, Tensor) else value for value in piece])
+            later = ()  # type: tuple
+            for value in piece:
+                later = (*later, after(weight, value) if isinstance(value, Tensor) else value)
+            piece = later
         # In its semi-auto parallel mode, MindSpore cannot compile a number as an argument.
         given = weight if isinstance(weight, Tensor) else Tensor(weight, ms.float32)
         factor = 1.0 if self.is_added else None
@@ -361,7 +364,7 @@ class Loss:
         if self.has_weight:
             weight, aux = aux
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-        loss = ops.depend(loss, scaled_loss).astype(ms.float32)
+        loss = cast(ops.depend(loss, scaled_loss), ms.float32)
         loss = loss / divisor(weight) if self.is_sum else loss
         return {"loss": mean_loss(loss, weight, self.is_added), "aux": aux, "gradients": gradients, "weight": weight,
                 "factor": factor}
@@ -383,7 +386,7 @@ class Loss:
         if self.has_weight:
             weight = ops.stop_gradient(as_tensor(as_weight(own)))
             loss, aux = after(weight, loss), (weight, aux)  # it comes before the backward pass, as one of `weight_fn`
-        total = loss.astype(ms.float32) / divisor(weight) if self.is_divided else loss
+        total = cast(loss, ms.float32) / divisor(weight) if self.is_divided else loss
         return self.window.scaled_loss(total), loss, aux
 
     def begun(self, weight: Scalar, *piece: Any) -> tuple:

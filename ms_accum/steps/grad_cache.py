@@ -16,7 +16,7 @@ from mindspore.ops import constexpr
 
 from ..arguments import require_callable, spelled
 from ..mindspore_api import jit_class
-from ..tensors import FLOATS, after
+from ..tensors import FLOATS, after, cast, reshape
 from .batch import Loss, checked_loss, checked_pieces, positional, select_rows
 from .pieces import Pieces
 from .shapes import Inputs, Shapes
@@ -197,8 +197,8 @@ class CachedPiece:
         (total, loss, again), (cotangents, gradients) = self.first_grad_fn(cached, *piece)
         same = _same(once, again)
         weight = ops.where(same, Tensor(self.rows, ms.float32), Tensor(0.0, ms.float32))
-        taken = self.window.add(gradients, weight, None, same.astype(ms.int32))
-        loss = ops.depend(loss, (total, taken)).astype(ms.float32)
+        taken = self.window.add(gradients, weight, None, cast(same, ms.int32))
+        loss = cast(ops.depend(loss, (total, taken)), ms.float32)
         return loss, same, cotangents * (self.rows / self.samples)
 
     def loss_of_batch(self, cached: Tensor, *piece: Any) -> tuple:
@@ -216,7 +216,7 @@ class CachedPiece:
 
     def evaluated(self, cached: Tensor, *batch: Any) -> Tensor:
         """Return the loss of the batch, given the representations of all pieces."""
-        return self.loss_and_first(cached, select_rows(ops.arange(self.rows), self.cut, batch))[0].astype(ms.float32)
+        return cast(self.loss_and_first(cached, select_rows(ops.arange(self.rows), self.cut, batch))[0], ms.float32)
 
     def backward(self, start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
         """Add the gradient of the piece that begins with sample `start`."""
@@ -236,7 +236,7 @@ def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
     """Return the representations as columns of one float32 Tensor, `(m, columns)`."""
     columns = ()  # type: tuple[Tensor, ...]
     for representation in representations:
-        columns = (*columns, representation.reshape(representation.shape[0], -1).astype(ms.float32))
+        columns = (*columns, cast(reshape(representation, (representation.shape[0], -1)), ms.float32))
     return ops.concat(columns, 1)
 
 

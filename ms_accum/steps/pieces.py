@@ -15,7 +15,7 @@ from mindspore import Tensor, ops
 from mindspore.ops import constexpr
 
 from ..mindspore_api import jit_class
-from ..tensors import as_vector
+from ..tensors import as_vector, cast, concat, reshape
 from .batch import axis_of, divisor, samples_in_graph, select_rows, starts_of
 from .errors import ask_about_piece
 
@@ -191,7 +191,7 @@ class Evaluated:
         """Return the new totals, given those before the piece that begins with sample `start`; see `Piece`."""
         piece = batch if self.cut is None else select_rows(start + ops.arange(self.rows), self.cut, batch)
         losses, weights = self.loss.evaluated(self.rows, piece)
-        return totals + ops.concat((losses if self.loss.is_sum else counted(losses, weights), weights))
+        return totals + concat((losses if self.loss.is_sum else counted(losses, weights), weights))
 
 
 @jit_class
@@ -244,7 +244,7 @@ def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor, batch_ax
         else:
             whole = 0.0
             for i, part in enumerate(parts):
-                whole = whole + counted(part, results[i * values].reshape(()))
+                whole = whole + counted(part, reshape(results[i * values], ()))
             whole = whole / divisor
         joined = (*joined, whole)
     return joined
@@ -252,7 +252,7 @@ def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor, batch_ax
 
 def counted(value: Tensor, weight: Scalar) -> Tensor:
     """Return `value * weight` in float32; 0 for a weight of 0, also if the value is NaN (a mean over no token)."""
-    product = value.astype(ms.float32) * weight
+    product = cast(value, ms.float32) * weight
     return ops.where(weight == 0, Tensor(0.0, ms.float32), product) if isinstance(weight, Tensor) else product
 
 

@@ -19,7 +19,7 @@ from mindspore.ops import constexpr
 
 from ..distributed.tags import STOP
 from ..mindspore_api import jit_class
-from ..tensors import after, as_numbers, as_vector, as_weight
+from ..tensors import after, as_numbers, as_vector, as_weight, cast, concat, stack
 from .batch import (
     Loss,
     checked_loss,
@@ -258,7 +258,7 @@ class WeighedPiece:
         losses = checked_losses(returned, self.count)
         total = Tensor(0.0, ms.float32)
         for t in self.counts:
-            total = total + shares[t] * losses[t].astype(ms.float32)
+            total = total + shares[t] * cast(losses[t], ms.float32)
         total = self.window.scaled_loss(total)
         if self.loss.stream is not None:
             self.loss.stream.start()
@@ -279,7 +279,7 @@ class WeighedPiece:
             aux = checked_aux(aux, self.rows, self.loss.batch_axis)
         active = self.window.add(gradients, weight, factor)
         losses = ops.depend(counted(losses, weights), total)
-        totals = ops.depend(totals + ops.concat((losses, weights)), active)
+        totals = ops.depend(totals + concat((losses, weights)), active)
         return (totals, weights[:1], aux) if self.loss.has_aux else totals
 
 
@@ -297,7 +297,7 @@ class Weights:
         for start, rows in self.starts:
             piece = select_rows(ops.arange(start, start + rows), self.cut, batch)
             weights = (*weights, weights_of(self.weight_fn, self.losses, rows, piece))
-        return ops.stack(weights)
+        return stack(weights)
 
 
 def weights_of(weight_fn: Optional[Callable], losses: int, rows: int, piece: tuple) -> Tensor:
@@ -306,14 +306,20 @@ def weights_of(weight_fn: Optional[Callable], losses: int, rows: int, piece: tup
         return as_vector((float(rows),) * losses)
     weights = weight_fn(*piece)
     require_entries("weight", losses, len(weights) if isinstance(weights, tuple) else None)
-    return as_vector(tuple([as_weight(weight) for weight in weights]))
+    checked = ()  # type: tuple[Any, ...]
+    for weight in weights:
+        checked = (*checked, as_weight(weight))
+    return as_vector(checked)
 
 
 def checked_losses(returned: Any, count: int) -> tuple[Tensor, ...]:
     """Return the losses. Raise TypeError unless there are `count` of them."""
     if isinstance(returned, tuple):
         require_losses(len(returned), count)
-        return tuple([checked_loss(loss) for loss in returned])
+        losses = ()  # type: tuple[Tensor, ...]
+        for loss in returned:
+            losses = (*losses, checked_loss(loss))
+        return losses
     raise_wrong_result(returned, returned is None, "forward_fn", f"a tuple of {count} because of losses={count}")
     return (returned,)
 
