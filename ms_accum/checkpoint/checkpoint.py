@@ -27,7 +27,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from ..arguments import boolean, instance_of
 from ..core.accumulator import Accumulator
 from ..core.boundary import require_whole
-from ..core.facts import changes
+from ..core.facts import changes, rate_texts
 from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
@@ -282,6 +282,7 @@ class _State:
         of_stages: The names of entries that may be missing if no window is open.
         settings: Settings that must be equal in the run that resumes if a window is open.
         given: What the script gave the optimizer; see `given_to`.
+        reached: Of these, the rates that differ now.
         losses: Those of the open window that a `WindowLog` has seen.
     """
 
@@ -317,6 +318,8 @@ class _State:
         self.of_stages = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in of_stages]
         boundary.note_given()
         self.given = boundary.given
+        self.reached = {name: text for name, text in rate_texts(optimizer).items()
+                        if self.given.get(name, {}).get(name, text) != text}
         self.losses = boundary.losses()
 
     def exchanged_alike(self, about: dict) -> bool:
@@ -340,8 +343,8 @@ class _State:
         is_open = bool(gather(np.array([held], np.int32)).any() if ranks > 1 else held)  # on all ranks if it is on one
         left_out = self.divided.keys() | (set() if is_open else self.of_window - {_UNIT})
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
-        about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "of_stages": self.of_stages,
-                 "losses": self.losses if is_open else ()}
+        about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "reached": self.reached,
+                 "of_stages": self.of_stages, "losses": self.losses if is_open else ()}
         if ranks > 1:
             self._gather(part, entries, about)
         return entries, about
@@ -393,7 +396,11 @@ class _State:
         notes = [f"{name} {about[name]} -> {self.settings[name]}" for name in changed]
         given: dict[str, dict[str, str]] = about.get("given", self.given)  # older files do not know it
         of_script = [name for name in {**given, **self.given} if given.get(name) != self.given.get(name)]
-        notes += [note for name in of_script for note in changes(name, given.get(name, {}), self.given.get(name, {}))]
+        # A rate that was lowered in training: "0.1 -> 0.05" alone would not say that the run had reached 0.01.
+        reached = {name: {name: f"{given[name].get(name)} ({text} when it was saved)"}
+                   for name, text in about.get("reached", {}).items() if name in given}
+        notes += [note for name in of_script
+                  for note in changes(name, reached.get(name, given.get(name, {})), self.given.get(name, {}))]
         alike = self.exchanged_alike(about)
         ignored = {_TORN} if alike else {_TORN, _UNIT}
         if keep_rates:

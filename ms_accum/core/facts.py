@@ -72,7 +72,12 @@ def given_to(optimizer: Any) -> dict[str, dict[str, str]]:
     for place, text in _Walk(lambda _: "").texts(optimizer, in_schedule=True):  # schedules by their numbers
         if _ARGUMENT.match(place) and text and not text.startswith(("as .", "builtins.", "mindspore.ops.")):
             given.setdefault(_name_of(place), {})[place.removeprefix(".")] = text.removeprefix("Float32() ")
-    return given | {name: {name: _short(parameter)} for name, parameter in rates_of(optimizer).items()}
+    return given | {name: {name: text} for name, text in rate_texts(optimizer).items()}
+
+
+def rate_texts(optimizer: Any) -> dict[str, str]:
+    """Return the values that the rates of an optimizer have now, as texts by name."""
+    return {name: _short(parameter) for name, parameter in rates_of(optimizer).items()}
 
 
 def changes(name: str, old: dict[str, str], new: dict[str, str]) -> list[str]:
