@@ -239,15 +239,16 @@ class WindowLog(Callback):
     last window, then `grad_norm` is NaN in the row of that window. `weight` is NaN, too, if it is a sum over ranks.
 
     Args:
-        to: Path of a CSV file, which is overwritten (give a resumed run another name), or a function of a dict. The
-            guide's page "Recipes" shows summary files and Weights & Biases.
+        to: Path of a CSV file, or a function of a dict. A new run overwrites the file. A run that goes on keeps its
+            rows, up to the checkpoint. The guide's page "Recipes" shows summary files and Weights & Biases.
         aux: Names of the results of shape `()` in the aux of `forward_fn`, in their order. Each is a column: its mean
             over the window, weighted as the loss is; with several losses, as the first one.
 
     Raises:
         TypeError: If `to` is neither a path nor a function, or `aux` is not a tuple of names.
         ValueError: If aux has another number of results of shape `()`, or a column has the name of another. When
-            training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
+            training begins, if there is not exactly one `TrainOneStepCell`, in data sink mode, or if the file of a run
+            that goes on has other columns.
         OSError: When training begins, if the file cannot be written.
 
     Source: the loggers of HF Accelerate and Lightning write the same values, once per update.
@@ -303,6 +304,7 @@ class WindowLog(Callback):
             self._held, self._skipped = 0, status.skipped
             if loss is not None:
                 self._came_late(status)
+            self._begin_file(status, loss is not None and status.mini_step == 0)
         if loss is None:
             self._catch_up()
         else:
@@ -330,6 +332,7 @@ class WindowLog(Callback):
         """Remember the state of the accumulator, and begin the file."""
         self._since = perf_counter()
         self._begin(_one_cell(self, run_context).accumulator)
+        self._begin_file(self._accumulator.status(), False)
 
     def _begin(self, accumulator: Accumulator) -> None:
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer
@@ -337,9 +340,7 @@ class WindowLog(Callback):
         self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
         self._taken, self._place, self._trained = True, (0, 0), 0
         self._recall(accumulator.status().trained)
-        row = self._row(0)
-        if not callable(self._to):
-            self._write("w", row)
+        self._columns = [*self._row(0)]
 
     def _came_late(self, status: Status) -> None:
         """Set the state as if the log had begun one microbatch earlier."""
@@ -419,12 +420,31 @@ class WindowLog(Callback):
             if callable(self._to):
                 self._to(row)
             else:
-                self._write("a", row.values())
+                self._write(row.values())
         self._losses, self._weight = [], 0.0
 
-    def _write(self, mode: str, values: Iterable) -> None:
+    def _begin_file(self, status: Status, is_late: bool) -> None:
+        """Begin a file. If the run goes on, keep the rows of windows that were closed before.
+
+        `is_late`: whether the last window was closed since the run went on; then its row is still to be written.
+        """
+        if callable(self._to):
+            return
+        columns, rows, reached = self._columns, [], (status.update_step, status.skipped - is_late)
+        if self._closed and os.path.exists(self._to):
+            with open(self._to, newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                if reader.fieldnames != columns:
+                    raise ValueError(f"{self._to} has the columns {reader.fieldnames}, but this run goes on with "
+                                     f"{columns}; give WindowLog another path")
+                rows = [row for row in reader if (int(row["update_step"]), int(row["skipped"])) <= reached]
+        with open(f"{self._to}.part", "w", newline="", encoding="utf-8") as file:  # no interrupt loses the rows
+            csv.writer(file).writerows([columns, *(row.values() for row in rows)])
+        os.replace(f"{self._to}.part", self._to)
+
+    def _write(self, values: Iterable) -> None:
         """Write a row, and close the file, so that it can be read during a long run."""
-        with open(self._to, mode, newline="", encoding="utf-8") as file:
+        with open(self._to, "a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow(values)
 
     def _row(self, of_others: int) -> dict[str, Union[int, float]]:

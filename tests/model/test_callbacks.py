@@ -379,6 +379,46 @@ def test_a_window_that_goes_on_after_a_resume_reports_its_whole_loss(driver, hel
     assert row_of_the_resumed() != whole
 
 
+@pytest.mark.parametrize("driver", ["step", "Model"])
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_run_that_goes_on_keeps_the_rows_of_its_file(driver, closes):
+    """Up to the checkpoint; those after it are written again. Also if the first microbatch closes a window (`closes`).
+    Control: a new run overwrites the file. Other columns are refused.
+    """
+    data = batches([6, 2, 4, 3, 5, 1, 2, 2])
+
+    def made():
+        network, cell = make_cell(accumulate_step=2)
+        return network, cell if driver == "Model" else make_train_step(mean_loss(network), cell.accumulator)
+
+    def run(step, part, log):
+        if driver == "Model":
+            train(step, log, data=dataset_of(part))
+        else:
+            for batch in part:
+                log(step, step(*tensors(*batch)))
+
+    def updates():
+        with open("windows.csv", newline="", encoding="utf-8") as file:
+            return [int(row["update_step"]) for row in csv.DictReader(file)]
+
+    network, step = made()
+    held = 3 if closes else 2
+    run(step, data[:held], WindowLog("windows.csv"))
+    save_checkpoint("c.safetensors", network, step)
+    run(step, data[held:6], WindowLog("windows.csv"))
+    assert updates() == [1, 2, 3]
+    network, step = made()
+    load_checkpoint("c.safetensors", network, step)
+    run(step, data[held:], WindowLog("windows.csv"))
+    assert updates() == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"windows\.csv has the columns .*; give WindowLog another path"):
+        run(step, data[:1], WindowLog("windows.csv", aux=("accuracy",)))
+    assert updates() == [1, 2, 3, 4]
+    run(made()[1], data[:2], WindowLog("windows.csv"))
+    assert updates() == [1]
+
+
 def test_per_update_shows_the_optimizer():
     """At the end of an epoch, too. Control: MindSpore's callbacks alone do not find it, and FlushCallback says so."""
     _, cell = make_cell(optimizer=partial(momentum, rate=0.5))
