@@ -77,7 +77,7 @@ def require_rates(optimizer: nn.Optimizer) -> None:
         if isinstance(rates, Parameter) and rates.ndim == 1:
             if int(optimizer.global_step) >= rates.size:
                 raise ValueError(f"the optimizer's list of {rates.size} learning rates is used up, expected a rate for "
-                                 "each update; give ceil(microbatches / accumulate_step) rates for each epoch")
+                                 "each update; ms_accum.updates_of(accumulate_step, microbatches, epochs) counts them")
 
 
 def require_same_parameters(functions: Iterable[Callable], optimizer: nn.Optimizer) -> None:
@@ -254,12 +254,10 @@ def rates_in(optimizer: Any) -> list[Any]:
 
 
 def rates_at(optimizer: Any, offset: int = 0) -> tuple[float, ...]:
-    """Return the learning rates of the next update; with `offset` -1 those of the last one, NaN before the first.
+    """Return the learning rates of the next update; with `offset` -1 those of the last one.
 
-    Raise ValueError if a list of rates has none for the next update.
+    They are NaN where there is none: before the first update, or after the last rate of a list.
     """
-    if offset == 0:
-        require_rates(optimizer)
     return tuple(_rate_at(rate, optimizer, offset) for rate in rates_in(optimizer))
 
 
@@ -267,7 +265,9 @@ def _rate_at(rate: Any, optimizer: Any, offset: int) -> float:
     if not isinstance(rate, nn.Cell):
         return float(rate)
     updates = int(optimizer.global_step) + offset
-    return float(rate(Tensor([updates], ms.int32)).reshape(())) if updates >= 0 else nan
+    listed = getattr(rate, "learning_rate", None)
+    is_past = isinstance(listed, Parameter) and listed.ndim == 1 and updates >= listed.size
+    return nan if updates < 0 or is_past else float(rate(Tensor([updates], ms.int32)).reshape(()))
 
 
 def next_rates(optimizer: Any) -> Union[float, tuple[float, ...]]:

@@ -151,6 +151,8 @@ class TrainStep(Uncopied):
     def learning_rate(self) -> Union[float, tuple[float, ...]]:
         """Return the learning rate of the next update, also of a schedule or a list; or set it, at any time.
 
+        After the last rate of a list it is NaN.
+
             train_step.learning_rate *= 0.1
 
         If groups of parameters have rates of their own, it is a tuple in the order of the groups. (In MindSpore's `nn`
@@ -159,7 +161,7 @@ class TrainStep(Uncopied):
 
         Raises:
             TypeError, ValueError: If what is set is not a number >= 0, or a tuple of as many; if it is set for a
-                schedule or a list of rates; if it is read where a list is used up, or the optimizer has none.
+                schedule or a list of rates; if the optimizer has none.
         """
         return next_rates(self.accumulator.optimizer)
 
