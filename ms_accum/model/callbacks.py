@@ -219,7 +219,7 @@ class WindowLog(Callback):
         for loss in train_step.epoch(data):
             log(train_step, loss)
 
-    The columns are `epoch`; `microbatch`, counted from the start of the training; `update_step`; `loss`, the weighted
+    The columns are `epoch`; `microbatch`, counted since the log began; `update_step`; `loss`, the weighted
     mean over the window's microbatches (of several losses, the sum of these means); `weight`, the sum of their weights
     (of the first loss); `learning_rate`, if it is known, that of this window's update (`optimizer.get_lr()` is that of
     the next update; with groups, `learning_rate_0` and so on; NaN before the first update); `grad_norm`, before
@@ -299,7 +299,7 @@ class WindowLog(Callback):
             if self._followed is not None:
                 raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
             self._begin(accumulator)
-            self._followed, self._place = accumulator, (1, 0)
+            self._followed, self._place = accumulator, (status.epochs + 1, 0)
             self._trained = getattr(train_step, "trained", 1) - 1
             self._held, self._skipped = 0, status.skipped
             if loss is not None:
