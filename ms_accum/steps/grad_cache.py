@@ -17,7 +17,7 @@ from mindspore.ops import constexpr
 from ..arguments import require_callable, spelled
 from ..mindspore_api import jit_class
 from ..tensors import FLOATS, after, cast, reshape
-from .batch import Loss, checked_loss, checked_pieces, positional, select_rows
+from .batch import Loss, checked_loss, checked_pieces, places_of, positional, select_rows
 from .pieces import Pieces
 from .shapes import Inputs, Shapes
 from .train_step import TrainStep, averaging
@@ -168,7 +168,7 @@ class CachedPiece:
 
     def __init__(self, encode: Loss, loss_fn: Callable, samples: int, cut: Cut, rows: int) -> None:
         self.encode_fn, self.loss_fn, self.window = encode.forward_fn, loss_fn, encode.window
-        self.samples, self.cut, self.rows = samples, cut, rows
+        self.samples, self.cut, self.rows, self.places = samples, cut, rows, places_of(rows)
         self.first_grad_fn = ms.value_and_grad(self.loss_of_batch, 0, self.window.weights, has_aux=True)
         self.grad_fn = ms.value_and_grad(self.product, None, self.window.weights)
 
@@ -179,7 +179,7 @@ class CachedPiece:
 
     def encode(self, start: Tensor, *batch: Any) -> Tensor:
         """Return the representations of the piece that begins with sample `start`, side by side."""
-        representations = self.representations(select_rows(start + ops.arange(self.rows), self.cut, batch))
+        representations = self.representations(select_rows(start + self.places, self.cut, batch))
         shapes = tuple([r.shape if isinstance(r, Tensor) else None for r in representations])
         dtypes = tuple([r.dtype if isinstance(r, Tensor) else None for r in representations])
         require_representations(self.rows, shapes, dtypes)
@@ -193,7 +193,7 @@ class CachedPiece:
         must add up to that of the batch, but each is weighted by its samples. So the loss is multiplied by samples /
         rows.
         """
-        piece = select_rows(ops.arange(self.rows), self.cut, batch)
+        piece = select_rows(self.places, self.cut, batch)
         (total, loss, again), (cotangents, gradients) = self.first_grad_fn(cached, *piece)
         same = _same(once, again)
         weight = ops.where(same, Tensor(self.rows, ms.float32), Tensor(0.0, ms.float32))
@@ -216,11 +216,11 @@ class CachedPiece:
 
     def evaluated(self, cached: Tensor, *batch: Any) -> Tensor:
         """Return the loss of the batch, given the representations of all pieces."""
-        return cast(self.loss_and_first(cached, select_rows(ops.arange(self.rows), self.cut, batch))[0], ms.float32)
+        return cast(self.loss_and_first(cached, select_rows(self.places, self.cut, batch))[0], ms.float32)
 
     def backward(self, start: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
         """Add the gradient of the piece that begins with sample `start`."""
-        indices = start + ops.arange(self.rows)
+        indices = start + self.places
         product, gradients = self.grad_fn(ops.gather(cotangents, indices, 0),
                                           *select_rows(indices, self.cut, batch))
         return ops.depend(product, self.window.add(gradients, float(self.rows)))

@@ -16,7 +16,7 @@ from mindspore.ops import constexpr
 
 from ..mindspore_api import jit_class
 from ..tensors import as_vector, cast, concat, reshape
-from .batch import axis_of, divisor, samples_in_graph, select_rows, starts_of
+from .batch import axis_of, divisor, places_of, samples_in_graph, select_rows, starts_of
 from .errors import ask_about_piece
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .shapes import Inputs
 
 Aux = Union[Tensor, tuple[Tensor, ...]]
+_halves, _entries = ops.Split(0, 2), ops.Unstack()  # in a graph, to compile an index takes 0.1 s
 
 
 class Pieces:
@@ -159,7 +160,7 @@ class Piece:
     """Add a piece of a microbatch."""
 
     def __init__(self, loss: Loss, cut: Cut, rows: int) -> None:
-        self.loss, self.window, self.cut, self.rows = loss, loss.window, cut, rows
+        self.loss, self.window, self.cut, self.rows, self.places = loss, loss.window, cut, rows, places_of(rows)
 
     def __call__(self, start: Tensor, totals: Tensor, *batch: Any) -> Any:
         """Add the piece that begins with sample `start`. Return the new totals, or `(totals, weight, aux)`.
@@ -167,7 +168,7 @@ class Piece:
         `totals`: sums of weight * loss, and of the weights: float32 `(2,)`.
         """
         # The samples are gathered here, from the whole batch: a graph's argument is not copied.
-        found = self.loss.gradients_of(self.rows, select_rows(start + ops.arange(self.rows), self.cut, batch), True)
+        found = self.loss.gradients_of(self.rows, select_rows(start + self.places, self.cut, batch), True)
         aux, weight = found["aux"], found["weight"]
         if self.loss.has_aux:
             aux = checked_aux(aux, self.rows, self.loss.batch_axis)
@@ -185,11 +186,11 @@ class Evaluated:
     """
 
     def __init__(self, loss: Loss, cut: Optional[Cut], rows: int) -> None:
-        self.loss, self.cut, self.rows = loss, cut, rows
+        self.loss, self.cut, self.rows, self.places = loss, cut, rows, places_of(rows)
 
     def __call__(self, start: Tensor, totals: Tensor, *batch: Any) -> Tensor:
         """Return the new totals, given those before the piece that begins with sample `start`; see `Piece`."""
-        piece = batch if self.cut is None else select_rows(start + ops.arange(self.rows), self.cut, batch)
+        piece = batch if self.cut is None else select_rows(start + self.places, self.cut, batch)
         losses, weights = self.loss.evaluated(self.rows, piece)
         return totals + concat((losses if self.loss.is_sum else counted(losses, weights), weights))
 
@@ -205,12 +206,10 @@ class End:
     def __call__(self, totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
         """Return the mean of each loss, and the joined aux, given `totals` and what `join_aux` takes."""
         self.window.end(self.pieces + self.absent)
-        means = ()  # type: tuple[Tensor, ...]
-        for t in range(self.losses):
-            means = (*means, totals[t] / divisor(totals[self.losses + t]))
-        if not results:
-            return means
-        return (*means, *join_aux(results, self.pieces, divisor(totals[self.losses]), self.batch_axis))
+        sums, weights = _halves(totals)
+        divisors = divisor(weights)  # type: Any
+        means = _entries(sums / divisors)
+        return (*means, *join_aux(results, self.pieces, divisors[0], self.batch_axis)) if results else means
 
 
 # --- aux --------------------------------------------------------------------------------------------------------------

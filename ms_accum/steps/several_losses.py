@@ -26,6 +26,7 @@ from .batch import (
     copied,
     divisor,
     parted,
+    places_of,
     raise_wrong_result,
     require_readable,
     select_rows,
@@ -248,6 +249,7 @@ class WeighedPiece:
 
     def __init__(self, loss: Loss, cut: Cut, rows: int, present: tuple[bool, ...]) -> None:
         self.loss, self.window, self.cut, self.rows, self.count = loss, loss.window, cut, rows, len(present)
+        self.places = places_of(rows)
         self.counts = [t for t in range(len(present)) if present[t]]
         # The shares are no parameters.
         self.grad_fn = ms.value_and_grad(self.begun, None, loss.window.weights, has_aux=True)
@@ -266,7 +268,7 @@ class WeighedPiece:
 
     def __call__(self, start: Tensor, totals: Tensor, weights: Tensor, of_window: Tensor, *batch: Any) -> Any:
         """Add the piece with these weights, `(losses,)`. See `Piece`; `of_window`: the sums of the window's weights."""
-        inputs = select_rows(start + ops.arange(self.rows), self.cut, batch)
+        inputs = select_rows(start + self.places, self.cut, batch)
         numerators = ops.ones_like(weights) if self.loss.is_sum else weights
         # A stage that looks at gradients gets those of a mean; otherwise, they are added as they are.
         weight, unit = weights.mean(), self.window.unit  # type: Tensor, Any
@@ -289,14 +291,15 @@ class Weights:
 
     def __init__(self, loss: SeveralLosses, cut: Cut, starts: list[tuple[int, int]]) -> None:
         self.weight_fn: Any = loss.weight_fn
-        self.losses, self.cut, self.starts = loss.losses, cut, starts
+        self.losses, self.cut = loss.losses, cut
+        self.places = tuple([places_of(rows, start) for start, rows in starts])
 
     def __call__(self, *batch: Any) -> Tensor:
         """Return the weights of the pieces: float32 `(pieces, losses)`."""
         weights = ()  # type: tuple[Tensor, ...]
-        for start, rows in self.starts:
-            piece = select_rows(ops.arange(start, start + rows), self.cut, batch)
-            weights = (*weights, weights_of(self.weight_fn, self.losses, rows, piece))
+        for places in self.places:
+            piece = select_rows(places, self.cut, batch)
+            weights = (*weights, weights_of(self.weight_fn, self.losses, places.shape[0], piece))
         return stack(weights)
 
 
