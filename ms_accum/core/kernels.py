@@ -10,7 +10,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
 from ..mindspore_api import InplaceZero, jit_class
-from ..tensors import HALF, as_tensor, cast, mapped, multiply_no_nan, scaled, weighted
+from ..tensors import HALF, as_tensor, cast, mapped, mapped_backwards, multiply_no_nan, scaled, weighted
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
@@ -27,9 +27,9 @@ def add_each(small: int, buffers: Gradients, gradients: Gradients, factor: Scala
     Nothing is returned: if the results were used, MindSpore would fuse each addition with the kernel that computes its
     gradient, and on CPU no two gradients would be computed in parallel.
     """
-    mapped(_add_large, (small, factor), buffers[::-1], gradients[::-1])
+    mapped_backwards(_add_large, (small, factor), buffers, gradients)
     if small > 0:
-        mapped(_add_small, (small, factor), buffers[::-1], gradients[::-1])
+        mapped_backwards(_add_small, (small, factor), buffers, gradients)
 
 
 @jit_class

@@ -87,8 +87,9 @@ class WindowLength:
         if self.schedule is not None:
             return ops.maximum(self.schedule(update_step), ops.ones_like(update_step))
         length = self.stages[0][1]
-        for start, stage_length in self.stages[1:]:
-            length = ops.where(update_step >= start, stage_length, length)
+        if len(self.stages) > 1:  # in a graph, to compile the slice takes time
+            for start, stage_length in self.stages[1:]:
+                length = ops.where(update_step >= start, stage_length, length)
         return length
 
     def updates_of(self, microbatches: int, epochs: int = 1) -> int:

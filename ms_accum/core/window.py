@@ -137,17 +137,18 @@ class Window:
         self.place = Parameter(Tensor([0, 0], ms.int32), name=f"{prefix}.place", requires_grad=False)
         self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
 
-        self.weighing, self.measuring, self.judging, self.watching, self.closing = (
+        self.weighing, self.measuring, self.judging, self.closing = (
             tuple(stage for stage in stages if overrides(stage, method))
-            for method in ("weigh", "measure", "accepts", "on_update", "on_close"))
-        places, count = {}, 0  # of what each stage measures, in `measured`
+            for method in ("weigh", "measure", "accepts", "on_close"))
+        watching, count = [], 0
         for stage in stages:
             stage.exchange, stage.skipped, stage.skipped_in_row = exchange, self.skipped, self.skipped_in_row
             stage.bind(prefix, exchange.across)
-            places[id(stage)] = count, count + stage.measures
+            if overrides(stage, "on_update"):  # with the places of what it measures, in `measured`
+                watching.append((stage, count, count + stage.measures))
             count += stage.measures
         self.of_stages = tuple(parameter for stage in stages for parameter in stage.window_state)
-        self.measured_by = tuple(places[id(stage)] for stage in self.watching)
+        self.watching = tuple(watching)
         self.measured: tuple[Parameter, ...] = ()
         if count:
             self.measured = (state_parameter(f"{prefix}.measured", (count,), ms.float32),)
@@ -296,8 +297,8 @@ class Window:
         # An error before this mark has changed nothing. After it, an error message is better than a window that is
         # applied twice. It is added and subtracted, so that a mark of an unfinished piece is not lost.
         ops.assign_add(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), gradients[-1]))
-        for stage, place in zip(self.watching, self.measured_by):
-            stage.on_update(window, window["measured"][place[0]:place[1]])
+        for stage, first, last in self.watching:
+            stage.on_update(window, window["measured"][first:last])
         # Normalise: the factor turns a sum in this unit into the gradient; 0 if the weight is 0.
         if self.contributors is not None:
             factor = unit / self.contributors
