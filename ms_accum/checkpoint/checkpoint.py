@@ -133,6 +133,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     _require_one_path(path, exchange.ranks)
     path = checked_path(path)
     run = _together(exchange.ranks, lambda: _finished(network, accumulator, extra), OSError)
+    run.warn_of_unsaved()
     with part_of(path) as part:
         contents = run.contents(part, int(accumulator.mini_step), extra)
 
@@ -281,6 +282,7 @@ class _State:
         of_window: The names of entries that are only needed while a window is open.
         of_stages: The names of entries that may be missing if no window is open.
         settings: Settings that must be equal in the run that resumes if a window is open.
+        layers: Those of the networks that a train step was found to use.
         given: What the script gave the optimizer; see `given_to`.
         reached: Of these, the rates that differ now.
         losses: Those of the open window that a `WindowLog` has seen.
@@ -317,10 +319,22 @@ class _State:
         of_stages = {id(p) for stage in window.stages for p in stage.run_state}
         self.of_stages = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in of_stages]
         boundary.note_given()
+        self.layers = boundary.layers
         self.given = boundary.given
         self.reached = {name: text for name, text in rate_texts(optimizer).items()
                         if self.given.get(name, {}).get(name, text) != text}
         self.losses = boundary.losses()
+
+    def warn_of_unsaved(self) -> None:
+        """Warn if a layer that is trained has statistics, as BatchNorm has, that the file does not hold."""
+        saved = {id(p) for p in self.entries.values()}
+        lost = next((p.name for layer in self.layers if layer.training
+                     for _, p in layer.parameters_and_names(expand=False)
+                     if not p.requires_grad and id(p) not in saved), None)
+        if lost is not None:
+            warn(f"{lost} changes in training, but is no Parameter of the network that is saved, so a resumed run "
+                 "begins with its first value; save one Cell that holds all networks, such as "
+                 "nn.CellList([encoder, head]), or each network in a file", UserWarning, stacklevel=4)
 
     def exchanged_alike(self, about: dict) -> bool:
         """Return whether the checkpoint has the same ranks and exchange, so that it holds each rank's own entries."""

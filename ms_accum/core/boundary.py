@@ -43,7 +43,7 @@ from ..mindspore_api import address_of
 from ..tensors import require_trainable
 from .facts import given_to
 from .notes import register
-from .optimizers import follow_rates
+from .optimizers import follow_rates, rates_at
 from .window import UPDATING
 
 if TYPE_CHECKING:
@@ -167,7 +167,9 @@ class Boundary:
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
         self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
-        self.logged = Logged()
+        self.logged = self.recalled = Logged()
+        self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if functions after it may set others
+        self.layers: list[nn.Cell] = []  # of the networks that a train step was found to use
         self._addresses: list[int] = []  # of the parameters' memory, after the first microbatch
         self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
         self._empty_before = 0  # such windows of the run that was loaded
@@ -217,7 +219,7 @@ class Boundary:
         """
         if self._filled_by_hand:
             raise RuntimeError(_BY_HAND)
-        self.is_driven = True
+        self.is_driven, self.used_rates = True, None
         self.note_given()
         self.ask()
         known, self._is_loaded, self._is_interrupted, self._is_ended = self._missing, False, False, False
@@ -448,6 +450,7 @@ class Boundary:
         due = [function for every, function in self._after_update if self.updates % every == 0]
         if due:  # if ranks disagree, there was no update
             self.window.exchange.require_agreement()
+            self.used_rates = rates_at(self.window.optimizer, -1)
         for function in due:
             function()
 
@@ -609,7 +612,7 @@ class Boundary:
         if is_applied:
             require_trainable(self.window.weights)
         self.forget()
-        self.logged = Logged()
+        self.logged = self.recalled = Logged()
         self._closed_in_graphs = self._closed_in_graphs or not runs_op_by_op
 
     def note_given(self) -> None:
@@ -663,6 +666,7 @@ class Boundary:
         ops.assign(window.unfinished, 0)
         self.note_saved()
         self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, int(window.place[1]))
+        self.recalled = self.logged
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._empty_before = int(window.empty_windows)
         self._is_ended = self._is_in_epoch = False

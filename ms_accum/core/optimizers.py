@@ -28,14 +28,15 @@ from ..tensors import FLOATS, require_trainable
 INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of an accumulator's Parameters, if `cell_prefix` is taken
 _PLACE = re.compile(r"\[(\d+)\]$")
 _RATE = re.compile(r"(^|[.[])(learning_rate|lr)(_group_\d+|\[\d+\]|\])*$")  # names of `rates_of`
+_GROUP = re.compile(r"_group_(\d+)$")
 _IN_SCHEDULE = re.compile(r"(group_)?(learning_rate|lr)[.[]")  # places
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
 _DEEPEST = 4  # attributes of attributes: self.a.b.c.network
 _MOST = 100_000  # values that are looked into
 _PLAIN = (type(None), str, bytes, Number, np.ndarray, Tensor)  # which hold nothing
 _named_by: dict[str, ref] = {}
-_UNKNOWN = ("{} has neither a learning_rate nor param_groups, expected an optimizer with a learning rate; give it an "
-            "attribute learning_rate, a Parameter of shape ()")
+_UNKNOWN = ("{} has no learning rate that can be read, expected an attribute learning_rate, a Parameter of shape (), "
+            "or param_groups; build nn.AdaFactor with relative_step=False")
 _FIXED = ("the learning rate of {} is no Parameter, so compiled graphs keep it; make it a Parameter of shape ()")
 _SCHEDULED = ("the learning rate of {} is a {}: each update computes it from the update count, so it cannot be set; "
               "build the optimizer with a number, e.g. learning_rate={:g}, and set that; or save_checkpoint, build the "
@@ -242,15 +243,23 @@ def rates_of(optimizer: object) -> dict[str, Parameter]:
 def rates_in(optimizer: Any) -> list[Any]:
     """Return the learning rates of an optimizer in the order of its groups: Parameters, numbers or schedules.
 
-    Of MindSpore's `nn` optimizers, all groups without a rate of their own have one together.
+    Of MindSpore's `nn` optimizers, all groups without a rate of their own have one together. With "order_params",
+    schedules are in the order of the parameters. There is none if the optimizer computes its own rate (`nn.AdaFactor`).
     """
     optimizer = optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
     groups = getattr(optimizer, "param_groups", None)  # of `mindspore.experimental.optim` and `mindspore.mint.optim`
     if groups:  # `mint.optim.SGD` updates with "lr_float", a number, and a new value of "lr" has no effect (2.10)
         return [group.get("lr_float", group["lr"]) for group in groups]
-    rates = getattr(optimizer, "learning_rate", ())
+    rates = () if getattr(optimizer, "relative_step", False) else getattr(optimizer, "learning_rate", ())
     rates = rates if isinstance(rates, (list, tuple, nn.CellList)) else [rates]
-    return [*{id(rate): rate for rate in rates}.values()]  # a group's rate is listed once for each of its parameters
+    rates = [*{id(rate): rate for rate in rates}.values()]  # a group's rate is listed once for each of its parameters
+    if getattr(optimizer, "is_group_params_ordered", False) and all(isinstance(rate, Parameter) for rate in rates):
+        numbers = [_GROUP.search(rate.name) for rate in rates]  # of their groups; the common rate has none
+        used = {int(number[1]) for number in numbers if number}
+        common = next(i for i in range(len(rates) + 1) if i not in used)
+        rates = [rate for _, _, rate in sorted(
+            (int(number[1]) if number else common, i, rate) for i, (number, rate) in enumerate(zip(numbers, rates)))]
+    return rates
 
 
 def rates_at(optimizer: Any, offset: int = 0) -> tuple[float, ...]:

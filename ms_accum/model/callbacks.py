@@ -8,6 +8,7 @@ from functools import partialmethod
 from math import nan
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Optional, Union
+from warnings import warn
 
 from mindspore import Tensor, nn
 from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, ReduceLROnPlateau, RunContext
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
     from ..core.boundary import Status
     from ..steps.train_step import TrainStep
+
+_MISSED = ("WindowLog was not called after {} microbatches, so the loss of their window is that of the others; call it "
+           "after each microbatch, not only if train_step.updated")
 
 
 class FlushCallback(Callback):
@@ -276,6 +280,7 @@ class WindowLog(Callback):
         self._to: Any = to if callable(to) else os.path.abspath(to)
 
         self._followed: Optional[Accumulator] = None  # in a loop of a user's own
+        self._has_warned = False  # of microbatches that it was not called after
         self._losses: list[tuple[tuple, tuple]] = []  # of each microbatch: its losses and their weights
         self._weight, self._trained, self._closed, self._held, self._skipped = 0.0, 0, 0, 0, 0
 
@@ -288,6 +293,9 @@ class WindowLog(Callback):
         Args:
             train_step: A step of `make_train_step` or a `TrainOneStepCell`; the same one in all calls.
             loss: The value that it returned: the loss, or `(loss, aux)`.
+
+        Warns:
+            UserWarning: If it was not called after each microbatch: the loss of a window is that of the others.
 
         Raises:
             OSError: At the first call, if the file cannot be written.
@@ -311,6 +319,9 @@ class WindowLog(Callback):
             self._follow(status)
             trained = getattr(train_step, "trained", self._trained + 1)
             new = trained <= self._trained  # an epoch; an interrupted microbatch has left no loss, but counts
+            if not new and trained > self._trained + 1 and not self._has_warned:
+                self._has_warned = True
+                warn(_MISSED.format(trained - self._trained - 1), UserWarning, stacklevel=2)
             self._place = self._place[0] + new, self._place[1] + (trained if new else trained - self._trained)
             self._trained = trained
             self._count(loss, getattr(train_step, "loss_weights", ()))
@@ -352,7 +363,7 @@ class WindowLog(Callback):
 
     def _recall(self, trained: int) -> None:
         """Go on with the open window of a checkpoint, if `trained` microbatches of the epoch were trained by then."""
-        logged = self._accumulator.boundary.logged
+        logged = self._accumulator.boundary.recalled
         if (logged.closed, logged.trained) == (self._closed, trained):
             self._weight, self._losses = logged.weight, [*logged.losses]
 
@@ -455,7 +466,7 @@ class WindowLog(Callback):
         row = {"epoch": self._place[0], "microbatch": self._place[1],
                "update_step": status.update_step - of_others,
                "loss": sum(_mean(place, self._losses) for place in range(len((self._losses or [((), ())])[0][1]))),
-               "weight": status.window_weight, **_rates_of_last_update(self._optimizer), "grad_norm": status.grad_norm,
+               "weight": status.window_weight, **_rates_of_last_update(accumulator), "grad_norm": status.grad_norm,
                "skipped": status.skipped, "seen": status.seen}
         if self._losses and len(self._losses[0][1]) > 1:
             row.update(weight=sum(weights[0] for _, weights in self._losses))
@@ -526,7 +537,8 @@ def _learning_rate(optimizer: nn.Cell) -> Optional[bytes]:
     return rate.asnumpy().tobytes() if isinstance(rate, Tensor) else None
 
 
-def _rates_of_last_update(optimizer: nn.Cell) -> dict[str, float]:
+def _rates_of_last_update(accumulator: Accumulator) -> dict[str, float]:
     """Return the learning rate of the last update by column, one for each group; empty if it is unknown."""
-    values = rates_at(optimizer, -1)
+    used = accumulator.boundary.used_rates
+    values = rates_at(accumulator.optimizer, -1) if used is None else used
     return {f"learning_rate{f'_{i}' * (len(values) > 1)}": value for i, value in enumerate(values)}

@@ -96,13 +96,16 @@ class TrainMode:
         """
         if self._unseen is not None:
             warn(_UNSEEN_IN_EVALUATION.format(self._unseen, self._name), UserWarning, stacklevel=2)
-        modes = [layer.training for layer in self.layers]
+        # `set_train`, and not flags alone: a `construct` under ms.jit has a graph for what it last set.
+        networks, modes = [network.training for network in self._networks], [layer.training for layer in self.layers]
         try:
-            for layer in self.layers:  # each one alone: `set_train` would also set the layers in it
-                layer.add_flags(training=False)
+            for network in self._networks:
+                network.set_train(False)
             yield
         finally:
-            for layer, mode in zip(self.layers, modes):
+            for network, mode in zip(self._networks, networks):
+                network.set_train(mode)
+            for layer, mode in zip(self.layers, modes):  # each one alone: `set_train` sets the layers in it, too
                 layer.add_flags(training=mode)
 
 

@@ -321,7 +321,9 @@ class TrainStep(Uncopied):
     def _evaluated(self, batches: Iterable) -> np.ndarray:
         """Return the number of batches, and their sums; see `Pieces.evaluated`."""
         sums = np.zeros(1 + 2 * self._losses)
-        with self._watched().evaluation():
+        # Op by op, a layer may have been replaced since the first call.
+        mode = TrainMode(self._functions, self.window.weights, True) if self.eager else self._watched()
+        with mode.evaluation():
             for arguments, named in map(as_arguments, batches):
                 key, batch = self._prepared(arguments, named)
                 try:
@@ -330,7 +332,8 @@ class TrainStep(Uncopied):
                     sums += [1.0, *graphs.evaluated(*batch)]
                 except Exception as error:
                     self._name_columns(error, key, batch)
-                    self._forget_graphs()
+                    # A graph that has failed fails again (MindSpore 2.10). Those of training stay.
+                    self._graphs = {of: graphs for of, graphs in self._graphs.items() if not of[2]}
                     raise
                 if shapes not in self._shapes.compiled and not self.eager:
                     self._shapes.note(shapes, perf_counter() - began)
@@ -401,6 +404,7 @@ class TrainStep(Uncopied):
         """Return the mode of the networks that the functions use."""
         if self._mode is None:
             self._mode = TrainMode(self._functions, self.window.weights, self.eager)
+            self.boundary.layers = self._mode.layers
         return self._mode
 
     def _graphs_of(self, key: tuple, evaluates: bool = False) -> Pieces:

@@ -396,3 +396,34 @@ def test_weights_that_do_not_fit_are_refused():
     whole = nn.SequentialCell(nn.Dense(2, 1), nn.Dense(1, 1))
     load_weights({f"0.{name}": value for name, value in given.items()}, whole[0])
     assert whole[0].weight.asnumpy().tolist() == [[7, 7]]
+
+
+def test_statistics_that_no_file_holds_are_warned_of(recwarn):
+    """Of a second network, which is trained and not saved. Control: one Cell that holds both, or a network that is in
+    evaluation mode."""
+    def made():
+        encoder, head = nn.Dense(2, 3), nn.SequentialCell(nn.BatchNorm1d(3), nn.Dense(3, 1))
+        both = nn.CellList([encoder, head])
+        both.set_train()
+
+        def forward_fn(x):
+            return head(encoder(x)).mean()
+
+        return encoder, head, both, make_train_step(forward_fn, nn.SGD(both.trainable_params(), 0.1), 1, eager=True)
+
+    def said():
+        texts = [(str(warning.message), warning.filename) for warning in recwarn]
+        recwarn.clear()
+        return texts
+
+    encoder, head, both, train_step = made()
+    train_step(BATCH)
+    save_checkpoint("c.safetensors", both, train_step)
+    assert said() == []
+    save_checkpoint("c.safetensors", encoder, train_step)
+    (text, file), = said()
+    assert "0.moving_mean changes in training, but is no Parameter of the network that is saved" in text
+    assert file == __file__
+    head.set_train(False)
+    save_checkpoint("c.safetensors", encoder, train_step)
+    assert said() == []

@@ -15,7 +15,15 @@ from support.differential.optimizers import OPTIMIZERS
 
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
 from ms_accum.core.facts import describe
-from ms_accum.core.optimizers import cells_of, divided_state, held_by, require_same_parameters, state_of
+from ms_accum.core.optimizers import (
+    cells_of,
+    divided_state,
+    held_by,
+    next_rates,
+    require_same_parameters,
+    set_rates,
+    state_of,
+)
 from ms_accum.selftest.networks import MLP, mean_loss
 
 # Base classes, and wrappers and kernels that CPU has not (MindSpore 2.10). MindSpore 2.7 has no mint.FusedAdamW.
@@ -263,3 +271,29 @@ def test_what_is_no_optimizer_or_cannot_accumulate_is_refused(error, message, op
         assert Accumulator(fitting, 2, reduction="sum").loss_scaler is None
     with pytest.raises(error, match=message):
         Accumulator(optimizer, 2, reduction="sum")
+
+
+@pytest.mark.parametrize("order", [None, "reversed"])
+def test_rates_are_in_the_order_of_the_groups(order):
+    """Also if "order_params" gives the parameters another order; the second group has the common rate. Control: in the
+    optimizer's own list, rates are then in the order of the parameters."""
+    one, two, three = (Parameter(Tensor(np.ones(2, np.float32)), name=name) for name in "abc")
+    groups = [{"params": [one], "lr": 0.1}, {"params": [two]}, {"params": [three], "lr": 0.3}]
+    ordered = [{"order_params": [three, two, one]}] if order else []
+    optimizer = nn.SGD(groups + ordered, learning_rate=0.2)
+    assert next_rates(optimizer) == (0.1, 0.2, 0.3)
+    own = [float(rate) for rate in optimizer.learning_rate]
+    assert own == pytest.approx([0.3, 0.2, 0.1] if order else [0.1, 0.2, 0.3])
+    set_rates(optimizer, (1.0, 2.0, 3.0))
+    optimizer((Tensor(np.ones(2, np.float32)),) * 3)
+    assert [float(p.asnumpy()[0]) for p in (one, two, three)] == [0.0, -1.0, -2.0]
+
+
+def test_a_rate_that_the_optimizer_computes_itself_is_not_shown():
+    """Control: with `relative_step=False`, it uses the one that it is given."""
+    parameters = [Parameter(Tensor(np.ones((2, 2), np.float32)), name="a")]
+    given = nn.AdaFactor(parameters, 0.5, relative_step=False, scale_parameter=False)
+    assert next_rates(given) == 0.5
+    for use in (next_rates, partial(set_rates, given=0.5)):
+        with pytest.raises(ValueError, match=r"AdaFactor has no learning rate .* relative_step=False"):
+            use(nn.AdaFactor(parameters))

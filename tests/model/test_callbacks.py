@@ -419,6 +419,61 @@ def test_a_run_that_goes_on_keeps_the_rows_of_its_file(driver, closes):
     assert updates() == [1]
 
 
+def test_a_row_has_the_rate_of_its_update_though_on_update_sets_the_next():
+    """Control: the rate that the optimizer has when the row is written is another one."""
+    network, cell = make_cell(accumulate_step=2)
+    step, rows, now = make_train_step(mean_loss(network), cell.accumulator), [], []
+    log = WindowLog(lambda row: (rows.append(row["learning_rate"]), now.append(step.learning_rate)))
+    first = step.learning_rate
+    step.on_update(lambda: setattr(step, "learning_rate", step.learning_rate / 2))
+    for loss in step.epoch([tensors(*batch) for batch in batches([4] * 5)]):
+        log(step, loss)
+    assert rows == pytest.approx([first, first / 2, first / 4])
+    assert now == pytest.approx([first / 2, first / 4, first / 8])
+
+
+def test_two_logs_go_on_with_the_open_window_of_a_checkpoint():
+    """Control: without the checkpoint's losses, the mean is another one."""
+    data = batches([6, 2, 4])
+
+    def made():
+        network, cell = make_cell(accumulate_step=3)
+        return network, make_train_step(mean_loss(network), cell.accumulator)
+
+    network, step = made()
+    whole = []
+    log = WindowLog(whole.append)
+    for i, batch in enumerate(data):
+        log(step, step(*tensors(*batch)))
+        if i == 1:
+            save_checkpoint("c.safetensors", network, step)
+    network, step = made()
+    load_checkpoint("c.safetensors", network, step)
+    rows = []
+    logs = WindowLog(rows.append), WindowLog(rows.append)
+    loss = step(*tensors(*data[2]))
+    for log in logs:
+        log(step, loss)
+    assert [row["loss"] for row in rows] == pytest.approx([whole[0]["loss"]] * 2, rel=1e-6)
+    assert float(loss) != pytest.approx(whole[0]["loss"], rel=1e-3)
+
+
+def test_a_log_that_misses_microbatches_says_so(recwarn):
+    """Once. Control: a log that is called after each microbatch says nothing, over two epochs."""
+    network, cell = make_cell(accumulate_step=2)
+    step, rows = make_train_step(mean_loss(network), cell.accumulator), []
+    every, some = WindowLog(rows.append), WindowLog(rows.append)
+    for _ in range(2):
+        for loss in step.epoch([tensors(*batch) for batch in batches([4] * 5)]):
+            every(step, loss)
+    assert not [str(warning.message) for warning in recwarn if "WindowLog" in str(warning.message)]
+    for loss in step.epoch([tensors(*batch) for batch in batches([4] * 6)]):
+        if step.updated:
+            some(step, loss)
+    said = [warning for warning in recwarn if "WindowLog was not called after 1 microbatches" in str(warning.message)]
+    assert [warning.filename for warning in said] == [__file__]
+
+
 def test_per_update_shows_the_optimizer():
     """At the end of an epoch, too. Control: MindSpore's callbacks alone do not find it, and FlushCallback says so."""
     _, cell = make_cell(optimizer=partial(momentum, rate=0.5))

@@ -157,7 +157,7 @@ def test_an_optimizer_without_a_known_rate_says_so():
     optimizer = Own(network.trainable_params())
     step = make_train_step(mean_loss(network), optimizer, 1)
     for use in (lambda: step.learning_rate, lambda: setattr(step, "learning_rate", 0.1)):
-        with pytest.raises(ValueError, match="Own has neither a learning_rate nor param_groups"):
+        with pytest.raises(ValueError, match="Own has no learning rate that can be read"):
             use()
     optimizer.learning_rate = 0.1
     assert step.learning_rate == 0.1

@@ -8,6 +8,7 @@ from itertools import product
 from types import SimpleNamespace
 from weakref import ref
 
+import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn
@@ -455,3 +456,72 @@ def test_a_parameter_that_is_frozen_between_calls_is_an_error(mode_named, driver
     assert all((a == b).all() for a, b in zip(before, values(network.trainable_params())))
     step(*BATCH)
     assert not (before[0] == values(network.trainable_params())[0]).all()
+
+
+class Jitted(nn.Cell):
+    """A network whose own `construct` is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.dense = nn.Dropout(p=0.9), nn.Dense(6, 3)
+
+    @ms.jit
+    def construct(self, x):
+        return self.dense(self.drop(x))
+
+
+def stepped(network):
+    def forward_fn(x, y):
+        return LOSS(network(x), y)
+
+    network.set_train()
+    return make_train_step(forward_fn, sgd(network), 2, eager=True), partial(forward_fn, *BATCH)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_network_whose_construct_is_compiled_is_evaluated_in_evaluation_mode_and_trains_on():
+    """Whichever graph was compiled first. Controls: in training mode, Dropout draws other masks."""
+    for trains_first in (True, False):
+        network = Jitted()
+        step, loss = stepped(network)
+        if trains_first:
+            assert float(loss()) != float(loss())
+        assert step.evaluate([BATCH]) == step.evaluate([BATCH])
+        assert float(loss()) != float(loss())
+        assert network.training
+        assert network.drop.training
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_op_by_op_a_layer_that_was_replaced_is_evaluated_in_evaluation_mode():
+    """Control: it draws masks in training."""
+    network = nn.SequentialCell(nn.Dense(6, 6), nn.Dropout(p=0.1), nn.Dense(6, 3))
+    step, loss = stepped(network)
+    step(*BATCH)
+    network[1] = nn.Dropout(p=0.9)
+    network.set_train()
+    assert step.evaluate([BATCH]) == step.evaluate([BATCH])
+    assert float(loss()) != float(loss())
+    assert network[1].training
+
+
+def test_an_evaluation_that_fails_leaves_the_graphs_of_the_training(mode_named):
+    """Otherwise, Dropout would draw its first masks again. Control: the evaluation itself is compiled again."""
+    mode_named("jit")
+    network = nn.Dense(6, 3)
+
+    def forward_fn(x, y):
+        return LOSS(network(x), y)
+
+    step = make_train_step(forward_fn, sgd(network), 2)
+    step(*BATCH)
+    step(*BATCH)
+    good = step.evaluate([BATCH])
+    with pytest.raises(ValueError, match=r"Dense|MatMul|forward_fn"):
+        step.evaluate([tensors(np.ones((6, 5), np.float32), np.arange(6) % 3)])
+    before = compiled_graphs()
+    step(*BATCH)
+    step(*BATCH)
+    assert compiled_graphs() == before
+    assert step.evaluate([BATCH]) < good
+    assert compiled_graphs() == before + 1
