@@ -12,9 +12,20 @@ from mindspore import Tensor, amp, nn
 from ..arguments import instance_of, one_of, spelled, whole_number
 from ..core.accumulator import REDUCTIONS
 from ..core.stages import checked_loss_scaler, require_scale
-from ..steps.batch import as_arguments, checked_axis, divisor, layout, named_values, ordered, positional
+from ..steps.batch import (
+    RETURNS,
+    as_arguments,
+    checked_axis,
+    divisor,
+    layout,
+    named_values,
+    ordered,
+    parted,
+    positional,
+)
 from ..steps.several_losses import require_entries
 from ..steps.train_mode import evaluating
+from ..steps.train_step import require_one_weight_source
 from ..tensors import as_tensor, as_weight
 from . import causes
 from .causes import in_loss
@@ -103,6 +114,7 @@ def check_equivalence(
     *,
     batch_axis: int = 0,
     weight_fn: Optional[Callable] = None,
+    has_weight: bool = False,
     loss_reduction: str = "mean",
     losses: int = 1,
     loss_scaler: Optional[amp.LossScaler] = None,
@@ -125,6 +137,7 @@ def check_equivalence(
             number of samples, each piece is one sample.
         batch_axis: The axis that counts the samples, as for `make_train_step`.
         weight_fn: `(*piece) -> weight`, as for `make_train_step`. None: the number of samples.
+        has_weight: Whether `forward_fn` returns `(loss, weight)`, as for `make_train_step`.
         loss_reduction: "sum" if `forward_fn` returns a sum, as for `make_train_step`. The check then compares the
             gradients of the sum divided by the weight.
         losses: Number of losses that `forward_fn` returns, as for `make_train_step`. Each is checked separately, and
@@ -141,8 +154,8 @@ def check_equivalence(
 
     Raises:
         TypeError: If an argument is of the wrong kind, or `forward_fn` does not return a float Tensor.
-        ValueError: If there is nothing to compare: only one piece or one sample, no trainable parameter, or a loss that
-            does not depend on the parameters.
+        ValueError: If `has_weight` is given with a `weight_fn` or several losses. If there is nothing to compare: only
+            one piece or one sample, no trainable parameter, or a loss that does not depend on the parameters.
 
     Source: the bound is that of Higham and Mary, 2019 (https://doi.org/10.1137/18M1226312).
 
@@ -160,6 +173,7 @@ def check_equivalence(
     """
     instance_of("forward_fn", forward_fn, Callable, "a function of the batch")
     instance_of("weight_fn", weight_fn, (Callable, type(None)), "a function of the batch")
+    require_one_weight_source(has_weight, weight_fn, "forward_fn", losses)
     if not instance_of("network", network, nn.Cell, "a mindspore.nn.Cell").trainable_params():
         raise ValueError("network has no trainable parameters, so there is no gradient to compare; set "
                          "requires_grad=True in the parameters to train")
@@ -183,6 +197,9 @@ def check_equivalence(
     for t in range(losses):
         functions: dict[str, Any] = {name: function and _wrapped(name, function, batch, names, t, losses)
                      for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
+        if has_weight:
+            functions = {name: _part_of(functions["forward_fn"], place) for name, place in
+                         (("forward_fn", 0), ("weight_fn", 1))}
         if loss_reduction == "sum":
             functions["forward_fn"] = _mean_of(**functions, batch_axis=batch_axis)
         try:
@@ -209,6 +226,14 @@ def _wrapped(name: str, function: Callable, batch: tuple, names: tuple[str, ...]
     wrapped = update_wrapper(one, function)
     wrapped.__name__ = getattr(function, "__name__", type(function).__name__) + f", loss {t + 1}" * (losses > 1)
     return wrapped
+
+
+def _part_of(forward_fn: Callable, place: int) -> Callable:
+    """Return a function that returns the loss (place 0) or the weight (1) of one that returns both."""
+    def part(*batch: Any) -> Tensor:
+        return parted(forward_fn(*batch), True, False, RETURNS[True, False])[place]
+
+    return update_wrapper(part, forward_fn)
 
 
 def _mean_of(forward_fn: Callable, weight_fn: Optional[Callable], batch_axis: int) -> Callable:

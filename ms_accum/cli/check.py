@@ -35,6 +35,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
         help="number of pieces that the batch is cut into (default: %(default)s)")
     add("--losses", type=count, default=1, metavar="N",
         help="number of losses that forward_fn returns, each with its own weight (default: 1)")
+    add("--has-weight", action="store_true", help="forward_fn returns (loss, weight)")
     add("--json", type=output(), metavar="FILE", help="write the report")
 
 
@@ -50,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     with reporting(options.case):
         forward_fn, network, batch, *weight_fn = case
         report = check_equivalence(forward_fn, network, batch, options.pieces,
-                                   weight_fn=weight_fn[0] if weight_fn else None, losses=options.losses)
+                                   weight_fn=weight_fn[0] if weight_fn else None, has_weight=options.has_weight,
+                                   losses=options.losses)
     print(report, flush=True)
     if options.json:
         write_json(options.json, {"case": options.case, "verdict": report.verdict, **asdict(report)})

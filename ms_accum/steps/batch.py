@@ -307,7 +307,7 @@ def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
 # --- what is differentiated -------------------------------------------------------------------------------------------
 
 # What a function returns, by `has_weight` and `has_aux`.
-_RETURNS = {(False, False): "the loss alone", (True, False): "(loss, weight) because of has_weight=True",
+RETURNS = {(False, False): "the loss alone", (True, False): "(loss, weight) because of has_weight=True",
             (False, True): "(loss, aux) because of has_aux=True; aux may be a tuple",
             (True, True): "(loss, weight, aux) because of has_weight=True and has_aux=True; aux may be a tuple"}
 _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
@@ -339,7 +339,7 @@ class Loss:
                  stream: Optional[Stream] = None, has_weight: bool = False) -> None:
         self.window, self.forward_fn, self.weight_fn = window, forward_fn, weight_fn
         self.has_aux, self.batch_axis, self.name, self.stream = has_aux, batch_axis, name, stream
-        self.has_weight, self.returns = has_weight, _RETURNS[has_weight, has_aux]
+        self.has_weight, self.returns = has_weight, RETURNS[has_weight, has_aux]
         self.is_sum = reduction == "sum"
         self.is_divided = self.is_sum and window.looks_at_gradients
         self.is_added = self.is_sum and not self.is_divided  # without a factor

@@ -479,3 +479,31 @@ def test_bad_arguments_are_refused(wrong, error, message):
     with pytest.raises(error, match=message):
         check_equivalence(**{**GOOD, **wrong})
     assert "MS_JIT" not in os.environ
+
+
+def test_a_weight_that_forward_fn_returns_and_declared_lengths_are_known():
+    """Of means and of sums. Control: the number of samples in place of the tokens."""
+    network = drawn(MLP())
+    x, y = normal(24, 6), Tensor(np.where(np.arange(24) % 5 < 2, -100, np.arange(24) % 3), ms.int32)
+
+    def returning(reduction, count):
+        @ms.enable_dynamic(x=Tensor(shape=[None, 6], dtype=ms.float32), y=Tensor(shape=[None], dtype=ms.int32))
+        def forward_fn(x, y):
+            return ops.cross_entropy(network(x), y, ignore_index=-100, reduction=reduction), count(y)
+        return forward_fn
+
+    def check(reduction, count):
+        report = check_equivalence(returning(reduction, count), network, (x, y), has_weight=True,
+                                   loss_reduction=reduction)
+        return report.ok
+
+    def tokens(y):
+        return (y != -100).sum()
+
+    assert [check("mean", tokens), check("sum", tokens)] == [True, True]
+    assert check("mean", len) is False
+    for wrong, message in (({"weight_fn": lambda x, y: 1.0}, "expected one of them"), ({"losses": 2}, "losses=2")):
+        with pytest.raises(ValueError, match=message):
+            check_equivalence(returning("mean", tokens), network, (x, y), has_weight=True, **wrong)
+    with pytest.raises(TypeError, match="expected .loss, weight. because of has_weight=True"):
+        check_equivalence(lambda x, y: ops.cross_entropy(network(x), y), network, (x, y), has_weight=True)

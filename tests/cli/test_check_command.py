@@ -37,6 +37,7 @@ def fails(x, y):
 
 exact, inexact, unclear, failing = (partial(tuple, (loss, network, batch)) for loss in (mean, total, noisy, fails))
 weighted = partial(tuple, (mean, network, batch, lambda x, y: 1.0))
+returning = partial(tuple, (lambda x, y: (mean(x, y), len(x)), network, batch))
 short, single = partial(tuple, (mean, network)), partial(tuple, (mean, network, 3))
 
 
@@ -71,6 +72,7 @@ def test_the_command_answers_by_its_status(check):
     assert (status, err, json.loads(Path("report.json").read_text())["ok"]) == (2, "", None)
     assert out.startswith("Cannot tell whether accumulation is exact for this network")
     assert [check(f"{HERE}:weighted", "--pieces", pieces)[0] for pieces in ("4", "3")] == [0, 1]
+    assert [check(f"{HERE}:returning", *option)[0] for option in (["--has-weight"], [])] == [0, 2]
 
 
 IMPORT = "argument MODULE:FUNCTION: cannot import {}, expected e.g. train:make_case in the current folder: {}"
